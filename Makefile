@@ -1,0 +1,54 @@
+# make chat   set up .venv, fetch the default model, open the chat
+# make test   ruff, mypy, pytest
+# TORCH=...   which torch pip installs; anything pip takes: TORCH="torch==2.11.0", TORCH=/path/to/torch.whl
+
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+MODEL ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: chat test test-fast lint format bench parity clean
+.DELETE_ON_ERROR:
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch goes first, alone: otherwise pip would resolve it to the largest build it knows.
+$(VENV)/installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+chat: $(VENV)/installed
+	$(BIN)/minillm chat $(if $(MODEL),--model $(MODEL))
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The default weights are fetched first, so that a failed download reads as one and not as fifty failed tests.
+test: lint
+	$(BIN)/minillm pull
+	$(BIN)/python -m pytest
+
+test-fast: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "not slow and not weights"
+
+parity: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "" tests/parity
+
+bench: $(VENV)/installed
+	$(BIN)/minillm bench latency --shape smollm2-135m
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Every op of the model and the sampler, on tensors alone."""

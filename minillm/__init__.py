@@ -1,0 +1,1 @@
+"""minillm: a small, fast Llama inference framework."""

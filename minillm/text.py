@@ -1,0 +1,53 @@
+"""The one filter between text that we did not write and a terminal.
+
+Model output, prompts, file names, chat templates and server messages are a stranger's text. Terminals obey control
+characters (ESC, the 8-bit C1 codes, carriage returns), and bidirectional controls reorder what a reader sees. All such
+text passes through `clean` before it reaches a widget, a title, a log line or stdout. Each dangerous character is
+*shown*, as a visible stand-in, never obeyed; since every character is judged alone, text may be cut into chunks anywhere.
+
+Markup is not escaped here: widgets that parse markup must not be given text that we did not write.
+"""
+
+from __future__ import annotations
+
+_INVISIBLE = (
+    0x00AD,  # soft hyphen
+    0x061C,  # Arabic letter mark
+    0x180E,  # Mongolian vowel separator
+    0x200B,  # zero-width space
+    0x200E,  # left-to-right mark
+    0x200F,  # right-to-left mark
+    *range(0x202A, 0x202F),  # bidirectional embeddings and overrides
+    *range(0x2060, 0x2070),  # word joiner, invisible operators, isolates, deprecated controls
+    0xFEFF,  # byte order mark
+    *range(0xFFF9, 0xFFFC),  # interlinear annotations
+    *range(0xE0000, 0xE0080),  # tag characters: an invisible alphabet
+)  # U+200C and U+200D stay: Persian, Indic scripts and emoji are written with them
+
+
+def _stand_ins() -> dict[int, str]:
+    table = {code: chr(0x2400 + code) for code in range(0x20) if code not in (0x09, 0x0A)}  # ESC -> ␛
+    table[0x7F] = "\u2421"
+    table |= {code: f"‹{code:02X}›" for code in range(0x80, 0xA0)}
+    table |= {code: f"‹U+{code:04X}›" for code in _INVISIBLE}
+    table |= dict.fromkeys((0x2028, 0x2029), "\n")  # line and paragraph separators
+    table |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")  # lone surrogates cannot be encoded
+    return table
+
+
+_STAND_INS = _stand_ins()
+
+
+def clean(text: str) -> str:
+    """``text`` with every character that a terminal would obey replaced by a visible stand-in.
+
+    Newlines and tabs stay; ``\\r\\n`` becomes ``\\n``. The result encodes to UTF-8 and contains no C0, DEL or C1 byte
+    sequence, so no escape sequence can begin in it.
+    """
+    return text.replace("\r\n", "\n").translate(_STAND_INS)
+
+
+def clean_line(text: str, limit: int = 200) -> str:
+    """`clean`, on one line of at most ``limit`` characters: for titles, names and messages."""
+    line = " ".join(clean(text).split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
