@@ -3,7 +3,7 @@
 Model output, prompts, file names, chat templates and server messages are a stranger's text. Terminals obey control
 characters (ESC, the 8-bit C1 codes, carriage returns), and bidirectional controls reorder what a reader sees. All such
 text passes through `clean` before it reaches a widget, a title, a log line or stdout. Each dangerous character is
-*shown*, as a visible stand-in, never obeyed; since every character is judged alone, text may be cut into chunks anywhere.
+*shown*, as a visible stand-in, never obeyed; each is judged alone, so text may be cut into chunks anywhere.
 
 Markup is not escaped here: widgets that parse markup must not be given text that we did not write.
 """

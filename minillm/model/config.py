@@ -74,9 +74,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_size
 
     @classmethod
-    def from_hf(
-        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
-    ) -> ModelConfig:
+    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read a ``config.json`` (old and new key layouts).
 
         Raises:
@@ -85,14 +83,12 @@ class ModelConfig:
         architecture = _architecture(config)
         heads = _integer(config, "num_attention_heads")
         hidden = _integer(config, "hidden_size")
-        kv_heads = (
-            heads if config.get("num_key_value_heads") is None else _integer(config, "num_key_value_heads")
-        )
+        kv_heads = heads if config.get("num_key_value_heads") is None else _integer(config, "num_key_value_heads")
         if config.get("head_dim") is not None:
             head_dim = _integer(config, "head_dim")
         elif hidden % heads:
             raise WeightsError(
-                f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads} and head_dim is not given"
+                f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}, and no head_dim is given"
             )
         else:
             head_dim = hidden // heads
@@ -104,9 +100,7 @@ class ModelConfig:
             raise WeightsError(f"config.json: head_dim {head_dim} is odd; rotary embedding needs pairs")
         max_positions = _integer(config, "max_position_embeddings")
         _refuse_unsupported(config, max_positions)
-        eos = _token_ids(config.get("eos_token_id")) + _token_ids(
-            (generation_config or {}).get("eos_token_id")
-        )
+        eos = _token_ids(config.get("eos_token_id")) + _token_ids((generation_config or {}).get("eos_token_id"))
         bos = _token_ids(config.get("bos_token_id"))
         return cls(
             architecture=architecture,
@@ -148,7 +142,7 @@ def _refuse_unsupported(config: Mapping[str, Any], max_positions: int) -> None:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise WeightsError(
-            f"config.json: quantised weights ({method}) are not supported; use the unquantised checkpoint or a .gguf file"
+            f"config.json: quantised weights ({method}) are not supported; use the unquantised model or a .gguf file"
         )
     window = config.get("sliding_window")
     if window is not None and config.get("use_sliding_window", True) and window < max_positions:
@@ -176,9 +170,7 @@ def _rope(config: Mapping[str, Any], max_positions: int, head_dim: int) -> RopeC
     rope_type = values.pop("rope_type", None) or values.pop("type", None) or "default"
     values.pop("type", None)
     if rope_type not in ROPE_TYPES:
-        raise WeightsError(
-            f"config.json: rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
-        )
+        raise WeightsError(f"config.json: rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     factors = values.pop("frequency_factors", None)
     if values.pop("partial_rotary_factor", 1.0) != 1.0:
         raise WeightsError("config.json: partial_rotary_factor other than 1 is not supported")
@@ -220,12 +212,7 @@ def _number(config: Mapping[str, Any], key: str) -> float:
     value = config.get(key)
     if value is None:
         raise WeightsError(f"config.json: required key {key} is missing")
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= 0
-    ):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise WeightsError(f"config.json: {key} must be a positive number, not {value!r}")
     return float(value)
 
