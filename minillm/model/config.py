@@ -88,7 +88,7 @@ class ModelConfig:
             head_dim = _integer(config, "head_dim")
         elif hidden % heads:
             raise WeightsError(
-                f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}, and no head_dim is given"
+                f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}; no head_dim is given"
             )
         else:
             head_dim = hidden // heads

@@ -1,0 +1,282 @@
+"""Every op in plain torch: the specification that the fast versions are tested against.
+
+Written to be read, and to run in float64: arithmetic happens in the wider of float32 and the input's dtype. Shapes:
+
+======================  ============================================================================
+``k_cache, v_cache``    ``[num_blocks, block_size, num_kv_heads, head_dim]``, one layer's half of the pool
+``block_tables``        ``[num_seqs, max_blocks]`` int32, physical block ids in logical order; unused entries: anything
+``context_lens``        ``[num_seqs]`` int32, tokens of each sequence that attention may see
+``slot_mapping``        ``[num_tokens]`` int64, ``block_id * block_size + offset``; -1 writes nothing
+``cu_seqlens``          ``[num_seqs + 1]`` int32, where each sequence's queries begin in the packed batch
+======================  ============================================================================
+
+Slots that no context covers may hold anything, NaN included, and never influence a result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang & Sennrich 2019).
+
+    Llama's cast order: normalise in float32, cast back to the input's dtype, then multiply by the weight. The order
+    decides bits in half precision.
+    """
+    wide = _wide(x)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``sum = x + residual`` in the input's dtype; returns (``rms_norm(sum)``, ``sum``)."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` for ``gate_up`` ``[num_tokens, 2 * size]``, gate first (SwiGLU, Shazeer 2020).
+
+    As Llama computes it: silu is rounded to the input's dtype before the product.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(_wide(gate)).to(gate_up.dtype) * up
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first ``2 * cos.shape[1]`` dimensions of each head (Su et al. 2021, half-split layout).
+
+    Args:
+        x: ``[num_tokens, heads, head_dim]``.
+        cos, sin: ``[num_tokens, rotary_dim / 2]`` float32 (or float64), the rows of each token's position.
+    """
+    half = cos.shape[-1]
+    wide, cos, sin = _wide(x), cos[:, None], sin[:, None]
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store each token's ``k, v`` ``[num_tokens, num_kv_heads, head_dim]`` in its slot, in place."""
+    kept = slot_mapping >= 0
+    if not bool(kept.all()):
+        k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+
+
+def rotary_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the blocks. ``k`` itself is left as it was.
+
+    ``q``, ``k``, ``v`` ``[num_tokens, heads, head_dim]`` may be strided views of one packed projection.
+    """
+    q.copy_(rotary(q, cos, sin))
+    write_kv(rotary(k, cos, sin), v, k_cache, v_cache, slot_mapping)
+
+
+def gather_kv(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
+    """The first ``context_len`` tokens of one sequence, ``[context_len, num_kv_heads, head_dim]``, in logical order."""
+    num_blocks = -(-context_len // cache.shape[1])
+    return cache[block_table[:num_blocks].long()].flatten(0, 1)[:context_len]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, first_position: int) -> tuple[Tensor, Tensor]:
+    """Causal attention of ``q [n, heads, dim]`` at ``first_position…`` over ``k, v [context, kv_heads, dim]``."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (_wide(t).transpose(0, 1) for t in (q, k, v))  # [heads, tokens, dim]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = q @ k.transpose(1, 2) * softmax_scale
+    query_positions = torch.arange(q.shape[1], device=q.device) + first_position
+    visible = torch.arange(k.shape[1], device=q.device) <= query_positions[:, None]
+    scores = scores.masked_fill(~visible, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Decode attention: one query per sequence over its paged context (Kwon et al. 2023).
+
+    Args:
+        q: ``[num_seqs, num_heads, head_dim]``; head ``h`` reads kv head ``h // (num_heads / num_kv_heads)``.
+
+    Returns:
+        ``out`` like ``q``, zero where the context is empty; ``lse`` ``[num_seqs, num_heads]``, the log-sum-exp of the
+        scaled scores (-inf where the context is empty), float32 or wider.
+    """
+    out = torch.zeros_like(q)
+    lse = _wide(q).new_full(q.shape[:2], float("-inf"))
+    for row, length in enumerate(context_lens.tolist()):
+        if length:
+            k = gather_kv(k_cache, block_tables[row], length)
+            v = gather_kv(v_cache, block_tables[row], length)
+            attended, sums = _attend(q[row : row + 1], k, v, softmax_scale, length - 1)
+            out[row], lse[row] = attended[0].to(q.dtype), sums[0]
+    return out, lse
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens: Tensor,
+    softmax_scale: float,
+) -> Tensor:
+    """Causal attention of chunks over the paged cache; each chunk's own K, V are already written.
+
+    Args:
+        q: ``[num_tokens, num_heads, head_dim]``, the chunks packed one after another. The chunk of sequence ``i`` has
+            ``cu_seqlens[i + 1] - cu_seqlens[i]`` queries, the last of them at position ``context_lens[i] - 1``.
+    """
+    out = torch.zeros_like(q)
+    starts = cu_seqlens.tolist()
+    for row, length in enumerate(context_lens.tolist()):
+        begin, end = starts[row], starts[row + 1]
+        if end > begin:
+            k = gather_kv(k_cache, block_tables[row], length)
+            v = gather_kv(v_cache, block_tables[row], length)
+            attended, _ = _attend(q[begin:end], k, v, softmax_scale, length - (end - begin))
+            out[begin:end] = attended.to(q.dtype)
+    return out
+
+
+def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
+    """Copy whole blocks, K and V, in every layer: the bytes of copy-on-write.
+
+    Args:
+        kv_cache: ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``, the whole pool.
+        copies: ``[num_copies, 2]`` int64 (source, destination). A destination is no other pair's source or destination.
+    """
+    kv_cache[:, :, copies[:, 1]] = kv_cache[:, :, copies[:, 0]]
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+_GOLDEN = 0x9E3779B9
+
+
+def _as_signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele et al. 2014) on int64, wrapping."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _as_signed(factor, 64)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _mix32(x: Tensor, first: int, second: int) -> Tensor:
+    """An xorshift-multiply finaliser on int32, wrapping (constants: Wellons, "hash-prospector", bias 0.17)."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * _as_signed(first, 32)
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * _as_signed(second, 32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def uniform(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Counter-based uniforms in (0, 1), float32: a pure function of (seed, position, id).
+
+    Nothing is carried from draw to draw, so a sequence draws the same numbers alone, in any batch, preempted or not.
+    The finest steps lie near 0 (``2**-32``), where `gumbel` needs them.
+
+    Args:
+        seeds, positions: ``[rows]`` int64.
+        ids: int32, broadcastable to ``[rows, n]``.
+    """
+    key = _mix64(_mix64(seeds + _as_signed(0x9E3779B97F4A7C15, 64)) ^ positions)
+    low = (key & 0xFFFFFFFF).to(torch.int64)
+    high = (key >> 32) & 0xFFFFFFFF
+    low, high = ((half ^ 0x80000000) - 0x80000000 for half in (low, high))  # to the signed range of int32
+    x = ids * _as_signed(_GOLDEN, 32) + low.to(torch.int32)[:, None]
+    x = _mix32(x, 0x21F0AAAD, 0xD35A2D97) ^ high.to(torch.int32)[:, None]
+    x = _mix32(x, 0x7FEB352D, 0x846CA68B) & 0x7FFFFFFF
+    return ((x.float() + 0.5) * 2.0**-31).clamp_(max=1 - 2.0**-24)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Standard Gumbel noise: ``argmax(logits + gumbel)`` draws from ``softmax(logits)`` (Gumbel 1954)."""
+    return -torch.log(-torch.log1p(-uniform(seeds, positions, ids)))
+
+
+def _mask_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    """Keep exactly ``top_k`` of each row, larger value first, lower id first among equals; 0 keeps all."""
+    order = logits.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(logits.shape[1], device=logits.device).expand_as(order)
+    )
+    limit = torch.where(top_k > 0, top_k, logits.shape[1])
+    return logits.masked_fill(rank >= limit[:, None], float("-inf"))
+
+
+def _mask_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the fewest tokens, most probable first, whose probabilities reach ``top_p``; at least one."""
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = values.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None]
+    dropped[:, 0] = False
+    return logits.masked_fill(torch.zeros_like(dropped).scatter_(1, order, dropped), float("-inf"))
+
+
+def _mask_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
+    """Keep tokens at least ``min_p`` times as probable as the most probable one."""
+    threshold = logits.amax(-1, keepdim=True) + torch.log(min_p)[:, None]
+    return logits.masked_fill(logits < threshold, float("-inf"))
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Draw one token per row: temperature, then top-k, then top-p of what is left, then min-p (Hugging Face's order).
+
+    Args:
+        logits: ``[rows, vocab]`` float32; -inf marks a forbidden token, and at least one per row is finite.
+        temperature: ``[rows]`` float32; 0 takes the largest logit, the lowest id among equals.
+        top_k: ``[rows]`` int64, 0 for all. top_p, min_p: ``[rows]`` float32, 1 and 0 for all.
+        seeds, positions: ``[rows]`` int64, the counter of the draw: see `uniform`.
+
+    Returns:
+        ``[rows]`` int64 token ids.
+    """
+    greedy = logits.argmax(-1)
+    drawn = temperature > 0
+    scale = torch.where(drawn, temperature, 1.0)[:, None]
+    # Subtracting the maximum first keeps 1e-12 temperatures finite.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / scale
+    scaled = _mask_min_p(_mask_top_p(_mask_top_k(scaled, top_k), top_p), min_p)
+    ids = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
+    noise = gumbel(seeds, positions, ids[None])
+    return torch.where(drawn, (scaled + noise).argmax(-1), greedy)
+
+
+def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """``log_softmax(logits)[token]`` per row, ``[rows]``, without building the whole distribution."""
+    return logits.gather(1, token_ids[:, None])[:, 0] - logits.logsumexp(-1)

@@ -1,0 +1,98 @@
+"""From a model's name to a running engine: find the files, read them, load the weights, allocate the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minillm.cache import BlockManager
+from minillm.config import EngineConfig, choose_device, choose_dtype
+from minillm.engine import Engine
+from minillm.errors import WeightsError
+from minillm.memory import size_pool
+from minillm.model.config import ModelConfig
+from minillm.model.loader import RandomTensors, TensorSource, load_llama
+from minillm.model.shapes import SHAPES
+from minillm.runner import Runner
+from minillm.scheduler import Scheduler
+from minillm.tokenizer import Tokenizer
+from minillm.weights.checkpoint import open_checkpoint
+from minillm.weights.resolve import resolve
+
+_CPU_BATCHED_TOKENS = 512  # a step of a 135M model then takes about a second
+_GPU_BATCHED_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a long start has come. ``total`` is None where it is not known."""
+
+    label: str
+    done: int
+    total: int | None
+    unit: str = ""
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def build_engine(name: str, config: EngineConfig, on_progress: OnProgress | None = None) -> Engine:
+    """Load model ``name`` and make an engine for it.
+
+    Raises:
+        MinillmError: the model cannot be found, fetched, read or held in memory.
+    """
+    report = on_progress or (lambda progress: None)
+    device = choose_device(config)
+    dtype = choose_dtype(config, device)
+    tokenizer: Tokenizer | None = None
+
+    def layers_loaded(done: int, total: int) -> None:
+        report(Progress("loading weights", done, total, "layers"))
+
+    source: TensorSource
+    if config.load_format == "dummy" and name in SHAPES:
+        model_config = SHAPES[name]
+        source = RandomTensors(model_config, device, config.seed)
+    else:
+        files = resolve(name, on_progress=lambda p: report(Progress(p.label, p.done_bytes, p.total_bytes, "bytes")))
+        checkpoint = open_checkpoint(files)
+        model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+        if config.load_format == "dummy":
+            source = RandomTensors(model_config, device, config.seed)
+        else:
+            source = checkpoint
+            tokenizer = _load_tokenizer(checkpoint.tokenizer_source, model_config)
+    longest = max(config.max_model_len or 0, model_config.max_position_embeddings)
+    model = load_llama(
+        source, model_config, device=device, dtype=dtype, max_positions=longest, on_progress=layers_loaded
+    )
+    pool = size_pool(config, model_config, device, dtype.itemsize)
+    cache = BlockManager(pool.num_blocks, config.block_size)
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        tokens = max(config.max_num_seqs, _CPU_BATCHED_TOKENS if device.type == "cpu" else _GPU_BATCHED_TOKENS)
+    eos = set(model_config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    return Engine(
+        runner=Runner(model, pool.num_blocks, config.block_size),
+        cache=cache,
+        scheduler=Scheduler(cache, config.max_num_seqs, tokens),
+        tokenizer=tokenizer,
+        max_model_len=pool.max_model_len,
+        eos_token_ids=frozenset(eos),
+        seed=config.seed,
+    )
+
+
+def _load_tokenizer(source: Path | Mapping[str, Any], config: ModelConfig) -> Tokenizer:
+    tokenizer = Tokenizer.from_directory(source) if isinstance(source, Path) else Tokenizer.from_gguf(source)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise WeightsError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model's embedding {config.vocab_size} rows: "
+            "they belong to different models"
+        )
+    return tokenizer

@@ -1,0 +1,33 @@
+"""What happened to the cache, as data: the chat app draws it, tests replay it.
+
+A subscriber is a plain callable. With none, no event object is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+EventKind = Literal["allocate", "fork", "copy", "free"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """One change of the block tables.
+
+    ==========  ===================================================================================
+    allocate    ``seq_id`` took ``blocks`` from the free ones
+    fork        ``seq_id`` now shares ``blocks`` with ``parent_id``
+    copy        ``seq_id`` writes to ``blocks[1]``, a copy of the shared ``blocks[0]`` (copy-on-write)
+    free        ``seq_id`` is gone; it held ``blocks``
+    ==========  ===================================================================================
+    """
+
+    kind: EventKind
+    seq_id: int
+    blocks: tuple[int, ...]
+    parent_id: int | None = None
+
+
+Subscriber = Callable[[CacheEvent], None]

@@ -1,0 +1,100 @@
+"""Which blocks of the pool are free, kept as runs of consecutive ids.
+
+A table whose blocks are consecutive is read without a gather on the CPU and in long bursts on a GPU, so the allocator
+prefers the block right behind a sequence's last one, as TokenAttention does (LightLLM). A sequence that starts takes
+the middle of the longest run: its neighbours and itself keep room to grow. Runs live in size classes by powers of two,
+as in the TLSF allocator (Masmano et al. 2004): every call is O(1) per block.
+"""
+
+from __future__ import annotations
+
+
+class FreeBlocks:
+    """The free blocks among ``0 … num_blocks - 1``; all are free at first."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._is_free = bytearray(b"\x01") * num_blocks
+        self._length = [0] * num_blocks  # of the run that starts here
+        self._start = [0] * num_blocks  # of the run that ends here
+        self._classes: list[dict[int, None]] = [{} for _ in range(num_blocks.bit_length() + 1)]
+        self._nonempty = 0  # bit c: class c holds a run
+        self._count = num_blocks
+        if num_blocks:
+            self._insert(0, num_blocks)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, block: int) -> bool:
+        return bool(self._is_free[block])
+
+    def take(self, count: int, after: int | None = None) -> list[int]:
+        """``count`` free blocks, from ``after + 1`` on if that is free, in as few runs as it finds.
+
+        The caller has checked that ``count <= len(self)``.
+        """
+        taken: list[int] = []
+        if after is not None and after + 1 < len(self._is_free) and self._is_free[after + 1]:
+            taken = self._take_from(after + 1, after + 1, min(count, self._length[after + 1]))
+        while len(taken) < count:
+            wanted = count - len(taken)
+            start = self._longest_run(wanted)
+            length = self._length[start]
+            if length <= wanted or start == 0:
+                taken += self._take_from(start, start, min(length, wanted))
+            else:
+                taken += self._take_from(start, start + (length - wanted) // 2, wanted)
+        return taken
+
+    def put(self, block: int) -> None:
+        """Give one block back. Giving back a free block is a defect of the caller."""
+        if self._is_free[block]:
+            raise AssertionError(f"block {block} is freed twice")
+        self._is_free[block] = 1
+        self._count += 1
+        start, end = block, block
+        if block and self._is_free[block - 1]:
+            start = self._start[block - 1]
+            self._remove(start)
+        if block + 1 < len(self._is_free) and self._is_free[block + 1]:
+            end = block + self._length[block + 1]
+            self._remove(block + 1)
+        self._insert(start, end - start + 1)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(start, length) of every run, in order of start."""
+        return sorted((start, self._length[start]) for size_class in self._classes for start in size_class)
+
+    def _longest_run(self, wanted: int) -> int:
+        """A run of the largest size class, preferably one that holds ``wanted`` blocks."""
+        candidates = self._classes[self._nonempty.bit_length() - 1]
+        for tried, start in enumerate(candidates):
+            if self._length[start] >= wanted or tried == 8:
+                return start
+        return next(iter(candidates))
+
+    def _take_from(self, run: int, first: int, count: int) -> list[int]:
+        """Cut ``first … first + count - 1`` out of the run that starts at ``run``."""
+        length = self._length[run]
+        self._remove(run)
+        if first > run:
+            self._insert(run, first - run)
+        end = first + count
+        if end < run + length:
+            self._insert(end, run + length - end)
+        self._is_free[first:end] = bytes(count)
+        self._count -= count
+        return list(range(first, end))
+
+    def _insert(self, start: int, length: int) -> None:
+        self._length[start] = length
+        self._start[start + length - 1] = start
+        size_class = length.bit_length()
+        self._classes[size_class][start] = None
+        self._nonempty |= 1 << size_class
+
+    def _remove(self, start: int) -> None:
+        size_class = self._length[start].bit_length()
+        del self._classes[size_class][start]
+        if not self._classes[size_class]:
+            self._nonempty &= ~(1 << size_class)

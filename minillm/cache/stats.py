@@ -1,0 +1,71 @@
+"""Memory figures that count tokens, not promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from minillm.cache.block_manager import BlockManager
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """The pool at one moment. Blocks unless the name says slots; every slot is room for one token."""
+
+    num_blocks: int
+    block_size: int
+    free_blocks: int
+    used_blocks: int
+    shared_blocks: int  # held by more than one table
+    logical_blocks: int  # entries of all tables: what the same sequences would take without sharing
+    used_slots: int  # slots of used blocks that hold a token
+    num_sequences: int
+    num_runs: int  # stretches of consecutive blocks over all tables; equals num_sequences at best
+    num_copies: int  # copies on write since the start
+
+    @property
+    def total_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def tail_waste_slots(self) -> int:
+        """Slots of used blocks that hold no token yet."""
+        return self.used_blocks * self.block_size - self.used_slots
+
+    @property
+    def sharing_ratio(self) -> float:
+        """Logical over physical blocks: 1 without sharing, 0 in an empty pool."""
+        return self.logical_blocks / self.used_blocks if self.used_blocks else 0.0
+
+    @property
+    def usage(self) -> float:
+        """Used part of the pool, 0 to 1."""
+        return self.used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @classmethod
+    def of(cls, manager: BlockManager) -> CacheStats:
+        size = manager.block_size
+        filled: dict[int, int] = {}  # block -> slots with a token, as its fullest owner sees it
+        logical = runs = 0
+        for table in manager.tables.values():
+            logical += len(table.blocks)
+            previous = None
+            for index, block in enumerate(table.blocks):
+                runs += previous is None or block != previous + 1
+                previous = block
+                tokens = min(size, table.num_tokens - index * size)
+                if tokens > filled.get(block, 0):
+                    filled[block] = tokens
+        return cls(
+            num_blocks=manager.num_blocks,
+            block_size=size,
+            free_blocks=manager.num_free,
+            used_blocks=manager.num_blocks - manager.num_free,
+            shared_blocks=sum(count > 1 for count in manager.ref_counts),
+            logical_blocks=logical,
+            used_slots=sum(filled.values()),
+            num_sequences=sum(bool(table.blocks) for table in manager.tables.values()),
+            num_runs=runs,
+            num_copies=manager.num_copies,
+        )

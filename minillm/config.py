@@ -1,0 +1,110 @@
+"""How the engine runs: explicit, and checked once, here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minillm.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
+BLOCK_SIZES = tuple(1 << power for power in range(9))
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The options of `minillm.LLM`.
+
+    Attributes:
+        device: ``"auto"`` (a GPU where there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+        dtype: of weights, activations and KV cache: ``"auto"`` (float32 on a CPU; bfloat16 on a GPU that has it),
+            ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        block_size: token slots per block: a power of two from 1 to 256.
+        num_blocks: blocks in the pool; None takes what memory allows.
+        max_model_len: longest prompt plus completion, in tokens; None takes the model's own, or the pool if that is
+            smaller.
+        max_num_seqs: sequences computed at a time, over all requests.
+        max_num_batched_tokens: tokens computed per step; None: 512 on a CPU, 8192 on a GPU.
+        gpu_memory_utilization: the part of the GPU's memory that weights, activations and pool may take together.
+        load_format: ``"auto"``, or ``"dummy"`` for random weights.
+        seed: of the generator that gives a seed to every request that brings none.
+
+    Raises:
+        UsageError: a value of the wrong type or out of range.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    load_format: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        kind, _, index = self.device.partition(":") if isinstance(self.device, str) else ("", "", "")
+        if kind not in ("auto", "cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
+            raise UsageError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}")
+        if self.dtype not in ("auto", *DTYPES):
+            raise UsageError(f"dtype must be auto, {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.block_size not in BLOCK_SIZES or isinstance(self.block_size, bool):
+            raise UsageError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {self.block_size!r}")
+        if self.load_format not in LOAD_FORMATS:
+            raise UsageError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, not {self.load_format!r}")
+        for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is None and name != "max_num_seqs":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 40:
+                raise UsageError(f"{name} must be a positive whole number, not {value!r}")
+        tokens = self.max_num_batched_tokens
+        if tokens is not None and tokens < self.max_num_seqs:
+            raise UsageError(
+                f"max_num_batched_tokens {tokens} is below max_num_seqs {self.max_num_seqs}: "
+                "every running sequence needs one token a step; lower max_num_seqs"
+            )
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
+            raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise UsageError(f"seed must be a whole number, not {self.seed!r}")
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device that ``config`` asks for.
+
+    Raises:
+        UsageError: a GPU was asked for and there is none, or not that one.
+    """
+    import torch
+
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if config.device == "auto":
+            return torch.device("cpu")
+        built = torch.version.cuda
+        reason = f"torch {torch.__version__} was built without CUDA" if built is None else "torch finds no CUDA GPU"
+        raise UsageError(f"device {config.device}: {reason}; use --device cpu, or install a CUDA build of torch")
+    device = torch.device("cuda" if config.device == "auto" else config.device)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise UsageError(f"device {config.device}: this machine has {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", device.index or 0)
+
+
+def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """The dtype that ``config`` asks for on ``device``."""
+    import torch
+
+    if config.dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

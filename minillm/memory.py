@@ -1,0 +1,89 @@
+"""How many blocks fit: the arithmetic of the pool's size."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minillm.config import EngineConfig
+from minillm.errors import CapacityError
+from minillm.model.config import ModelConfig
+
+# On a CPU the pool is capped: memory is shared with all else that runs, and few sequences run at a time there.
+_CPU_POOL_TOKENS = 32768
+_CPU_POOL_SHARE = 0.5  # of the memory that is free once the weights are loaded
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """The pool, and the longest sequence that it serves."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be taken now: of the GPU, or of this process's machine or container."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available
+
+
+def size_pool(config: EngineConfig, model: ModelConfig, device: torch.device, element_size: int) -> PoolSize:
+    """Size the pool by ``config`` and by the memory left once the weights are loaded.
+
+    Raises:
+        CapacityError: not one block fits, or the pool asked for does not.
+    """
+    longest = config.max_model_len or model.max_position_embeddings
+    limit = model.max_position_embeddings
+    if model.rope.type == "dynamic":
+        limit = int(limit * model.rope.factor)
+    if longest > limit:
+        raise CapacityError(f"max_model_len {longest} is above the model's context of {limit} tokens; lower it")
+    block_bytes = model.kv_bytes_per_token(element_size) * config.block_size
+    room = _bytes_for_pool(config, device)
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        num_blocks = room // block_bytes
+        if device.type == "cpu":
+            wanted = -(-max(_CPU_POOL_TOKENS, config.max_model_len or 0) // config.block_size)
+            num_blocks = min(num_blocks, wanted)
+    if num_blocks < 1 or num_blocks * block_bytes > max(room, free_bytes(device)):
+        asked = "one block" if config.num_blocks is None else f"num_blocks={num_blocks}"
+        raise CapacityError(
+            f"the KV cache does not fit: {asked} takes {_gib(max(num_blocks, 1) * block_bytes)} "
+            f"({config.block_size} tokens x {model.kv_bytes_per_token(element_size)} bytes a block), "
+            f"{_gib(room)} may be used; take a smaller model, a shorter dtype, or fewer blocks"
+        )
+    pool_tokens = num_blocks * config.block_size
+    if longest > pool_tokens:
+        if config.max_model_len is not None:
+            raise CapacityError(
+                f"max_model_len {longest} needs {-(-longest // config.block_size)} blocks of {config.block_size} "
+                f"tokens and the pool has {num_blocks}; lower max_model_len or raise num_blocks"
+            )
+        longest = pool_tokens
+    return PoolSize(num_blocks, longest)
+
+
+def _bytes_for_pool(config: EngineConfig, device: torch.device) -> int:
+    if device.type == "cpu":
+        return int(free_bytes(device) * _CPU_POOL_SHARE)
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(free - total * (1 - config.gpu_memory_utilization)))
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,105 @@
+"""Llama (Touvron et al. 2023) over a paged KV cache: a pre-norm decoder with rotary attention and SwiGLU.
+
+    x = embed(tokens)
+    each layer:  x += o(attention(rotary(qkv(norm(x)))))
+                 x += down(silu(gate) * up)   with gate, up = gate_up(norm(x))
+    logits = head(norm(x))
+
+Every op comes from `kernels`. Projections that read the same input are one matrix: q, k, v and gate, up. Each residual
+addition is fused with the norm that follows it, so a layer hands on two tensors: its output, not yet added, and the sum
+so far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import kernels
+from kernels import LinearWeight
+from minillm.model.batch import Batch
+from minillm.model.config import ModelConfig
+from minillm.model.rope import RotaryTable
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer's weights."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: LinearWeight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
+    o: LinearWeight  # [hidden, num_heads * head_dim]
+    post_attention_norm: Tensor  # [hidden]
+    gate_up: LinearWeight  # [2 * intermediate, hidden], gate first
+    down: LinearWeight  # [hidden, intermediate]
+
+
+@dataclass(frozen=True)
+class Llama:
+    """A decoder's weights and its forward pass. Complete when constructed; see `minillm.model.loader`."""
+
+    config: ModelConfig
+    embedding: Tensor  # [vocab, hidden]
+    layers: list[Layer]
+    norm: Tensor  # [hidden]
+    head: LinearWeight  # [vocab, hidden]
+    rotary: RotaryTable
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
+        """An empty pool ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``: K at 0, V at 1.
+
+        Memory that was never written is not touched on a CPU, so a large pool costs nothing before it is used.
+        """
+        c = self.config
+        return torch.empty(
+            (c.num_layers, 2, num_blocks, block_size, c.num_kv_heads, c.head_dim), dtype=self.dtype, device=self.device
+        )
+
+    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """Compute the batch's tokens, write their K and V, return ``[num_logits, vocab]`` float32 logits."""
+        eps = self.config.rms_norm_eps
+        cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
+        residual = functional.embedding(batch.token_ids, self.embedding)
+        x = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
+        for index, layer in enumerate(self.layers):
+            x = self._attention(layer, x, cos, sin, batch, kv_cache[index, 0], kv_cache[index, 1])
+            x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
+            x = kernels.linear(kernels.silu_mul(kernels.linear(x, layer.gate_up)), layer.down)
+            if index + 1 < len(self.layers):
+                x, residual = kernels.add_rms_norm(x, residual, self.layers[index + 1].input_norm, eps)
+        x, _ = kernels.add_rms_norm(x[batch.logit_rows], residual[batch.logit_rows], self.norm, eps)
+        return kernels.linear(x, self.head).float()
+
+    def _attention(
+        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        c = self.config
+        scale = c.head_dim**-0.5
+        heads = kernels.linear(x, layer.qkv).view(x.shape[0], -1, c.head_dim)  # [tokens, q + k + v heads, head_dim]
+        q, k, v = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        kernels.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping)
+        n = batch.num_decodes
+        outputs = []
+        if n:
+            outputs.append(
+                kernels.paged_attention(q[:n], k_cache, v_cache, batch.block_tables[:n], batch.context_lens[:n], scale)
+            )
+        if n < x.shape[0]:
+            outputs.append(
+                kernels.prefill_attention(
+                    q[n:], k_cache, v_cache, batch.block_tables[n:], batch.context_lens[n:], batch.cu_seqlens, scale
+                )
+            )
+        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return kernels.linear(attended.flatten(1), layer.o)

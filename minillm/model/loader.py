@@ -1,0 +1,181 @@
+"""From a checkpoint's tensors to a `Llama`: every parameter is written exactly once, or loading fails.
+
+Fused matrices are allocated at their full size and filled slice by slice from the checkpoint's separate ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import LinearWeight
+from minillm.errors import WeightsError
+from minillm.model.config import ModelConfig
+from minillm.model.llama import Layer, Llama
+from minillm.model.rope import RotaryTable
+
+Progress = Callable[[int, int], None]  # (layers done, layers in all)
+
+# Buffers that old checkpoints store and that are computed here.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
+
+
+class TensorSource(Protocol):
+    """What the loader needs of a checkpoint: tensors by their Hugging Face names."""
+
+    def names(self) -> list[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class RandomTensors:
+    """Random weights in a checkpoint's shapes (``load_format="dummy"``): for speed tests, where the values are noise.
+
+    Scaled like a trained model's, so that activations stay finite in half precision through any number of layers.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
+        self._shapes = dict(parameter_shapes(config))
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, device=self._device)
+        return torch.randn(shape, generator=self._generator, device=self._device) * 0.02
+
+
+def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The Hugging Face name and shape of every parameter of a model; a tied head is not among them."""
+    c = config
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
+    for i in range(c.num_layers):
+        prefix = f"model.layers.{i}."
+        yield prefix + "input_layernorm.weight", (c.hidden_size,)
+        yield prefix + "post_attention_layernorm.weight", (c.hidden_size,)
+        linears = [
+            ("self_attn.q_proj", q, c.hidden_size, c.attention_bias),
+            ("self_attn.k_proj", kv, c.hidden_size, c.attention_bias),
+            ("self_attn.v_proj", kv, c.hidden_size, c.attention_bias),
+            ("self_attn.o_proj", c.hidden_size, q, c.attention_bias),
+            ("mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
+            ("mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
+            ("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias),
+        ]
+        for name, rows, columns, biased in linears:
+            yield f"{prefix}{name}.weight", (rows, columns)
+            if biased:
+                yield f"{prefix}{name}.bias", (rows,)
+    yield "model.norm.weight", (c.hidden_size,)
+    if not c.tie_word_embeddings:
+        yield "lm_head.weight", (c.vocab_size, c.hidden_size)
+
+
+def load_llama(
+    source: TensorSource,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int,
+    on_progress: Progress = lambda done, total: None,
+) -> Llama:
+    """Build the model from ``source``.
+
+    Raises:
+        WeightsError: a tensor is missing, unknown or of the wrong shape.
+    """
+    expected = dict(parameter_shapes(config))
+    _check_names(source, expected)
+    taken: set[str] = set()
+
+    def take(name: str) -> Tensor:
+        assert name not in taken, f"{name} is loaded twice"
+        taken.add(name)
+        return source.tensor(name)
+
+    def fused(*names: str) -> LinearWeight:
+        """One matrix of the rows of several, and their biases where the model has them."""
+        parts = [f"{name}.weight" for name in names]
+        rows = sum(expected[part][0] for part in parts)
+        weight = torch.empty(rows, expected[parts[0]][1], dtype=dtype, device=device)
+        _fill(weight, [take(part) for part in parts])
+        bias = None
+        if f"{names[0]}.bias" in expected:
+            bias = torch.empty(rows, dtype=dtype, device=device)
+            _fill(bias, [take(f"{name}.bias") for name in names])
+        return LinearWeight(weight, bias)
+
+    def vector(name: str) -> Tensor:
+        return take(name).to(device=device, dtype=dtype, copy=True)
+
+    embedding = vector("model.embed_tokens.weight")
+    layers = []
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        layers.append(
+            Layer(
+                input_norm=vector(prefix + "input_layernorm.weight"),
+                qkv=fused(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
+                o=fused(attention + "o_proj"),
+                post_attention_norm=vector(prefix + "post_attention_layernorm.weight"),
+                gate_up=fused(mlp + "gate_proj", mlp + "up_proj"),
+                down=fused(mlp + "down_proj"),
+            )
+        )
+        on_progress(index + 1, config.num_layers)
+    norm = vector("model.norm.weight")
+    head = LinearWeight(_head(source, config, embedding, take))
+    assert taken == set(expected), f"not loaded: {sorted(set(expected) - taken)}"
+    return Llama(config, embedding, layers, norm, head, RotaryTable(config, max_positions, device))
+
+
+def _head(source: TensorSource, config: ModelConfig, embedding: Tensor, take: Callable[[str], Tensor]) -> Tensor:
+    """The output matrix: the embedding where they are tied.
+
+    Some checkpoints say that they are tied and store a head all the same. Where it differs from the embedding it is
+    used, as transformers does.
+    """
+    if not config.tie_word_embeddings:
+        return take("lm_head.weight").to(embedding, copy=True)
+    if "lm_head.weight" in source.names():
+        head = source.tensor("lm_head.weight").to(embedding)
+        if head.shape == embedding.shape and not torch.equal(head, embedding):
+            return head
+    return embedding
+
+
+def _fill(target: Tensor, parts: list[Tensor]) -> None:
+    start = 0
+    for part in parts:
+        target[start : start + part.shape[0]].copy_(part)
+        start += part.shape[0]
+    assert start == target.shape[0]
+
+
+def _check_names(source: TensorSource, expected: dict[str, tuple[int, ...]]) -> None:
+    present = set(source.names())
+    for name, shape in expected.items():
+        if name not in present:
+            raise WeightsError(f"the checkpoint has no tensor {name}; it is incomplete or its config.json is another's")
+        if tuple(source.shape(name)) != shape:
+            raise WeightsError(f"tensor {name} has shape {tuple(source.shape(name))}, and config.json asks for {shape}")
+    unknown = sorted(
+        name for name in present - set(expected) if not name.endswith(_IGNORED_SUFFIXES) and name != "lm_head.weight"
+    )
+    if unknown:
+        raise WeightsError(
+            f"the checkpoint has {len(unknown)} tensors that this architecture does not use, {unknown[0]} among them"
+        )

@@ -1,0 +1,94 @@
+"""What is being generated: a sequence, and the group of sequences that answers one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from minillm.cache import BlockTable
+from minillm.decoding.params import SamplingParams
+from minillm.decoding.stop import StopStringFilter
+from minillm.outputs import FinishReason, RequestMetrics, TokenLogprobs
+
+if TYPE_CHECKING:
+    from minillm.detokenizer import StreamingDetokenizer
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens, the block table that holds their K and V, and how many of them are computed."""
+
+    seq_id: int
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
+    seed: int
+    index: int = 0  # of the completion within its group
+    num_computed: int = 0  # tokens whose K and V are in the cache
+    table: BlockTable | None = None  # None while the sequence holds no block
+    text: list[str] = field(default_factory=list)
+    detokenizer: StreamingDetokenizer | None = None
+    stop_filter: StopStringFilter = field(default_factory=lambda: StopStringFilter(()))
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """The sequences of one request: admitted, preempted and resumed together.
+
+    Until the prompt is computed only the first unfinished sequence holds blocks; then it is forked into the others.
+    After a preemption the same happens again, and each sequence computes its own output tokens anew.
+    """
+
+    request_id: str
+    params: SamplingParams
+    max_tokens: int  # params.max_tokens, or less where the context ends first
+    sequences: list[Sequence]
+    metrics: RequestMetrics
+    seed: int
+    prompt: str | None = None
+    parent: Sequence | None = None  # an idle sequence whose beginning is shared when this group is admitted
+    hold: bool = False  # keep the first completion's blocks when it ends
+    forked: bool = False
+    num_cached_tokens: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.sequences[0].num_prompt_tokens
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if not sequence.finished]
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that hold blocks at a time, once the prompt is computed."""
+        return self.params.n - sum(sequence.finished for sequence in self.sequences)
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+    @property
+    def computing(self) -> list[Sequence]:
+        """The sequences that hold blocks, or would if the group were admitted now."""
+        return self.unfinished if self.forked else self.unfinished[:1]
+
+    def num_tokens_to_compute(self, sequence: Sequence) -> int:
+        """Tokens whose K and V are still missing; before the fork, those of the prompt."""
+        end = len(sequence.token_ids) if self.forked else self.num_prompt_tokens
+        return end - sequence.num_computed

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pool_model import PoolModel
+
+from minillm.cache import BlockManager, BlockTable, CacheEvent, OutOfBlocks
+
+
+def grown(manager: BlockManager, seq_id: int, count: int) -> BlockTable:
+    table = manager.allocate(seq_id)
+    manager.append(table, count)
+    return table
+
+
+def test_fork_shares_every_block() -> None:
+    manager = BlockManager(8, 4)
+    parent = grown(manager, 0, 10)
+    child = manager.fork(parent, 1)
+    assert child.blocks == parent.blocks
+    assert [manager.ref_counts[block] for block in parent.blocks] == [2, 2, 2]
+    assert manager.num_free == 5
+    assert manager.take_copies() == []
+
+
+@pytest.mark.parametrize("fill", range(1, 17))
+def test_every_fill_level_copies_only_the_partly_filled_block(fill: int) -> None:
+    manager = BlockManager(16, 16)
+    parent = grown(manager, 0, 32 + fill)
+    children = [manager.fork(parent, i) for i in (1, 2, 3)]
+    for child in children:
+        manager.append(child, 1)
+    manager.append(parent, 1)
+    copies = manager.take_copies()
+    partly_filled = fill < 16
+    assert len(copies) == (3 if partly_filled else 0), "three of four owners copy, the last one writes in place"
+    tails = {table.blocks[2 if partly_filled else 3] for table in [parent, *children]}
+    assert len(tails) == 4
+    assert all(table.blocks[:2] == parent.blocks[:2] for table in children)
+    manager.check()
+
+
+def test_last_owner_writes_in_place() -> None:
+    manager = BlockManager(4, 4)
+    parent = grown(manager, 0, 3)
+    child = manager.fork(parent, 1)
+    manager.free(parent)
+    block = child.blocks[0]
+    manager.append(child, 1)
+    assert child.blocks == [block]
+    assert manager.take_copies() == []
+
+
+def test_rollback_is_a_fork_at_an_earlier_token() -> None:
+    manager = BlockManager(8, 4)
+    table = grown(manager, 0, 14)
+    shorter = manager.fork(table, 1, 6)
+    assert shorter.blocks == table.blocks[:2]
+    manager.free(table)
+    assert manager.num_free == 6
+    manager.append(shorter, 1)
+    assert manager.take_copies() == [], "nobody shares the block any more"
+
+
+def test_out_of_blocks_changes_nothing() -> None:
+    manager = BlockManager(3, 4)
+    first = grown(manager, 0, 6)
+    second = manager.fork(first, 1)
+    third = grown(manager, 2, 1)
+    with pytest.raises(OutOfBlocks):
+        manager.append(second, 1)
+    assert second.blocks == first.blocks
+    assert second.num_tokens == 6
+    assert manager.take_copies() == []
+    manager.free(third)
+    manager.append(second, 1)
+    manager.check()
+
+
+def test_a_copys_source_is_not_handed_out_before_the_copy_is_taken() -> None:
+    manager = BlockManager(3, 4)
+    parent = grown(manager, 0, 2)
+    child = manager.fork(parent, 1)
+    manager.append(child, 1)
+    source = parent.blocks[0]
+    manager.free(parent)
+    other = grown(manager, 2, 1)
+    assert other.blocks != [source]
+    assert manager.take_copies() == [(source, child.blocks[0])]
+    assert manager.num_free == 1
+
+
+def test_a_freed_destination_forgets_its_copy() -> None:
+    manager = BlockManager(3, 4)
+    parent = grown(manager, 0, 2)
+    child = manager.fork(parent, 1)
+    manager.append(child, 1)
+    manager.free(child)
+    assert manager.take_copies() == []
+    assert manager.num_free == 2
+
+
+def test_a_chain_of_forks_copies_from_the_first_source() -> None:
+    manager = BlockManager(4, 4)
+    first = grown(manager, 0, 2)
+    second = manager.fork(first, 1)
+    manager.append(second, 1)
+    third = manager.fork(second, 2)
+    manager.append(third, 1)
+    source = first.blocks[0]
+    assert set(manager.take_copies()) == {(source, second.blocks[0]), (source, third.blocks[0])}
+
+
+def test_freeing_twice_is_caught() -> None:
+    manager = BlockManager(2, 4)
+    table = grown(manager, 0, 1)
+    manager.free(table)
+    with pytest.raises(AssertionError, match="twice"):
+        manager.free(table)
+    with pytest.raises(ValueError, match="already"):
+        grown(manager, 1, 1)
+        manager.allocate(1)
+
+
+def test_events_tell_the_whole_story() -> None:
+    manager = BlockManager(8, 4)
+    events: list[CacheEvent] = []
+    manager.subscribers.append(events.append)
+    parent = grown(manager, 0, 6)
+    child = manager.fork(parent, 1)
+    manager.append(child, 1)
+    manager.free(parent)
+    kinds = [(event.kind, event.seq_id) for event in events]
+    assert kinds == [("allocate", 0), ("fork", 1), ("copy", 1), ("free", 0)]
+    assert events[1].parent_id == 0
+    assert events[2].blocks == (events[0].blocks[1], child.blocks[1])
+
+
+def test_statistics_count_tokens() -> None:
+    manager = BlockManager(10, 4)
+    parent = grown(manager, 0, 6)
+    manager.fork(parent, 1)
+    stats = manager.stats()
+    assert (stats.used_blocks, stats.shared_blocks, stats.logical_blocks) == (2, 2, 4)
+    assert (stats.used_slots, stats.tail_waste_slots) == (6, 2)
+    assert stats.sharing_ratio == 2.0
+    assert stats.usage == 0.2
+
+
+def test_growing_sequences_stay_in_one_run_while_the_pool_is_wide() -> None:
+    manager = BlockManager(256, 1)
+    tables = [grown(manager, i, 4) for i in range(4)]
+    for _ in range(20):
+        for table in tables:
+            manager.append(table, 1)
+    assert manager.stats().num_runs == 4
+
+
+def test_a_full_pool_is_one_run_again_after_everything_is_freed() -> None:
+    rng = random.Random(3)
+    manager = BlockManager(64, 2)
+    tables = [grown(manager, i, rng.randint(1, 9)) for i in range(12)]
+    rng.shuffle(tables)
+    for table in tables:
+        manager.free(table)
+    assert manager._free.runs() == [(0, 64)]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+def test_ten_thousand_random_histories_balance(block_size: int) -> None:
+    """2,500 histories per block size; what each table reads is checked as it goes, the books after each history."""
+    for seed in range(2500):
+        rng = random.Random(seed * 31 + block_size)
+        model = PoolModel(num_blocks=rng.choice([1, 2, 3, 8, 24]), block_size=block_size)
+        for _ in range(rng.randint(1, 24)):
+            seqs = list(model.tables)
+            choice = rng.random()
+            if not seqs or choice < 0.2:
+                model.allocate()
+            elif choice < 0.4:
+                parent = rng.choice(seqs)
+                cut = rng.randint(0, len(model.tokens[parent])) if rng.random() < 0.4 else None
+                model.fork(parent, cut)
+            elif choice < 0.8:
+                model.append(rng.choice(seqs), rng.choice([0, 1, 1, 1, 2, block_size, rng.randint(1, 40)]))
+            else:
+                model.free(rng.choice(seqs))
+            if rng.random() < 0.3:
+                model.check()
+        model.check()
+        model.drain()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Hypothesis looks for the shortest history that breaks the books."""
+
+    @initialize(num_blocks=st.integers(1, 12), block_size=st.sampled_from([1, 2, 4, 8]))
+    def start(self, num_blocks: int, block_size: int) -> None:
+        self.model = PoolModel(num_blocks, block_size)
+
+    @rule()
+    def allocate(self) -> None:
+        self.model.allocate()
+
+    @precondition(lambda self: self.model.tables)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(sorted(self.model.tables)))
+        self.model.fork(parent, data.draw(st.none() | st.integers(0, len(self.model.tokens[parent]))))
+
+    @precondition(lambda self: self.model.tables)
+    @rule(data=st.data(), count=st.integers(0, 20))
+    def append(self, data: st.DataObject, count: int) -> None:
+        self.model.append(data.draw(st.sampled_from(sorted(self.model.tables))), count)
+
+    @precondition(lambda self: self.model.tables)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        self.model.free(data.draw(st.sampled_from(sorted(self.model.tables))))
+
+    @rule()
+    def step(self) -> None:
+        self.model.run_step()
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.model.manager.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "model"):
+            self.model.check()
+            self.model.drain()
+
+
+CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCacheMachine = CacheMachine.TestCase

@@ -1,0 +1,280 @@
+"""The engine on a small random model: the same request gives the same tokens, whatever else happens to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import engine_for, hf_model, ours
+
+from minillm.decoding.params import SamplingParams
+from minillm.engine import Engine
+from minillm.errors import CapacityError, UsageError
+from minillm.model.llama import Llama
+from minillm.outputs import RequestOutput
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    return hf_model()
+
+
+@pytest.fixture(scope="module")
+def model(theirs: Any) -> Llama:
+    return ours(theirs)
+
+
+def prompts(count: int, longest: int = 40) -> list[list[int]]:
+    rng = random.Random(count)
+    return [[rng.randrange(3, 96) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def run(
+    engine: Engine, requests: list[tuple[list[int], SamplingParams]], each_step: Callable[[], None] = lambda: None
+) -> list[RequestOutput]:
+    for number, (prompt, params) in enumerate(requests):
+        engine.add_request(str(number), prompt, params)
+    while engine.has_work:
+        engine.step()
+        engine.cache.check()
+        each_step()
+    assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
+    outputs = {output.request_id: output for output in engine.take_finished()}
+    return [outputs[str(number)] for number in range(len(requests))]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+SEEDED = SamplingParams(temperature=1.0, max_tokens=20, seed=7)
+
+
+@torch.no_grad()
+def test_greedy_tokens_are_those_of_transformers(theirs: Any, model: Llama) -> None:
+    for prompt in prompts(8):
+        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :]
+        [output] = run(engine_for(model, eos=frozenset({2})), [(prompt, GREEDY)])
+        assert output.outputs[0].token_ids == expected.tolist()
+        assert output.outputs[0].finish_reason == ("stop" if expected[-1] == 2 else "length")
+
+
+@pytest.mark.parametrize(
+    "params", [GREEDY, SEEDED, SamplingParams(n=3, temperature=0.9, top_p=0.9, seed=1, max_tokens=20)]
+)
+@pytest.mark.parametrize("block_size", [1, 4, 16, 256])
+def test_batch_chunks_and_preemption_change_nothing(model: Llama, params: SamplingParams, block_size: int) -> None:
+    requests = [(prompt, params) for prompt in prompts(12)]
+    roomy = {"num_blocks": -(-2048 // block_size), "block_size": block_size}
+    alone = [run(engine_for(model, **roomy), [request])[0] for request in requests]
+    together = run(engine_for(model, **roomy, max_num_batched_tokens=512), requests)
+    assert tokens(together) == tokens(alone)
+    chunked = run(engine_for(model, **roomy, max_num_batched_tokens=7, max_num_seqs=7), requests)
+    assert tokens(chunked) == tokens(alone)
+    longest = 40 + 3 * 20 if params.n > 1 else 60
+    tight = engine_for(model, num_blocks=-(-longest // block_size) + 3 * params.n, block_size=block_size)
+    preempted = run(tight, requests)
+    assert tokens(preempted) == tokens(alone)
+    if block_size <= 4:
+        assert sum(output.metrics.num_preemptions for output in preempted if output.metrics) > 0, (
+            "nothing was preempted"
+        )
+
+
+def test_samples_share_the_prompt_and_differ(model: Llama) -> None:
+    engine = engine_for(model, num_blocks=64, block_size=4)
+    shared: list[int] = []
+    prompt = prompts(1)[0][:18] + [5] * (18 - len(prompts(1)[0][:18]))
+    [output] = run(
+        engine,
+        [(prompt, SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=12))],
+        lambda: shared.append(engine.cache_stats().shared_blocks),
+    )
+    assert max(shared) == 5, "four full blocks and the partly filled one are shared after the fork"
+    assert engine.cache.num_copies == 3, "each sample but the last owner copies that one block"
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
+    assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+
+
+def test_sample_i_is_the_same_for_any_n(model: Llama) -> None:
+    prompt = prompts(3)[2]
+    many = run(engine_for(model), [(prompt, SamplingParams(n=5, seed=11, max_tokens=10))])[0]
+    few = run(engine_for(model), [(prompt, SamplingParams(n=2, seed=11, max_tokens=10))])[0]
+    assert tokens([many])[0][:2] == tokens([few])[0]
+
+
+def test_unseeded_requests_differ_and_the_engines_seed_repeats_them(model: Llama) -> None:
+    prompt = prompts(3)[2]
+    requests = [(prompt, SamplingParams(max_tokens=10))] * 2
+    first, second = tokens(run(engine_for(model, seed=1), requests))
+    assert first != second
+    assert tokens(run(engine_for(model, seed=1), requests)) == [first, second]
+    assert tokens(run(engine_for(model, seed=2), requests)) != [first, second]
+
+
+@pytest.mark.parametrize("step", range(0, 30, 3))
+def test_abort_at_any_step_returns_every_block(model: Llama, step: int) -> None:
+    engine = engine_for(model, num_blocks=40, block_size=4, max_num_batched_tokens=16, max_num_seqs=16)
+    for number, prompt in enumerate(prompts(8)):
+        engine.add_request(str(number), prompt, SamplingParams(n=1 + number % 3, seed=0, max_tokens=15))
+    for _ in range(step):
+        engine.step()
+    for number in range(0, 8, 2):
+        engine.abort(str(number))
+    engine.abort("never heard of")
+    engine.step()
+    engine.cache.check()
+    assert not {"0", "2", "4", "6"} & set(engine.groups)
+    while engine.has_work:
+        engine.step()
+    assert engine.cache.num_free == 40
+    outputs = {output.request_id: output for output in engine.take_finished()}
+    assert len(outputs) == 8
+    for output in outputs.values():
+        assert output.finished
+        for completion in output.outputs:
+            assert completion.finish_reason in ("abort", "length")
+
+
+def test_an_aborted_id_can_be_used_again_at_once(model: Llama) -> None:
+    engine = engine_for(model)
+    engine.add_request("a", [5, 6, 7], GREEDY)
+    engine.step()
+    with pytest.raises(UsageError, match="in use"):
+        engine.add_request("a", [5, 6, 7], GREEDY)
+    engine.abort("a")
+    engine.carry_out_aborts()
+    engine.take_finished()
+    [output] = run(engine, [([5, 6, 7], GREEDY)])
+    assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("bad", [-1, 96, 1 << 31, True, 2.0, "7", None])
+def test_bad_token_ids_are_refused_before_they_reach_the_device(model: Llama, bad: Any) -> None:
+    with pytest.raises(UsageError, match="token id"):
+        engine_for(model).add_request("a", [5, bad], GREEDY)
+
+
+def test_prompts_at_the_edge_of_the_context(model: Llama) -> None:
+    for length in (254, 255):
+        engine = engine_for(model, num_blocks=64, block_size=4, max_num_batched_tokens=300)
+        [output] = run(engine, [([7] * length, SamplingParams(temperature=0, max_tokens=100))])
+        assert len(output.outputs[0].token_ids) == 256 - length
+        assert output.outputs[0].finish_reason == "length"
+    for length in (256, 257):
+        with pytest.raises(UsageError, match="context holds 256"):
+            engine_for(model).add_request("a", [7] * length, GREEDY)
+    with pytest.raises(UsageError, match="empty"):
+        engine_for(model).add_request("a", [], GREEDY)
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic(model: Llama) -> None:
+    engine = engine_for(model, num_blocks=8, block_size=4)
+    with pytest.raises(CapacityError, match=r"11 blocks of 4 tokens \(10 prompt tokens, 3 x 10 new ones\).* has 8"):
+        engine.add_request("a", [7] * 10, SamplingParams(n=3, max_tokens=10))
+    with pytest.raises(CapacityError, match="max_num_seqs"):
+        engine_for(model, max_num_seqs=2).add_request("a", [7], SamplingParams(n=3))
+    engine.add_request("b", [7] * 10, SamplingParams(n=2, max_tokens=10, seed=0))
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_failing_device_ends_its_requests_and_nothing_else(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(model, num_blocks=64, max_num_batched_tokens=8, max_num_seqs=8)
+    for number, prompt in enumerate([[5] * 8, [6] * 8]):
+        engine.add_request(str(number), prompt, GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(Llama, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
+        with pytest.raises(RuntimeError, match="device lost"):
+            engine.step()
+    [failed] = engine.take_finished()
+    assert failed.request_id == "0"
+    assert failed.error is not None
+    assert "device lost" in failed.error
+    engine.cache.check()
+    while engine.has_work:
+        engine.step()
+    [other] = engine.take_finished()
+    assert other.error is None
+    assert engine.cache.num_free == 64
+
+
+def test_a_request_whose_logits_are_nan_fails_alone(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(model)
+    forward = Llama.forward
+
+    def poisoned(self: Llama, batch: Any, kv_cache: torch.Tensor) -> torch.Tensor:
+        logits = forward(self, batch, kv_cache)
+        row = (batch.token_ids[batch.logit_rows] == 13).nonzero()
+        logits[row] = float("nan")
+        return logits
+
+    monkeypatch.setattr(Llama, "forward", poisoned)
+    bad, good = run(engine, [([5, 13], GREEDY), ([5, 14], SamplingParams(temperature=0, max_tokens=1))])
+    assert bad.error is not None
+    assert "NaN" in bad.error
+    assert good.error is None
+    assert len(good.outputs[0].token_ids) == 1
+
+
+def test_a_held_sequence_gives_its_blocks_to_the_next_turn(model: Llama) -> None:
+    engine = engine_for(model, num_blocks=64, block_size=4)
+    group = engine.add_request("1", [5] * 10, GREEDY, hold=True)
+    while engine.has_work:
+        engine.step()
+    held = group.sequences[0]
+    assert held.table is not None
+    assert engine.cache.num_free < 64
+    longer = [*held.token_ids, 8, 9, 10]
+    second = engine.add_request("2", longer, GREEDY, parent=held)
+    while engine.has_work:
+        engine.step()
+    first, output = engine.take_finished()
+    assert output.num_cached_tokens == second.num_cached_tokens == len(held.token_ids) - 1
+    engine.release(held)
+    assert engine.cache.num_free == 64
+    [afresh] = run(engine_for(model), [(longer, GREEDY)])
+    assert tokens([output]) == tokens([afresh])
+    # Another beginning shares only what is common; an identical prompt still computes its last token.
+    group = engine.add_request("3", [5] * 10, GREEDY, hold=True)
+    while engine.has_work:
+        engine.step()
+    for prompt, common in (([5] * 6 + [9, 9], 6), ([5] * 10, 9), ([9], 0)):
+        again = engine.add_request("4", prompt, GREEDY, parent=group.sequences[0])
+        while engine.has_work:
+            engine.step()
+        assert again.num_cached_tokens == common
+        assert tokens([engine.take_finished()[-1]]) == tokens(run(engine_for(model), [(prompt, GREEDY)]))
+
+
+def test_held_sequences_give_way_to_requests(model: Llama) -> None:
+    engine = engine_for(model, num_blocks=16, block_size=4)
+    group = engine.add_request("1", [5] * 30, GREEDY, hold=True)
+    while engine.has_work:
+        engine.step()
+    assert engine.cache.num_free == 16 - 13
+    other = run(engine, [([6] * 30, GREEDY)])[0]
+    assert len(other.outputs[0].token_ids) == 20
+    assert group.sequences[0].table is None
+
+
+@pytest.mark.parametrize("logprobs", [0, 1, 5])
+def test_log_probabilities_are_the_models_own(theirs: Any, model: Llama, logprobs: int) -> None:
+    prompt = prompts(2)[1]
+    params = SamplingParams(temperature=1.7, top_k=20, seed=5, max_tokens=8, logprobs=logprobs, repetition_penalty=1.2)
+    completion = run(engine_for(model), [(prompt, params)])[0].outputs[0]
+    with torch.no_grad():
+        logits = theirs(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    assert completion.logprobs is not None
+    assert completion.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in completion.logprobs))
+    for row, entry, token_id in zip(expected, completion.logprobs, completion.token_ids, strict=True):
+        assert entry.token_id == token_id
+        assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-4)
+        best = row.topk(logprobs)
+        assert [found for found, _ in entry.top] == best.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)

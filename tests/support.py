@@ -1,0 +1,137 @@
+"""What several test files need: small random models, the transformers oracle, and an engine around them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minillm.cache import BlockManager
+from minillm.engine import Engine
+from minillm.model.batch import Batch
+from minillm.model.config import ModelConfig
+from minillm.model.llama import Llama
+from minillm.model.loader import load_llama
+from minillm.runner import Runner
+from minillm.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from minillm.tokenizer import Tokenizer
+
+TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+class StateDict:
+    """Tensors of a transformers model, as a source for our loader."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def hf_model(seed: int = 0, kind: str = "Llama", **overrides: Any) -> Any:
+    """A small random transformers model whose logits are far from flat."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, **overrides})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+            elif parameter.dim() == 2:
+                parameter.mul_(6)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def ours(model: Any, *, max_positions: int | None = None, dtype: torch.dtype = torch.float32) -> Llama:
+    """The same weights in our model."""
+    config = ModelConfig.from_hf(model.config.to_dict())
+    tensors = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    return load_llama(
+        StateDict(tensors),
+        config,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        max_positions=max_positions or config.max_position_embeddings,
+    )
+
+
+def engine_for(
+    model: Llama,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 64,
+    tokenizer: Tokenizer | None = None,
+    eos: frozenset[int] = frozenset(),
+    seed: int = 0,
+) -> Engine:
+    cache = BlockManager(num_blocks, block_size)
+    return Engine(
+        runner=Runner(model, num_blocks, block_size),
+        cache=cache,
+        scheduler=Scheduler(cache, max_num_seqs, max_num_batched_tokens),
+        tokenizer=tokenizer,
+        max_model_len=min(model.rotary.cos.shape[0], num_blocks * block_size),
+        eos_token_ids=eos,
+        seed=seed,
+    )
+
+
+def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], block_size: int = 4) -> Tensor:
+    """Logits of every position, ``[tokens, vocab]``, computed in ``chunks`` over a shuffled, NaN-filled pool."""
+    num_blocks = 2 * (-(-len(token_ids) // block_size))
+    kv_cache = model.new_kv_cache(num_blocks, block_size).fill_(float("nan"))
+    blocks = random.Random(0).sample(range(num_blocks), num_blocks // 2)
+    assert sum(chunks) == len(token_ids)
+    rows, start = [], 0
+    for count in chunks:
+        positions = list(range(start, start + count))
+        decode = count == 1 and start > 0
+        batch = Batch(
+            token_ids=torch.tensor(token_ids[start : start + count]),
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor([blocks[i // block_size] * block_size + i % block_size for i in positions]),
+            block_tables=torch.tensor([blocks], dtype=torch.int32),
+            context_lens=torch.tensor([start + count], dtype=torch.int32),
+            num_decodes=1 if decode else 0,
+            cu_seqlens=torch.tensor([0] if decode else [0, count], dtype=torch.int32),
+            logit_rows=torch.arange(count),
+            rope_lengths=[len(token_ids)] * count if model.rotary.dynamic else None,
+        )
+        with torch.inference_mode():
+            rows.append(model.forward(batch, kv_cache))
+        start += count
+    return torch.cat(rows)
