@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import cpu, reference
-from kernels.reference import add_rms_norm, block_copy, log_probabilities, rms_norm, rotary_write_kv, silu_mul
+from kernels.reference import add_rms_norm, block_copy, log_probabilities, rms_norm, silu_mul
 
 __all__ = [
     "LinearWeight",
@@ -42,6 +42,21 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     if weight.packed:
         return cpu.packed_linear(x, weight.weight, weight.bias)
     return functional.linear(x, weight.weight, weight.bias)
+
+
+def rotary_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Rotate q, write rotated k, and v, to their blocks: see `reference.rotary_write_kv`."""
+    op = cpu.rotary_write_kv if q.device.type == "cpu" else reference.rotary_write_kv
+    op(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
 
 
 def paged_attention(

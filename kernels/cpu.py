@@ -36,12 +36,45 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def sequence_kv(cache: Tensor, table: list[int], context_len: int) -> Tensor:
-    """One sequence's ``[context_len, num_kv_heads, head_dim]``: a view if its blocks are consecutive, else a copy."""
+def rotary_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """See `reference.rotary_write_kv`; for whole heads in float32, in half as many passes."""
+    if q.dtype != torch.float32 or 2 * cos.shape[1] != q.shape[2] or int(slot_mapping.min()) < 0:
+        reference.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+        return
+    half, cos, sin = cos.shape[1], cos[:, None], sin[:, None]
+    first, second = q[..., :half], q[..., half:]
+    rotated = torch.addcmul(first * cos, second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(rotated)
+    first, second = k[..., :half], k[..., half:]
+    rotated = torch.cat(
+        (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)), dim=-1
+    )
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, rotated)
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+
+
+def _sequence_kv(cache: Tensor, table: list[int], length: int) -> Tensor:
+    """One sequence's ``[1, num_kv_heads, length, head_dim]``: a view if its blocks are consecutive, else a copy."""
+    _, block_size, num_kv_heads, head_dim = cache.shape
     first, num_blocks = table[0], len(table)
-    if table[-1] - first == num_blocks - 1 and table == list(range(first, first + num_blocks)):
-        return cache[first : first + num_blocks].flatten(0, 1)[:context_len]
-    return cache.index_select(0, torch.tensor(table)).flatten(0, 1)[:context_len]
+    if table[-1] - first != num_blocks - 1 or table != list(range(first, first + num_blocks)):
+        cache, first = cache.index_select(0, torch.tensor(table)), 0
+    # One call instead of a slice, a flatten, another slice and a transpose: views are what decoding spends time on here.
+    return cache.as_strided(
+        (1, num_kv_heads, length, head_dim),
+        (0, head_dim, num_kv_heads * head_dim, 1),
+        cache.storage_offset() + first * block_size * num_kv_heads * head_dim,
+    )
 
 
 def _tables(block_tables: Tensor, context_lens: Tensor, block_size: int) -> list[tuple[list[int], int]]:
@@ -57,18 +90,16 @@ def paged_attention(
     """See `reference.paged_attention`; without the log-sum-exp."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
-    out = torch.empty_like(q)
-    for row, (table, length) in enumerate(_tables(block_tables, context_lens, k_cache.shape[1])):
+    # The query heads of a kv head stand as a batch of queries: nothing is repeated.
+    grouped = q.unflatten(1, (num_kv_heads, num_heads // num_kv_heads)).split(1)
+    outputs = []
+    for query, (table, length) in zip(grouped, _tables(block_tables, context_lens, k_cache.shape[1]), strict=True):
         if not length:
-            out[row] = 0
+            outputs.append(torch.zeros_like(query))
             continue
-        # The query heads of a kv head stand as a batch of queries: nothing is repeated.
-        grouped = q[row].view(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        k = sequence_kv(k_cache, table, length).transpose(0, 1)[None]
-        v = sequence_kv(v_cache, table, length).transpose(0, 1)[None]
-        attended = functional.scaled_dot_product_attention(grouped, k, v, scale=softmax_scale)
-        out[row] = attended.view(num_heads, head_dim)
-    return out
+        k, v = _sequence_kv(k_cache, table, length), _sequence_kv(v_cache, table, length)
+        outputs.append(functional.scaled_dot_product_attention(query, k, v, scale=softmax_scale))
+    return torch.cat(outputs).flatten(1, 2)
 
 
 def prefill_attention(
@@ -87,13 +118,11 @@ def prefill_attention(
         begin, end = starts[row], starts[row + 1]
         if begin == end:
             continue
-        k = sequence_kv(k_cache, table, length).transpose(0, 1)[None]
-        v = sequence_kv(v_cache, table, length).transpose(0, 1)[None]
+        k, v = _sequence_kv(k_cache, table, length), _sequence_kv(v_cache, table, length)
         cached = length - (end - begin)
         mask = None
         if cached:
-            positions = torch.arange(cached, length)[:, None]
-            mask = torch.arange(length) <= positions
+            mask = torch.arange(length) <= torch.arange(cached, length)[:, None]
         attended = functional.scaled_dot_product_attention(
             q[begin:end].transpose(0, 1)[None],
             k,
