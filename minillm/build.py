@@ -53,6 +53,7 @@ def build_engine(name: str, config: EngineConfig, on_progress: OnProgress | None
         report(Progress("loading weights", done, total, "layers"))
 
     source: TensorSource
+    served_by = "random weights"
     if config.load_format == "dummy" and name in SHAPES:
         model_config = SHAPES[name]
         source = RandomTensors(model_config, device, config.seed)
@@ -63,7 +64,7 @@ def build_engine(name: str, config: EngineConfig, on_progress: OnProgress | None
         if config.load_format == "dummy":
             source = RandomTensors(model_config, device, config.seed)
         else:
-            source = checkpoint
+            source, served_by = checkpoint, files.source
             tokenizer = _load_tokenizer(checkpoint.tokenizer_source, model_config)
     longest = max(config.max_model_len or 0, model_config.max_position_embeddings)
     model = load_llama(
@@ -84,6 +85,7 @@ def build_engine(name: str, config: EngineConfig, on_progress: OnProgress | None
         tokenizer=tokenizer,
         max_model_len=pool.max_model_len,
         eos_token_ids=frozenset(eos),
+        source=served_by,
         seed=config.seed,
     )
 

@@ -43,6 +43,7 @@ class Engine:
     tokenizer: Tokenizer | None
     max_model_len: int
     eos_token_ids: frozenset[int]
+    source: str = ""  # where the weights came from, for people
     seed: int = 0
     num_steps: int = 0
     groups: dict[str, SequenceGroup] = field(default_factory=dict)

@@ -1,0 +1,206 @@
+"""The ``minillm`` command.
+
+Each subcommand lives in `minillm.commands`; this file only knows their options, so that ``--help`` imports no torch.
+Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 stopped with ctrl-c.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from typing import Any, NoReturn
+
+from minillm.errors import MinillmError, UsageError
+from minillm.text import clean_line
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors as one line that names the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+            known = sorted(_option_strings(self))
+            message = f"unknown option {unknown!r}" + _nearest(unknown.split("=")[0], known)
+        elif "invalid choice: " in message:
+            choice = message.split("invalid choice: ")[1].split(" (")[0].strip("'\"")
+            choices = [str(c) for action in self._actions for c in action.choices or ()]
+            message = f"unknown {message.split(':')[0].removeprefix('argument ')} {choice!r}" + _nearest(
+                choice, choices
+            )
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def _option_strings(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of a parser and of its subcommands."""
+    found: set[str] = set()
+    for action in parser._actions:
+        found.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                found |= _option_strings(subparser)
+    return found
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    close = difflib.get_close_matches(word, words, 1, 0.5)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="minillm",
+        description="Llama models on your own machine: chat, batch generation, and a view of the KV cache.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    def command(name: str, summary: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+
+    chat = command("chat", "talk to a model in the terminal, and watch its block tables")
+    _add_model_options(chat)
+    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    _add_sampling_options(chat, n=False)
+
+    generate = command("generate", "complete prompts: arguments, a file, or standard input")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
+    generate.add_argument("-f", "--file", metavar="FILE", help="read prompts from FILE ('-': standard input)")
+    form = generate.add_mutually_exclusive_group()
+    form.add_argument(
+        "--lines", action="store_true", help="every line of the file is a prompt (else the whole text is)"
+    )
+    form.add_argument("--jsonl", action="store_true", help="every line is a JSON request (implied by the name *.jsonl)")
+    generate.add_argument("--chat", action="store_true", help="wrap each prompt as a user's message of a chat")
+    generate.add_argument("--system", metavar="TEXT", help="system prompt; implies --chat")
+    generate.add_argument("--json", action="store_true", help="write one JSON object per prompt")
+    generate.add_argument("--quiet", action="store_true", help="no progress bar")
+    _add_model_options(generate)
+    _add_sampling_options(generate, n=True)
+
+    models = command("models", "list the models of weights.toml and which are downloaded")
+    models.add_argument("--json", action="store_true", help="write one JSON object per model")
+
+    pull = command("pull", "download a model")
+    pull.add_argument(
+        "model", nargs="?", metavar="NAME", help="a name from `minillm models` (default: the default model)"
+    )
+    pull.add_argument("--verify", action="store_true", help="check the files' sha256 even if they are there already")
+
+    info = command("info", "versions, devices and directories: the first thing to put into a bug report")
+    info.add_argument("--json", action="store_true", help="write JSON")
+
+    bench = command("bench", "measure speed")
+    bench.add_argument("workload", choices=("latency",), metavar="WORKLOAD", help="latency")
+    bench.add_argument(
+        "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b or llama-8b"
+    )
+    bench.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that decode together")
+    bench.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens of each")
+    bench.add_argument("--output-len", type=int, default=256, metavar="N", help="tokens that each generates")
+    bench.add_argument("--peer", choices=("transformers",), help="measure this too, in the same process")
+    bench.add_argument("--json", action="store_true", help="write JSON")
+    _add_model_options(bench)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model and memory")
+    group.add_argument("--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file")
+    group.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:N (default: a GPU if there is one)")
+    group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16, float16 (default: by device)")
+    group.add_argument("--block-size", type=int, metavar="N", help="token slots per block, a power of two (16)")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: what memory allows)")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus answer, in tokens")
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at a time (256)")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens computed per step")
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser, *, n: bool) -> None:
+    group = parser.add_argument_group("sampling")
+    if n:
+        group.add_argument("--n", type=int, metavar="N", help="completions per prompt (1)")
+        group.add_argument("--logprobs", type=int, metavar="N", help="report the N most probable tokens at each step")
+        group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past end-of-sequence tokens")
+        group.add_argument("--min-tokens", type=int, metavar="N", help="no end before N tokens (0)")
+    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="N", help="keep the N most probable tokens (0: all)")
+    group.add_argument("--top-p", type=float, metavar="X", help="keep the most probable tokens up to this probability")
+    group.add_argument("--min-p", type=float, metavar="X", help="keep tokens this probable relative to the best")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less (1)")
+    group.add_argument("--presence-penalty", type=float, metavar="X", help="-2 to 2 (0)")
+    group.add_argument("--frequency-penalty", type=float, metavar="X", help="-2 to 2 (0)")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (may be repeated)")
+
+
+ENGINE_OPTIONS = (
+    "device",
+    "dtype",
+    "block_size",
+    "num_blocks",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+)
+SAMPLING_OPTIONS = (
+    "n",
+    "logprobs",
+    "ignore_eos",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "stop",
+)
+
+
+def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    """The options among ``names`` that were given on the command line."""
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit code; prints errors that a user can cause as one line."""
+    try:
+        arguments = _parser().parse_args(argv)
+        if arguments.version:
+            from importlib.metadata import version
+
+            print(f"minillm {version('minillm')}")
+            return 0
+        if arguments.command is None:
+            _parser().print_help()
+            return 2
+        return int(importlib.import_module(f"minillm.commands.{arguments.command}").run(arguments))
+    except MinillmError as error:
+        print(f"minillm: error: {clean_line(str(error), 1000)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("minillm: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away. Point stdout elsewhere, or the interpreter complains when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get("MINILLM_DEBUG"):
+            raise
+        what = clean_line(f"{type(error).__name__}: {error}", 500)
+        print(f"minillm: internal error: {what} (set MINILLM_DEBUG=1 for the whole story)", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

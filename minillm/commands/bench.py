@@ -1,0 +1,58 @@
+"""``minillm bench``: a table of what was measured, or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from minillm.cli import ENGINE_OPTIONS, given
+from minillm.errors import UsageError
+
+
+def run(arguments: argparse.Namespace) -> int:
+    for name in ("batch_size", "input_len", "output_len"):
+        if getattr(arguments, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+    if arguments.shape and arguments.model:
+        raise UsageError("give either --shape (random weights) or --model (real ones), not both")
+    from minillm.bench.latency import measure
+    from minillm.bench.peers import transformers_peer
+    from minillm.commands.progress import loading_bar
+    from minillm.llm import LLM
+    from minillm.model.shapes import SHAPES
+
+    options = given(arguments, ENGINE_OPTIONS)
+    name = arguments.model or arguments.shape or "smollm2-135m"
+    if not arguments.model:
+        if name not in SHAPES:
+            raise UsageError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
+        options["load_format"] = "dummy"
+    with loading_bar() as report:
+        llm = LLM(name, on_progress=report, **options)
+    results = measure(
+        llm,
+        name=name,
+        batch_size=arguments.batch_size,
+        input_len=arguments.input_len,
+        output_len=arguments.output_len,
+        peer=transformers_peer if arguments.peer else None,
+    )
+    if arguments.json:
+        print(json.dumps([asdict(result) for result in results]))
+        return 0
+    model = llm.engine.runner.model
+    print(
+        f"latency: {arguments.batch_size} x ({arguments.input_len} in, {arguments.output_len} out), "
+        f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
+    )
+    print(
+        f"{'':32}{'decode tok/s':>14}{'ms/token':>10}{'first ms':>10}{'all tok/s':>11}{'floor tok/s':>13}{'of floor':>10}"
+    )
+    for result in results:
+        print(
+            f"{result.name:32}{result.decode_rate:>14.1f}{1e3 * result.time_per_output_token:>10.2f}"
+            f"{1e3 * result.time_to_first_token:>10.0f}{result.overall_rate:>11.1f}{result.floor_rate:>13.1f}"
+            f"{result.fraction_of_floor:>10.0%}"
+        )
+    return 0

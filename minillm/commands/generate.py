@@ -1,0 +1,218 @@
+"""``minillm generate``: prompts in, completions out, in the order of the prompts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from minillm.cli import ENGINE_OPTIONS, SAMPLING_OPTIONS, given
+from minillm.commands.progress import GenerationBar, loading_bar
+from minillm.errors import UsageError
+from minillm.text import clean
+
+MAX_INPUT_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line of work: a prompt or a conversation, and the parameters that differ from the command line's."""
+
+    prompt: str | list[int] | None
+    messages: list[dict[str, str]] | None
+    params: dict[str, Any]
+    name: str | None  # the caller's id for it
+    where: str  # for error messages
+
+
+def run(arguments: argparse.Namespace) -> int:
+    requests = _read_requests(arguments)
+    # Everything that can be wrong with the request is said before the model is loaded.
+    from minillm.decoding.params import SamplingParams
+
+    base = given(arguments, SAMPLING_OPTIONS)
+    all_params = []
+    for request in requests:
+        try:
+            all_params.append(SamplingParams.from_mapping({**base, **request.params}))
+        except UsageError as error:
+            raise UsageError(f"{request.where}: {error}" if request.where else str(error)) from None
+
+    from minillm.llm import LLM
+    from minillm.weights.manifest import default_model
+
+    with loading_bar(enabled=not arguments.quiet) as report:
+        llm = LLM(arguments.model or default_model(), on_progress=report, **given(arguments, ENGINE_OPTIONS))
+    prompts: list[Any] = []
+    for request in requests:
+        messages = request.messages
+        if messages is None and (arguments.chat or arguments.system):
+            if not isinstance(request.prompt, str):
+                raise UsageError(f"{request.where}: --chat needs text, not token ids")
+            messages = [{"role": "user", "content": request.prompt}]
+        if messages is not None and arguments.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": arguments.system}, *messages]
+        prompts.append(request.prompt if messages is None else llm.tokenizer.apply_chat_template(messages))
+
+    if len(requests) == 1 and not arguments.json and all_params[0].n == 1:
+        return _stream(llm, prompts[0], all_params[0])
+    writer = _Writer(sys.stdout, requests, as_json=arguments.json, several=all_params[0].n > 1 or len(requests) > 1)
+    failed = 0
+    try:
+        with GenerationBar(len(requests), enabled=not arguments.quiet) as bar:
+            for index, output in llm.as_completed(prompts, all_params):
+                failed += output.error is not None
+                writer.add(index, output)
+                bar.advance(sum(len(completion.token_ids) for completion in output.outputs))
+    except KeyboardInterrupt:
+        writer.flush()
+        print(f"minillm: stopped; {writer.written} of {len(requests)} prompts are finished", file=sys.stderr)
+        return 130
+    if failed:
+        print(f"minillm: {failed} of {len(requests)} prompts failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _stream(llm: Any, prompt: Any, params: Any) -> int:
+    """One completion, as it comes."""
+    for delta in llm.stream(prompt, params):
+        print(clean(delta.text), end="", flush=True)
+    print()
+    return 0
+
+
+class _Writer:
+    """Writes outputs in the order of their prompts, each as soon as those before it are written."""
+
+    def __init__(self, stream: TextIO, requests: list[Request], *, as_json: bool, several: bool) -> None:
+        self._stream = stream
+        self._requests = requests
+        self._as_json = as_json
+        self._several = several
+        self._waiting: dict[int, Any] = {}
+        self._next = 0
+        self.written = 0
+
+    def add(self, index: int, output: Any) -> None:
+        self._waiting[index] = output
+        while self._next in self._waiting:
+            self._write(self._next, self._waiting.pop(self._next))
+            self._next += 1
+
+    def flush(self) -> None:
+        """Write what is finished although something before it is not."""
+        for index in sorted(self._waiting):
+            self._write(index, self._waiting.pop(index))
+
+    def _write(self, index: int, output: Any) -> None:
+        self.written += output.error is None
+        request = self._requests[index]
+        if self._as_json:
+            print(json.dumps(_as_json(index, request, output), ensure_ascii=False), file=self._stream, flush=True)
+            return
+        if output.error is not None:
+            print(f"minillm: {request.where or 'prompt'}: {clean(output.error)}", file=sys.stderr)
+        for completion in output.outputs:
+            if self._several:
+                number = f"{index + 1}.{completion.index + 1}" if len(output.outputs) > 1 else str(index + 1)
+                print(f"--- {number} ---", file=self._stream)
+            print(clean(completion.text), file=self._stream, flush=True)
+
+
+def _as_json(index: int, request: Request, output: Any) -> dict[str, Any]:
+    """The fields of RequestOutput, with durations in place of clock readings."""
+    result = asdict(output)
+    result["index"] = index
+    if request.name is not None:
+        result["request_id"] = request.name
+    metrics = result.pop("metrics")
+    if metrics is not None and metrics["finished_time"] is not None:
+        began = metrics["arrival_time"]
+        result["metrics"] = {
+            "time_to_first_token": metrics["first_token_time"] and metrics["first_token_time"] - began,
+            "time": metrics["finished_time"] - began,
+            "num_preemptions": metrics["num_preemptions"],
+        }
+    return result
+
+
+# --- input ------------------------------------------------------------------------------------------------------------
+
+
+def _read_requests(arguments: argparse.Namespace) -> list[Request]:
+    if arguments.prompts and arguments.file:
+        raise UsageError("give prompts either as arguments or with --file, not both")
+    if arguments.prompts:
+        return [_text_request(text, f"prompt {i + 1}") for i, text in enumerate(arguments.prompts)]
+    source = arguments.file or "-"
+    if arguments.file is None and sys.stdin.isatty():
+        raise UsageError('no prompt: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
+    text = _read(source)
+    name = "standard input" if source == "-" else source
+    if arguments.jsonl or (source.endswith(".jsonl") and not arguments.lines):
+        requests = list(_jsonl_requests(text.splitlines(), name))
+    elif arguments.lines:
+        lines = enumerate(text.splitlines(), 1)
+        requests = [_text_request(line, f"{name}:{number}") for number, line in lines if line.strip()]
+    else:
+        requests = [_text_request(text.removesuffix("\n"), name)]
+    if not requests:
+        raise UsageError(f"{name} holds no prompt")
+    return requests
+
+
+def _read(source: str) -> str:
+    try:
+        stream = sys.stdin.buffer if source == "-" else Path(source).open("rb")  # noqa: SIM115
+        with stream:
+            data = stream.read(MAX_INPUT_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read {source}: {error.strerror}") from None
+    if len(data) > MAX_INPUT_BYTES:
+        raise UsageError(f"{source} is larger than {MAX_INPUT_BYTES >> 20} MB; split it")
+    return data.decode("utf-8-sig", errors="replace")
+
+
+def _text_request(text: str, where: str) -> Request:
+    if not text.strip():
+        raise UsageError(f"{where} is empty")
+    return Request(text, None, {}, None, where)
+
+
+def _jsonl_requests(lines: Iterable[str], name: str) -> Iterator[Request]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{name}:{number}"
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"{where}: not JSON: {error}") from None
+        if not isinstance(value, Mapping):
+            raise UsageError(f'{where}: a request is an object such as {{"prompt": "…"}}, not {line.strip()[:40]!r}')
+        yield _json_request(dict(value), where)
+
+
+def _json_request(value: dict[str, Any], where: str) -> Request:
+    """``{"prompt": text or ids}`` or ``{"messages": […]}``, an optional "id", and sampling parameters by name."""
+    prompt, messages = value.pop("prompt", None), value.pop("messages", None)
+    name = value.pop("id", None)
+    if (prompt is None) == (messages is None):
+        raise UsageError(f'{where}: give either "prompt" or "messages"')
+    if messages is not None:
+        ok = isinstance(messages, list) and messages
+        if not ok or not all(
+            isinstance(m, dict) and set(m) == {"role", "content"} and all(isinstance(v, str) for v in m.values())
+            for m in messages
+        ):
+            raise UsageError(f'{where}: "messages" is a list of {{"role": "user", "content": "…"}}')
+    elif isinstance(prompt, str):
+        if not prompt.strip():
+            raise UsageError(f"{where}: the prompt is empty")
+    elif not (isinstance(prompt, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt)):
+        raise UsageError(f'{where}: "prompt" is text or a list of token ids')
+    return Request(prompt, messages, value, None if name is None else str(name), where)

@@ -1,0 +1,73 @@
+"""The app's side of the engine's process, on asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from minillm.service.messages import Command, Event, decode, encode
+
+_LINE_LIMIT = 64 << 20  # bytes of one event; a picture of a million blocks stays below
+
+
+class EngineProcess:
+    """A running engine process. Made by `start`; ended by `stop`, or with the app's own end."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process = process
+        self.log = log  # what the process wrote to stderr
+
+    @classmethod
+    async def start(cls, log: Path) -> EngineProcess:
+        """Start the process; it says nothing until it is told to load a model.
+
+        Args:
+            log: file that takes the process's stderr, which must not reach the app's screen.
+        """
+        with log.open("wb") as errors:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "minillm.service.worker",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                limit=_LINE_LIMIT,
+                start_new_session=True,  # signals from the terminal are for the app
+            )
+        return cls(process, log)
+
+    def send(self, command: Command) -> None:
+        """Queue a command; one for a process that has ended is dropped."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(encode(command))
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Every event until the process ends."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            message = decode(line)
+            assert isinstance(message, Event)
+            yield message
+        await self._process.wait()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._process.returncode
+
+    def last_words(self) -> str:
+        """The last line of the process's log: why it ended, if it crashed."""
+        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
+        return lines[-1] if lines else ""
+
+    async def stop(self) -> None:
+        """End the process, whatever it is doing, and wait until it is gone."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        await self._process.wait()
