@@ -69,7 +69,7 @@ def _sequence_kv(cache: Tensor, table: list[int], length: int) -> Tensor:
     first, num_blocks = table[0], len(table)
     if table[-1] - first != num_blocks - 1 or table != list(range(first, first + num_blocks)):
         cache, first = cache.index_select(0, torch.tensor(table)), 0
-    # One call instead of a slice, a flatten, another slice and a transpose: views are what decoding spends time on here.
+    # One call instead of a slice, a flatten, a slice and a transpose: decoding here spends its time on views.
     return cache.as_strided(
         (1, num_kv_heads, length, head_dim),
         (0, head_dim, num_kv_heads * head_dim, 1),
@@ -88,8 +88,7 @@ def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, softmax_scale: float
 ) -> Tensor:
     """See `reference.paged_attention`; without the log-sum-exp."""
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = k_cache.shape[2]
+    num_heads, num_kv_heads = q.shape[1], k_cache.shape[2]
     # The query heads of a kv head stand as a batch of queries: nothing is repeated.
     grouped = q.unflatten(1, (num_kv_heads, num_heads // num_kv_heads)).split(1)
     outputs = []

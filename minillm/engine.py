@@ -224,7 +224,7 @@ class Engine:
         group.forked = True
 
     def _end_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        return params.stop_token_ids if params.ignore_eos else (*self.eos_token_ids, *params.stop_token_ids)
+        return (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
 
     def _append_token(self, group: SequenceGroup, sequence: Sequence, token: TokenLogprobs) -> Delta:
         """Add a drawn token to its sequence and end the sequence where the token says so."""

@@ -46,9 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"latency: {arguments.batch_size} x ({arguments.input_len} in, {arguments.output_len} out), "
         f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
     )
-    print(
-        f"{'':32}{'decode tok/s':>14}{'ms/token':>10}{'first ms':>10}{'all tok/s':>11}{'floor tok/s':>13}{'of floor':>10}"
-    )
+    columns = (("decode tok/s", 14), ("ms/token", 10), ("first ms", 10), ("all tok/s", 11), ("floor tok/s", 13))
+    print(" " * 32 + "".join(f"{title:>{width}}" for title, width in columns) + f"{'of floor':>10}")
     for result in results:
         print(
             f"{result.name:32}{result.decode_rate:>14.1f}{1e3 * result.time_per_output_token:>10.2f}"

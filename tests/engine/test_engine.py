@@ -69,7 +69,7 @@ def test_greedy_tokens_are_those_of_transformers(theirs: Any, model: Llama) -> N
 @pytest.mark.parametrize("block_size", [1, 4, 16, 256])
 def test_batch_chunks_and_preemption_change_nothing(model: Llama, params: SamplingParams, block_size: int) -> None:
     requests = [(prompt, params) for prompt in prompts(12)]
-    roomy = {"num_blocks": -(-2048 // block_size), "block_size": block_size}
+    roomy: dict[str, Any] = {"num_blocks": -(-2048 // block_size), "block_size": block_size}
     alone = [run(engine_for(model, **roomy), [request])[0] for request in requests]
     together = run(engine_for(model, **roomy, max_num_batched_tokens=512), requests)
     assert tokens(together) == tokens(alone)
@@ -233,7 +233,7 @@ def test_a_held_sequence_gives_its_blocks_to_the_next_turn(model: Llama) -> None
     second = engine.add_request("2", longer, GREEDY, parent=held)
     while engine.has_work:
         engine.step()
-    first, output = engine.take_finished()
+    _, output = engine.take_finished()
     assert output.num_cached_tokens == second.num_cached_tokens == len(held.token_ids) - 1
     engine.release(held)
     assert engine.cache.num_free == 64

@@ -20,7 +20,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def make_pool(lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, order: str):  # type: ignore[no-untyped-def]
+def make_pool(lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, order: str):
     """K and V pools whose unused slots hold NaN, and tables over their blocks."""
     rng = random.Random(len(lengths) * 7 + block_size)
     widths = [-(-length // block_size) for length in lengths]
