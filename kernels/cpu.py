@@ -178,11 +178,11 @@ def _sample_candidates(
     vocab = logits.shape[1]
     wanted = torch.where(top_k > 0, top_k, _CANDIDATES)
     count = min(vocab, int(wanted.max()) + 1)  # one more than is kept shows whether the cut falls among equals
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
-    values, ids = scaled.topk(count)
+    values, ids = logits.topk(count)
     ids, by_id = ids.sort(-1)
     values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
+    scaled = (values - values[:, :1]) / temperature[:, None]
 
     rank = torch.arange(count)
     kept = rank < torch.where(top_k > 0, top_k, vocab)[:, None]
@@ -191,17 +191,19 @@ def _sample_candidates(
     tied = (values.gather(1, last) == values.gather(1, beyond)) & (last + 1 < count)
     sure = (top_k > 0) & ~tied[:, 0]
 
-    values = values.masked_fill(~kept, float("-inf"))
-    total = torch.where(top_k > 0, values.logsumexp(-1), scaled.logsumexp(-1))
-    probabilities = (values - total[:, None]).exp()
+    all_scaled = (logits - values[:, :1]) / temperature[:, None]
+    total = torch.where(
+        top_k > 0, scaled.masked_fill(~kept, float("-inf")).logsumexp(-1), all_scaled.logsumexp(-1)
+    )
+    probabilities = (scaled - total[:, None]).exp()
     before = probabilities.cumsum(-1) - probabilities
-    dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None]
-    dropped |= values < torch.log(min_p)[:, None]
-    dropped[:, 0] = False
-    # The last candidate dropped means that all behind it would be, unless it is equal to one that top-p kept.
-    sure |= (top_k == 0) & dropped[:, -1] & (values[:, -1] < values[:, 0])
+    cut = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
+    cut |= scaled < torch.log(min_p)[:, None]
+    # Tokens behind the last candidate are cut if it and its equals are: `topk` picks any among equals.
+    tail_is_cut = (cut | (values != values[:, -1:])).all(-1)
+    sure |= (top_k == 0) & tail_is_cut
     if count == vocab:
         sure[:] = True
-    values = values.masked_fill(dropped, float("-inf"))
-    choice = (values + reference.gumbel(seeds, positions, ids.to(torch.int32))).argmax(-1, keepdim=True)
+    score = scaled + reference.gumbel(seeds, positions, ids.to(torch.int32))
+    choice = score.masked_fill(~kept | cut, float("-inf")).argmax(-1, keepdim=True)
     return ids.gather(1, choice)[:, 0], sure

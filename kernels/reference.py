@@ -162,6 +162,16 @@ def prefill_attention(
     return out
 
 
+def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """Copy blocks ``block_ids [n]`` to ``staging [>= n, num_layers, 2, block_size, num_kv_heads, head_dim]``."""
+    staging[: len(block_ids)] = kv_cache[:, :, block_ids].movedim(2, 0)
+
+
+def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """Copy ``staging`` back to blocks ``block_ids``: the inverse of `gather_blocks`."""
+    kv_cache[:, :, block_ids] = staging[: len(block_ids)].movedim(0, 2).to(kv_cache.device)
+
+
 def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
     """Copy whole blocks, K and V, in every layer: the bytes of copy-on-write.
 
@@ -220,32 +230,6 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform(seeds, positions, ids)))
 
 
-def _mask_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """Keep exactly ``top_k`` of each row, larger value first, lower id first among equals; 0 keeps all."""
-    order = logits.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(
-        1, order, torch.arange(logits.shape[1], device=logits.device).expand_as(order)
-    )
-    limit = torch.where(top_k > 0, top_k, logits.shape[1])
-    return logits.masked_fill(rank >= limit[:, None], float("-inf"))
-
-
-def _mask_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the fewest tokens, most probable first, whose probabilities reach ``top_p``; at least one."""
-    values, order = logits.sort(dim=-1, descending=True, stable=True)
-    probabilities = values.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None]
-    dropped[:, 0] = False
-    return logits.masked_fill(torch.zeros_like(dropped).scatter_(1, order, dropped), float("-inf"))
-
-
-def _mask_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """Keep tokens at least ``min_p`` times as probable as the most probable one."""
-    threshold = logits.amax(-1, keepdim=True) + torch.log(min_p)[:, None]
-    return logits.masked_fill(logits < threshold, float("-inf"))
-
-
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -257,6 +241,9 @@ def sample(
 ) -> Tensor:
     """Draw one token per row: temperature, then top-k, then top-p of what is left, then min-p (Hugging Face's order).
 
+    Each cut keeps the upper part of one order: larger logit first, lower id among equals. top-k keeps exactly k; top-p
+    the fewest tokens whose probabilities reach it; min-p those at least so probable relative to the first.
+
     Args:
         logits: ``[rows, vocab]`` float32; -inf marks a forbidden token, and at least one per row is finite.
         temperature: ``[rows]`` float32; 0 takes the largest logit, the lowest id among equals.
@@ -266,17 +253,31 @@ def sample(
     Returns:
         ``[rows]`` int64 token ids.
     """
-    greedy = logits.argmax(-1)
     drawn = temperature > 0
-    scale = torch.where(drawn, temperature, 1.0)[:, None]
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
     # Subtracting the maximum first keeps 1e-12 temperatures finite.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / scale
-    scaled = _mask_min_p(_mask_top_p(_mask_top_k(scaled, top_k), top_p), min_p)
-    ids = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
-    noise = gumbel(seeds, positions, ids[None])
-    return torch.where(drawn, (scaled + noise).argmax(-1), greedy)
+    scaled = (values - values[:, :1]) / torch.where(drawn, temperature, 1.0)[:, None]
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    kept = rank < torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
+    probabilities = scaled.masked_fill(~kept, float("-inf")).softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    kept &= (before < top_p[:, None]) | (top_p >= 1)[:, None] | (rank == 0)
+    kept &= scaled >= torch.log(min_p)[:, None]
+    score = (scaled + gumbel(seeds, positions, ids.to(torch.int32))).masked_fill(~kept, float("-inf"))
+    choice = torch.where(drawn, score.argmax(-1), 0)
+    return ids.gather(1, choice[:, None])[:, 0]
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
     """``log_softmax(logits)[token]`` per row, ``[rows]``, without building the whole distribution."""
     return logits.gather(1, token_ids[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` most probable tokens of each row, best first, the lower id first among equals.
+
+    Returns:
+        ``(log_probabilities, token_ids)``, each ``[rows, count]``; ids int64.
+    """
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    return values[:, :count] - logits.logsumexp(-1, keepdim=True), ids[:, :count]

@@ -1,0 +1,109 @@
+"""Whole blocks, K and V of every layer, in one launch: the bytes of copy-on-write and of swapping.
+
+``block_copy`` copies blocks within the pool; ``gather_blocks`` and ``scatter_blocks`` move them to and from a staging
+buffer, on the device or in pinned host memory. Bytes: each block is read once and written once. Memory-bound (over the
+host's link when the staging buffer lies there).
+
+Grid: (blocks, 2 * layers, pieces of a block). Tile: 8 kB, 16 bytes a thread and load. The data is moved as 32-bit words
+whatever its dtype. Offsets are 64-bit.
+
+References: `kernels.reference.block_copy`, `gather_blocks`, `scatter_blocks`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE_WORDS = 2048
+
+
+@triton.jit
+def _move_blocks_kernel(
+    target_ptr, source_ptr, target_ids_ptr, source_ids_ptr, ids_stride,
+    target_plane_stride, source_plane_stride, target_block_stride, source_block_stride, words,
+    TARGET_BY_ID: tl.constexpr, SOURCE_BY_ID: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Move block number ``i`` of the list, in plane ``p`` (a layer's K or V), one piece."""
+    number = tl.program_id(0).to(tl.int64)
+    plane = tl.program_id(1).to(tl.int64)
+    offsets = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    mask = offsets < words
+    source, target = number, number
+    if SOURCE_BY_ID:
+        source = tl.load(source_ids_ptr + number * ids_stride).to(tl.int64)
+    if TARGET_BY_ID:
+        target = tl.load(target_ids_ptr + number * ids_stride).to(tl.int64)
+    data = tl.load(source_ptr + plane * source_plane_stride + source * source_block_stride + offsets, mask=mask)
+    tl.store(target_ptr + plane * target_plane_stride + target * target_block_stride + offsets, data, mask=mask)
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    """The same memory as int32, ``[..., words of one block]``."""
+    if not tensor.is_contiguous():
+        raise ValueError("pool and staging buffer must be contiguous")
+    return tensor.flatten(-3).view(torch.int32)
+
+
+def _move(target: Tensor, source: Tensor, target_ids: Tensor | None, source_ids: Tensor | None) -> None:
+    """``target`` and ``source`` as ``[planes, blocks, words]`` views; ids None: in order of the list."""
+    ids = target_ids if target_ids is not None else source_ids
+    assert ids is not None
+    if not ids.shape[0]:
+        return
+    words = target.shape[2]
+    tile = min(_TILE_WORDS, triton.next_power_of_2(words))
+    _move_blocks_kernel[(ids.shape[0], target.shape[0], triton.cdiv(words, tile))](
+        target, source, target_ids if target_ids is not None else ids, source_ids if source_ids is not None else ids,
+        ids.stride(0),
+        target.stride(0), source.stride(0), target.stride(1), source.stride(1), words,
+        TARGET_BY_ID=target_ids is not None, SOURCE_BY_ID=source_ids is not None, TILE=tile,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
+    """Copy blocks ``copies [num_copies, 2]`` int64 (source, destination) within the pool, in all layers.
+
+    Args:
+        kv_cache: ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``, contiguous.
+        copies: a destination must be no other pair's source or destination.
+
+    Raises:
+        ValueError: wrong layout.
+    """
+    pool = _as_words(kv_cache).flatten(0, 1)
+    _move(pool, pool, copies[:, 1], copies[:, 0])
+
+
+def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """Copy blocks ``block_ids [n]`` int64 of the pool to ``staging [n, num_layers, 2, block_size, kv_heads, head_dim]``.
+
+    Raises:
+        ValueError: wrong shape or layout.
+    """
+    pool = _as_words(kv_cache).flatten(0, 1)
+    _check_staging(kv_cache, block_ids, staging)
+    _move(_as_words(staging).flatten(1, 2).transpose(0, 1), pool, None, block_ids)
+
+
+def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """Copy ``staging`` back to blocks ``block_ids`` of the pool: the inverse of `gather_blocks`.
+
+    Raises:
+        ValueError: wrong shape or layout.
+    """
+    pool = _as_words(kv_cache).flatten(0, 1)
+    _check_staging(kv_cache, block_ids, staging)
+    _move(pool, _as_words(staging).flatten(1, 2).transpose(0, 1), block_ids, None)
+
+
+def _check_staging(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    expected = (*kv_cache.shape[:2], *kv_cache.shape[3:])
+    if staging.shape[1:] != expected or staging.shape[0] < block_ids.shape[0] or staging.dtype != kv_cache.dtype:
+        raise ValueError(
+            f"staging must be {kv_cache.dtype} [>= {block_ids.shape[0]}, {', '.join(map(str, expected))}], "
+            f"not {staging.dtype} {tuple(staging.shape)}"
+        )

@@ -1,0 +1,172 @@
+"""Causal attention of chunks of prompts over the paged KV cache (FlashAttention-2, Dao 2023, over block tables).
+
+The chunk's own K and V are in the cache already, so a chunk of a long prompt, the rest of a prompt whose beginning was
+cached, and a recomputation after a preemption are the same call: queries at positions ``context - chunk … context - 1``
+that see all positions up to their own.
+
+Compute-bound from a few hundred tokens on: 4 * queries * visible tokens * heads * head_dim FLOPs, half of the square for
+a chunk without cached tokens.
+
+Grid: (tiles of queries over all chunks, heads). How many there are follows from shapes alone (at most
+``tokens / ROWS + chunks``); each program finds its chunk by counting. Late tiles, which see most, start first. Tile:
+``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so any block size works.
+
+Reference: `kernels.reference.prefill_attention`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.compat import dot
+from kernels.decode_attention import check_inputs
+
+
+@triton.jit
+def _find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE: tl.constexpr):
+    """Which chunk tile ``number`` belongs to, and which of its tiles it is; chunk ``num_seqs`` for surplus programs."""
+    seqs = tl.arange(0, SEQS_TILE)
+    is_seq = seqs < num_seqs
+    begins = tl.load(cu_seqlens_ptr + seqs, mask=is_seq, other=0)
+    ends = tl.load(cu_seqlens_ptr + seqs + 1, mask=is_seq, other=0)
+    tiles = tl.where(is_seq, (ends - begins + ROWS - 1) // ROWS, 0)
+    upto = tl.cumsum(tiles, axis=0)
+    chunk = tl.sum((is_seq & (upto <= number)).to(tl.int32), axis=0)
+    before = tl.sum(tl.where(seqs < chunk, tiles, 0), axis=0)
+    return chunk, number - before
+
+
+@triton.jit
+def _prefill_attention_kernel(
+    out_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,
+    q_token_stride, q_head_stride, table_stride, slot_stride, out_token_stride, out_head_stride,
+    scale_log2e, num_seqs,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SEQS_TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    chunk, tile_number = _find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS, SEQS_TILE)
+    if chunk >= num_seqs:
+        return
+    begin = tl.load(cu_seqlens_ptr + chunk)
+    length = tl.load(cu_seqlens_ptr + chunk + 1) - begin
+    context = tl.load(lens_ptr + chunk)
+    row0 = tile_number * ROWS
+    rows = row0 + tl.arange(0, ROWS)
+    positions = context - length + rows  # of the queries within their sequence
+    dims = tl.arange(0, DIM_TILE)
+    is_dim = dims < HEAD_DIM
+    row_mask = (rows < length)[:, None] & is_dim[None, :]
+    tokens = (begin + rows).to(tl.int64)
+    q = tl.load(
+        q_ptr + tokens[:, None] * q_token_stride + head * q_head_stride + dims[None, :], mask=row_mask, other=0.0
+    )
+    kv_head = head // GROUP
+    k_ptr = k_cache_ptr + kv_head * HEAD_DIM
+    v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    table_ptr = tables_ptr + chunk.to(tl.int64) * table_stride
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, DIM_TILE], tl.float32)
+    columns = tl.arange(0, TILE)
+
+    # Tokens that every query of the tile sees need no comparison; the rest do.
+    first_position = context - length + row0
+    unmasked_end = (first_position + 1) // TILE * TILE
+    for position in tl.range(0, unmasked_end, TILE, num_stages=STAGES):
+        seen = position + columns
+        blocks = tl.load(table_ptr + seen // BLOCK_SIZE).to(tl.int64)
+        slots = blocks * BLOCK_SIZE + seen % BLOCK_SIZE
+        offsets = slots[:, None] * slot_stride + dims[None, :]
+        k = tl.load(k_ptr + offsets, mask=is_dim[None, :], other=0.0)
+        scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        correction = tl.exp2(maximum - new_maximum)
+        weights = tl.exp2(scores - new_maximum[:, None])
+        total = total * correction + tl.sum(weights, axis=1)
+        out = out * correction[:, None]
+        v = tl.load(v_ptr + offsets, mask=is_dim[None, :], other=0.0)
+        out = dot(weights.to(v.dtype), v, out)
+        maximum = new_maximum
+    end = tl.minimum(first_position + ROWS, context)
+    for position in tl.range(unmasked_end, end, TILE):
+        seen = position + columns
+        valid = seen < end
+        blocks = tl.load(table_ptr + seen // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        slots = blocks * BLOCK_SIZE + seen % BLOCK_SIZE
+        offsets = slots[:, None] * slot_stride + dims[None, :]
+        mask = valid[:, None] & is_dim[None, :]
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e
+        visible = valid[None, :] & (seen[None, :] <= positions[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        # Every row has seen a token by now (its own at the latest), or is padding: the maximum is finite or unused.
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        correction = tl.exp2(maximum - safe)
+        weights = tl.exp2(scores - safe[:, None])
+        total = total * correction + tl.sum(weights, axis=1)
+        out = out * correction[:, None]
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        out = dot(weights.to(v.dtype), v, out)
+        maximum = new_maximum
+    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    out_offsets = tokens[:, None] * out_token_stride + head * out_head_stride + dims[None, :]
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=row_mask)
+
+
+def prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens: Tensor,
+    softmax_scale: float,
+) -> Tensor:
+    """See `reference.prefill_attention`.
+
+    Args:
+        q: ``[num_tokens, num_heads, head_dim]``, any token and head stride; chunks packed.
+        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous; block_size a power of two.
+        block_tables: ``[num_seqs, max_blocks]`` int32; context_lens: ``[num_seqs]`` int32, chunks included.
+        cu_seqlens: ``[num_seqs + 1]`` int32.
+
+    Raises:
+        ValueError: wrong shape or layout.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_seqs = context_lens.shape[0]
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    check_inputs(q, k_cache, v_cache, block_tables, context_lens, num_seqs)
+    if cu_seqlens.shape != (num_seqs + 1,):
+        raise ValueError(f"cu_seqlens must have {num_seqs + 1} entries, not {tuple(cu_seqlens.shape)}")
+    out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    if num_tokens:
+        dim_tile = max(16, triton.next_power_of_2(head_dim))
+        rows, tile, stages, warps = _tiling(dim_tile, q.element_size(), num_tokens // num_seqs)
+        tiles = num_tokens // rows + num_seqs
+        _prefill_attention_kernel[(tiles, num_heads)](
+            out,
+            q, k_cache, v_cache, block_tables, context_lens, cu_seqlens,
+            q.stride(0), q.stride(1), block_tables.stride(0), num_kv_heads * head_dim, out.stride(0), out.stride(1),
+            softmax_scale * 1.4426950408889634, num_seqs,
+            GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_SIZE=block_size,
+            ROWS=rows, TILE=tile, SEQS_TILE=triton.next_power_of_2(num_seqs), STAGES=stages,
+            num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+def _tiling(dim_tile: int, element_size: int, average_chunk: int) -> tuple[int, int, int, int]:
+    """(queries, tokens, stages, warps) of a tile."""
+    if element_size == 4:  # no matrix unit for full float32: small tiles, or registers overflow
+        return 32, 32, 1, 4
+    if average_chunk < 64 or dim_tile > 128:
+        return 64, 64, 2, 4
+    return 128, 64 if dim_tile == 128 else 128, 3, 8

@@ -1,0 +1,236 @@
+"""Decode attention over a paged KV cache: one query per sequence (PagedAttention, Kwon et al. 2023).
+
+The kernel reads every K and V of the context once and computes almost nothing per byte, so it lives at memory speed:
+bytes = contexts * kv_heads * head_dim * 2 elements. What matters is to keep enough of them in flight.
+
+Grid: (kv heads, sequences, splits). A program takes the query heads of one kv head as the rows of one tile (padded to
+16 for the matrix unit) and walks through its part of the context, ``TILE`` tokens at a time, with a running softmax
+(Milakov & Gimelshein 2018). It looks up the block id of *each token* of a tile, so the tile does not depend on the
+block size, and a block may be as small as one token. Splits (Flash-Decoding, Dao et al. 2023) fill the chip where there
+are few sequences; their partial results are merged by a second, vectorised kernel. The number of splits follows from
+shapes alone, so that a launch can be captured in a CUDA graph; a program whose part is empty ends at once.
+
+Block ids are widened to 64 bits before they are multiplied. Lanes behind the end of a context read nothing: unused
+slots may hold NaN.
+
+Reference: `kernels.reference.paged_attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.compat import dot
+
+
+@triton.jit
+def _attend_tile(
+    q, k_ptr, v_ptr, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile of tokens into the running softmax of ``q [rows, dims]``."""
+    mask = valid[:, None] & is_dim[None, :]
+    offsets = slots[:, None] * slot_stride + dims[None, :]
+    k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+    v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e
+    scores = tl.where(valid[None, :], scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    correction = tl.exp2(maximum - new_maximum)
+    weights = tl.exp2(scores - new_maximum[:, None])
+    total = total * correction + tl.sum(weights, axis=1)
+    out = out * correction[:, None]
+    out = dot(weights.to(v.dtype), v, out)
+    return new_maximum, total, out
+
+
+@triton.jit
+def _paged_attention_kernel(
+    out_ptr, lse_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr,
+    q_seq_stride, q_head_stride, table_stride, slot_stride,
+    out_seq_stride, out_head_stride, out_split_stride, lse_seq_stride, lse_split_stride,
+    scale_log2e,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    context = tl.load(lens_ptr + seq)
+    part = tl.cdiv(tl.cdiv(context, NUM_SPLITS), TILE) * TILE
+    start = split * part
+    if start >= context and split > 0:
+        return
+    end = tl.minimum(start + part, context)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM_TILE)
+    is_dim = dims < HEAD_DIM
+    is_row = rows < GROUP
+    heads = kv_head * GROUP + rows
+    row_mask = is_row[:, None] & is_dim[None, :]
+    q = tl.load(
+        q_ptr + seq * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :], mask=row_mask, other=0.0
+    )
+    k_ptr = k_cache_ptr + kv_head * HEAD_DIM
+    v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    table_ptr = tables_ptr + seq * table_stride
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out = tl.zeros([ROWS, DIM_TILE], tl.float32)
+    columns = tl.arange(0, TILE)
+    for position in tl.range(start, end, TILE, num_stages=STAGES):
+        tokens = position + columns
+        valid = tokens < end
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        slots = blocks * BLOCK_SIZE + tokens % BLOCK_SIZE
+        maximum, total, out = _attend_tile(
+            q, k_ptr, v_ptr, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out, ROWS, TILE
+        )
+    # An empty context leaves total 0: the result is zero, its log-sum-exp -inf.
+    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    out_offsets = seq * out_seq_stride + heads[:, None] * out_head_stride + split * out_split_stride + dims[None, :]
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=row_mask)
+    if WRITE_LSE:
+        lse = (maximum + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453  # back to base e
+        tl.store(lse_ptr + seq * lse_seq_stride + split * lse_split_stride + heads, lse, mask=is_row)
+
+
+@triton.jit
+def _merge_splits_kernel(
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, lens_ptr,
+    out_seq_stride, out_head_stride, num_heads,
+    HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    SPLITS_TILE: tl.constexpr, WRITE_LSE: tl.constexpr,
+):  # fmt: skip
+    """Weigh a head's partial results by their share of the softmax: one program per (sequence, head)."""
+    seq = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    context = tl.load(lens_ptr + seq)
+    part = tl.cdiv(tl.cdiv(context, NUM_SPLITS), TILE) * TILE
+    splits = tl.arange(0, SPLITS_TILE)
+    # Splits without a token wrote nothing; the first one always did.
+    written = (splits < NUM_SPLITS) & ((splits * part < context) | (splits == 0))
+    dims = tl.arange(0, DIM_TILE)
+    is_dim = dims < HEAD_DIM
+    row = seq * NUM_SPLITS * num_heads + splits * num_heads + head
+    lse = tl.load(partial_lse_ptr + row, mask=written, other=float("-inf"))
+    maximum = tl.max(lse, axis=0)
+    weights = tl.exp(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
+    total = tl.sum(weights, axis=0)
+    partial = tl.load(
+        partial_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=written[:, None] & is_dim[None, :], other=0.0
+    )
+    out = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(
+        out_ptr + seq * out_seq_stride + head * out_head_stride + dims, out.to(out_ptr.dtype.element_ty), mask=is_dim
+    )
+    if WRITE_LSE:
+        tl.store(lse_ptr + seq * num_heads + head, maximum + tl.log(tl.where(total > 0, total, 1.0)))
+
+
+@functools.cache
+def _num_multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device) -> int:
+    """How many parts each context is cut into: enough programs to fill the chip, by shapes alone."""
+    processors = _num_multiprocessors(device.index or 0) if device.type == "cuda" else 4
+    programs = max(1, num_seqs * num_kv_heads)
+    wanted = -(-processors * 2 // programs)
+    return max(1, min(wanted, -(-max_context // 128), 128))
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float,
+    *,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `reference.paged_attention`.
+
+    Args:
+        q: ``[num_seqs, num_heads, head_dim]``, any sequence and head stride.
+        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous; block_size a power of two.
+        block_tables: ``[num_seqs, max_blocks]`` int32; context_lens: ``[num_seqs]`` int32.
+        num_splits: parts of each context; by default `num_splits_for` the widest table.
+        return_lse: also return the log-sum-exp, ``[num_seqs, num_heads]`` float32.
+
+    Raises:
+        ValueError: wrong shape or layout.
+    """
+    num_seqs, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    check_inputs(q, k_cache, v_cache, block_tables, context_lens, num_seqs)
+    out = torch.empty(num_seqs, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(num_seqs, num_heads, dtype=torch.float32, device=q.device) if return_lse else None
+    if num_seqs:
+        group = num_heads // num_kv_heads
+        if num_splits is None:
+            num_splits = num_splits_for(num_seqs, num_kv_heads, block_tables.shape[1] * block_size, q.device)
+        dim_tile = max(16, triton.next_power_of_2(head_dim))
+        tile, stages, warps = _tiling(dim_tile, q.element_size())
+        if num_splits > 1:
+            target = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
+            target_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
+            strides = (target.stride(0), target.stride(2), target.stride(1), target_lse.stride(0), target_lse.stride(1))
+        else:
+            target, target_lse = out, lse
+            strides = (out.stride(0), out.stride(1), 0, num_heads, 0)
+        _paged_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
+            target, target_lse,
+            q, k_cache, v_cache, block_tables, context_lens,
+            q.stride(0), q.stride(1), block_tables.stride(0), num_kv_heads * head_dim,
+            *strides,
+            softmax_scale * 1.4426950408889634,
+            GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
+            BLOCK_SIZE=block_size, TILE=tile, NUM_SPLITS=num_splits, STAGES=stages,
+            WRITE_LSE=num_splits > 1 or return_lse,
+            num_warps=warps,
+        )  # fmt: skip
+        if num_splits > 1:
+            _merge_splits_kernel[(num_seqs, num_heads)](
+                out, lse, target, target_lse, context_lens,
+                out.stride(0), out.stride(1), num_heads,
+                HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=tile, NUM_SPLITS=num_splits,
+                SPLITS_TILE=triton.next_power_of_2(num_splits), WRITE_LSE=return_lse,
+                num_warps=4,
+            )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def _tiling(dim_tile: int, element_size: int) -> tuple[int, int, int]:
+    """(tokens a tile, stages, warps): about 16 kB of K a tile keeps memory busy without filling shared memory."""
+    tile = max(16, min(128, 16384 // (dim_tile * element_size)))
+    return tile, 3, 4
+
+
+def check_inputs(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, num_seqs: int
+) -> None:
+    """Raise ValueError unless queries, caches and tables fit together."""
+    _, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, cache_dim = k_cache.shape
+    if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("k_cache and v_cache must be contiguous and of one shape")
+    if cache_dim != head_dim or num_heads % num_kv_heads or q.dtype != k_cache.dtype:
+        raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit a cache of {k_cache.dtype} {tuple(k_cache.shape)}")
+    if block_size & (block_size - 1) or block_size > 256:
+        raise ValueError(f"block_size must be a power of two up to 256, not {block_size}")
+    if q.stride(2) != 1 or block_tables.stride(1) != 1 or block_tables.dtype != torch.int32:
+        raise ValueError("q and int32 block_tables must have a contiguous last dimension")
+    if block_tables.shape[0] != num_seqs or context_lens.shape != (num_seqs,):
+        raise ValueError(f"block_tables and context_lens must have {num_seqs} rows")

@@ -1,0 +1,119 @@
+"""Rotary embedding fused with the reshape and write of K and V into their blocks.
+
+    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)                  (Su et al. 2021, half-split layout)
+
+q is rotated where it lies; rotated k, and v, go straight to the slots that ``slot_mapping`` names, so k is never written
+back and no separate copy into the cache runs. Bytes: reads (heads + 2 kv_heads) * head_dim elements a token and writes
+as many. Memory-bound, and at decode batch sizes launch-bound: one launch where separate ops make five.
+
+Grid: (tokens, groups of q heads + 1); the last program of a token does K and V. Tile: heads x head_dim / 2, both
+halves. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
+
+Reference: `kernels.reference.rotary_write_kv`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_Q_HEADS_PER_PROGRAM = 16
+
+
+@triton.jit
+def _rotate(first, second, cos, sin):
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _rotary_write_kv_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr,
+    k_ptr, v_ptr, cos_ptr, sin_ptr, slot_ptr,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, slot_stride,
+    num_heads, num_kv_heads,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    pairs = tl.arange(0, HALF_TILE)
+    is_pair = pairs < HALF
+    cos = tl.load(cos_ptr + token * HALF + pairs, mask=is_pair, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + token * HALF + pairs, mask=is_pair, other=0.0)[None, :]
+    if group < tl.num_programs(1) - 1:
+        heads = group * Q_HEADS + tl.arange(0, Q_HEADS)
+        mask = (heads < num_heads)[:, None] & is_pair[None, :]
+        first_ptr = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride + pairs[None, :]
+        first = tl.load(first_ptr, mask=mask, other=0.0)
+        second = tl.load(first_ptr + HALF, mask=mask, other=0.0)
+        turned_first, turned_second = _rotate(first, second, cos, sin)
+        tl.store(first_ptr, turned_first.to(first.dtype), mask=mask)
+        tl.store(first_ptr + HALF, turned_second.to(first.dtype), mask=mask)
+    else:
+        slot = tl.load(slot_ptr + token)
+        if slot >= 0:
+            heads = tl.arange(0, KV_HEADS)
+            is_head = heads < num_kv_heads
+            mask = is_head[:, None] & is_pair[None, :]
+            k_in = k_ptr + token * k_token_stride + heads[:, None] * k_head_stride
+            v_in = v_ptr + token * v_token_stride + heads[:, None] * v_head_stride
+            k_out = k_cache_ptr + slot * slot_stride + heads[:, None] * HEAD_DIM
+            v_out = v_cache_ptr + slot * slot_stride + heads[:, None] * HEAD_DIM
+            first = tl.load(k_in + pairs[None, :], mask=mask, other=0.0)
+            second = tl.load(k_in + HALF + pairs[None, :], mask=mask, other=0.0)
+            turned_first, turned_second = _rotate(first, second, cos, sin)
+            tl.store(k_out + pairs[None, :], turned_first.to(first.dtype), mask=mask)
+            tl.store(k_out + HALF + pairs[None, :], turned_second.to(first.dtype), mask=mask)
+            tl.store(v_out + pairs[None, :], tl.load(v_in + pairs[None, :], mask=mask), mask=mask)
+            tl.store(v_out + HALF + pairs[None, :], tl.load(v_in + HALF + pairs[None, :], mask=mask), mask=mask)
+            if REST_TILE:  # dimensions that are not rotated
+                rest = 2 * HALF + tl.arange(0, REST_TILE)
+                mask = is_head[:, None] & (rest < HEAD_DIM)[None, :]
+                tl.store(k_out + rest[None, :], tl.load(k_in + rest[None, :], mask=mask), mask=mask)
+                tl.store(v_out + rest[None, :], tl.load(v_in + rest[None, :], mask=mask), mask=mask)
+
+
+def rotary_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the blocks. See `reference.rotary_write_kv`.
+
+    ``q``, ``k``, ``v`` ``[tokens, heads, head_dim]`` may be views with any token and head stride.
+
+    Raises:
+        ValueError: wrong shape or layout.
+    """
+    tokens, num_heads, head_dim = q.shape
+    num_kv_heads, half = k.shape[1], cos.shape[1]
+    if k.shape != v.shape or k.shape != (tokens, num_kv_heads, head_dim):
+        raise ValueError(f"k and v must be [{tokens}, kv_heads, {head_dim}], not {tuple(k.shape)}, {tuple(v.shape)}")
+    if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
+        raise ValueError("the last dimension of q, k and v must be contiguous")
+    if cos.shape != (tokens, half) or sin.shape != cos.shape or not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError(f"cos and sin must be contiguous [{tokens}, rotary_dim / 2], not {tuple(cos.shape)}")
+    if k_cache.shape[2:] != (num_kv_heads, head_dim) or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError(f"caches must be contiguous [blocks, block_size, {num_kv_heads}, {head_dim}]")
+    if 2 * half > head_dim:
+        raise ValueError(f"rotary dimension {2 * half} is larger than head_dim {head_dim}")
+    if not tokens:
+        return
+    q_heads = min(_Q_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+    rest = head_dim - 2 * half
+    _rotary_write_kv_kernel[(tokens, triton.cdiv(num_heads, q_heads) + 1)](
+        q, k_cache, v_cache, k, v, cos, sin, slot_mapping,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), num_kv_heads * head_dim,
+        num_heads, num_kv_heads,
+        HEAD_DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
+        REST_TILE=triton.next_power_of_2(rest) if rest else 0,
+        Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads),
+        num_warps=4,
+    )  # fmt: skip
