@@ -79,7 +79,7 @@ def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
 
 
 def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy blocks ``block_ids [n]`` int64 of the pool to ``staging [n, num_layers, 2, block_size, kv_heads, head_dim]``.
+    """Copy blocks ``block_ids [n]`` int64 to ``staging [>= n, num_layers, 2, block_size, kv_heads, head_dim]``.
 
     Raises:
         ValueError: wrong shape or layout.

@@ -1,11 +1,11 @@
 """Causal attention of chunks of prompts over the paged KV cache (FlashAttention-2, Dao 2023, over block tables).
 
 The chunk's own K and V are in the cache already, so a chunk of a long prompt, the rest of a prompt whose beginning was
-cached, and a recomputation after a preemption are the same call: queries at positions ``context - chunk … context - 1``
-that see all positions up to their own.
+cached, and a recomputation after a preemption are the same call: queries at positions
+``context - chunk … context - 1`` that see all positions up to their own.
 
-Compute-bound from a few hundred tokens on: 4 * queries * visible tokens * heads * head_dim FLOPs, half of the square for
-a chunk without cached tokens.
+Compute-bound from a few hundred tokens on: 4 * queries * visible tokens * heads * head_dim FLOPs, half of the square
+for a chunk without cached tokens.
 
 Grid: (tiles of queries over all chunks, heads). How many there are follows from shapes alone (at most
 ``tokens / ROWS + chunks``); each program finds its chunk by counting. Late tiles, which see most, start first. Tile:

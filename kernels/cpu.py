@@ -192,9 +192,7 @@ def _sample_candidates(
     sure = (top_k > 0) & ~tied[:, 0]
 
     all_scaled = (logits - values[:, :1]) / temperature[:, None]
-    total = torch.where(
-        top_k > 0, scaled.masked_fill(~kept, float("-inf")).logsumexp(-1), all_scaled.logsumexp(-1)
-    )
+    total = torch.where(top_k > 0, scaled.masked_fill(~kept, float("-inf")).logsumexp(-1), all_scaled.logsumexp(-1))
     probabilities = (scaled - total[:, None]).exp()
     before = probabilities.cumsum(-1) - probabilities
     cut = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)

@@ -76,9 +76,7 @@ def _paged_attention_kernel(
     is_row = rows < GROUP
     heads = kv_head * GROUP + rows
     row_mask = is_row[:, None] & is_dim[None, :]
-    q = tl.load(
-        q_ptr + seq * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :], mask=row_mask, other=0.0
-    )
+    q = tl.load(q_ptr + seq * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :], mask=row_mask, other=0.0)
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
     table_ptr = tables_ptr + seq * table_stride

@@ -59,7 +59,9 @@ def _check(x: Tensor, weight: Tensor) -> None:
     if x.dim() != 2 or x.stride(1) != 1:
         raise ValueError(f"rms_norm takes [rows, hidden] with contiguous rows, not {tuple(x.shape)} {x.stride()}")
     if weight.shape != x.shape[1:] or weight.dtype != x.dtype or not weight.is_contiguous():
-        raise ValueError(f"weight must be a contiguous {x.dtype} [{x.shape[1]}], not {weight.dtype} {tuple(weight.shape)}")
+        raise ValueError(
+            f"weight must be a contiguous {x.dtype} [{x.shape[1]}], not {weight.dtype} {tuple(weight.shape)}"
+        )
 
 
 def _num_warps(tile: int) -> int:
