@@ -143,8 +143,8 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: t
     """How many parts each context is cut into: enough programs to fill the chip, by shapes alone."""
     processors = _num_multiprocessors(device.index or 0) if device.type == "cuda" else 4
     programs = max(1, num_seqs * num_kv_heads)
-    wanted = -(-processors * 2 // programs)
-    return max(1, min(wanted, -(-max_context // 128), 128))
+    # Four programs a multiprocessor; `minillm bench kernels --op paged_attention` measured 1 to 16.
+    return max(1, min(processors * 4 // programs, -(-max_context // 64)))
 
 
 def paged_attention(
@@ -211,9 +211,9 @@ def paged_attention(
 
 
 def _tiling(dim_tile: int, element_size: int) -> tuple[int, int, int]:
-    """(tokens a tile, stages, warps): about 16 kB of K a tile keeps memory busy without filling shared memory."""
+    """(tokens a tile, stages, warps): 16 kB of K a tile keeps memory busy without filling shared memory."""
     tile = max(16, min(128, 16384 // (dim_tile * element_size)))
-    return tile, 3, 4
+    return tile, 3 if dim_tile >= 128 else 2, 4
 
 
 def check_inputs(

@@ -3,8 +3,8 @@
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)                  (Su et al. 2021, half-split layout)
 
 q is rotated where it lies; rotated k, and v, go straight to the slots that ``slot_mapping`` names, so k is never
-written back and no separate copy into the cache runs. Bytes: reads (heads + 2 kv_heads) * head_dim elements a token and writes
-as many. Memory-bound, and at decode batch sizes launch-bound: one launch where separate ops make five.
+written back and no separate copy into the cache runs. Bytes: reads (heads + 2 kv_heads) * head_dim elements a token
+and writes as many. Memory-bound, and at decode batch sizes launch-bound: one launch where separate ops make five.
 
 Grid: (tokens, groups of q heads + 1); the last program of a token does K and V. Tile: heads x head_dim / 2, both
 halves. Slot offsets are 64-bit; slot -1 (padding) writes nothing.

@@ -225,10 +225,10 @@ def _collect(
         valid = (number < num_active) & (ids < vocab)
         x = tl.load(row_ptr + ids, mask=valid, other=float("-inf"))
         reached = valid & (_ordered(x) >= threshold)
-        places = found + tl.cumsum(reached.to(tl.int32), axis=0) - 1
-        fits = reached & (places < CANDIDATES)
-        tl.store(values_ptr + row * CANDIDATES + places, x, mask=fits)
-        tl.store(ids_ptr + row * CANDIDATES + places, ids, mask=fits)
+        place = found + tl.cumsum(reached.to(tl.int32), axis=0) - 1
+        fits = reached & (place < CANDIDATES)
+        tl.store(values_ptr + row * CANDIDATES + place, x, mask=fits)
+        tl.store(ids_ptr + row * CANDIDATES + place, ids, mask=fits)
         found += tl.sum(reached.to(tl.int32), axis=0)
     tl.debug_barrier()
     return threshold, found
