@@ -186,7 +186,7 @@ def paged_attention(
             target_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
             strides = (target.stride(0), target.stride(2), target.stride(1), target_lse.stride(0), target_lse.stride(1))
         else:
-            target, target_lse = out, lse
+            target, target_lse = out, out if lse is None else lse  # without a log-sum-exp it is not written
             strides = (out.stride(0), out.stride(1), 0, num_heads, 0)
         _paged_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
             target, target_lse,

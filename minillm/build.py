@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,42 +14,35 @@ from minillm.memory import size_pool
 from minillm.model.config import ModelConfig
 from minillm.model.loader import RandomTensors, TensorSource, load_llama
 from minillm.model.shapes import SHAPES
+from minillm.progress import OnProgress, Progress, ignore_progress
 from minillm.runner import Runner
 from minillm.scheduler import Scheduler
 from minillm.tokenizer import Tokenizer
 from minillm.weights.checkpoint import open_checkpoint
+from minillm.weights.files import OnMessage
 from minillm.weights.resolve import resolve
 
 _CPU_BATCHED_TOKENS = 512  # a step of a 135M model then takes about a second
 _GPU_BATCHED_TOKENS = 8192
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a long start has come. ``total`` is None where it is not known."""
-
-    label: str
-    done: int
-    total: int | None
-    unit: str = ""
-
-
-OnProgress = Callable[[Progress], None]
-
-
-def build_engine(name: str, config: EngineConfig, on_progress: OnProgress | None = None) -> Engine:
+def build_engine(
+    name: str,
+    config: EngineConfig,
+    on_progress: OnProgress = ignore_progress,
+    on_message: OnMessage = lambda message: None,
+) -> Engine:
     """Load model ``name`` and make an engine for it.
 
     Raises:
         MinillmError: the model cannot be found, fetched, read or held in memory.
     """
-    report = on_progress or (lambda progress: None)
     device = choose_device(config)
     dtype = choose_dtype(config, device)
     tokenizer: Tokenizer | None = None
 
     def layers_loaded(done: int, total: int) -> None:
-        report(Progress("loading weights", done, total, "layers"))
+        on_progress(Progress("loading weights", done, total, "layers"))
 
     source: TensorSource
     served_by = "random weights"
@@ -58,7 +50,7 @@ def build_engine(name: str, config: EngineConfig, on_progress: OnProgress | None
         model_config = SHAPES[name]
         source = RandomTensors(model_config, device, config.seed)
     else:
-        files = resolve(name, on_progress=lambda p: report(Progress(p.label, p.done_bytes, p.total_bytes, "bytes")))
+        files = resolve(name, on_progress=on_progress, on_message=on_message)
         checkpoint = open_checkpoint(files)
         model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
         if config.load_format == "dummy":

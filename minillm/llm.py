@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from minillm.build import OnProgress, build_engine
+from minillm.build import build_engine
 from minillm.cache import CacheStats
 from minillm.config import EngineConfig
 from minillm.decoding.params import SamplingParams
@@ -18,7 +18,9 @@ from minillm.engine import Engine
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import deferred_interrupt
 from minillm.outputs import Delta, RequestOutput
+from minillm.progress import OnProgress, ignore_progress
 from minillm.tokenizer import Tokenizer
+from minillm.weights.files import OnMessage
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -29,6 +31,7 @@ class LLM:
 
     Args:
         model: a name of ``weights.toml``, a directory with config.json and safetensors, or a ``.gguf`` file.
+        on_progress, on_message: told how far download and loading have come, and what served the weights.
         options: see `minillm.config.EngineConfig`; an unknown one is an error.
 
     Raises:
@@ -37,9 +40,16 @@ class LLM:
     All methods may be called from any thread; one of them computes at a time.
     """
 
-    def __init__(self, model: str, *, on_progress: OnProgress | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        on_progress: OnProgress = ignore_progress,
+        on_message: OnMessage = lambda message: None,
+        **options: Any,
+    ) -> None:
         self.config = _engine_config(options)
-        self.engine: Engine = build_engine(model, self.config, on_progress)
+        self.engine: Engine = build_engine(model, self.config, on_progress, on_message)
         self._lock = threading.RLock()
         self._ids = itertools.count()
         self._streams: dict[str, deque[Delta]] = {}

@@ -134,14 +134,14 @@ def _silu_mul() -> Iterator[Case]:
     for rows, size in ((1, 14336), (64, 14336), (8192, 4096)):
         moved = 3 * rows * size * 2
         inputs = [_random(rows, 2 * size) for _ in range(copies_for_cold_l2(moved))]
-        yield Case(
-            "silu_mul",
-            f"{rows} x {size}",
-            moved,
-            0,
-            lambda i, inputs=inputs: silu_mul(inputs[i % len(inputs)]),
-            lambda inputs=inputs: relative_error(silu_mul(inputs[0]), reference.silu_mul(inputs[0].double())),
-        )
+
+        def launch(i: int, inputs: list[Tensor] = inputs) -> Tensor:
+            return silu_mul(inputs[i % len(inputs)])
+
+        def check(inputs: list[Tensor] = inputs) -> float:
+            return relative_error(silu_mul(inputs[0]), reference.silu_mul(inputs[0].double()))
+
+        yield Case("silu_mul", f"{rows} x {size}", moved, 0, launch, check)
 
 
 def _rotary() -> Iterator[Case]:
@@ -158,13 +158,23 @@ def _rotary() -> Iterator[Case]:
         slots = torch.randperm(num_blocks * block_size, device=_DEVICE)[:tokens]
 
         def launch(
-            i: int, packed: list = packed, cos: Tensor = cos, sin: Tensor = sin, caches: list = caches, slots=slots
+            i: int,
+            packed: list = packed,
+            cos: Tensor = cos,
+            sin: Tensor = sin,
+            caches: list = caches,
+            slots: Tensor = slots,
         ) -> None:
             q, k, v = packed[i % len(packed)].split((heads, kv_heads, kv_heads), dim=1)
             rotary_write_kv(q, k, v, cos, sin, caches[0], caches[1], slots)
 
         def check(
-            packed: list = packed, cos: Tensor = cos, sin: Tensor = sin, caches: list = caches, slots=slots, go=launch
+            packed: list = packed,
+            cos: Tensor = cos,
+            sin: Tensor = sin,
+            caches: list = caches,
+            slots: Tensor = slots,
+            go: Any = launch,
         ) -> float:
             k = packed[0][:, heads : heads + kv_heads].double()
             go(0)
@@ -240,7 +250,10 @@ def _prefill_attention() -> Iterator[Case]:
             visible = sum(n * cached + n * (n + 1) // 2 for n in chunks)
             arguments = (k, v, tables, lens, starts, scale)
 
-            def check(q: Tensor = q, arguments: Any = arguments, group: int = heads // kv_heads) -> float:
+            def launch(i: int, q: Tensor = q, arguments: Any = arguments) -> Tensor:
+                return prefill_attention(q, *arguments)
+
+            def check(q: Tensor = q, arguments: Any = arguments) -> float:
                 k, v, *rest = arguments
                 got = prefill_attention(q, *arguments)
                 one = [tensor[:, :, :1].double() for tensor in (k, v)]  # the first kv head's first query head
@@ -251,7 +264,7 @@ def _prefill_attention() -> Iterator[Case]:
                 f"{heads}/{kv_heads} x {dim}, {len(chunks)} x {chunks[0]} after {cached}",
                 (q.numel() * 2 + len(chunks) * context * kv_heads * dim * 2) * 2,
                 4 * visible * heads * dim,
-                lambda i, q=q, arguments=arguments: prefill_attention(q, *arguments),
+                launch,
                 check,
                 launches=8,
             )
@@ -308,6 +321,9 @@ def _sample() -> Iterator[Case]:
                 torch.arange(rows, device=_DEVICE),
             )
 
+            def launch(i: int, logits: list = logits, rest: tuple = rest) -> Any:
+                return sample(logits[i % len(logits)], *rest)
+
             def check(logits: list = logits, rest: tuple = rest) -> float:
                 tokens, logprobs = sample(logits[0], *rest)
                 agree = (tokens == reference.sample(logits[0], *rest)).float().mean()
@@ -319,7 +335,7 @@ def _sample() -> Iterator[Case]:
                 f"{rows} x {vocab}, {label}",
                 moved,
                 0,
-                lambda i, logits=logits, rest=rest: sample(logits[i % len(logits)], *rest),
+                launch,
                 check,
             )
 
@@ -329,6 +345,9 @@ def _top_log_probabilities() -> Iterator[Case]:
 
     for rows, vocab, count in ((64, 128256, 8), (64, 128256, 64)):
         logits = [torch.randn(rows, vocab, device=_DEVICE) * 3 for _ in range(8)]
+
+        def launch(i: int, logits: list = logits, count: int = count) -> Any:
+            return top_log_probabilities(logits[i % 8], count)
 
         def check(logits: list = logits, count: int = count) -> float:
             got, ids = top_log_probabilities(logits[0], count)
@@ -340,7 +359,7 @@ def _top_log_probabilities() -> Iterator[Case]:
             f"{rows} x {vocab}, best {count}",
             rows * vocab * 4,
             0,
-            lambda i, logits=logits, count=count: top_log_probabilities(logits[i % 8], count),
+            launch,
             check,
         )
 

@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("give either --shape (random weights) or --model (real ones), not both")
     from minillm.bench.latency import measure
     from minillm.bench.peers import transformers_peer
-    from minillm.commands.progress import loading_bar
+    from minillm.commands.progress import loading_bar, say
     from minillm.llm import LLM
     from minillm.model.shapes import SHAPES
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
         options["load_format"] = "dummy"
     with loading_bar() as report:
-        llm = LLM(name, on_progress=report, **options)
+        llm = LLM(name, on_progress=report, on_message=say, **options)
     results = measure(
         llm,
         name=name,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from minillm.cli import ENGINE_OPTIONS, SAMPLING_OPTIONS, given
-from minillm.commands.progress import GenerationBar, loading_bar
+from minillm.commands.progress import GenerationBar, loading_bar, say
 from minillm.errors import UsageError
 from minillm.text import clean
 
@@ -46,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     from minillm.weights.manifest import default_model
 
     with loading_bar(enabled=not arguments.quiet) as report:
-        llm = LLM(arguments.model or default_model(), on_progress=report, **given(arguments, ENGINE_OPTIONS))
+        llm = LLM(
+            arguments.model or default_model(), on_progress=report, on_message=say, **given(arguments, ENGINE_OPTIONS)
+        )
     prompts: list[Any] = []
     for request in requests:
         messages = request.messages

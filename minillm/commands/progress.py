@@ -14,7 +14,12 @@ from minillm.text import clean_line
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from minillm.build import Progress
+    from minillm.progress import Progress
+
+
+def say(message: str) -> None:
+    """A message about the work, on stderr."""
+    tqdm.write(f"minillm: {clean_line(message, 1000)}", file=sys.stderr)
 
 
 @contextmanager

@@ -196,15 +196,16 @@ def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) 
 
 
 def _load(command: Load, send: Callable[[Event], None]) -> Engine:
-    from minillm.build import Progress, build_engine
+    from minillm.build import build_engine
     from minillm.config import EngineConfig
+    from minillm.progress import Progress
 
     began = time.monotonic()
 
     def report(progress: Progress) -> None:
         send(Loading(progress.label, progress.done, progress.total, progress.unit))
 
-    report(Progress("starting", 0, None))
+    report(Progress("starting", 0, None, ""))
     engine = build_engine(command.model, EngineConfig(**command.options), report)
     model = engine.runner.model
     itemsize = model.dtype.itemsize

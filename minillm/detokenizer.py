@@ -1,0 +1,50 @@
+"""Token ids to text, as they come: never half a character, and none lost.
+
+Every token stands for some bytes. A table of them and an incremental UTF-8 decoder are all that streaming needs: bytes
+that do not complete a character wait, an invalid sequence becomes U+FFFD.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+
+class StreamingDetokenizer:
+    """Decodes one sequence.
+
+    Args:
+        table: the bytes of each token id.
+        prompt_ids: what the sequence begins with; it is not decoded again, but where it ends inside a character, the
+            character comes out when it is complete.
+        strip_space: drop one leading space of the text (SentencePiece writes one before the first word).
+    """
+
+    def __init__(self, table: Sequence[bytes], prompt_ids: Iterable[int] = (), *, strip_space: bool = False) -> None:
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        tail = b"".join(table[token_id] for token_id in list(prompt_ids)[-4:])
+        if tail:
+            self._decoder.decode(_incomplete_end(tail))
+        self._strip_space = strip_space
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        return self._trim(self._decoder.decode(self._table[token_id]))
+
+    def finish(self) -> str:
+        """What is left when no more tokens come: U+FFFD for an unfinished character."""
+        return self._trim(self._decoder.decode(b"", final=True))
+
+    def _trim(self, text: str) -> str:
+        if self._strip_space and text:
+            self._strip_space = False
+            return text.removeprefix(" ")
+        return text
+
+
+def _incomplete_end(data: bytes) -> bytes:
+    """The bytes at the end of ``data`` that begin a character without completing it."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(data)
+    return decoder.getstate()[0]

@@ -1,0 +1,23 @@
+"""How far something long has come: data for whoever shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """``done`` of ``total`` units; ``total`` is None where it is not known."""
+
+    label: str
+    done: int
+    total: int | None
+    unit: str = "bytes"
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def ignore_progress(progress: Progress) -> None:
+    """For callers who do not want to know."""

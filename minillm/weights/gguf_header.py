@@ -1,0 +1,158 @@
+"""The header of a GGUF file: metadata and where each tensor lies.
+
+The gguf library has a reader, but it trusts the counts in the file: a forged array length keeps it busy for ever, and
+49,000 token strings take it three seconds. Here every count and offset is compared with the file's size before anything
+is read or made. Values come out as plain Python.
+
+Format: ggml's docs/gguf.md. Versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minillm.errors import WeightsError
+from minillm.text import clean_line
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMENSIONS = 4
+_MAX_NAME = 1 << 16  # bytes of a key or a tensor's name
+_MAX_TENSORS = 1 << 20
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor: its shape slowest dimension first, its ggml type number, and its bytes within the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """All of a file but the tensors' data. ``offset`` of each tensor counts from the start of the file."""
+
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header.
+
+    Raises:
+        WeightsError: the file is no GGUF file, or its header is damaged.
+    """
+    try:
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data).header()
+    except _Malformed as error:
+        raise WeightsError(f"{path}: not a usable GGUF file: {error}") from None
+    except OSError as error:
+        raise WeightsError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise WeightsError(f"{path}: the file is empty") from None
+
+
+class _Malformed(Exception):
+    pass
+
+
+class _Reader:
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._size = len(data)
+        self._at = 0
+
+    def header(self) -> Header:
+        magic = self._take(4)
+        if magic != b"GGUF":
+            raise _Malformed(f"it begins with {clean_line(repr(magic))} and not with 'GGUF'")
+        version = self._number("I")
+        if version & 0xFFFF == 0:
+            raise _Malformed("it is big-endian, which is not supported")
+        if version not in (2, 3):
+            raise _Malformed(f"version {version} is not supported (2 and 3 are)")
+        tensor_count, pair_count = self._number("Q"), self._number("Q")
+        # A tensor takes at least 24 bytes of header, a pair at least 13.
+        self._check_count(tensor_count, 24, "tensors")
+        self._check_count(pair_count, 13, "metadata pairs")
+        if tensor_count > _MAX_TENSORS:
+            raise _Malformed(f"{tensor_count} tensors are more than {_MAX_TENSORS}")
+        metadata: dict[str, Any] = {}
+        for _ in range(pair_count):
+            key = self._string(_MAX_NAME)
+            if key in metadata:
+                raise _Malformed(f"the key {clean_line(key)!r} occurs twice")
+            metadata[key] = self._value(self._number("I"), key)
+        infos = [self._tensor_info() for _ in range(tensor_count)]
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 20:
+            raise _Malformed(f"general.alignment {alignment!r} is not a power of two")
+        start = -(-self._at // alignment) * alignment
+        tensors: dict[str, TensorInfo] = {}
+        for info in infos:
+            if info.name in tensors:
+                raise _Malformed(f"tensor {clean_line(info.name)!r} occurs twice")
+            if info.offset % alignment or start + info.offset > self._size:
+                raise _Malformed(f"tensor {clean_line(info.name)!r} lies at offset {info.offset}, outside the file")
+            tensors[info.name] = TensorInfo(info.name, info.shape, info.type, start + info.offset)
+        return Header(metadata, tensors)
+
+    def _tensor_info(self) -> TensorInfo:
+        name = self._string(_MAX_NAME)
+        dimensions = self._number("I")
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+            raise _Malformed(f"tensor {clean_line(name)!r} has {dimensions} dimensions")
+        shape = tuple(reversed([self._number("Q") for _ in range(dimensions)]))
+        # No type packs more than eight values into a byte.
+        if not all(shape) or math.prod(shape) > 8 * self._size:
+            raise _Malformed(f"tensor {clean_line(name)!r} of shape {shape} is larger than the file")
+        return TensorInfo(name, shape, self._number("I"), self._number("Q"))
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string(self._size)
+        if kind == _ARRAY:
+            return self._array(key)
+        raise _Malformed(f"the value of {clean_line(key)!r} has the unknown type {kind}")
+
+    def _array(self, key: str) -> list[Any]:
+        kind, count = self._number("I"), self._number("Q")
+        if kind in _SCALARS:
+            code = _SCALARS[kind]
+            self._check_count(count, struct.calcsize(code), f"elements of {clean_line(key)!r}")
+            return list(struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(code))))
+        if kind == _STRING:
+            self._check_count(count, 8, f"elements of {clean_line(key)!r}")
+            return [self._string(self._size) for _ in range(count)]
+        raise _Malformed(f"{clean_line(key)!r} is an array of the unsupported type {kind}")
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self._take(struct.calcsize(code)))[0]
+
+    def _string(self, limit: int) -> str:
+        length = self._number("Q")
+        if length > limit:
+            raise _Malformed(f"a string of {length} bytes at offset {self._at}")
+        return self._take(length).decode("utf-8", errors="replace")
+
+    def _take(self, count: int) -> bytes:
+        if count > self._size - self._at:
+            raise _Malformed(f"the file ends at byte {self._size}, within its header")
+        chunk = self._data[self._at : self._at + count]
+        self._at += count
+        return chunk
+
+    def _check_count(self, count: int, least_bytes: int, what: str) -> None:
+        if count * least_bytes > self._size - self._at:
+            raise _Malformed(f"{count} {what} do not fit into the file")

@@ -1,0 +1,274 @@
+"""Models from the Hugging Face hub.
+
+Metadata, tokens and transfers are the hub client's; where the bytes go is ours, because the client drops a partly
+downloaded file when it is interrupted. Files that another tool has already put into the hub's own cache are linked, not
+fetched again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import threading
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from minillm.errors import DownloadError
+from minillm.progress import OnProgress, Progress
+from minillm.text import clean_line
+from minillm.weights.files import FileRecord, check_space, sha256_of
+from minillm.weights.manifest import HubSource
+
+_PROBE_SECONDS = 2.0
+_SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """One file of a repository at one commit. ``sha256`` is known for large files, ``git_sha1`` for all."""
+
+    name: str
+    size: int
+    sha256: str | None
+    git_sha1: str | None
+
+
+def reachable(endpoint: str, seconds: float = _PROBE_SECONDS) -> bool:
+    """Whether a connection to the hub, or to the proxy on the way there, can be opened at all.
+
+    The client itself retries for 24 seconds where there is no network.
+    """
+    url = urlsplit(endpoint)
+    proxy = urllib.request.getproxies().get(url.scheme)
+    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+    answered = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection(address, timeout=seconds).close()
+            answered.set()
+        except OSError:
+            pass
+        finally:
+            done.set()
+
+    done = threading.Event()
+    # A thread, since the resolver of the system knows no time limit.
+    threading.Thread(target=connect, daemon=True).start()
+    done.wait(seconds)
+    return answered.is_set()
+
+
+def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple[list[FileRecord], str]:
+    """Fetch a model's files into ``partial``, going on where an earlier attempt stopped.
+
+    Returns:
+        The files, and the commit that they are of.
+
+    Raises:
+        DownloadError: no network, no such repository, no permission, no space, or bytes that are not the file's.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise DownloadError("the hub client is set to offline (HF_HUB_OFFLINE)")
+    if not reachable(constants.ENDPOINT):
+        raise DownloadError(f"no connection to {urlsplit(constants.ENDPOINT).hostname}")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    with _HubErrors(source):
+        info = huggingface_hub.HfApi().model_info(source.hub, revision=source.revision, files_metadata=True, timeout=10)
+    commit = str(info.sha)
+    _forget_other_commit(partial, commit)
+    files = {item.name: item for item in map(_hub_file, info.siblings or [])}
+    wanted = [name for name in _SMALL_FILES if name in files]
+    for name in ("config.json", "tokenizer.json"):
+        if name not in files:
+            raise DownloadError(f"{source.hub} has no {name}: it is not a model that minillm can load")
+    if _INDEX in files:
+        wanted.append(_INDEX)
+    records = [_fetch(source, commit, files[name], partial, on_progress) for name in wanted]
+    weights = _weight_files(files, partial)
+    missing = sum(files[name].size for name in weights) - sum(
+        path.stat().st_size for path in partial.iterdir() if path.name.removesuffix(".part") in weights
+    )
+    check_space(missing, partial)
+    records += [_fetch(source, commit, files[name], partial, on_progress) for name in weights]
+    return records, commit
+
+
+def _hub_file(sibling: Any) -> HubFile:
+    lfs = sibling.lfs
+    return HubFile(
+        name=sibling.rfilename,
+        size=int(sibling.size or 0),
+        sha256=None if lfs is None else str(lfs.sha256),
+        git_sha1=sibling.blob_id,
+    )
+
+
+def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:
+    """The safetensors of a repository: the shards of the index, or the single file."""
+    if _INDEX in files:
+        try:
+            shards = set(json.loads((partial / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise DownloadError(f"{_INDEX} of the repository is damaged") from None
+        for shard in shards:
+            if not isinstance(shard, str) or PurePosixPath(shard).name != shard or shard not in files:
+                raise DownloadError(f"{_INDEX} names {clean_line(str(shard))!r}, which the repository does not have")
+        return sorted(shards)
+    if "model.safetensors" in files:
+        return ["model.safetensors"]
+    raise DownloadError("the repository has no safetensors weights; minillm loads no pickled ones (.bin, .pt)")
+
+
+def _forget_other_commit(partial: Path, commit: str) -> None:
+    """Partial files of another commit are of no use."""
+    note = partial / "commit"
+    if not note.exists() or note.read_text() != commit:
+        for path in partial.iterdir():
+            if path.is_file():
+                path.unlink()
+        note.write_text(commit)
+
+
+def _fetch(source: HubSource, commit: str, file: HubFile, partial: Path, on_progress: OnProgress) -> FileRecord:
+    """One file, complete and checked."""
+    target = partial / file.name
+    if not target.exists():
+        part = partial / f"{file.name}.part"
+        if not _link_from_hub_cache(source, commit, file, part):
+            _transfer(source, commit, file, part, on_progress)
+        _check(file, part, on_progress)
+        part.replace(target)
+    return FileRecord(file.name, target.stat().st_size, file.sha256 or sha256_of(target))
+
+
+def _link_from_hub_cache(source: HubSource, commit: str, file: HubFile, part: Path) -> bool:
+    """Use what another tool has fetched already, without a second copy where the file system can share one."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(source.hub, file.name, revision=commit)
+    if not isinstance(found, str) or os.path.getsize(found) != file.size:
+        return False
+    part.unlink(missing_ok=True)
+    try:
+        os.link(os.path.realpath(found), part)
+    except OSError:
+        return False
+    return True
+
+
+def _transfer(source: HubSource, commit: str, file: HubFile, part: Path, on_progress: OnProgress) -> None:
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+    from tqdm import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+    url = hf_hub_url(source.hub, file.name, revision=commit)
+    if part.exists() and part.stat().st_size > file.size:
+        part.unlink()
+    with part.open("ab") as stream, _HubErrors(source):
+        done = stream.tell()
+        counted = _Counted(stream, lambda size: on_progress(Progress(f"downloading {file.name}", size, file.size)))
+        try:
+            http_get(
+                url,
+                counted,  # type: ignore[arg-type]
+                resume_size=done,
+                headers=build_hf_headers(),
+                expected_size=file.size,
+                tqdm_class=Silent,
+            )
+        except OSError as error:
+            stream.flush()
+            if error.errno is not None and error.strerror:
+                raise DownloadError(f"cannot write {part}: {error.strerror}") from None
+            raise
+
+
+class _Counted:
+    """A file that reports its length as it grows."""
+
+    def __init__(self, stream: Any, report: Callable[[int], None]) -> None:
+        self._stream, self._report = stream, report
+
+    def write(self, data: bytes) -> None:
+        self._stream.write(data)
+        self._report(self._stream.tell())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _check(file: HubFile, part: Path, on_progress: OnProgress) -> None:
+    """Compare with the checksum that the hub gave; a part that is wrong is dropped."""
+    if file.sha256 is not None:
+        expected, found = file.sha256, sha256_of(part, on_progress)
+    elif file.git_sha1 is not None:
+        data = part.read_bytes()
+        expected, found = file.git_sha1, hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    else:
+        expected, found = str(file.size), str(part.stat().st_size)
+    if expected != found:
+        part.unlink()
+        raise DownloadError(f"{file.name}: checksum is {found}, the hub says {expected}; run the command again")
+
+
+class _HubErrors:
+    """Turn what the hub client raises into one line."""
+
+    def __init__(self, source: HubSource) -> None:
+        self._source = source
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        from huggingface_hub import constants, errors
+
+        if error is None or isinstance(error, (DownloadError, KeyboardInterrupt)):
+            return
+        repository, page = self._source.hub, f"{constants.ENDPOINT}/{self._source.hub}"
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(error, errors.GatedRepoError) or status == 403:
+            raise DownloadError(
+                f"{repository} is gated: accept its licence at {page}, then log in with `hf auth login` or set HF_TOKEN"
+            ) from None
+        if isinstance(error, errors.RevisionNotFoundError):
+            raise DownloadError(f"{repository} has no revision {self._source.revision!r}") from None
+        if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
+            raise DownloadError(
+                f"{repository} does not exist, or is private: check the name, or log in with `hf auth login`"
+            ) from None
+        if isinstance(error, (ValueError, KeyError, TypeError)):
+            raise DownloadError(
+                f"what answered for {urlsplit(constants.ENDPOINT).hostname} is not the hub (a network's login page?)"
+            ) from None
+        if isinstance(error, Exception):
+            what = clean_line(str(error).split("\n")[0], 160)
+            raise DownloadError(
+                f"{repository}: {what or type(error).__name__}; run the command again to go on"
+            ) from None

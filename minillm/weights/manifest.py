@@ -1,0 +1,159 @@
+"""``weights.toml``: the models that have a name, and where each comes from."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from minillm.errors import UsageError
+from minillm.text import clean_line
+
+
+@dataclass(frozen=True)
+class PathSource:
+    """A directory or ``.gguf`` file on this machine."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A repository of the Hugging Face hub; ``revision`` is a branch, a tag or a commit."""
+
+    hub: str
+    revision: str = "main"
+
+
+@dataclass(frozen=True)
+class PackageSource:
+    """A package of the Python package index whose wheel holds the ``.gguf`` file ``member``. Sizes in bytes."""
+
+    package: str
+    version: str
+    member: str
+    size: int
+    sha256: str
+    member_sha256: str
+
+
+Source = PathSource | HubSource | PackageSource
+_SOURCE_KINDS: dict[str, type[Source]] = {"path": PathSource, "hub": HubSource, "package": PackageSource}
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One model of the manifest. ``size`` is that of the weights in bytes, as the first source has them."""
+
+    name: str
+    description: str
+    parameters: str
+    license: str
+    size: int
+    sources: tuple[Source, ...]
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All models by name, in the file's order."""
+
+    path: Path
+    default: str
+    models: Mapping[str, ModelEntry]
+
+    def entry(self, name: str) -> ModelEntry:
+        """The model called ``name``.
+
+        Raises:
+            UsageError: there is none.
+        """
+        if name not in self.models:
+            close = difflib.get_close_matches(name, self.models, 1, 0.5)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise UsageError(f"unknown model {clean_line(name)!r}; {hint}`minillm models` lists the names")
+        return self.models[name]
+
+
+def manifest_path() -> Path:
+    """``$MINILLM_WEIGHTS``, else beside the package (installed from a wheel), else at the top of the repository."""
+    if value := os.environ.get("MINILLM_WEIGHTS"):
+        return Path(value).expanduser()
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "weights.toml"
+    return installed if installed.exists() else package.parent / "weights.toml"
+
+
+def default_model() -> str:
+    """The name of the default model."""
+    return load_manifest().default
+
+
+def load_manifest(path: Path | None = None) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        UsageError: it is missing, no TOML, or has a key or a value that does not belong there.
+    """
+    path = path or manifest_path()
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read the model list {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {clean_line(str(error))}") from None
+    _check_keys(values, {"default", "models"}, {"default", "models"}, str(path))
+    models = values["models"]
+    if not isinstance(models, dict) or not models:
+        raise UsageError(f"{path}: [models] must list at least one model")
+    entries = {name: _entry(name, value, path) for name, value in models.items()}
+    if values["default"] not in entries:
+        raise UsageError(f"{path}: default {values['default']!r} is not one of the models")
+    return Manifest(path, values["default"], entries)
+
+
+def _entry(name: str, value: Any, path: Path) -> ModelEntry:
+    where = f"{path}: model {clean_line(name)!r}"
+    values = _fields(ModelEntry, value, where, skip={"name"})
+    sources = values["sources"]
+    if not isinstance(sources, list) or not sources:
+        raise UsageError(f"{where}: sources must be a list of at least one table")
+    values["sources"] = tuple(_source(source, where, path) for source in sources)
+    return ModelEntry(name=name, **values)
+
+
+def _source(value: Any, where: str, path: Path) -> Source:
+    kinds = [kind for kind in _SOURCE_KINDS if isinstance(value, dict) and kind in value]
+    if len(kinds) != 1:
+        raise UsageError(f"{where}: a source has exactly one of the keys {', '.join(_SOURCE_KINDS)}")
+    source = _SOURCE_KINDS[kinds[0]](**_fields(_SOURCE_KINDS[kinds[0]], value, where))
+    if isinstance(source, PathSource):
+        return PathSource(str(path.parent / Path(source.path).expanduser()))
+    return source
+
+
+def _fields(cls: type, value: Any, where: str, skip: set[str] = frozenset()) -> dict[str, Any]:  # type: ignore[assignment]
+    """The values of a dataclass from a table, their keys and types checked."""
+    if not isinstance(value, dict):
+        raise UsageError(f"{where}: must be a table")
+    known = {item.name: item for item in fields(cls) if item.name not in skip}
+    required = {name for name, item in known.items() if item.default is MISSING}
+    _check_keys(value, set(known), required, where)
+    types = {"str": str, "int": int, "bool": bool}
+    for name, item in value.items():
+        wanted = types.get(str(known[name].type))
+        if wanted is not None and type(item) is not wanted:
+            raise UsageError(f"{where}: {name} must be of type {known[name].type}, not {type(item).__name__}")
+    return dict(value)
+
+
+def _check_keys(values: Mapping[str, Any], allowed: set[str], required: set[str], where: str) -> None:
+    for key in values:
+        if key not in allowed:
+            raise UsageError(f"{where}: unknown key {clean_line(key)!r}; allowed: {', '.join(sorted(allowed))}")
+    if missing := sorted(required - set(values)):
+        raise UsageError(f"{where}: the key {missing[0]!r} is missing")

