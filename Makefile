@@ -39,13 +39,14 @@ format: $(VENV)/installed-dev
 # The default weights are fetched first, so that a failed download reads as one and not as fifty failed tests.
 test: lint
 	$(BIN)/minillm pull
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not parity and not soak and not gpu"
 
 test-fast: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "not slow and not weights"
+	$(BIN)/python -m pytest -m "not slow and not weights and not parity and not soak and not gpu"
 
 parity: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "" tests/parity
+	$(BIN)/minillm pull
+	$(BIN)/python -m pytest tests/parity
 
 bench: $(VENV)/installed
 	$(BIN)/minillm bench latency --shape smollm2-135m

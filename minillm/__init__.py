@@ -1,1 +1,36 @@
-"""minillm: a small, fast Llama inference framework."""
+"""minillm: a small, fast Llama inference framework.
+
+from minillm import LLM, SamplingParams
+
+llm = LLM("smollm2-135m")
+print(llm.generate("Once upon a time", SamplingParams(max_tokens=40))[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minillm.decoding.params import SamplingParams
+    from minillm.errors import MinillmError
+    from minillm.llm import LLM
+    from minillm.outputs import CompletionOutput, Delta, RequestOutput
+
+_HOMES = {
+    "LLM": "minillm.llm",
+    "SamplingParams": "minillm.decoding.params",
+    "MinillmError": "minillm.errors",
+    "CompletionOutput": "minillm.outputs",
+    "Delta": "minillm.outputs",
+    "RequestOutput": "minillm.outputs",
+}
+__all__ = ["LLM", "CompletionOutput", "Delta", "MinillmError", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used: ``minillm --help`` must not wait for torch."""
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'minillm' has no attribute {name!r}")

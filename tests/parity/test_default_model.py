@@ -1,0 +1,116 @@
+"""The real default weights in float32 against transformers on the same, dequantised weights.
+
+All 24 prompts run in ``make parity``, a few of them in ``make test``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import logits_in_chunks
+
+from minillm import LLM, SamplingParams
+from minillm.engine import Engine
+from minillm.outputs import RequestOutput
+
+PROMPTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
+FEW = ("one-token", "code-python", "french", "emoji", "chat-question", "chat-forged")
+NEW_TOKENS = 64
+
+pytestmark = pytest.mark.weights
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("smollm2-135m", device="cpu", dtype="float32", num_blocks=1024)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[Any]:
+    import transformers
+
+    from minillm.weights.files import find_downloaded
+
+    files = find_downloaded("smollm2-135m")
+    assert files is not None
+    yield transformers.AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()
+
+
+def prompt_ids(llm: LLM, prompt: dict[str, Any]) -> list[int]:
+    if "messages" in prompt:
+        return llm.tokenizer.apply_chat_template(prompt["messages"])
+    return llm.tokenizer.encode(prompt["prompt"])
+
+
+def named(names: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [prompt for prompt in PROMPTS if prompt["name"] in names]
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(prompt, id=prompt["name"], marks=[] if prompt["name"] in FEW else [pytest.mark.parity])
+        for prompt in PROMPTS
+    ]
+
+
+@pytest.mark.parametrize("prompt", cases())
+@torch.no_grad()
+def test_logits_and_greedy_tokens_are_those_of_transformers(llm: LLM, theirs: Any, prompt: dict[str, Any]) -> None:
+    ids = prompt_ids(llm, prompt)
+    model = llm.engine.runner.model
+    chunks = [512] * (len(ids) // 512) + ([len(ids) % 512] if len(ids) % 512 else [])
+    got = logits_in_chunks(model, ids, chunks, block_size=16)
+    expected = theirs(torch.tensor([ids])).logits[0]
+    difference = float((got - expected).abs().max())
+    print(f"{prompt['name']}: {len(ids)} tokens, largest difference of a logit {difference:.2e}")
+    assert difference <= 1e-3
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+    ours = llm.generate(ids, greedy)[0].outputs[0].token_ids
+    generated = theirs.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=NEW_TOKENS, do_sample=False,
+        pad_token_id=2,
+    )  # fmt: skip
+    assert ours == generated[0, len(ids) :].tolist()
+
+
+def run(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    """Greedy tokens of each prompt, computed together; and how often a request was preempted."""
+    for number, ids in enumerate(prompts):
+        engine.add_request(str(number), ids, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
+    while engine.has_work:
+        engine.step()
+    engine.cache.check()
+    assert engine.cache.num_free == engine.cache.num_blocks
+    outputs: dict[str, RequestOutput] = {output.request_id: output for output in engine.take_finished()}
+    preemptions = sum(output.metrics.num_preemptions for output in outputs.values() if output.metrics)
+    return [outputs[str(number)].outputs[0].token_ids for number in range(len(prompts))], preemptions
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FEW, id="few"),
+        pytest.param(tuple(prompt["name"] for prompt in PROMPTS), id="all", marks=pytest.mark.parity),
+    ],
+)
+def test_alone_together_and_preempted_give_the_same_tokens(llm: LLM, names: tuple[str, ...]) -> None:
+    from support import engine_for
+
+    prompts = [prompt_ids(llm, prompt) for prompt in named(names)]
+    alone = [
+        llm.generate(ids, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))[0].outputs[0].token_ids
+        for ids in prompts
+    ]
+    model = llm.engine.runner.model
+    options: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 512, "eos": llm.engine.eos_token_ids}
+    together, _ = run(engine_for(model, num_blocks=1024, **options), prompts)
+    assert together == alone
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    preempted, preemptions = run(engine_for(model, num_blocks=-(-longest // 16) + 4, **options), prompts)
+    assert preempted == alone
+    assert preemptions > 0, "the pool was too large to test anything"
