@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
+import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 from minillm.errors import MinillmError, UsageError
@@ -171,6 +172,20 @@ def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, An
     return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
+def _check_packages() -> None:
+    """Raise MinillmError if another installed package stands in the place of one of ours."""
+    home = Path(__file__).resolve().parents[1]
+    for name in ("kernels", "ui"):
+        spec = importlib.util.find_spec(name)
+        origin = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
+        if origin is None or origin.parents[1] != home:
+            where = "nowhere" if origin is None else str(origin.parent)
+            raise MinillmError(
+                f"another package named {name!r} hides minillm's own: Python finds it in {where}; "
+                "uninstall it, or install minillm into an environment of its own"
+            )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code; prints errors that a user can cause as one line."""
     try:
@@ -183,6 +198,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.command is None:
             _parser().print_help()
             return 2
+        _check_packages()
         return int(importlib.import_module(f"minillm.commands.{arguments.command}").run(arguments))
     except MinillmError as error:
         print(f"minillm: error: {clean_line(str(error), 1000)}", file=sys.stderr)

@@ -66,7 +66,9 @@ def build(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, 
             raise WeightsError(f"tokenizer.ggml.model {clean_line(str(kind))!r} is not supported (gpt2 and llama are)")
     except WeightsError:
         raise
-    except Exception as error:  # the library raises nothing narrower
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
         raise WeightsError(f"the tokenizer in the metadata is damaged: {clean_line(str(error))}") from None
     control = [AddedToken(tokens[i], special=True, normalized=False) for i, t in enumerate(types) if t == _CONTROL]
     backend.add_special_tokens(control)
@@ -85,8 +87,11 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tupl
     """Byte-level BPE; and whether it puts BOS before a text unless told otherwise."""
     name = metadata.get("tokenizer.ggml.pre")
     pairs = [merge.partition(" ") for merge in _texts(metadata, "merges")]
-    if not all(right for _, _, right in pairs):
-        raise WeightsError("tokenizer.ggml.merges holds an entry that is no pair")
+    for left, _, right in pairs:
+        if not right or not {left, right, left + right} <= vocabulary.keys():
+            raise WeightsError(
+                f"tokenizer.ggml.merges holds {clean_line(f'{left} {right}')!r}, no pair of known tokens"
+            )
     merges = [(left, right) for left, _, right in pairs]
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=name in _WHOLE_WORDS_FIRST)

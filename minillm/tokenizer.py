@@ -72,7 +72,9 @@ class Tokenizer:
             raise WeightsError(f"{path} is missing: only fast tokenizers (tokenizer.json) are supported")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
             raise WeightsError(f"{path}: {clean_line(str(error))}") from None
         backend.no_truncation()
         backend.no_padding()

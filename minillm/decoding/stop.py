@@ -24,13 +24,14 @@ class StopStringFilter:
         if not self._stops:
             return text
         self._held += text
+        # The one that is complete first; of two that end together the longer. So the cuts do not matter.
         match = min(
-            ((self._held.find(stop), stop) for stop in self._stops if stop in self._held),
-            key=lambda found: (found[0], -len(found[1])),
+            ((self._held.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in self._held),
             default=None,
         )
         if match is not None:
-            shown, self._held, self.matched = self._held[: match[0]], "", match[1]
+            end, _, self.matched = match
+            shown, self._held = self._held[: end - len(self.matched)], ""
             return shown
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep

@@ -68,6 +68,8 @@ class GGUFCheckpoint:
         projection = re.search(r"\.(q|k)_proj\.(weight|bias)$", name)
         if projection:
             heads = self.config["num_attention_heads" if projection[1] == "q" else "num_key_value_heads"]
+            if values.shape[0] % (2 * heads):
+                raise WeightsError(f"{self._path}: {name} has {values.shape[0]} rows, which {heads} heads cannot share")
             values = _unpermute(values, heads)
         tensor = torch.from_numpy(values)
         if rows is not None:
@@ -143,22 +145,26 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
 
     if metadata.get("llama.expert_count", 0):
         raise WeightsError(f"{path}: mixture-of-experts models (llama.expert_count) are not supported")
-    heads = value("attention.head_count")
-    if not isinstance(heads, int) or heads < 1:
-        raise WeightsError(f"{path}: llama.attention.head_count {heads!r} is not a number of heads")
-    hidden = value("embedding_length")
+
+    def count(key: str, default: Any = None) -> int:
+        found = value(key, default)
+        if type(found) is not int or found < 1:
+            raise WeightsError(f"{path}: llama.{key} {found!r} is not a positive whole number")
+        return found
+
+    heads, hidden = count("attention.head_count"), count("embedding_length")
     embedding = header.tensors.get("token_embd.weight")
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": hidden,
-        "num_hidden_layers": value("block_count"),
+        "num_hidden_layers": count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
-        "head_dim": metadata.get("llama.attention.key_length", hidden // heads),
-        "intermediate_size": value("feed_forward_length"),
-        "vocab_size": embedding.shape[0] if embedding else value("vocab_size"),
-        "max_position_embeddings": value("context_length"),
+        "num_key_value_heads": count("attention.head_count_kv", heads),
+        "head_dim": count("attention.key_length", hidden // heads),
+        "intermediate_size": count("feed_forward_length"),
+        "vocab_size": embedding.shape[0] if embedding else count("vocab_size"),
+        "max_position_embeddings": count("context_length"),
         "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,

@@ -119,7 +119,7 @@ def _diagnose(path: Path) -> str | None:
         return "this is a git-lfs pointer, not the weights; fetch them with `git lfs pull`"
     if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
         return "this is a web page, not weights; download the file again"
-    if start.startswith((b"PK\x03\x04", b"\x80\x02")):
+    if start.startswith((b"PK\x03\x04", b"\x80\x02")) and start[8:9] != b"{":
         return "this is a pickled checkpoint under another name; it is not opened"
     length = int.from_bytes(start[:8], "little")
     if length + 8 > path.stat().st_size:

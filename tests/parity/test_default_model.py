@@ -6,7 +6,6 @@ All 24 prompts run in ``make parity``, a few of them in ``make test``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,14 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Iterator[Any]:
+def theirs() -> Any:
     import transformers
 
     from minillm.weights.files import find_downloaded
 
     files = find_downloaded("smollm2-135m")
     assert files is not None
-    yield transformers.AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()
 
 
 def prompt_ids(llm: LLM, prompt: dict[str, Any]) -> list[int]:

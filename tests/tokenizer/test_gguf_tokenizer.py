@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import random
 from pathlib import Path
@@ -52,7 +53,7 @@ def plain_sentencepiece(text: str, vocabulary: dict[str, int], scores: list[floa
     while True:
         candidates = [
             (-scores[vocabulary[left + right]], i)
-            for i, (left, right) in enumerate(zip(pieces, pieces[1:], strict=False))
+            for i, (left, right) in enumerate(itertools.pairwise(pieces))
             if left + right in vocabulary
         ]
         if not candidates:

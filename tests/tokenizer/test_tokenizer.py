@@ -103,7 +103,7 @@ def saved(
         "eos_token": {"__type": "AddedToken", "content": eos},
     }
     if template is not None:
-        config["chat_template"] = template  # type: ignore[assignment]
+        config["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 
