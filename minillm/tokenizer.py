@@ -1,134 +1,111 @@
 """Text to token ids and back.
 
-The work is the ``tokenizers`` library's. What is ours: a user's text never becomes a control token
-(`minillm.control_tokens`), chat templates run confined (`minillm.chat_template`), and decoding goes through a table of
-bytes (`minillm.token_bytes`, `minillm.detokenizer`).
+The work is the ``tokenizers`` library's. What is ours: text that a user typed can never become a control token, chat
+templates are rendered with that in mind, and decoding goes through a table of bytes (`minillm.detokenizer`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+import re
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, normalizers, processors
+from tokenizers import AddedToken
 
 from minillm.chat_template import ChatTemplate
-from minillm.control_tokens import BREAK, ControlTexts, admissible, is_control
 from minillm.detokenizer import StreamingDetokenizer
 from minillm.errors import UsageError, WeightsError
-from minillm.gguf_tokenizer import build_tokenizer
 from minillm.text import clean_line
-from minillm.token_bytes import Spelling, shown, spelling_of
+from minillm.weights.safetensors_file import read_json
 
-_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_BREAK = "\ufdd0"  # a noncharacter put into control tokens that stand in a user's text, taken out again after rendering
+_LOOKS_LIKE_MARKUP = re.compile(r"<\S+>|\[\S+\]|<\|.*\|>|<\uff5c.*\uff5c>")
 _REASONING_TAGS = ("<think>", "</think>")  # templates look for them in what the assistant said
-_MAX_VOCABULARY = 1 << 22  # ids; the largest known vocabularies have 262,144
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Tokenizer:
-    """A model's tokenizer. Made by `from_directory` or `from_gguf`.
-
-    Attributes:
-        vocab_size: the highest id + 1.
-        control_ids: the tokens that no user's text becomes (`minillm.control_tokens.is_control`).
-        special_tokens: by name (``bos_token``, …), as templates see them.
-    """
+    """A model's tokenizer. Made by `from_directory` or `from_gguf`."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None = None
+        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None
     ) -> None:
-        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        if not 0 < self.vocab_size <= _MAX_VOCABULARY:
-            raise WeightsError(f"the tokenizer's highest id is {self.vocab_size - 1}; 0 to {_MAX_VOCABULARY - 1} will do")
+        self._backend = backend
+        self._lock = threading.Lock()  # guards the backend's `encode_special_tokens`
         self.special_tokens = dict(special_tokens)
-        self.bos_token_id = self._id_of(vocabulary, "bos_token")
-        self.eos_token_id = self._id_of(vocabulary, "eos_token")
-
-        added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
-        controls = {token_id: token for token_id, token in added.items() if is_control(token)}
-        self.control_ids = frozenset(controls)
-        self._control_texts = ControlTexts.of(token.content for token in controls.values())
-        self._answer_control_texts = ControlTexts.of(self._control_texts.texts - set(_REASONING_TAGS))
-        # What stands for unknown characters is no threat: it comes out of text that does not spell it.
-        unknown = vocabulary.get(getattr(backend.model, "unk_token", None) or "")
-        self._guarded_ids = self.control_ids - {unknown}
-
-        self._normalizer = backend.normalizer
-        self._backend = _dropping_breaks(backend, list(controls.values()))
-        self._prefix, self._suffix = _wrapping(backend)
-
-        self._texts = [""] * self.vocab_size
+        self._added = backend.get_added_tokens_decoder()
+        self.control_ids = frozenset(i for i, token in self._added.items() if _is_control(token))
+        self._control_texts = sorted((self._added[i].content for i in self.control_ids), key=len, reverse=True)
+        # A control token is never found in text when the backend encodes special tokens as text; those that the
+        # tokenizer's author did not mark as special are marked here.
+        unmarked = [token for i, token in self._added.items() if i in self.control_ids and not token.special]
+        for token in unmarked:
+            backend.add_special_tokens([_as_special(token)])
+        self._shown_ids = {i for i, token in self._added.items() if not token.special}
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._texts: list[str] = [""] * self.vocab_size
         for text, token_id in vocabulary.items():
             self._texts[token_id] = text
-        spelling = spelling_of(backend)
-        self._trim_start = spelling.trim_start
-        self._all_bytes = _all_bytes(self._texts, spelling, added)
-        self._table = list(self._all_bytes)  # what is read aloud: special tokens are silent
-        for token_id, token in added.items():
-            if token.special:
-                self._table[token_id] = b""
+        self._decoding = _Decoding.of(backend)
+        self._table = [self._bytes_of(token_id) for token_id in range(self.vocab_size)]
+        self.bos_token_id = self._id_of("bos_token")
+        self.eos_token_id = self._id_of("eos_token")
+        self._prefix, self._suffix = self._wrapping()
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
 
-    # --- making one, and keeping it -----------------------------------------------------------------------------------
+    # --- making one ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json and chat_template.jinja.
-
-        ``add_bos_token`` and ``add_eos_token``, where the configuration has them, decide over tokenizer.json, as they
-        do in transformers.
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
         Raises:
             WeightsError: tokenizer.json is missing or damaged, or decodes in a way that is not supported.
         """
         path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise WeightsError(
-                f"{clean_line(str(path))} is missing: only fast tokenizers are supported; save the model's with "
-                "transformers' AutoTokenizer(...).save_pretrained"
-            )
-        config = {**_read_json(directory / "special_tokens_map.json"), **_read_json(directory / "tokenizer_config.json")}
-        special = {name: text for name in _TOKEN_NAMES if (text := _content(config.get(name))) is not None}
-        template_file = directory / "chat_template.jinja"
-        template = _read_text(template_file) if template_file.is_file() else _default_template(config.get("chat_template"))
-        with _library_errors(clean_line(str(path))):
+        if not path.exists():
+            raise WeightsError(f"{path} is missing: only fast tokenizers (tokenizer.json) are supported")
+        try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-            backend.no_truncation()
-            backend.no_padding()
-            _add_missing(backend, config.get("added_tokens_decoder"))
-            _wrap(backend, special, config.get("add_bos_token"), config.get("add_eos_token"))
-            return cls(backend, special, template)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
+            raise WeightsError(f"{path}: {clean_line(str(error))}") from None
+        backend.no_truncation()
+        backend.no_padding()
+        config = _optional_json(directory / "tokenizer_config.json")
+        config = {**_optional_json(directory / "special_tokens_map.json"), **config}
+        special = {name: text for name in _TOKEN_NAMES if (text := _token_text(config.get(name))) is not None}
+        template_file = directory / "chat_template.jinja"
+        if template_file.exists():
+            template: str | None = template_file.read_text(encoding="utf-8")
+        else:
+            template = _named_template(config.get("chat_template"))
+        return cls(backend, special, template)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """Rebuild the tokenizer from a GGUF file's metadata, values as plain Python.
+        """Rebuild the tokenizer from a GGUF file's metadata.
 
         Raises:
             WeightsError: the metadata is damaged, or the tokenizer of a kind that is not supported.
         """
+        from minillm.gguf_tokenizer import build
+
+        backend, special = build(metadata)
         template = metadata.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
-            raise WeightsError("tokenizer.chat_template in the GGUF metadata is not text")
-        with _library_errors("the tokenizer in the GGUF metadata"):
-            built = build_tokenizer(metadata)
-            _wrap(built.backend, built.special_tokens, built.add_bos, built.add_eos)
-            return cls(built.backend, built.special_tokens, template)
+            raise WeightsError("tokenizer.chat_template is not text")
+        return cls(backend, special, template)
 
     def save(self, directory: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, which `from_directory` and transformers read.
-
-        Raises:
-            OSError: the directory cannot be written.
-        """
-        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        copy.normalizer = self._normalizer
-        (directory / "tokenizer.json").write_text(copy.to_str(), encoding="utf-8")
+        """Write tokenizer.json and tokenizer_config.json, as `from_directory` and transformers read them."""
+        self._backend.save(str(directory / "tokenizer.json"))
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -136,19 +113,43 @@ class Tokenizer:
         }
         if self._template is not None:
             config["chat_template"] = self._template.source
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     # --- text to ids --------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """A user's text as ids. What spells a control token in it becomes ordinary tokens.
+        """A user's text as ids. What looks like a control token in it becomes ordinary tokens.
 
         Args:
-            add_special_tokens: with what the tokenizer puts around every text: usually BOS before it, or nothing.
+            add_special_tokens: with the tokens that the tokenizer puts around every text, usually BOS before it.
         """
-        ids = self._encode(self._control_texts.break_in(admissible(text)), lambda token_id, spelled: False)
+        ids = self._encode_plain(_encodable(text))
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        with self._lock:
+            self._backend.encode_special_tokens = True
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        if not self.control_ids.intersection(ids):
+            return ids
+        # A model's vocabulary can hold the text of a control token, too. Cut the text inside each occurrence.
+        pieces = [text]
+        for control in self._control_texts:
+            half = len(control) // 2
+            for i in range(len(pieces) - 1, -1, -1):
+                cut = pieces[i].split(control)
+                if len(cut) > 1:
+                    joined = [cut[0]]
+                    for rest in cut[1:]:
+                        joined[-1] += control[:half]
+                        joined.append(control[half:] + rest)
+                    pieces[i : i + 1] = joined
+        with self._lock:
+            self._backend.encode_special_tokens = True
+            ids = [i for piece in pieces for i in self._backend.encode(piece, add_special_tokens=False).ids]
+        if self.control_ids.intersection(ids):
+            raise UsageError("the text cannot be encoded without control tokens of the model; rephrase it")
+        return ids
 
     @property
     def has_chat_template(self) -> bool:
@@ -161,195 +162,190 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        """A conversation as ids. Control tokens come from the template alone, never from a message.
-
-        The tokenizer's own BOS is not added: templates write theirs.
+        """A conversation as ids: control tokens come from the template alone, never from a message.
 
         Args: see `ChatTemplate.render`.
 
         Raises:
             UsageError: the model has no chat template, or it refuses the conversation.
-            WeightsError: the template is broken, or takes too long, too much memory or too much text.
+            WeightsError: the template is broken.
         """
         if self._template is None:
-            raise UsageError("this model has no chat template: give plain prompts, or use an instruct model")
+            raise UsageError("this model has no chat template; give plain prompts, or use an instruct model")
         text = self._template.render(
-            [self._with_breaks(message) for message in messages],
+            [self._broken(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self._encode(text, lambda token_id, spelled: spelled.strip() == self._texts[token_id].strip())
+        if _BREAK not in text:
+            return self._encode_with_control(text)
+        ids: list[int] = []
+        controls = "|".join(map(re.escape, self._control_texts))
+        for number, piece in enumerate(re.split(f"({controls})", text) if controls else [text]):
+            if number % 2:
+                ids += self._encode_with_control(piece)
+            elif piece:
+                ids += self._encode_plain(piece.replace(_BREAK, ""))
+        return ids
 
-    def _with_breaks(self, message: Mapping[str, str]) -> dict[str, Any]:
-        controls = self._answer_control_texts if message.get("role") == "assistant" else self._control_texts
-        return {
-            key: controls.break_in(admissible(value)) if isinstance(value, str) and key != "role" else value
-            for key, value in message.items()
-        }
+    def _encode_with_control(self, text: str) -> list[int]:
+        with self._lock:
+            self._backend.encode_special_tokens = False
+            return self._backend.encode(text, add_special_tokens=False).ids
 
-    def _encode(self, text: str, may_control: Callable[[int, str], bool]) -> list[int]:
-        """Ids of a text with breaks; ``may_control`` judges each control token by its id and the text it came from.
-
-        A vocabulary may hold the spelling of a control token, so that the model (not the search for control tokens)
-        finds it: text is then cut inside that place, and its pieces are encoded apart.
-        """
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        if self._guarded_ids.isdisjoint(ids):
-            return ids
-        cuts = [0]
-        for token_id, (start, end) in zip(ids, encoding.offsets, strict=True):
-            if token_id in self._guarded_ids and not may_control(token_id, text[start:end]):
-                if end - start < 2:
-                    raise UsageError(f"{clean_line(text[start:end])!r} is a control token of this model; leave it out")
-                cuts.append((start + end) // 2)
-        if len(cuts) == 1:
-            return ids
-        return [i for start, end in pairwise([*cuts, len(text)]) for i in self._encode(text[start:end], may_control)]
+    def _broken(self, message: Mapping[str, str]) -> dict[str, str]:
+        """The message with every control token in its content broken in two by a character that is taken out later."""
+        content = message.get("content")
+        if not isinstance(content, str):
+            return dict(message)
+        content = _encodable(content)
+        spared = _REASONING_TAGS if message.get("role") == "assistant" else ()
+        for control in self._control_texts:
+            if control in content and control not in spared:
+                content = content.replace(control, control[:1] + _BREAK + control[1:])
+        return {**message, "content": content}
 
     # --- ids to text --------------------------------------------------------------------------------------------------
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``. What is no UTF-8 becomes U+FFFD; an id outside the vocabulary has no text."""
-        table = self._table if skip_special_tokens else self._all_bytes
-        stream = StreamingDetokenizer(table, trim_start=self._trim_start)
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; special tokens have none. What is no UTF-8 becomes U+FFFD."""
+        stream = StreamingDetokenizer(self._table, strip_space=self._decoding.strips_space)
         return "".join(map(stream.push, ids)) + stream.finish()
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> StreamingDetokenizer:
-        """A decoder for what follows ``prompt_ids``, token by token; special tokens are silent."""
-        return StreamingDetokenizer(self._table, prompt_ids, self._trim_start)
+        """A decoder for what follows ``prompt_ids``, token by token."""
+        strip = self._decoding.strips_space and not prompt_ids
+        return StreamingDetokenizer(self._table, prompt_ids, strip_space=strip)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for: none for special tokens and for ids outside the vocabulary."""
-        return self._table[token_id] if 0 <= token_id < self.vocab_size else b""
+        """The bytes that one token stands for; none for special tokens."""
+        return self._table[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """One token for a display: special tokens by name, bytes that are no UTF-8 as ``<0xE2>``. Not cleaned."""
-        if not 0 <= token_id < self.vocab_size:
-            return f"<id {token_id}>"
+        """One token for a display: special tokens by name, bytes that are no UTF-8 as <0xE2>. Not cleaned."""
         data = self._table[token_id]
-        return shown(data) if data else self._texts[token_id]
+        if not data:
+            return self._texts[token_id]
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "".join(f"<0x{byte:02X}>" for byte in data)
 
-    def _id_of(self, vocabulary: Mapping[str, int], name: str) -> int | None:
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].content.encode() if token_id in self._shown_ids else b""
+        return self._decoding.bytes_of(self._texts[token_id])
+
+    def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
-        return None if text is None else vocabulary.get(text)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _wrapping(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and behind every text."""
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        wrapped = self._backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(wrapped) - len(bare) + 1):
+            if wrapped[start : start + len(bare)] == bare:
+                return wrapped[:start], wrapped[start + len(bare) :]
+        raise WeightsError("tokenizer.json: its post-processor changes the text's own tokens, which is not supported")
 
 
-def _dropping_breaks(backend: tokenizers.Tokenizer, controls: list[AddedToken]) -> tokenizers.Tokenizer:
-    """``backend``, changed so that it finds ``controls`` in the text as it stands, then drops breaks from the rest."""
-    for token in controls:
-        if token.normalized:
-            raw = AddedToken(
-                token.content,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=False,
-                special=token.special,
-            )
-            (backend.add_special_tokens if token.special else backend.add_tokens)([raw])
-    drop = normalizers.Replace(BREAK, "")
-    backend.normalizer = drop if backend.normalizer is None else normalizers.Sequence([drop, backend.normalizer])
-    return backend
+def _encodable(text: str) -> str:
+    """Without lone surrogates, which no UTF-8 has, and without our own marks."""
+    text = text.encode("utf-8", errors="replace").decode("utf-8") if not text.isascii() else text
+    return text.replace(_BREAK, "").replace("\ufdd1", "")
 
 
-def _all_bytes(texts: Sequence[str], spelling: Spelling, added: Mapping[int, AddedToken]) -> list[bytes]:
-    """The bytes of each id, special tokens by their spelling. Added tokens are spelled as they are read."""
-    return [
-        added[token_id].content.encode("utf-8", errors="replace") if token_id in added else spelling.to_bytes(text)
-        for token_id, text in enumerate(texts)
-    ]
+def _is_control(token: AddedToken) -> bool:
+    return token.special or bool(_LOOKS_LIKE_MARKUP.fullmatch(token.content))
 
 
-def _wrapping(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind every text."""
-    encoding = backend.encode("a", add_special_tokens=True)
-    own = [number for number, mask in enumerate(encoding.special_tokens_mask) if not mask]
-    if not own:
-        return encoding.ids, []
-    return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
-
-
-def _wrap(
-    backend: tokenizers.Tokenizer, special: Mapping[str, str], add_bos: bool | None, add_eos: bool | None
-) -> None:
-    """Let ``backend`` put BOS before and EOS behind a text, or not; None leaves what it does."""
-    if add_bos is None and add_eos is None:
-        return
-    before, behind = _wrapping(backend)
-    for name, wanted, place in (("bos_token", add_bos, before), ("eos_token", add_eos, behind)):
-        token_id = backend.token_to_id(special.get(name, ""))
-        if wanted is not None:
-            place[:] = [token_id] if wanted and token_id is not None else []
-    ids = [*before, *behind]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*(f"T{token_id}" for token_id in before), "$A", *(f"T{token_id}" for token_id in behind)],
-        pair=["$A", "$B"],
-        # Under names of our own, because a token's spelling may hold the characters of the little language above.
-        special_tokens=[
-            {"id": f"T{token_id}", "ids": [token_id], "tokens": [backend.id_to_token(token_id)]}
-            for token_id in dict.fromkeys(ids)
-        ],
+def _as_special(token: AddedToken) -> AddedToken:
+    return AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=True,
     )
 
 
-def _add_missing(backend: tokenizers.Tokenizer, entries: Any) -> None:
-    """Add the tokens of tokenizer_config.json that tokenizer.json does not have, at the ids that they must have."""
-    if not isinstance(entries, dict):
-        return
-    for key, entry in sorted(entries.items(), key=lambda item: int(item[0])):
-        content = _content(entry)
-        if content is None or backend.token_to_id(content) is not None:
-            continue
-        special = entry.get("special") is True
-        (backend.add_special_tokens if special else backend.add_tokens)([AddedToken(content, special=special)])
-        if backend.token_to_id(content) != int(key):
-            raise WeightsError(
-                f"tokenizer_config.json: token {clean_line(content, 40)!r} must have the id {clean_line(key)}, "
-                "and tokenizer.json leaves no room for it"
-            )
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
 
 
-@contextmanager
-def _library_errors(what: str) -> Iterator[None]:
-    """What the tokenizers library says of damaged data, as a WeightsError. It panics, too, which is no Exception."""
-    try:
-        yield
-    except (UsageError, WeightsError, KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        raise WeightsError(f"{what} is damaged: {clean_line(str(error))}") from None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{clean_line(str(path))}: {clean_line(str(error))}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in an optional file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{clean_line(str(path))}: {clean_line(str(error))}") from None
-    if not isinstance(value, dict):
-        raise WeightsError(f"{clean_line(str(path))}: not a JSON object")
-    return value
-
-
-def _content(value: Any) -> str | None:
-    """A token in a configuration is text, or an object that has it as content."""
+def _token_text(value: Any) -> str | None:
+    """A token in a config is text, or an object that has it as content."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
 
 
-def _default_template(value: Any) -> str | None:
-    """One template, or a list of named ones, of which "default" is for chats."""
+def _named_template(value: Any) -> str | None:
+    """One template, or a list of named ones of which "default" is for chats."""
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")
     return value if isinstance(value, str) else None
+
+
+class _Decoding:
+    """How the text of a vocabulary entry becomes bytes."""
+
+    def __init__(self, byte_level: bool, space_mark: str | None, byte_fallback: bool, strips_space: bool) -> None:
+        self._byte_level = byte_level
+        self._space_mark = space_mark
+        self._byte_fallback = byte_fallback
+        self.strips_space = strips_space
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> _Decoding:
+        """Read the backend's decoder.
+
+        Raises:
+            WeightsError: it is of a kind that is not supported.
+        """
+        decoder: Any = backend.decoder
+        state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+        parts = state["decoders"] if state["type"] == "Sequence" else [state]
+        kinds = [part["type"] for part in parts]
+        if kinds == ["ByteLevel"]:
+            return cls(True, None, False, False)
+        if kinds == ["Metaspace"]:
+            first = parts[0].get("prepend_scheme", "always") != "never"
+            return cls(False, parts[0]["replacement"], False, first)
+        mark, fallback, strips = None, False, False
+        for part in parts:
+            if part["type"] == "Replace" and part.get("content") == " ":
+                mark = part["pattern"].get("String")
+            elif part["type"] == "ByteFallback":
+                fallback = True
+            elif part["type"] == "Strip" and part.get("content") == " ":
+                strips = part.get("start", 0) > 0
+            elif part["type"] != "Fuse":
+                raise WeightsError(f"tokenizer.json: the decoder {part['type']} is not supported")
+        if mark is None:
+            raise WeightsError(f"tokenizer.json: the decoder {'+'.join(kinds)} is not supported")
+        return cls(False, mark, fallback, strips)
+
+    def bytes_of(self, text: str) -> bytes:
+        if self._byte_level:
+            try:
+                return bytes(_UNICODE_TO_BYTE[character] for character in text)
+            except KeyError:
+                return text.encode()
+        if self._byte_fallback and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", text):
+            return bytes([int(text[3:5], 16)])
+        assert self._space_mark is not None
+        return text.replace(self._space_mark, " ").encode()
+
+
+def _unicode_to_byte() -> dict[str, int]:
+    """The inverse of GPT-2's map of bytes to printable characters (Radford et al. 2019)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_UNICODE_TO_BYTE = _unicode_to_byte()

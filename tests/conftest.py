@@ -1,7 +1,22 @@
-"""Settings of the whole suite."""
+"""Settings and fixtures of the whole suite."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
 import torch
 
 torch.set_num_threads(2)
+if not torch.cuda.is_available():
+    # Before anything imports triton: without a GPU its kernels run in the interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a small random chat model: fast, and nonsense."""
+    from support import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -85,6 +87,17 @@ def ours(model: Any, *, max_positions: int | None = None, dtype: torch.dtype = t
         dtype=dtype,
         max_positions=max_positions or config.max_position_embeddings,
     )
+
+
+def write_tiny_model(directory: Path) -> Path:
+    """A chat model of a few thousand parameters, with a tokenizer and a chat template, as transformers saves them."""
+    from test_chat_template import CHATML
+    from test_tokenizer import byte_level
+
+    byte_level(directory, template=CHATML)
+    eos = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id("<|im_end|>")
+    hf_model(vocab_size=640, max_position_embeddings=512, eos_token_id=eos).save_pretrained(directory)
+    return directory
 
 
 def engine_for(

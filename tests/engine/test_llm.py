@@ -1,0 +1,263 @@
+"""`LLM`, the way scripts use it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minillm import LLM, SamplingParams
+from minillm.errors import CapacityError, MinillmError, UsageError
+from minillm.interrupt import deferred_interrupt
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> LLM:
+    return LLM(str(tiny_model), device="cpu", block_size=4, num_blocks=256)
+
+
+@pytest.fixture(autouse=True)
+def balanced(llm: LLM) -> Any:
+    yield
+    llm.engine.cache.check()
+    stats = llm.cache_stats()
+    assert stats.free_blocks == stats.num_blocks, "blocks leaked"
+    assert not llm.engine.groups
+    assert not llm.engine.finished
+
+
+def test_one_prompt_or_many_text_or_ids(llm: LLM) -> None:
+    [one] = llm.generate("hello world", GREEDY)
+    ids = llm.tokenizer.encode("hello world")
+    [same] = llm.generate(ids, GREEDY)
+    many = llm.generate(["hello world", ids, "other"], GREEDY)
+    assert one.prompt == "hello world"
+    assert one.prompt_token_ids == same.prompt_token_ids == ids
+    tokens = one.outputs[0].token_ids
+    assert [output.outputs[0].token_ids for output in (same, *many[:2])] == [tokens] * 3
+    assert one.outputs[0].text == llm.tokenizer.decode(ids + tokens)[len(llm.tokenizer.decode(ids)) :]
+    assert [output.request_id for output in many] == sorted(output.request_id for output in many)
+    assert llm.generate([], GREEDY) == []
+
+
+def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 9, 1)]
+    outputs = llm.generate(["a", "b", "c"], params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 9, 1]
+    with pytest.raises(UsageError, match="2 sets of sampling parameters for 3"):
+        llm.generate(["a", "b", "c"], params[:2])
+
+
+def test_a_stream_adds_up_to_the_whole(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, stop=["qq", "zz"])
+    [whole] = llm.generate("hello", params)
+    deltas = list(llm.stream("hello", params))
+    assert "".join(delta.text for delta in deltas) == whole.outputs[0].text
+    assert [i for delta in deltas for i in delta.token_ids] == whole.outputs[0].token_ids
+    assert deltas[-1].finish_reason == whole.outputs[0].finish_reason
+    assert all(delta.finish_reason is None for delta in deltas[:-1])
+
+
+def test_stop_strings_end_a_completion_and_are_not_part_of_it(llm: LLM) -> None:
+    [plain] = llm.generate("hello", SamplingParams(temperature=0, max_tokens=40))
+    text = plain.outputs[0].text
+    stop = text[10:14]
+    assert len(stop) == 4
+    [stopped] = llm.generate("hello", SamplingParams(temperature=0, max_tokens=40, stop=[stop, "never there"]))
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stop)
+    later = SamplingParams(temperature=0, max_tokens=40, stop=[stop], min_tokens=40)
+    assert len(llm.generate("hello", later)[0].outputs[0].token_ids) == 40
+    token = plain.outputs[0].token_ids[5]
+    [by_id] = llm.generate("hello", SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[token]))
+    assert by_id.outputs[0].token_ids == plain.outputs[0].token_ids[: plain.outputs[0].token_ids.index(token) + 1]
+    assert by_id.outputs[0].stop_reason == token
+
+
+def test_end_of_sequence_ends_unless_ignored_or_too_early(llm: LLM) -> None:
+    [eos] = llm.engine.eos_token_ids - {llm.tokenizer.eos_token_id}
+    push = {eos: 100.0}
+    [ended] = llm.generate("hello", SamplingParams(max_tokens=9, logit_bias=push))
+    assert ended.outputs[0].token_ids == [eos]
+    assert ended.outputs[0].finish_reason == "stop"
+    assert ended.outputs[0].stop_reason is None
+    [ignored] = llm.generate("hello", SamplingParams(max_tokens=9, logit_bias=push, ignore_eos=True))
+    assert ignored.outputs[0].token_ids == [eos] * 9
+    assert ignored.outputs[0].text == "", "special tokens have no text"
+    [late] = llm.generate("hello", SamplingParams(max_tokens=9, logit_bias=push, min_tokens=4))
+    assert late.outputs[0].token_ids.index(eos) == 4
+
+
+def reference_logits(llm: LLM, history: list[int]) -> torch.Tensor:
+    """The next token's logits, from an engine of its own."""
+    seen: list[torch.Tensor] = []
+    from support import engine_for
+
+    model = llm.engine.runner.model
+    engine = engine_for(model, num_blocks=128)
+    run = engine.runner.run
+
+    def spy(*arguments: Any) -> Any:
+        logits, chunks = run(*arguments)
+        seen.append(logits)
+        return logits, chunks
+
+    engine.runner.run = spy  # type: ignore[method-assign]
+    engine.add_request("x", history, SamplingParams(max_tokens=1))
+    while engine.has_work:
+        engine.step()
+    return seen[-1][0].double()
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 1.8},
+        {"repetition_penalty": 0.5},
+        {"frequency_penalty": 1.5},
+        {"presence_penalty": 2.0},
+        {
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 0.7,
+            "presence_penalty": -0.4,
+            "logit_bias": {9: 3.0, 11: -50.0},
+        },
+    ],
+)
+def test_penalties_follow_their_definitions(llm: LLM, penalties: dict[str, Any]) -> None:
+    prompt = llm.tokenizer.encode("the quick brown fox")
+    params = SamplingParams(temperature=0, max_tokens=10, **penalties)
+    [output] = llm.generate(prompt, params)
+    tokens = output.outputs[0].token_ids
+    for i, chosen in enumerate(tokens):
+        logits = reference_logits(llm, prompt + tokens[:i])
+        for token_id, bias in penalties.get("logit_bias", {}).items():
+            logits[token_id] += bias
+        for token_id in set(prompt + tokens[:i]):
+            penalty = penalties.get("repetition_penalty", 1.0)
+            logits[token_id] = logits[token_id] / penalty if logits[token_id] > 0 else logits[token_id] * penalty
+        for token_id in set(tokens[:i]):
+            logits[token_id] -= penalties.get("frequency_penalty", 0.0) * tokens[:i].count(token_id)
+            logits[token_id] -= penalties.get("presence_penalty", 0.0)
+        assert logits[chosen] >= logits.max() - 1e-4
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    [output] = llm.chat(messages, GREEDY)
+    assert output.prompt_token_ids == llm.tokenizer.apply_chat_template(messages)
+    two = llm.chat([messages, [{"role": "user", "content": "Bye"}]], GREEDY)
+    assert two[0].outputs[0].token_ids == output.outputs[0].token_ids
+    assert two[1].prompt_token_ids != two[0].prompt_token_ids
+
+
+def test_a_bad_prompt_fails_alone_or_before_anything_runs(llm: LLM) -> None:
+    prompts: list[Any] = ["fine", [10**6], "x" * 10_000, [], "also fine"]
+    results = dict(llm.as_completed(prompts, GREEDY))
+    assert [results[i].error is None for i in range(5)] == [True, False, False, False, True]
+    assert "token id 1000000" in (results[1].error or "")
+    assert "context holds" in (results[2].error or "")
+    assert "empty" in (results[3].error or "")
+    steps = llm.engine.num_steps
+    with pytest.raises(UsageError, match="prompt 1: token id"):
+        llm.generate(prompts, GREEDY)
+    assert llm.engine.num_steps == steps
+    with pytest.raises(CapacityError, match="blocks"):
+        llm.generate("x", SamplingParams(n=200, max_tokens=400))
+
+
+def test_leaving_an_iterator_aborts_what_it_started(llm: LLM) -> None:
+    for _ in llm.as_completed(["a", "b", "c"], [SamplingParams(max_tokens=n) for n in (2, 200, 300)]):
+        break
+    stream = llm.stream("hello", SamplingParams(max_tokens=100))
+    next(stream)
+    assert llm.engine.groups
+    stream.close()
+
+
+def test_two_streams_interleave(llm: LLM) -> None:
+    alone = [[d.token_ids for d in llm.stream(prompt, GREEDY)] for prompt in ("one", "two")]
+    first, second = llm.stream("one", GREEDY), llm.stream("two", GREEDY)
+    both: list[list[list[int]]] = [[], []]
+    for _ in range(12):
+        for number, stream in enumerate((first, second)):
+            delta = next(stream, None)
+            if delta is not None:
+                both[number].append(delta.token_ids)
+    assert list(first) == list(second) == []
+    assert both == alone
+
+
+def test_abort_from_another_thread_keeps_what_was_said(llm: LLM) -> None:
+    threading.Timer(0.2, llm.abort, ["mine"]).start()
+    deltas = list(llm.stream("hello", SamplingParams(max_tokens=400, ignore_eos=True), request_id="mine"))
+    assert deltas[-1].finish_reason in ("abort", "length")
+    assert sum(len(delta.token_ids) for delta in deltas) > 0
+
+
+def test_ctrl_c_stops_between_steps_and_keeps_what_is_finished(llm: LLM) -> None:
+    finished = []
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 400, 400, 400)]
+
+    def interrupt() -> None:
+        time.sleep(0.15)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        for index, _ in llm.as_completed(["a", "b", "c", "d"], params):
+            finished.append(index)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+    del interrupt
+    assert finished == [0]
+
+
+def test_an_interrupt_inside_a_step_waits_and_a_second_does_not() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        signal.raise_signal(signal.SIGINT)
+        reached.append(1)
+    assert reached == [1]
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        reached.append(2)
+    assert reached == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_wrong_options_are_errors(tiny_model: Path) -> None:
+    for options, said in (
+        ({"block_sise": 4}, "did you mean block_size"),
+        ({"quantization": "awq"}, "unknown option 'quantization'"),
+        ({"device": "cuda:77"}, "cuda"),
+        ({"max_model_len": 100_000}, "context of 512"),
+        ({"num_blocks": 2, "block_size": 4, "max_model_len": 100}, "needs 25 blocks"),
+        ({"num_blocks": 1 << 39}, "does not fit"),
+    ):
+        with pytest.raises(MinillmError, match=said):
+            LLM(str(tiny_model), **{"device": "cpu", **options})  # type: ignore[arg-type]
+
+
+def test_the_context_shrinks_to_a_small_pool(tiny_model: Path) -> None:
+    small = LLM(str(tiny_model), device="cpu", num_blocks=8, block_size=4)
+    assert small.engine.max_model_len == 32
+    [output] = small.generate("hello", SamplingParams(max_tokens=400, ignore_eos=True))
+    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 32
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_random_weights_need_no_checkpoint() -> None:
+    llm = LLM("smollm2-135m", load_format="dummy", device="cpu", num_blocks=8)
+    [output] = llm.generate([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 2
+    with pytest.raises(UsageError, match="no tokenizer"):
+        llm.generate("text")
