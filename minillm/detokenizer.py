@@ -14,7 +14,8 @@ class StreamingDetokenizer:
     """Decodes one sequence.
 
     Args:
-        table: the bytes of each token id.
+        table: the bytes of each token id. Ids beyond it have none: embeddings are often padded with rows that no
+            token uses.
         prompt_ids: what the sequence begins with; it is not decoded again, but where it ends inside a character, the
             character comes out when it is complete.
         strip_space: drop one leading space of the text (SentencePiece writes one before the first word).
@@ -23,18 +24,21 @@ class StreamingDetokenizer:
     def __init__(self, table: Sequence[bytes], prompt_ids: Iterable[int] = (), *, strip_space: bool = False) -> None:
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        tail = b"".join(table[token_id] for token_id in list(prompt_ids)[-4:])
+        tail = b"".join(map(self._bytes, list(prompt_ids)[-4:]))
         if tail:
             self._decoder.decode(_incomplete_end(tail))
         self._strip_space = strip_space
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
-        return self._trim(self._decoder.decode(self._table[token_id]))
+        return self._trim(self._decoder.decode(self._bytes(token_id)))
 
     def finish(self) -> str:
         """What is left when no more tokens come: U+FFFD for an unfinished character."""
         return self._trim(self._decoder.decode(b"", final=True))
+
+    def _bytes(self, token_id: int) -> bytes:
+        return self._table[token_id] if token_id < len(self._table) else b""
 
     def _trim(self, text: str) -> str:
         if self._strip_space and text:

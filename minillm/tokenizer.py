@@ -219,10 +219,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; none for special tokens."""
-        return self._table[token_id]
+        return self._table[token_id] if token_id < self.vocab_size else b""
 
     def token_text(self, token_id: int) -> str:
         """One token for a display: special tokens by name, bytes that are no UTF-8 as <0xE2>. Not cleaned."""
+        if token_id >= self.vocab_size:
+            return f"<{token_id}>"  # a row of the embedding that no token uses
         data = self._table[token_id]
         if not data:
             return self._texts[token_id]
