@@ -6,7 +6,7 @@ import difflib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -88,7 +88,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         raise_errors: bool = False,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Like `generate`, as (index of the prompt, output) in the order in which they finish.
 
         A prompt that is refused fails alone: its output carries ``error``. With ``raise_errors`` it raises instead,
@@ -128,7 +128,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         """Complete one prompt, yielding what each step adds. Leaving the iterator early aborts the request."""
         request_id = request_id or f"stream-{next(self._ids)}"
         self._add(request_id, prompt, params or SamplingParams())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from minillm.cli import ENGINE_OPTIONS, SAMPLING_OPTIONS, given
 from minillm.commands.progress import GenerationBar, loading_bar, say
@@ -62,20 +62,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     if len(requests) == 1 and not arguments.json and all_params[0].n == 1:
         return _stream(llm, prompts[0], all_params[0])
-    writer = _Writer(sys.stdout, requests, as_json=arguments.json, several=all_params[0].n > 1 or len(requests) > 1)
     failed = 0
-    try:
-        with GenerationBar(len(requests), enabled=not arguments.quiet) as bar:
+    with GenerationBar(len(requests), enabled=not arguments.quiet) as bar:
+        several = all_params[0].n > 1 or len(requests) > 1
+        writer = _Writer(bar.print, requests, as_json=arguments.json, several=several)
+        try:
             for index, output in llm.as_completed(prompts, all_params):
                 failed += output.error is not None
                 writer.add(index, output)
                 bar.advance(sum(len(completion.token_ids) for completion in output.outputs))
-    except KeyboardInterrupt:
-        writer.flush()
-        print(f"minillm: stopped; {writer.written} of {len(requests)} prompts are finished", file=sys.stderr)
-        return 130
+        except KeyboardInterrupt:
+            writer.flush()
+            say(f"stopped; {writer.written} of {len(requests)} prompts are finished")
+            return 130
     if failed:
-        print(f"minillm: {failed} of {len(requests)} prompts failed", file=sys.stderr)
+        say(f"{failed} of {len(requests)} prompts failed")
     return 1 if failed else 0
 
 
@@ -90,8 +91,10 @@ def _stream(llm: Any, prompt: Any, params: Any) -> int:
 class _Writer:
     """Writes outputs in the order of their prompts, each as soon as those before it are written."""
 
-    def __init__(self, stream: TextIO, requests: list[Request], *, as_json: bool, several: bool) -> None:
-        self._stream = stream
+    def __init__(
+        self, write_line: Callable[[str], None], requests: list[Request], *, as_json: bool, several: bool
+    ) -> None:
+        self._write_line = write_line
         self._requests = requests
         self._as_json = as_json
         self._several = several
@@ -114,15 +117,15 @@ class _Writer:
         self.written += output.error is None
         request = self._requests[index]
         if self._as_json:
-            print(json.dumps(_as_json(index, request, output), ensure_ascii=False), file=self._stream, flush=True)
+            self._write_line(json.dumps(_as_json(index, request, output), ensure_ascii=False))
             return
         if output.error is not None:
-            print(f"minillm: {request.where or 'prompt'}: {clean(output.error)}", file=sys.stderr)
+            say(f"{request.where or 'prompt'}: {output.error}")
         for completion in output.outputs:
             if self._several:
                 number = f"{index + 1}.{completion.index + 1}" if len(output.outputs) > 1 else str(index + 1)
-                print(f"--- {number} ---", file=self._stream)
-            print(clean(completion.text), file=self._stream, flush=True)
+                self._write_line(f"--- {number} ---")
+            self._write_line(clean(completion.text))
 
 
 def _as_json(index: int, request: Request, output: Any) -> dict[str, Any]:

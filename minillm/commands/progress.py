@@ -76,6 +76,12 @@ class GenerationBar:
     ) -> None:
         self._bar.close()
 
+    def print(self, text: str) -> None:
+        """A line on stdout, without running into the bar where both are on one terminal."""
+        with self._bar.external_write_mode(sys.stdout):
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
     def advance(self, num_tokens: int) -> None:
         """One more prompt is done, with ``num_tokens`` generated."""
         self._tokens += num_tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,8 @@ def test_one_prompt_or_many_text_or_ids(llm: LLM) -> None:
     [one] = llm.generate("hello world", GREEDY)
     ids = llm.tokenizer.encode("hello world")
     [same] = llm.generate(ids, GREEDY)
-    many = llm.generate(["hello world", ids, "other"], GREEDY)
+    prompts: list[str | list[int]] = ["hello world", ids, "other"]
+    many = llm.generate(prompts, GREEDY)
     assert one.prompt == "hello world"
     assert one.prompt_token_ids == same.prompt_token_ids == ids
     tokens = one.outputs[0].token_ids
@@ -95,7 +95,7 @@ def test_end_of_sequence_ends_unless_ignored_or_too_early(llm: LLM) -> None:
     assert late.outputs[0].token_ids.index(eos) == 4
 
 
-def reference_logits(llm: LLM, history: list[int]) -> torch.Tensor:
+def reference_logits(llm: LLM, history: list[int], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """The next token's logits, from an engine of its own."""
     seen: list[torch.Tensor] = []
     from support import engine_for
@@ -109,7 +109,7 @@ def reference_logits(llm: LLM, history: list[int]) -> torch.Tensor:
         seen.append(logits)
         return logits, chunks
 
-    engine.runner.run = spy  # type: ignore[method-assign]
+    monkeypatch.setattr(engine.runner, "run", spy)
     engine.add_request("x", history, SamplingParams(max_tokens=1))
     while engine.has_work:
         engine.step()
@@ -131,13 +131,15 @@ def reference_logits(llm: LLM, history: list[int]) -> torch.Tensor:
         },
     ],
 )
-def test_penalties_follow_their_definitions(llm: LLM, penalties: dict[str, Any]) -> None:
+def test_penalties_follow_their_definitions(
+    llm: LLM, penalties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = llm.tokenizer.encode("the quick brown fox")
     params = SamplingParams(temperature=0, max_tokens=10, **penalties)
     [output] = llm.generate(prompt, params)
     tokens = output.outputs[0].token_ids
     for i, chosen in enumerate(tokens):
-        logits = reference_logits(llm, prompt + tokens[:i])
+        logits = reference_logits(llm, prompt + tokens[:i], monkeypatch)
         for token_id, bias in penalties.get("logit_bias", {}).items():
             logits[token_id] += bias
         for token_id in set(prompt + tokens[:i]):
@@ -205,31 +207,32 @@ def test_abort_from_another_thread_keeps_what_was_said(llm: LLM) -> None:
 def test_ctrl_c_stops_between_steps_and_keeps_what_is_finished(llm: LLM) -> None:
     finished = []
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 400, 400, 400)]
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
 
-    def interrupt() -> None:
-        time.sleep(0.15)
-        signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
+    def run() -> None:
         for index, _ in llm.as_completed(["a", "b", "c", "d"], params):
             finished.append(index)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
             signal.setitimer(signal.ITIMER_REAL, 0.05)
-    del interrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    signal.signal(signal.SIGALRM, before)
     assert finished == [0]
 
 
 def test_an_interrupt_inside_a_step_waits_and_a_second_does_not() -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
-        signal.raise_signal(signal.SIGINT)
-        reached.append(1)
-    assert reached == [1]
-    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        reached.append(2)
+
+    def step(interrupts: int) -> None:
+        with deferred_interrupt():
+            for _ in range(interrupts):
+                signal.raise_signal(signal.SIGINT)
+            reached.append(interrupts)
+
+    with pytest.raises(KeyboardInterrupt):
+        step(1)
+    with pytest.raises(KeyboardInterrupt):
+        step(2)
     assert reached == [1]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

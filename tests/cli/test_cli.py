@@ -1,0 +1,339 @@
+"""The command line as a process: output, exit codes, and one line for every mistake."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def minillm(*arguments: str, stdin: str | bytes | None = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    result = subprocess.run(
+        [sys.executable, "-m", "minillm", *arguments],
+        input=data,
+        capture_output=True,
+        check=False,
+        timeout=120,
+        **options,
+    )
+    return subprocess.CompletedProcess(
+        result.args, result.returncode, result.stdout.decode("utf-8"), result.stderr.decode("utf-8")
+    )
+
+
+@pytest.fixture
+def generate(tiny_model: Path) -> Any:
+    def run(*arguments: str, stdin: str | bytes | None = "") -> subprocess.CompletedProcess[str]:
+        options = ["--model", str(tiny_model), "--device", "cpu", "--num-blocks", "64"]
+        return minillm("generate", *arguments, *options, stdin=stdin)
+
+    return run
+
+
+def test_one_prompt_writes_its_text_and_nothing_else(generate: Any) -> None:
+    result = generate("hello", "--temperature", "0", "--max-tokens", "8")
+    again = generate("hello", "--temperature", "0", "--max-tokens", "8", "--json")
+    [line] = again.stdout.splitlines()
+    assert result.returncode == again.returncode == 0
+    assert result.stderr == again.stderr == ""
+    from minillm.text import clean
+
+    assert result.stdout == clean(json.loads(line)["outputs"][0]["text"]) + "\n"
+
+
+def test_prompts_from_a_file_standard_input_and_lines(generate: Any, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("first line\nsecond line\n\nthird\n")
+    fixed = ("--temperature", "0", "--max-tokens", "3", "--json")
+    whole = [json.loads(line) for line in generate("-f", str(path), *fixed).stdout.splitlines()]
+    assert [entry["prompt"] for entry in whole] == ["first line\nsecond line\n\nthird"]
+    lines = [json.loads(line) for line in generate("-f", str(path), "--lines", *fixed).stdout.splitlines()]
+    assert [entry["prompt"] for entry in lines] == ["first line", "second line", "third"]
+    piped = [json.loads(line) for line in generate(*fixed, stdin="from a pipe\n").stdout.splitlines()]
+    assert [entry["prompt"] for entry in piped] == ["from a pipe"]
+    several = generate("one", "two", "--max-tokens", "2", "--n", "2", "--seed", "1").stdout
+    assert [line for line in several.splitlines() if line.startswith("---")] == [
+        "--- 1.1 ---", "--- 1.2 ---", "--- 2.1 ---", "--- 2.2 ---",
+    ]  # fmt: skip
+
+
+def test_jsonl_requests_have_their_own_parameters_and_come_back_in_order(generate: Any, tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    requests = [
+        {"prompt": "a", "max_tokens": 30, "id": "long"},
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+        {"prompt": [5, 6, 7], "max_tokens": 1, "logprobs": 2},
+        {"prompt": "x" * 5000},
+        {"prompt": "b", "max_tokens": 3, "n": 2},
+    ]
+    path.write_text("\n".join(map(json.dumps, requests)) + "\n\n")
+    result = generate("-f", str(path), "--json", "--ignore-eos", "--seed", "3")
+    outputs = [json.loads(line) for line in result.stdout.splitlines()]
+    assert result.returncode == 1
+    assert result.stderr == "minillm: 1 of 5 prompts failed\n"
+    assert [entry["index"] for entry in outputs] == [0, 1, 2, 3, 4]
+    assert outputs[0]["request_id"] == "long"
+    assert [len(entry["outputs"][0]["token_ids"]) if entry["outputs"] else None for entry in outputs] == [
+        30,
+        2,
+        1,
+        None,
+        3,
+    ]
+    assert len(outputs[4]["outputs"]) == 2
+    assert "context holds" in outputs[3]["error"]
+    [logprob] = outputs[2]["outputs"][0]["logprobs"]
+    assert len(logprob["top"]) == 2
+    assert outputs[2]["prompt_token_ids"] == [5, 6, 7]
+    assert outputs[0]["metrics"]["time"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"prompt": "a"}\nnonsense\n', ":2: not JSON"),
+        ('{"prompt": "a"}\n[1]\n', ":2: a request is an object"),
+        ("{}\n", ':1: give either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}\n', ":1: give either"),
+        ('{"prompt": ""}\n', ":1: the prompt is empty"),
+        ('{"prompt": 3}\n', ':1: "prompt" is text or a list'),
+        ('{"messages": [{"role": "user"}]}\n', ':1: "messages" is a list'),
+        ('{"prompt": "a", "temprature": 1}\n', ":1: unknown parameter 'temprature'"),
+        ('{"prompt": "a", "top_p": 3}\n', ":1: top_p must be"),
+        ("\n\n", "holds no prompt"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_runs(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    result = minillm("generate", "-f", str(path), "--model", "no-such-model")
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+MISTAKES = [
+    (["genrate"], "did you mean generate"),
+    (["generate", "--temprature", "1", "x"], "did you mean --temperature"),
+    (["generate", "x", "--temperature", "nan"], "temperature must be"),
+    (["generate", "x", "--temperature", "-1"], "temperature must be"),
+    (["generate", "x", "--top-p", "0"], "top_p must be"),
+    (["generate", "x", "--n", "1000000"], "n must be from 1 to 256"),
+    (["generate", "x", "--n", "two"], "--n"),
+    (["generate", "x", "--max-tokens", "0"], "max_tokens must be"),
+    (["generate", "x", "--block-size", "17"], "block_size must be one of"),
+    (["generate", "x", "--dtype", "int3"], "dtype must be"),
+    (["generate", "x", "--device", "tpu"], "device must be"),
+    (["generate", "x", "--device", "cuda"], "use --device cpu"),
+    (["generate", "x", "--model", "smolm2-135m"], "did you mean smollm2-135m"),
+    (["generate", "x", "--model", "no/such/dir"], "no file or directory"),
+    (["generate", "x", "-f", "y"], "not both"),
+    (["generate", "-f", "/no/such/file"], "cannot read /no/such/file"),
+    (["generate", "-f", "x", "--lines", "--jsonl"], "not allowed with"),
+    (["generate", ""], "prompt 1 is empty"),
+    (["generate"], "empty"),
+    (["pull", "nothing"], "unknown model 'nothing'"),
+    (["bench", "latency", "--shape", "gpt-5"], "unknown shape"),
+    (["bench", "latency", "--batch-size", "0"], "--batch-size"),
+    (["bench", "latency", "--shape", "llama-8b", "--model", "x"], "not both"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
+def test_every_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
+    import torch
+
+    if arguments[-1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("here is a GPU")
+    result = minillm(*arguments)
+    assert said in result.stderr
+    assert result.stderr.startswith("minillm: error: ")
+    assert result.stderr.count("\n") == 1
+    assert result.returncode == 2
+    assert result.stdout == ""
+
+
+def test_damaged_models_fail_with_exit_code_1(tiny_model: Path, tmp_path: Path) -> None:
+    import shutil
+
+    for name, content, said in (
+        ("model.safetensors", b"<html>", "web page"),
+        ("model.safetensors", b"", "empty"),
+        ("config.json", b"{", "config.json"),
+        ("tokenizer.json", b"{", "tokenizer.json"),
+    ):
+        broken = tmp_path / f"{name}{len(content)}"
+        shutil.copytree(tiny_model, broken)
+        (broken / name).write_bytes(content)
+        result = minillm("generate", "x", "--model", str(broken), "--device", "cpu")
+        assert result.returncode == 1
+        assert said in result.stderr
+        assert result.stderr.count("\n") == 1
+    broken = tmp_path / "x.gguf"
+    broken.write_bytes(b"GGUF\x03")
+    result = minillm("generate", "x", "--model", str(broken))
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+
+
+def test_hostile_names_are_shown_and_not_obeyed() -> None:
+    for arguments in (["generate", "x", "--model", "\x1b]0;evil\x07"], ["\x1b[2J"], ["generate", "-f", "\x1b[6n"]):
+        result = minillm(*arguments)
+        assert "\x1b" not in result.stderr + result.stdout
+        assert result.returncode == 2
+
+
+def test_what_a_model_says_cannot_drive_the_terminal(tiny_model: Path, tmp_path: Path) -> None:
+    """A model that is pushed to say ESC and nothing else."""
+    import tokenizers
+
+    backend = tokenizers.Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    escape = backend.encode("\x1b", add_special_tokens=False).ids[-1]
+    request = {"prompt": "x", "logit_bias": {escape: 100}, "max_tokens": 4, "temperature": 0}
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(request))
+    result = minillm("generate", "-f", str(path), "--model", str(tiny_model), "--device", "cpu")
+    assert result.stdout == "␛␛␛␛\n"
+    result = minillm("generate", "-f", str(path), "--json", "--model", str(tiny_model), "--device", "cpu")
+    assert "\x1b" not in result.stdout
+    assert json.loads(result.stdout)["outputs"][0]["text"] == "\x1b" * 4
+
+
+def test_input_of_any_bytes(generate: Any) -> None:
+    for data in (b"\xff\xfe\x00", "\ufeffbom".encode(), b"\x00", "\u202ebidi".encode()):
+        result = generate("--max-tokens", "1", stdin=data)
+        assert result.returncode == 0, result.stderr
+
+
+def test_models_and_info(tmp_path: Path) -> None:
+    environment = {**os.environ, "MINILLM_CACHE": str(tmp_path)}
+    listed = minillm("models", env=environment).stdout
+    assert "smollm2-135m (default)" in listed
+    entries = [json.loads(line) for line in minillm("models", "--json", env=environment).stdout.splitlines()]
+    assert all(entry["path"] is None for entry in entries)
+    assert {entry["name"] for entry in entries if entry["gated"]} == {"llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"}
+    facts = json.loads(minillm("info", "--json", env=environment).stdout)
+    assert facts["directories"]["cache"] == str(tmp_path)
+    assert facts["versions"]["torch"]
+    broken = minillm("models", env={**environment, "MINILLM_WEIGHTS": str(tmp_path / "none.toml")})
+    assert broken.returncode == 2
+
+
+def test_a_reader_that_goes_away_is_no_error(tiny_model: Path) -> None:
+    command = (
+        f"{sys.executable} -m minillm generate a b c d --model {tiny_model} --device cpu --max-tokens 50 | head -c 1"
+    )
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_keeps_finished_results(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    requests = [{"prompt": "a", "max_tokens": 2, "ignore_eos": True}]
+    requests += [{"prompt": "b", "max_tokens": 480, "ignore_eos": True}] * 60
+    path.write_text("\n".join(map(json.dumps, requests)))
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "minillm",
+            "generate",
+            "-f",
+            str(path),
+            "--json",
+            "--model",
+            str(tiny_model),
+            "--device",
+            "cpu",
+            "--max-num-seqs",
+            "4",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(json.loads(first)["outputs"][0]["token_ids"]) == 2
+    finished = 1 + len(out.splitlines())
+    assert f"stopped; {finished} of 61 prompts are finished" in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_while_loading_is_quiet(tiny_model: Path) -> None:
+    for delay in (0.1, 0.5, 1.0):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "minillm", "generate", "x", "--model", str(tiny_model), "--max-tokens", "500"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode in (130, -signal.SIGINT), err
+        if process.returncode == 130:
+            assert "Traceback" not in err
+
+
+def run_on_terminal(*arguments: str) -> tuple[int, str]:
+    """Run with stdin, stdout and stderr on a terminal; what it printed."""
+    pid, master = pty.fork()
+    if pid == 0:
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+        os.execv(sys.executable, [sys.executable, "-m", "minillm", *arguments])
+    output = b""
+    while True:
+        try:
+            chunk = os.read(master, 4096)
+        except OSError:
+            break
+        if not chunk:
+            break
+        output += chunk
+    _, status = os.waitpid(pid, 0)
+    os.close(master)
+    return os.waitstatus_to_exitcode(status), output.decode(errors="replace")
+
+
+def test_a_terminal_gets_progress_and_a_pipe_does_not(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("a\nb\nc\n")
+    options = [
+        "generate",
+        "-f",
+        str(path),
+        "--lines",
+        "--model",
+        str(tiny_model),
+        "--device",
+        "cpu",
+        "--max-tokens",
+        "200",
+        "--ignore-eos",
+    ]
+    code, shown = run_on_terminal(*options)
+    assert code == 0
+    assert "loading weights" in shown
+    assert "tok/s" in shown
+    assert "/3 [" in shown
+    code, quiet = run_on_terminal(*options, "--quiet")
+    assert "tok/s" not in quiet
+    code, asked = run_on_terminal("generate")
+    assert code == 2
+    assert "no prompt" in asked
