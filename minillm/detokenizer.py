@@ -7,7 +7,7 @@ that do not complete a character wait, an invalid sequence becomes U+FFFD.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class StreamingDetokenizer:
@@ -18,16 +18,20 @@ class StreamingDetokenizer:
             token uses.
         prompt_ids: what the sequence begins with; it is not decoded again, but where it ends inside a character, the
             character comes out when it is complete.
-        strip_space: drop one leading space of the text (SentencePiece writes one before the first word).
+        strip_space: drop one leading space of the whole text, prompt included (SentencePiece writes one before the
+            first word).
     """
 
-    def __init__(self, table: Sequence[bytes], prompt_ids: Iterable[int] = (), *, strip_space: bool = False) -> None:
+    def __init__(self, table: Sequence[bytes], prompt_ids: Sequence[int] = (), *, strip_space: bool = False) -> None:
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        tail = b"".join(map(self._bytes, list(prompt_ids)[-4:]))
-        if tail:
-            self._decoder.decode(_incomplete_end(tail))
-        self._strip_space = strip_space
+        tail = b""
+        for token_id in reversed(prompt_ids):
+            tail = self._bytes(token_id) + tail
+            if len(tail) >= 4:  # no character is longer
+                break
+        self._decoder.decode(_incomplete_end(tail))
+        self._strip_space = strip_space and not tail
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
@@ -38,7 +42,7 @@ class StreamingDetokenizer:
         return self._trim(self._decoder.decode(b"", final=True))
 
     def _bytes(self, token_id: int) -> bytes:
-        return self._table[token_id] if token_id < len(self._table) else b""
+        return self._table[token_id] if 0 <= token_id < len(self._table) else b""
 
     def _trim(self, text: str) -> str:
         if self._strip_space and text:

@@ -6,6 +6,7 @@ those of the Llama family are here. A wrong one tokenises almost right, so an un
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,6 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -33,11 +33,9 @@ _SPLITS = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "smaug-bpe": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
 }
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")  # `ignore_merges`
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # `ignore_merges`
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 _GPT2 = ("gpt-2",)
 
@@ -51,7 +49,7 @@ def build(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, 
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _texts(metadata, "tokens")
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    if not isinstance(types, list) or len(types) != len(tokens):
+    if not isinstance(types, list) or len(types) != len(tokens) or not all(type(kind) is int for kind in types):
         raise WeightsError("tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens")
     vocabulary = {text: token_id for token_id, text in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
@@ -70,17 +68,32 @@ def build(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, 
         raise
     except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
         raise WeightsError(f"the tokenizer in the metadata is damaged: {clean_line(str(error))}") from None
-    control = [AddedToken(tokens[i], special=True, normalized=False) for i, t in enumerate(types) if t == _CONTROL]
+    hidden = (_CONTROL, _UNKNOWN) if kind == "llama" else (_CONTROL,)
+    control = [AddedToken(tokens[i], special=True, normalized=False) for i, t in enumerate(types) if t in hidden]
     backend.add_special_tokens(control)
     own = [AddedToken(tokens[i], special=False, normalized=False) for i, t in enumerate(types) if t == _USER_DEFINED]
     backend.add_tokens(own)
     special = _special_tokens(metadata, tokens)
-    if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and "bos_token" in special:
-        bos = special["bos_token"]
+    before = [special["bos_token"]] if _wanted(metadata, "bos", adds_bos) and "bos_token" in special else []
+    behind = [special["eos_token"]] if _wanted(metadata, "eos", False) and "eos_token" in special else []
+    if before or behind:
+        # By number: a token's text could hold the characters that a template's syntax needs.
+        names = [f"BOS{i}" for i in range(len(before))], [f"EOS{i}" for i in range(len(behind))]
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary[bos])]
+            single=[*names[0], "$A", *names[1]],
+            special_tokens=[
+                {"id": name, "ids": [vocabulary[text]], "tokens": [text]}
+                for name, text in zip([*names[0], *names[1]], [*before, *behind], strict=True)
+            ],
         )
     return backend, special
+
+
+def _wanted(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+    if not isinstance(value, bool):
+        raise WeightsError(f"tokenizer.ggml.add_{name}_token {value!r} is neither true nor false")
+    return value
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
@@ -121,7 +134,11 @@ def _sentencepiece(
 ) -> tokenizers.Tokenizer:
     """SentencePiece's BPE, which merges the pair with the best score, as BPE with a list of merges in that order."""
     scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    if (
+        not isinstance(scores, list)
+        or len(scores) != len(tokens)
+        or not all(type(score) is float and math.isfinite(score) for score in scores)
+    ):
         raise WeightsError("tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
     mergeable = {text for text, kind in zip(tokens, types, strict=True) if kind not in (_UNKNOWN, _CONTROL, _BYTE)}
     merges = []
@@ -133,7 +150,7 @@ def _sentencepiece(
                 merges.append((-score, vocabulary[text], vocabulary[left], left, right))
     merges.sort(key=lambda merge: merge[:3])
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
+    if type(unknown) is not int or not 0 <= unknown < len(tokens):
         raise WeightsError(f"tokenizer.ggml.unknown_token_id {unknown!r} is not a token")
     backend = tokenizers.Tokenizer(
         models.BPE(
@@ -167,7 +184,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is None:
             continue
-        if not isinstance(token_id, int) or not 0 <= token_id < len(tokens):
+        if type(token_id) is not int or not 0 <= token_id < len(tokens):
             raise WeightsError(f"tokenizer.ggml.{key}_token_id {token_id!r} is not a token")
         special[f"{name}_token"] = tokens[token_id]
     return special

@@ -1,7 +1,7 @@
 """Renders chat templates, which are programs of strangers, in a process that can be killed.
 
-Run as ``python -m minillm.template_worker``: one JSON object a line in (template, variables, limit on the output), one
-a line out. Jinja's sandbox keeps a template from reaching anything outside; it bounds neither time nor memory, so the
+Run as a script, it takes one JSON object a line (template, variables, limits) and answers with one; it imports nothing
+of minillm. Jinja's sandbox keeps a template from reaching anything outside; it bounds neither time nor memory, so the
 address space is limited here and the parent kills what takes too long. The globals and filters are those that
 transformers gives to templates.
 """
@@ -34,8 +34,12 @@ class GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
+class Refusal(Exception):
+    """The template does not take this conversation: it called ``raise_exception``."""
+
+
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise Refusal(message)
 
 
 def _tojson(
@@ -74,15 +78,20 @@ def main() -> None:
     compiled: dict[str, jinja2.Template] = {}
     for line in sys.stdin:
         request = json.loads(line)
+        # The parent kills a render that takes too long; where the parent is gone, this signal does.
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 1)
         try:
             source = request["template"]
             if source not in compiled:
                 compiled[source] = sandbox.from_string(source)
             answer = {"text": render(compiled[source], request["variables"], request["limit"])}
         except MemoryError:
-            answer = {"error": "it takes too much memory"}
+            answer = {"broken": "it takes too much memory"}
+        except Refusal as error:
+            answer = {"refused": str(error)}
         except Exception as error:
-            answer = {"error": str(error) or type(error).__name__}
+            answer = {"broken": str(error) or type(error).__name__}
+        signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

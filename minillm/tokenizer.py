@@ -1,31 +1,30 @@
 """Text to token ids and back.
 
-The work is the ``tokenizers`` library's. What is ours: text that a user typed can never become a control token, chat
-templates are rendered with that in mind, and decoding goes through a table of bytes (`minillm.detokenizer`).
+The work is the ``tokenizers`` library's. What is ours: text that a user typed can never become a control token (see
+`minillm.control_tokens`), and decoding goes through a table of bytes (see `minillm.detokenizer`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 
 from minillm.chat_template import ChatTemplate
+from minillm.control_tokens import BREAK, Spellings, admissible, is_control
 from minillm.detokenizer import StreamingDetokenizer
 from minillm.errors import UsageError, WeightsError
 from minillm.text import clean_line
-from minillm.weights.safetensors_file import read_json
+from minillm.weights.files import read_json
 
-_BREAK = "\ufdd0"  # a noncharacter put into control tokens that stand in a user's text, taken out again after rendering
-_LOOKS_LIKE_MARKUP = re.compile(r"<\S+>|\[\S+\]|<\|.*\|>|<\uff5c.*\uff5c>")
 _REASONING_TAGS = ("<think>", "</think>")  # templates look for them in what the assistant said
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MAX_VOCAB = 1 << 24
 
 
 class Tokenizer:
@@ -35,28 +34,43 @@ class Tokenizer:
         self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None
     ) -> None:
         self._backend = backend
-        self._lock = threading.Lock()  # guards the backend's `encode_special_tokens`
         self.special_tokens = dict(special_tokens)
-        self._added = backend.get_added_tokens_decoder()
-        self.control_ids = frozenset(i for i, token in self._added.items() if _is_control(token))
-        self._control_texts = sorted((self._added[i].content for i in self.control_ids), key=len, reverse=True)
-        # A control token is never found in text when the backend encodes special tokens as text; those that the
-        # tokenizer's author did not mark as special are marked here.
-        unmarked = [token for i, token in self._added.items() if i in self.control_ids and not token.special]
-        for token in unmarked:
-            backend.add_special_tokens([_as_special(token)])
-        self._shown_ids = {i for i, token in self._added.items() if not token.special}
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > _MAX_VOCAB:
+            raise WeightsError(f"the tokenizer has a token id of {self.vocab_size - 1}, beyond any vocabulary")
         self._texts: list[str] = [""] * self.vocab_size
         for text, token_id in vocabulary.items():
             self._texts[token_id] = text
+        self._added = backend.get_added_tokens_decoder()
+        self.control_ids = frozenset(i for i, token in self._added.items() if is_control(token))
+        self._user_spellings = Spellings(self._added[i].content for i in self.control_ids)
+        self._assistant_spellings = Spellings(t for t in self._user_spellings.texts if t not in _REASONING_TAGS)
         self._decoding = _Decoding.of(backend)
         self._table = [self._bytes_of(token_id) for token_id in range(self.vocab_size)]
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
+        self._own_normalizer = backend.normalizer
+        self._drop_breaks()
         self._prefix, self._suffix = self._wrapping()
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
+
+    def _drop_breaks(self) -> None:
+        """Have the backend look for control tokens in the text as it comes, and drop our break only afterwards."""
+        for token_id in self.control_ids:
+            token = self._added[token_id]
+            as_it_comes = AddedToken(
+                token.content,
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=False,
+                special=token.special,
+            )
+            (self._backend.add_special_tokens if token.special else self._backend.add_tokens)([as_it_comes])
+        drop = normalizers.Replace(BREAK, "")
+        own = self._own_normalizer
+        self._backend.normalizer = drop if own is None else normalizers.Sequence([drop, own])
 
     # --- making one ---------------------------------------------------------------------------------------------------
 
@@ -83,7 +97,7 @@ class Tokenizer:
         special = {name: text for name in _TOKEN_NAMES if (text := _token_text(config.get(name))) is not None}
         template_file = directory / "chat_template.jinja"
         if template_file.exists():
-            template: str | None = template_file.read_text(encoding="utf-8")
+            template: str | None = template_file.read_text(encoding="utf-8", errors="replace")
         else:
             template = _named_template(config.get("chat_template"))
         return cls(backend, special, template)
@@ -105,7 +119,10 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as `from_directory` and transformers read them."""
+        ours = self._backend.normalizer
+        self._backend.normalizer = self._own_normalizer
         self._backend.save(str(directory / "tokenizer.json"))
+        self._backend.normalizer = ours
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -123,33 +140,15 @@ class Tokenizer:
         Args:
             add_special_tokens: with the tokens that the tokenizer puts around every text, usually BOS before it.
         """
-        ids = self._encode_plain(_encodable(text))
-        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
-
-    def _encode_plain(self, text: str) -> list[int]:
-        with self._lock:
-            self._backend.encode_special_tokens = True
-            ids = self._backend.encode(text, add_special_tokens=False).ids
-        if not self.control_ids.intersection(ids):
-            return ids
-        # A model's vocabulary can hold the text of a control token, too. Cut the text inside each occurrence.
-        pieces = [text]
-        for control in self._control_texts:
-            half = len(control) // 2
-            for i in range(len(pieces) - 1, -1, -1):
-                cut = pieces[i].split(control)
-                if len(cut) > 1:
-                    joined = [cut[0]]
-                    for rest in cut[1:]:
-                        joined[-1] += control[:half]
-                        joined.append(control[half:] + rest)
-                    pieces[i : i + 1] = joined
-        with self._lock:
-            self._backend.encode_special_tokens = True
-            ids = [i for piece in pieces for i in self._backend.encode(piece, add_special_tokens=False).ids]
+        text = self._user_spellings.broken(admissible(text))
+        ids = self._backend.encode(text, add_special_tokens=False).ids
         if self.control_ids.intersection(ids):
-            raise UsageError("the text cannot be encoded without control tokens of the model; rephrase it")
-        return ids
+            # The model's own vocabulary spells a control token: keep the halves apart.
+            pieces = text.split(BREAK)
+            ids = [i for piece in pieces for i in self._backend.encode(piece, add_special_tokens=False).ids]
+            if self.control_ids.intersection(ids):
+                raise UsageError("the text cannot be encoded without control tokens of the model; rephrase it")
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     @property
     def has_chat_template(self) -> bool:
@@ -177,33 +176,19 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        if _BREAK not in text:
-            return self._encode_with_control(text)
-        ids: list[int] = []
-        controls = "|".join(map(re.escape, self._control_texts))
-        for number, piece in enumerate(re.split(f"({controls})", text) if controls else [text]):
-            if number % 2:
-                ids += self._encode_with_control(piece)
-            elif piece:
-                ids += self._encode_plain(piece.replace(_BREAK, ""))
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        meant = self._user_spellings.count(text)
+        if sum(token_id in self.control_ids for token_id in ids) > meant:
+            ids = [i for piece in text.split(BREAK) for i in self._backend.encode(piece, add_special_tokens=False).ids]
         return ids
 
-    def _encode_with_control(self, text: str) -> list[int]:
-        with self._lock:
-            self._backend.encode_special_tokens = False
-            return self._backend.encode(text, add_special_tokens=False).ids
-
     def _broken(self, message: Mapping[str, str]) -> dict[str, str]:
-        """The message with every control token in its content broken in two by a character that is taken out later."""
-        content = message.get("content")
+        """The message with every control token in its content broken."""
+        content, role = message.get("content"), message.get("role")
         if not isinstance(content, str):
             return dict(message)
-        content = _encodable(content)
-        spared = _REASONING_TAGS if message.get("role") == "assistant" else ()
-        for control in self._control_texts:
-            if control in content and control not in spared:
-                content = content.replace(control, control[:1] + _BREAK + control[1:])
-        return {**message, "content": content}
+        spellings = self._assistant_spellings if role == "assistant" else self._user_spellings
+        return {**message, "content": spellings.broken(admissible(content))}
 
     # --- ids to text --------------------------------------------------------------------------------------------------
 
@@ -214,8 +199,7 @@ class Tokenizer:
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> StreamingDetokenizer:
         """A decoder for what follows ``prompt_ids``, token by token."""
-        strip = self._decoding.strips_space and not prompt_ids
-        return StreamingDetokenizer(self._table, prompt_ids, strip_space=strip)
+        return StreamingDetokenizer(self._table, prompt_ids, strip_space=self._decoding.strips_space)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; none for special tokens."""
@@ -235,7 +219,7 @@ class Tokenizer:
 
     def _bytes_of(self, token_id: int) -> bytes:
         if token_id in self._added:
-            return self._added[token_id].content.encode() if token_id in self._shown_ids else b""
+            return b"" if self._added[token_id].special else self._added[token_id].content.encode()
         return self._decoding.bytes_of(self._texts[token_id])
 
     def _id_of(self, name: str) -> int | None:
@@ -244,33 +228,17 @@ class Tokenizer:
 
     def _wrapping(self) -> tuple[list[int], list[int]]:
         """What the tokenizer puts before and behind every text."""
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        wrapped = self._backend.encode("a", add_special_tokens=True).ids
+        try:
+            bare = self._backend.encode("a", add_special_tokens=False).ids
+            wrapped = self._backend.encode("a", add_special_tokens=True).ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise WeightsError(f"tokenizer.json: its post-processor is damaged: {clean_line(str(error))}") from None
         for start in range(len(wrapped) - len(bare) + 1):
             if wrapped[start : start + len(bare)] == bare:
                 return wrapped[:start], wrapped[start + len(bare) :]
         raise WeightsError("tokenizer.json: its post-processor changes the text's own tokens, which is not supported")
-
-
-def _encodable(text: str) -> str:
-    """Without lone surrogates, which no UTF-8 has, and without our own marks."""
-    text = text.encode("utf-8", errors="replace").decode("utf-8") if not text.isascii() else text
-    return text.replace(_BREAK, "").replace("\ufdd1", "")
-
-
-def _is_control(token: AddedToken) -> bool:
-    return token.special or bool(_LOOKS_LIKE_MARKUP.fullmatch(token.content))
-
-
-def _as_special(token: AddedToken) -> AddedToken:
-    return AddedToken(
-        token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=token.normalized,
-        special=True,
-    )
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

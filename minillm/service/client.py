@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,12 @@ from pathlib import Path
 from minillm.service.messages import Command, Event, decode, encode
 
 _LINE_LIMIT = 64 << 20  # bytes of one event; a picture of a million blocks stays below
+
+
+def _module_path() -> list[str]:
+    """Where the process finds minillm: where this one did, then whatever the user's PYTHONPATH says."""
+    home = str(Path(__file__).resolve().parents[2])
+    return [home, *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
 class EngineProcess:
@@ -30,8 +37,10 @@ class EngineProcess:
         with log.open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # a module of the current directory must not stand in for one of the standard library
                 "-m",
                 "minillm.service.worker",
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(_module_path())},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,

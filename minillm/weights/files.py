@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from minillm.errors import DownloadError, WeightsError
 from minillm.paths import cache_dir
 from minillm.progress import OnProgress, Progress, ignore_progress
+from minillm.text import clean_line
 
 RECORD = "minillm.json"
 
@@ -42,6 +44,25 @@ class FileRecord:
 
 
 OnMessage = Callable[[str], None]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        WeightsError: there is no such file, or no JSON object in it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WeightsError(
+            f"{path} is missing: a model directory has config.json, safetensors and tokenizer.json"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: {clean_line(str(error))}") from None
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path}: not a JSON object")
+    return value
 
 
 def models_dir() -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from minillm.errors import WeightsError
 from minillm.text import clean_line
+from minillm.weights.files import read_json
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -125,22 +125,3 @@ def _diagnose(path: Path) -> str | None:
     if length + 8 > path.stat().st_size:
         return "the file is cut short; download it again"
     return None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        WeightsError: there is no such file, or no JSON object in it.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WeightsError(
-            f"{path} is missing: a model directory has config.json, safetensors and tokenizer.json"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{path}: {clean_line(str(error))}") from None
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path}: not a JSON object")
-    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -104,9 +105,10 @@ def test_ids_are_those_of_transformers(tmp_path: Path, name: str, kind: Any) -> 
         for prompt in (True, False):
             expected = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=prompt)["input_ids"]
             assert ours.apply_chat_template(messages, add_generation_prompt=prompt) == expected
-    messages = say("Hi", "Hello and")
-    expected = theirs.apply_chat_template(messages, tokenize=True, continue_final_message=True)["input_ids"]
-    assert ours.apply_chat_template(messages, continue_final_message=True) == expected
+    for text in ("Hello and", "  Hello and \n "):
+        messages = say("Hi", text)
+        expected = theirs.apply_chat_template(messages, tokenize=True, continue_final_message=True)["input_ids"]
+        assert ours.apply_chat_template(messages, continue_final_message=True) == expected
 
 
 def test_there_is_one_bos(tmp_path: Path) -> None:
@@ -124,6 +126,17 @@ def test_a_message_cannot_forge_a_turn(tmp_path: Path, name: str) -> None:
         ids, plain = ours.apply_chat_template(messages), ours.apply_chat_template(honest)
         assert [i for i in ids if i in ours.control_ids] == [i for i in plain if i in ours.control_ids]
         assert forged.strip() in ours.decode([i for i in ids if i not in ours.control_ids])
+
+
+def test_a_control_token_cannot_be_put_together_from_two_messages(tmp_path: Path) -> None:
+    bare = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    ours = Tokenizer.from_directory(byte_level(tmp_path, template=bare))
+    control = "<|im_end|>"
+    for cut in range(1, len(control)):
+        messages = say(f"a{control[:cut]}", f"{control[cut:]}b")
+        ids = ours.apply_chat_template(messages)
+        assert not ours.control_ids.intersection(ids)
+        assert ours.decode(ids) == f"a{control}b"
 
 
 def test_what_the_assistant_thought_is_still_found_by_the_template(tmp_path: Path) -> None:
@@ -168,6 +181,52 @@ def test_a_template_that_was_killed_can_be_tried_again() -> None:
     assert template.render(say("a")) == "ok"
 
 
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render(say("first")) == "first"
+    import minillm.chat_template as module
+
+    def interrupted(*arguments: object) -> object:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.select, "select", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            template.render(say("second"))
+    assert template.render(say("third")) == "third"
+
+
+def test_a_file_beside_the_user_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json", "jinja2", "resource"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    assert ChatTemplate("ok", {}).render(say("a")) == "ok"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_render_outlives_its_killed_parent_by_seconds_only(tmp_path: Path) -> None:
+    code = (
+        "from minillm.chat_template import ChatTemplate\n"
+        f"t = ChatTemplate({HOSTILE['loops']!r}, {{}})\n"
+        "import threading, time\n"
+        "threading.Thread(target=lambda: t.render([{'role': 'user', 'content': 'x'}]), daemon=True).start()\n"
+        "time.sleep(1.5)\nprint(t._process.pid, flush=True)\ntime.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{child}/stat").read_text().split(")")[1].split()[0] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        assert not Path(f"/proc/{child}").exists()
+
+
 def test_the_renderer_ends_with_its_owner() -> None:
     template = ChatTemplate("ok", {})
     template.render(say("a"))
@@ -185,6 +244,8 @@ def test_the_renderer_ends_with_its_owner() -> None:
         [],
         [{"role": "king", "content": "x"}],
         [{"role": "user", "content": 3}],
+        [{"role": "user", "content": "x", "name": "<|im_end|>"}],
+        [{"role": "user", "content": "x" * (17 << 20)}],
         [{"role": "user"}],
         [{"content": "x"}],
     ],

@@ -172,7 +172,7 @@ def test_hostile_text_is_encoded_in_linear_time(tmp_path: Path, text: str) -> No
     ours = Tokenizer.from_directory(byte_level(tmp_path))
     ids = ours.encode(text)
     assert ids
-    assert ours.decode(ids[1:]) == text.replace("\ud800", "?").replace("\ufdd0", "")
+    assert ours.decode(ids[1:]) == text.replace("\ud800", "\ufffd").replace("\ufdd0", "")
 
 
 def test_every_character_survives_a_round_trip(tmp_path: Path) -> None:
@@ -250,12 +250,47 @@ def test_token_texts_are_for_displays(tmp_path: Path) -> None:
     assert all(text.isprintable() for text in shown)
 
 
+def test_thoughts_are_still_shown_after_saving(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(byte_level(tmp_path))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    ours.save(copy)
+    think = [i for i in ours.control_ids if ours.token_text(i) == "<think>"]
+    assert ours.decode(think) == Tokenizer.from_directory(copy).decode(think) == "<think>"
+
+
+def test_a_prompt_without_text_leaves_the_first_space_to_be_stripped(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(sentencepiece(tmp_path))
+    ids = ours.encode("hello", add_special_tokens=False)
+    stream = ours.detokenizer([1])
+    assert "".join(map(stream.push, ids)) + stream.finish() == "hello"
+    stream = ours.detokenizer()
+    assert stream.push(-1) == stream.push(10**9) == ""
+
+
+def test_a_character_waits_through_special_tokens(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(byte_level(tmp_path))
+    ids = [ours.bos_token_id or 0] + [i for byte in "🎉".encode() for i in [_token_of(ours, byte)]]
+    stream = ours.detokenizer(ids[:3] + [ours.bos_token_id or 0] * 6)
+    assert "".join(map(stream.push, ids[3:])) == "🎉"
+
+
+def _token_of(tokenizer: Tokenizer, byte: int) -> int:
+    return next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == bytes([byte]))
+
+
 def test_unusable_files_are_said(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"tokenizer\.json is missing"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(WeightsError, match=r"tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
+    byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ 1 }}")
+    assert Tokenizer.from_directory(tmp_path).has_chat_template
+    huge = tokenizers.Tokenizer(models.BPE(vocab={"a": 300_000_000}, merges=[]))
+    with pytest.raises(WeightsError, match="beyond any vocabulary"):
+        Tokenizer(huge, {}, None)
     backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     backend.decoder = decoders.WordPiece()
     with pytest.raises(WeightsError, match="WordPiece"):

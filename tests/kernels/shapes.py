@@ -1,0 +1,67 @@
+"""Inputs for kernel tests: pools whose unused slots hold NaN, shuffled tables, odd lengths.
+
+On a GPU the tests run there, over more and larger shapes; elsewhere in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error norms against float64
+DTYPES = list(TOLERANCE)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """``|got - expected| / |expected|``; a NaN fails."""
+    assert not got.isnan().any(), "NaN"
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+@dataclass(frozen=True)
+class Pool:
+    """K and V of some sequences in blocks; every slot that no sequence owns holds NaN."""
+
+    k: Tensor
+    v: Tensor
+    tables: Tensor  # [sequences, blocks], the unused entries of a row point at random blocks
+    lens: Tensor
+
+
+def make_pool(
+    lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, *, seed: int = 0
+) -> Pool:
+    """Blocks in random order."""
+    rng = random.Random(seed)
+    widths = [-(-length // block_size) for length in lengths]
+    num_blocks = sum(widths) + 3
+    order = rng.sample(range(num_blocks), num_blocks)
+    columns = max([*widths, 1]) + 2
+    tables = [[rng.randrange(num_blocks) for _ in range(columns)] for _ in lengths]
+    slots: list[int] = []
+    for row, (length, width) in enumerate(zip(lengths, widths, strict=True)):
+        own, order = order[:width], order[width:]
+        tables[row][:width] = own
+        slots += [own[i // block_size] * block_size + i % block_size for i in range(length)]
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.tensor(slots, dtype=torch.int64)
+    pools = []
+    for _ in range(2):
+        flat = torch.full((num_blocks * block_size, kv_heads, head_dim), float("nan"), dtype=dtype)
+        flat[index] = torch.randn(len(slots), kv_heads, head_dim, generator=generator).to(dtype)
+        pools.append(flat.view(num_blocks, block_size, kv_heads, head_dim).to(DEVICE))
+    return Pool(
+        pools[0],
+        pools[1],
+        torch.tensor(tables, dtype=torch.int32, device=DEVICE).view(len(lengths), columns),
+        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+    )
