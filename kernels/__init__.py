@@ -1,23 +1,25 @@
 """Every op of the model and the sampler, on tensors alone: no sequence, no engine, no configuration.
 
-Each public op has one contract, stated in `kernels.reference`, and is chosen by where its tensors lie: on a CPU the
-versions of `kernels.cpu`, where it has one, and the reference everywhere else.
+Each public op has one contract, stated in `kernels.reference`, and is chosen by where its tensors lie: Triton on a GPU,
+`kernels.cpu` on a CPU where that has a faster version, the reference for the rest.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels import cpu, reference
-from kernels.reference import add_rms_norm, block_copy, log_probabilities, rms_norm, silu_mul
+
+if torch.cuda.is_available():  # Triton is not imported where nothing can run it
+    from kernels import activation, blocks, chunked_prefill, decode_attention, norm, rotary, sampling
 
 __all__ = [
     "LinearWeight",
     "add_rms_norm",
     "block_copy",
     "linear",
-    "log_probabilities",
     "paged_attention",
     "prefill_attention",
     "rms_norm",
@@ -44,6 +46,22 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return functional.linear(x, weight.weight, weight.bias)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension: see `reference.rms_norm`."""
+    return norm.rms_norm(x, weight, eps) if x.is_cuda else reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Residual addition and RMSNorm: see `reference.add_rms_norm`."""
+    op = norm.add_rms_norm if x.is_cuda else reference.add_rms_norm
+    return op(x, residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of the packed projection: see `reference.silu_mul`."""
+    return activation.silu_mul(gate_up) if gate_up.is_cuda else reference.silu_mul(gate_up)
+
+
 def rotary_write_kv(
     q: Tensor,
     k: Tensor,
@@ -55,7 +73,7 @@ def rotary_write_kv(
     slot_mapping: Tensor,
 ) -> None:
     """Rotate q, write rotated k, and v, to their blocks: see `reference.rotary_write_kv`."""
-    op = cpu.rotary_write_kv if q.device.type == "cpu" else reference.rotary_write_kv
+    op = rotary.rotary_write_kv if q.is_cuda else cpu.rotary_write_kv
     op(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
 
 
@@ -63,9 +81,8 @@ def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, softmax_scale: float
 ) -> Tensor:
     """Decode attention, one query per sequence: see `reference.paged_attention`."""
-    if q.device.type == "cpu":
-        return cpu.paged_attention(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)
-    return reference.paged_attention(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)[0]
+    op = decode_attention.paged_attention if q.is_cuda else cpu.paged_attention
+    return op(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)
 
 
 def prefill_attention(
@@ -78,8 +95,14 @@ def prefill_attention(
     softmax_scale: float,
 ) -> Tensor:
     """Causal attention of chunks over the paged cache: see `reference.prefill_attention`."""
-    op = cpu.prefill_attention if q.device.type == "cpu" else reference.prefill_attention
+    op = chunked_prefill.prefill_attention if q.is_cuda else cpu.prefill_attention
     return op(q, k_cache, v_cache, block_tables, context_lens, cu_seqlens, softmax_scale)
+
+
+def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
+    """Copy whole blocks in every layer: see `reference.block_copy`."""
+    op = blocks.block_copy if kv_cache.is_cuda else reference.block_copy
+    op(kv_cache, copies)
 
 
 def sample(
@@ -92,5 +115,6 @@ def sample(
     positions: Tensor,
 ) -> Tensor:
     """Draw one token per row: see `reference.sample`."""
-    op = cpu.sample if logits.device.type == "cpu" else reference.sample
-    return op(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    if logits.is_cuda:
+        return sampling.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)[0]
+    return cpu.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)

@@ -156,25 +156,56 @@ def paged_attention(
     softmax_scale: float,
     *,
     num_splits: int | None = None,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """See `reference.paged_attention`.
+) -> Tensor:
+    """See `reference.paged_attention`; without the log-sum-exp.
+
+    Args: see `paged_attention_with_lse`.
+    """
+    arguments = (q, k_cache, v_cache, block_tables, context_lens, softmax_scale, num_splits)
+    return _launch(*arguments, write_lse=False)[0]
+
+
+def paged_attention_with_lse(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float,
+    *,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.paged_attention`: the output and the log-sum-exp ``[num_seqs, num_heads]`` float32.
 
     Args:
         q: ``[num_seqs, num_heads, head_dim]``, any sequence and head stride.
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous; block_size a power of two.
         block_tables: ``[num_seqs, max_blocks]`` int32; context_lens: ``[num_seqs]`` int32.
         num_splits: parts of each context; by default `num_splits_for` the widest table.
-        return_lse: also return the log-sum-exp, ``[num_seqs, num_heads]`` float32.
 
     Raises:
         ValueError: wrong shape or layout.
     """
+    arguments = (q, k_cache, v_cache, block_tables, context_lens, softmax_scale, num_splits)
+    return _launch(*arguments, write_lse=True)
+
+
+def _launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float,
+    num_splits: int | None,
+    write_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp if it is to be written (else a tensor without a meaning)."""
     num_seqs, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     check_inputs(q, k_cache, v_cache, block_tables, context_lens, num_seqs)
     out = torch.empty(num_seqs, num_heads, head_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(num_seqs, num_heads, dtype=torch.float32, device=q.device) if return_lse else None
+    lse = torch.empty(num_seqs, num_heads, dtype=torch.float32, device=q.device) if write_lse else out
     if num_seqs:
         group = num_heads // num_kv_heads
         if num_splits is None:
@@ -186,7 +217,7 @@ def paged_attention(
             target_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
             strides = (target.stride(0), target.stride(2), target.stride(1), target_lse.stride(0), target_lse.stride(1))
         else:
-            target, target_lse = out, out if lse is None else lse  # without a log-sum-exp it is not written
+            target, target_lse = out, lse
             strides = (out.stride(0), out.stride(1), 0, num_heads, 0)
         _paged_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
             target, target_lse,
@@ -196,7 +227,7 @@ def paged_attention(
             softmax_scale * 1.4426950408889634,
             GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
             BLOCK_SIZE=block_size, TILE=tile, NUM_SPLITS=num_splits, STAGES=stages,
-            WRITE_LSE=num_splits > 1 or return_lse,
+            WRITE_LSE=num_splits > 1 or write_lse,
             num_warps=warps,
         )  # fmt: skip
         if num_splits > 1:
@@ -204,10 +235,10 @@ def paged_attention(
                 out, lse, target, target_lse, context_lens,
                 out.stride(0), out.stride(1), num_heads,
                 HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=tile, NUM_SPLITS=num_splits,
-                SPLITS_TILE=triton.next_power_of_2(num_splits), WRITE_LSE=return_lse,
+                SPLITS_TILE=triton.next_power_of_2(num_splits), WRITE_LSE=write_lse,
                 num_warps=4,
             )  # fmt: skip
-    return out if lse is None else (out, lse)
+    return out, lse
 
 
 def _tiling(dim_tile: int, element_size: int) -> tuple[int, int, int]:

@@ -2,8 +2,8 @@
 
 A control token (``<|im_end|>``, ``</s>``, ``[INST]``) says something to the model that a user must not be able to say:
 whoever could type one could forge a turn of the conversation. A tokenizer finds them by their spelling. So each
-spelling in text that is not ours gets a character between its letters that exists nowhere else, and the tokenizer drops it
-*after* it has looked for control tokens: what is left is tokenised like any other text, in its context.
+spelling in text that is not ours gets a character between its letters that exists nowhere else, and the tokenizer
+drops it *after* it has looked for control tokens: what is left is tokenised like any other text, in its context.
 """
 
 from __future__ import annotations

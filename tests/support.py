@@ -23,6 +23,8 @@ from minillm.scheduler import Scheduler
 if TYPE_CHECKING:
     from minillm.tokenizer import Tokenizer
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where our side runs
+
 TINY: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 48,
@@ -83,7 +85,7 @@ def ours(model: Any, *, max_positions: int | None = None, dtype: torch.dtype = t
     return load_llama(
         StateDict(tensors),
         config,
-        device=torch.device("cpu"),
+        device=DEVICE,
         dtype=dtype,
         max_positions=max_positions or config.max_position_embeddings,
     )
@@ -127,6 +129,7 @@ def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], bloc
     """Logits of every position, ``[tokens, vocab]``, computed in ``chunks`` over a shuffled, NaN-filled pool."""
     num_blocks = 2 * (-(-len(token_ids) // block_size))
     kv_cache = model.new_kv_cache(num_blocks, block_size).fill_(float("nan"))
+    device = model.device
     blocks = random.Random(0).sample(range(num_blocks), num_blocks // 2)
     assert sum(chunks) == len(token_ids)
     rows, start = [], 0
@@ -134,17 +137,19 @@ def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], bloc
         positions = list(range(start, start + count))
         decode = count == 1 and start > 0
         batch = Batch(
-            token_ids=torch.tensor(token_ids[start : start + count]),
-            positions=torch.tensor(positions),
-            slot_mapping=torch.tensor([blocks[i // block_size] * block_size + i % block_size for i in positions]),
-            block_tables=torch.tensor([blocks], dtype=torch.int32),
-            context_lens=torch.tensor([start + count], dtype=torch.int32),
+            token_ids=torch.tensor(token_ids[start : start + count], device=device),
+            positions=torch.tensor(positions, device=device),
+            slot_mapping=torch.tensor(
+                [blocks[i // block_size] * block_size + i % block_size for i in positions], device=device
+            ),
+            block_tables=torch.tensor([blocks], dtype=torch.int32, device=device),
+            context_lens=torch.tensor([start + count], dtype=torch.int32, device=device),
             num_decodes=1 if decode else 0,
-            cu_seqlens=torch.tensor([0] if decode else [0, count], dtype=torch.int32),
-            logit_rows=torch.arange(count),
+            cu_seqlens=torch.tensor([0] if decode else [0, count], dtype=torch.int32, device=device),
+            logit_rows=torch.arange(count, device=device),
             rope_lengths=[len(token_ids)] * count if model.rotary.dynamic else None,
         )
         with torch.inference_mode():
             rows.append(model.forward(batch, kv_cache))
         start += count
-    return torch.cat(rows)
+    return torch.cat(rows).cpu()

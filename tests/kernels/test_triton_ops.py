@@ -17,7 +17,7 @@ from kernels import reference
 pytest.importorskip("triton")
 from kernels import activation, blocks, norm, rotary, sampling
 from kernels.chunked_prefill import prefill_attention
-from kernels.decode_attention import num_splits_for, paged_attention
+from kernels.decode_attention import num_splits_for, paged_attention, paged_attention_with_lse
 
 drawn = settings(
     max_examples=60 if ON_GPU else 12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -103,7 +103,7 @@ def test_rotary_write_kv(
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
-HEADS = [(1, 1, 32), (9, 3, 64), (32, 8, 128), (6, 1, 80), (5, 5, 96), (4, 2, 256)]
+HEADS = [(1, 1, 32), (9, 3, 64), (6, 1, 80), (5, 5, 96), (4, 2, 256), ((32, 8, 128) if ON_GPU else (8, 2, 128))]
 
 
 def check_decode(
@@ -116,9 +116,8 @@ def check_decode(
     exact, exact_lse = reference.paged_attention(
         q.double(), pool.k.double(), pool.v.double(), pool.tables, pool.lens, scale
     )
-    out, lse = paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, scale, num_splits=splits, return_lse=True)
+    out, lse = paged_attention_with_lse(q, pool.k, pool.v, pool.tables, pool.lens, scale, num_splits=splits)
     plain = paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, scale, num_splits=splits)
-    assert isinstance(plain, Tensor)
     assert torch.equal(plain, out)
     assert relative_error(out, exact) < TOLERANCE[dtype]
     some = pool.lens > 0
@@ -164,7 +163,6 @@ def test_tables_that_several_sequences_share() -> None:
     q = randn(3, 4, 64)
     exact, _ = reference.paged_attention(q.double(), pool.k.double(), pool.v.double(), shared, pool.lens, 0.1)
     got = paged_attention(q, pool.k, pool.v, shared, pool.lens, 0.1)
-    assert isinstance(got, Tensor)
     assert relative_error(got, exact) < 1e-5
 
 
@@ -172,7 +170,6 @@ def test_an_empty_batch_launches_nothing() -> None:
     pool = make_pool([4], 2, 64, torch.float32, 4)
     q = randn(0, 4, 64)
     out = paged_attention(q, pool.k, pool.v, pool.tables[:0], pool.lens[:0], 0.1)
-    assert isinstance(out, Tensor)
     assert out.shape == (0, 4, 64)
     starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     assert prefill_attention(q, pool.k, pool.v, pool.tables[:0], pool.lens[:0], starts, 0.1).shape == (0, 4, 64)
@@ -196,9 +193,9 @@ def check_prefill(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
 def test_prefill_attention_of_mixed_chunks(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
-    chunks = [(1, 0), (5, 0), (16, 24), (0, 9), (7, 1), (33, 1), (1, 40)]
-    chunks += [(1000, 0), (130, 3000), (4095, 0)] if ON_GPU else [(66, 3)]
-    for block_size in (1, 4, 16, 256) if ON_GPU else (1, 16):
+    chunks = [(1, 0), (5, 0), (16, 24), (0, 9), (66, 1), (1, 40)]
+    chunks += [(1000, 0), (130, 3000), (4095, 0)] if ON_GPU else []
+    for block_size in (1, 4, 16, 256) if ON_GPU else (16,):
         check_prefill(dtype, heads, block_size, chunks, 2)
 
 
@@ -231,8 +228,10 @@ def test_blocks_move_whole_and_alone(dtype: torch.dtype, layers: int, block: tup
     rng = random.Random(seed)
     pool = randn(layers, 2, 7, *block, dtype=dtype)
     ids = rng.sample(range(7), 7)
-    copies = torch.tensor([[ids[0], ids[1]], [ids[0], ids[2]], [ids[3], ids[4]]][: rng.randint(0, 3)], device=DEVICE)
-    copies = copies.view(-1, 2)
+    copies = torch.tensor(
+        [[ids[0], ids[1]], [ids[0], ids[2]], [ids[3], ids[4]]][: rng.randint(0, 3)], dtype=torch.int64
+    )
+    copies = copies.view(-1, 2).to(DEVICE)
     expected = pool.clone()
     reference.block_copy(expected, copies)
     blocks.block_copy(pool, copies)
@@ -375,7 +374,7 @@ def test_the_same_inputs_give_the_same_bits_ten_times() -> None:
     x, weight = randn(5, 576, dtype=torch.float16), randn(576, dtype=torch.float16)
 
     def everything() -> list[Tensor]:
-        out, lse = paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=5, return_lse=True)
+        out, lse = paged_attention_with_lse(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=5)
         return [
             out,
             lse,
@@ -455,8 +454,6 @@ def test_a_pool_beyond_2_to_the_31_elements() -> None:
     q = randn(1, heads, dim, dtype=torch.bfloat16)
     expected = paged_attention(q, small.k, small.v, small.tables, small.lens, 0.1)
     got = paged_attention(q, big_k, big_v, last, small.lens, 0.1)
-    assert isinstance(expected, Tensor)
-    assert isinstance(got, Tensor)
     assert torch.equal(got, expected)
     chunk = randn(50, heads, dim, dtype=torch.bfloat16)
     starts = torch.tensor([0, 50], dtype=torch.int32, device=DEVICE)

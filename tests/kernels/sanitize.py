@@ -1,0 +1,64 @@
+"""Every kernel once, over small odd shapes: what NVIDIA's compute-sanitizer watches.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck  --error-exitcode 9 python tests/kernels/sanitize.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 9 python tests/kernels/sanitize.py
+
+Without torch's caching allocator every tensor is an allocation of its own, so that a read beyond its end is seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
+
+import torch
+from shapes import DEVICE, make_pool, randn
+
+from kernels import activation, blocks, norm, rotary, sampling
+from kernels.chunked_prefill import prefill_attention
+from kernels.decode_attention import paged_attention, paged_attention_with_lse
+
+
+def main() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = randn(3, 577, dtype=dtype), randn(577, dtype=dtype)
+        norm.rms_norm(x, weight, 1e-5)
+        norm.add_rms_norm(x, x.clone(), weight, 1e-5)
+        activation.silu_mul(randn(3, 2 * 333, dtype=dtype))
+        for heads, kv_heads, dim, block_size in ((9, 3, 64, 16), (6, 1, 80, 1), (4, 4, 128, 4)):
+            pool = make_pool([1, 37, 0, 130], kv_heads, dim, dtype, block_size)
+            q = randn(4, heads, dim, dtype=dtype)
+            for splits in (1, 3):
+                paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
+                paged_attention_with_lse(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
+            starts = torch.tensor([0, 1, 20, 20, 90], dtype=torch.int32, device=DEVICE)
+            chunk = randn(90, heads, dim, dtype=dtype)
+            prefill_attention(chunk, pool.k, pool.v, pool.tables, pool.lens, starts, 0.1)
+            k, v = randn(4, kv_heads, dim, dtype=dtype), randn(4, kv_heads, dim, dtype=dtype)
+            angles = randn(4, dim // 2)
+            slots = torch.tensor([0, -1, 5, 3], device=DEVICE)
+            rotary.rotary_write_kv(q, k, v, angles.cos(), angles.sin(), pool.k, pool.v, slots)
+        cache = randn(2, 2, 5, 4, 3, 64, dtype=dtype)
+        blocks.block_copy(cache, torch.tensor([[0, 4], [1, 2]], device=DEVICE))
+        ids, staging = torch.tensor([3, 1], device=DEVICE), torch.zeros(2, 2, 2, 4, 3, 64, dtype=dtype, device=DEVICE)
+        blocks.gather_blocks(cache, ids, staging)
+        blocks.scatter_blocks(cache, ids, staging)
+    for vocab in (50, 5001):
+        logits = torch.cat((randn(5, vocab), torch.zeros(1, vocab, device=DEVICE)))
+        rows = len(logits)
+        settings = [
+            torch.tensor([0.0, 1.0, 0.7, 1.0, 1.3, 1.0], device=DEVICE),
+            torch.tensor([0, 0, 40, 0, 3000, 20], device=DEVICE),
+            torch.tensor([1.0, 1.0, 0.9, 0.5, 0.9, 1.0], device=DEVICE),
+            torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.0], device=DEVICE),
+        ]
+        sampling.sample(logits, *settings, torch.arange(rows, device=DEVICE), torch.arange(rows, device=DEVICE))
+        sampling.top_log_probabilities(logits, 20)
+    torch.cuda.synchronize()
+    print("every kernel ran")
+
+
+if __name__ == "__main__":
+    main()
