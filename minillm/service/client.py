@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from minillm.service.messages import Command, Event, decode, encode
 
+# -P: a module of the current directory must not stand in for one of the standard library.
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service.worker")
 _LINE_LIMIT = 64 << 20  # bytes of one event; a picture of a million blocks stays below
 
 
@@ -28,18 +30,16 @@ class EngineProcess:
         self.log = log  # what the process wrote to stderr
 
     @classmethod
-    async def start(cls, log: Path) -> EngineProcess:
+    async def start(cls, log: Path, command: Sequence[str] = ENGINE_COMMAND) -> EngineProcess:
         """Start the process; it says nothing until it is told to load a model.
 
         Args:
             log: file that takes the process's stderr, which must not reach the app's screen.
+            command: the program that speaks the messages.
         """
         with log.open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # a module of the current directory must not stand in for one of the standard library
-                "-m",
-                "minillm.service.worker",
+                *command,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(_module_path())},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -56,11 +56,16 @@ class EngineProcess:
             self._process.stdin.write(encode(command))
 
     async def events(self) -> AsyncIterator[Event]:
-        """Every event until the process ends."""
+        """Every event until the process ends.
+
+        Raises:
+            ValueError: it said something that is no event.
+        """
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             message = decode(line)
-            assert isinstance(message, Event)
+            if not isinstance(message, Event):
+                raise ValueError(f"not an event: {line[:80]!r}")
             yield message
         await self._process.wait()
 

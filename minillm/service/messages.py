@@ -72,6 +72,13 @@ class Loading(Event):
 
 
 @dataclass(frozen=True)
+class Notice(Event):
+    """Something to know, in one line: which source failed and which one served. Not cleaned for a terminal."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Loaded(Event):
     """The model is ready."""
 
@@ -134,6 +141,15 @@ class RequestFailed(Event):
 
     request_id: str
     error: str
+
+
+@dataclass(frozen=True)
+class ContextFull(Event):
+    """A request was refused: the conversation has outgrown the context, the answer's first token included."""
+
+    request_id: str
+    num_tokens: int
+    max_model_len: int
 
 
 @dataclass(frozen=True)

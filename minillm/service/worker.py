@@ -21,6 +21,7 @@ from minillm.service.cache_view import CacheView
 from minillm.service.messages import (
     Abort,
     Command,
+    ContextFull,
     Event,
     Finished,
     Forget,
@@ -29,6 +30,7 @@ from minillm.service.messages import (
     Loaded,
     LoadFailed,
     Loading,
+    Notice,
     RequestFailed,
     Started,
     TextDelta,
@@ -93,6 +95,9 @@ class Conversations:
             raise UsageError("an answer of this conversation is still being generated; stop it first")
         params = SamplingParams.from_mapping(command.params)
         token_ids = engine.tokenizer.apply_chat_template(command.messages)
+        if len(token_ids) >= engine.max_model_len:
+            self.send(ContextFull(command.request_id, len(token_ids), engine.max_model_len))
+            return
         group = engine.add_request(
             command.request_id, token_ids, params, parent=self.kept.get(command.conversation), hold=True
         )
@@ -206,7 +211,7 @@ def _load(command: Load, send: Callable[[Event], None]) -> Engine:
         send(Loading(progress.label, progress.done, progress.total, progress.unit))
 
     report(Progress("starting", 0, None, ""))
-    engine = build_engine(command.model, EngineConfig(**command.options), report)
+    engine = build_engine(command.model, EngineConfig(**command.options), report, lambda text: send(Notice(text)))
     model = engine.runner.model
     itemsize = model.dtype.itemsize
     send(

@@ -1,17 +1,13 @@
 """Every kernel once, over small odd shapes: what NVIDIA's compute-sanitizer watches.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck  --error-exitcode 9 python tests/kernels/sanitize.py
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 9 python tests/kernels/sanitize.py
+    export PYTHONPATH=.:tests/kernels PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck  --error-exitcode 9 python tests/kernels/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 9 python tests/kernels/sanitize.py
 
 Without torch's caching allocator every tensor is an allocation of its own, so that a read beyond its end is seen.
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2])]
 
 import torch
 from shapes import DEVICE, make_pool, randn
@@ -54,7 +50,8 @@ def main() -> None:
             torch.tensor([1.0, 1.0, 0.9, 0.5, 0.9, 1.0], device=DEVICE),
             torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.0], device=DEVICE),
         ]
-        sampling.sample(logits, *settings, torch.arange(rows, device=DEVICE), torch.arange(rows, device=DEVICE))
+        numbers = torch.arange(rows, device=DEVICE)
+        sampling.sample(logits, settings[0], settings[1], settings[2], settings[3], numbers, numbers)
         sampling.top_log_probabilities(logits, 20)
     torch.cuda.synchronize()
     print("every kernel ran")

@@ -1,0 +1,202 @@
+"""The app: owns the engine's process, says how it is, and passes events on. It knows no widget's insides."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from textual import events, work
+from textual.app import App, SystemCommand
+from textual.binding import Binding
+from textual.driver import Driver
+from textual.reactive import reactive
+from textual.screen import Screen
+from textual.worker import WorkerFailed
+
+from minillm.service.client import ENGINE_COMMAND, EngineProcess
+from minillm.service.messages import Load, Loaded, LoadFailed, Loading
+from minillm.text import clean, clean_line
+from ui.messages import EngineCommand, EngineEvent, EngineState
+from ui.screens.chat import ChatScreen
+from ui.screens.help import HelpScreen
+from ui.settings import Settings
+from ui.terminal import TerminalDriver, check_terminal, ending_on_signals
+from ui.theme import DARK, LIGHT, preferred_theme
+
+
+class ChatApp(App[None]):
+    """``minillm chat``."""
+
+    TITLE = "minillm"
+    CSS_PATH = "styles/app.tcss"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall")]  # noqa: RUF012
+    BINDINGS = [  # noqa: RUF012
+        Binding("f1", "help", "Help"),
+        Binding("ctrl+t", "toggle_theme", "Light or dark", show=False),
+        Binding("ctrl+q", "quit", "Quit", priority=True),
+    ]
+
+    engine_state: reactive[EngineState] = reactive(EngineState())
+    settings: reactive[Settings] = reactive(Settings(""))
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        engine_command: Sequence[str] = ENGINE_COMMAND,
+        driver_class: type[Driver] = TerminalDriver,
+    ) -> None:
+        """``engine_command`` is the program that plays the engine: tests bring their own."""
+        super().__init__(driver_class=driver_class)
+        self.set_reactive(ChatApp.settings, settings)
+        self.register_theme(DARK)
+        self.register_theme(LIGHT)
+        self.theme = preferred_theme().name
+        self._engine_command = engine_command
+        self._engine: EngineProcess | None = None
+        self._chat = ChatScreen()
+        self._files = tempfile.TemporaryDirectory(prefix="minillm-", ignore_cleanup_errors=True)
+
+    # --- the engine's process -----------------------------------------------------------------------------------------
+
+    def get_default_screen(self) -> Screen:
+        return self._chat
+
+    def on_mount(self) -> None:
+        # Importing torch in the other process takes a whole core: the first paint goes first.
+        self.call_after_refresh(self.load_model)
+
+    def load_model(self) -> None:
+        """(Re)start the engine with the model of the settings. The conversation stays."""
+        self._run_engine(self.settings.model)
+
+    def stop_engine(self) -> None:
+        """End the engine, in the midst of loading or not."""
+        self.workers.cancel_group(self, "engine")
+        self.engine_state = EngineState("off", self.settings.model)
+
+    def choose_model(self, model: str) -> None:
+        """Go on with another model."""
+        self.settings = replace(self.settings, model=model)
+        self.load_model()
+
+    @work(group="engine", exclusive=True)
+    async def _run_engine(self, model: str) -> None:
+        """Start a process, load ``model``, pass on what it says, until it ends or another one takes its place."""
+        log = Path(self._files.name) / "engine.log"
+        self.engine_state = EngineState("loading", model, loading=Loading("starting the engine", 0, None, ""))
+        try:
+            engine = await EngineProcess.start(log, self._engine_command)
+        except OSError as error:
+            self.engine_state = EngineState("crashed", model, error=f"the engine cannot be started: {error}")
+            return
+        self._engine = engine
+        problem = ""
+        try:
+            engine.send(Load(model, dict(self.settings.engine)))
+            async for event in engine.events():
+                if isinstance(event, Loading):
+                    self.engine_state = EngineState("loading", model, loading=event)
+                elif isinstance(event, Loaded):
+                    self.engine_state = EngineState("ready", model, loaded=event)
+                elif isinstance(event, LoadFailed):
+                    self.engine_state = EngineState("failed", model, error=event.error)
+                else:
+                    self._chat.post_message(EngineEvent(event))
+        except ValueError as error:
+            problem = f"it said something unintelligible: {error}"
+        finally:
+            if self._engine is engine:
+                self._engine = None
+            await asyncio.shield(engine.stop())
+        if self.engine_state.phase != "failed":
+            words = problem or engine.last_words() or "it left no message"
+            self.engine_state = EngineState("crashed", model, error=f"{_ending(engine.exit_code)}: {words}")
+
+    def on_engine_command(self, message: EngineCommand) -> None:
+        if self._engine is not None:
+            self._engine.send(message.command)
+
+    async def on_unmount(self) -> None:
+        self.workers.cancel_all()
+        if self._engine is not None:
+            await self._engine.stop()
+        self._files.cleanup()
+
+    # --- what belongs to no screen ------------------------------------------------------------------------------------
+
+    async def on_event(self, event: events.Event) -> None:
+        """Pasted text passes the filter here, before any widget sees it."""
+        if isinstance(event, events.Paste) and not event.is_forwarded:
+            text = event.text.replace("\r\n", "\n").replace("\r", "\n")
+            event = events.Paste(clean(text))
+        await super().on_event(event)
+
+    def say(self, text: str, *, severity: str = "information") -> None:
+        """A notification; ``text`` may hold anything."""
+        self.notify(clean_line(text, 400), severity=severity, markup=False)  # type: ignore[arg-type]
+
+    def action_help(self) -> None:
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen())
+
+    def action_toggle_theme(self) -> None:
+        self.theme = (LIGHT if self.current_theme.dark else DARK).name
+
+    def action_help_quit(self) -> None:
+        """ctrl+c where nothing else takes it: close what is open above the chat."""
+        if len(self.screen_stack) > 1:
+            self.pop_screen()
+
+    def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
+        yield SystemCommand("Light or dark", "Switch the theme", self.action_toggle_theme)
+        yield SystemCommand("Help", "All keys", self.action_help)
+        yield SystemCommand("Quit", "Leave the chat", self.exit)
+        if isinstance(screen, ChatScreen):
+            yield from screen.commands()
+
+    # --- endings ------------------------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the app, if one did."""
+        error = self._exception
+        return error.__cause__ or error.error if isinstance(error, WorkerFailed) else error
+
+    def _fatal_error(self) -> None:
+        """Textual would print a traceback with all local variables; `run` says it in one line."""
+        self._close_messages_no_wait()
+
+    def _print_error_renderables(self) -> None:
+        self._exit_renderables.clear()
+
+
+def _ending(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"the engine was killed (signal {-exit_code})"
+    return f"the engine ended (exit code {exit_code})"
+
+
+def run(app: ChatApp) -> int:
+    """Run the app in this process's terminal. Returns the exit code: 143 after SIGTERM, 129 after SIGHUP.
+
+    Raises:
+        UsageError: the terminal is none, or cannot be drawn on.
+        Exception: what ended the app, if it was a defect; the terminal is restored by then.
+    """
+    check_terminal()
+
+    async def until_the_end() -> None:
+        with ending_on_signals(lambda code: app.exit(return_code=code)):
+            await app.run_async()
+
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(until_the_end())
+    if app.failure is not None:
+        raise app.failure
+    return app.return_code or 0

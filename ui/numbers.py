@@ -1,0 +1,37 @@
+"""Numbers for people."""
+
+from __future__ import annotations
+
+
+def size(num_bytes: float) -> str:
+    """``161 MB``: decimal units, as downloads are counted."""
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB"
+
+
+def count(number: int) -> str:
+    """``12,345``."""
+    return f"{number:,}"
+
+
+def duration(seconds: float) -> str:
+    """``340 ms``, ``1.2 s``, ``75 s``."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 block``, ``2 blocks``."""
+    return f"{count(number)} {noun}" + ("" if number == 1 else "s")
+
+
+def bar(fraction: float, width: int) -> str:
+    """A meter of ``width`` cells that reads without colour."""
+    filled = min(width, max(0, round(fraction * width)))
+    if fraction > 0 and filled == 0 and width:
+        filled = 1
+    return "▰" * filled + "▱" * (width - filled)

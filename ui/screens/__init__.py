@@ -1,0 +1,1 @@
+"""The chat, and what opens above it."""

@@ -1,0 +1,89 @@
+"""Where the user types. Enter sends; a long paste is held aside, for laying it out would take seconds."""
+
+from __future__ import annotations
+
+from textual import events
+from textual.binding import Binding
+from textual.message import Message
+from textual.widgets import TextArea
+
+from ui.numbers import count, plural
+
+_LONGEST_PASTE = 4000  # characters that are pasted into the text itself
+_MOST_PASTED_LINES = 100
+_NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
+
+
+class PromptInput(TextArea):
+    """A text area that grows with its text and posts `Submitted`.
+
+    Enter and shift+enter are the same byte in most terminals: shift+enter only works in those with the Kitty keyboard
+    protocol, ctrl+j and alt+enter work everywhere.
+    """
+
+    BINDINGS = [Binding("ctrl+a", "select_all", "Select all", show=False)]  # noqa: RUF012
+
+    class Submitted(Message):
+        """The user pressed Enter."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class HelpAsked(Message):
+        """The user pressed ``?`` before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__(compact=True, highlight_cursor_line=False, placeholder="Ask something")
+        self._held: dict[str, str] = {}  # what stands in the text -> what it stands for
+
+    @property
+    def full_text(self) -> str:
+        """The text with every paste in its place."""
+        text = self.text
+        for mark, held in self._held.items():
+            text = text.replace(mark, held)
+        return text
+
+    def take(self) -> str:
+        """The full text; the input is empty afterwards."""
+        text = self.full_text
+        self.text = ""
+        self._held.clear()
+        return text
+
+    def put_back(self, text: str) -> None:
+        """Text that was not sent, in front of what has been typed since."""
+        self.move_cursor((0, 0))
+        separator = "\n" if self.text else ""
+        self.insert(self._stand_in(text) + separator)
+        self.move_cursor(self.document.end)
+
+    def _stand_in(self, text: str) -> str:
+        """``text``, or a mark for it if it is long."""
+        if len(text) <= _LONGEST_PASTE and text.count("\n") < _MOST_PASTED_LINES:
+            return text
+        lines = plural(text.count("\n") + 1, "line")
+        mark = f"[pasted text {len(self._held) + 1}: {count(len(text))} characters, {lines}]"
+        self._held[mark] = text
+        return mark
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        event.stop()
+        event.prevent_default()
+        self.replace(self._stand_in(event.text), *self.selection, maintain_selection_offset=False)
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key == "enter":
+            event.stop()
+            event.prevent_default()
+            if self.full_text.strip():
+                self.post_message(self.Submitted(self.full_text.strip()))
+        elif event.key in _NEWLINE_KEYS:
+            event.stop()
+            event.prevent_default()
+            self.replace("\n", *self.selection, maintain_selection_offset=False)
+        elif event.character == "?" and not self.text:
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.HelpAsked())
