@@ -32,7 +32,7 @@ class ChatApp(App[None]):
     """``minillm chat``."""
 
     TITLE = "minillm"
-    CSS_PATH = "styles/app.tcss"
+    CSS_PATH = Path(__file__).with_name("styles") / "app.tcss"
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall")]  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012

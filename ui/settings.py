@@ -33,16 +33,16 @@ class SamplingField:
 
 
 SAMPLING_FIELDS = (
-    SamplingField("temperature", float, "0 is greedy; higher is more surprising"),
-    SamplingField("top_k", int, "keep the k most probable tokens; 0 keeps all"),
-    SamplingField("top_p", float, "keep the most probable up to this sum"),
-    SamplingField("min_p", float, "keep those this probable beside the best"),
+    SamplingField("temperature", float, "0 is greedy"),
+    SamplingField("top_k", int, "the k most probable; 0: all"),
+    SamplingField("top_p", float, "the most probable up to this"),
+    SamplingField("min_p", float, "at least this, beside the best"),
     SamplingField("repetition_penalty", float, "above 1: repeat less"),
     SamplingField("presence_penalty", float, "-2 to 2, once per token"),
     SamplingField("frequency_penalty", float, "-2 to 2, per occurrence"),
     SamplingField("max_tokens", int, "longest answer"),
-    SamplingField("seed", int, "same seed, same answer; empty: random"),
-    SamplingField("stop", str, "end at this text; empty: none"),
+    SamplingField("seed", int, "same seed, same answer"),
+    SamplingField("stop", str, "end at this text"),
 )
 
 

@@ -14,17 +14,18 @@ KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         "Talk",
         (
             ("Enter", "send"),
-            ("Ctrl+J, Alt+Enter", "new line (Shift+Enter too, where the terminal can tell it from Enter)"),
-            ("Escape", "stop the answer, or cancel the loading; what was said stays"),
+            ("Ctrl+J, Alt+Enter", "new line; Shift+Enter in some terminals"),
+            ("Escape", "stop the answer, or cancel the loading"),
             ("Ctrl+C", "copy what is selected; else stop; else quit"),
-            ("Ctrl+N", "new conversation; the blocks of this one are freed"),
-            ("Page Up, Page Down", "scroll; Ctrl+↑ ↓ by lines, Ctrl+Home and Ctrl+End to the ends"),
+            ("Ctrl+N", "new conversation; frees the blocks of this one"),
+            ("Page Up, Page Down", "scroll by pages; Ctrl+↑ ↓ by lines"),
+            ("Ctrl+Home, Ctrl+End", "to the beginning, to the end"),
         ),
     ),
     (
         "Change",
         (
-            ("F2", "model: from the list, a directory, or a .gguf file"),
+            ("F2", "model: from the list, or a path"),
             ("F3", "sampling: temperature, top-p, seed, …"),
             ("F4", "system prompt"),
             ("Ctrl+R", "load the model again"),
@@ -33,11 +34,11 @@ KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "See",
         (
-            ("F5", "show or hide the pool of blocks and the block table"),
-            ("Tab", "move into the transcript, the pool, the table; arrows scroll there"),
+            ("F5", "show or hide the pool and the block table"),
+            ("Tab", "to the transcript, pool, table: arrows scroll"),
             ("Ctrl+T", "light or dark"),
             ("Ctrl+P", "all commands"),
-            ("F1, or ? in an empty prompt", "this help"),
+            ("F1, or ? at first", "this help"),
             ("Ctrl+Q", "quit"),
         ),
     ),

@@ -58,5 +58,5 @@ class ModelScreen(Dialog[str]):
 def _line(entry: ModelEntry, width: int, current: bool) -> Content:
     name = clean_line(entry.name, 40)
     state = "downloaded" if find_downloaded(entry.name) else "gated" if entry.gated else ""
-    facts = f"{clean_line(entry.parameters, 8):>6}  {size(entry.size):>7}  {clean_line(entry.license, 20):<12} {state}"
+    facts = f"{clean_line(entry.parameters, 8):>6}  {size(entry.size):>7}  {clean_line(entry.license, 20):<20} {state}"
     return Content.assemble("▸ " if current else "  ", (f"{name:<{width}}", "bold"), "  ", (facts, "$text-muted"))

@@ -41,7 +41,7 @@ class SamplingScreen(Dialog[dict[str, Any]]):
                         yield Input(texts[item.name], id=item.name, compact=True, select_on_focus=True)
                         yield Static(item.hint, classes="hint", markup=False)
             yield Static("", classes="problem")
-            yield Static("Enter or Ctrl+S saves, from the next answer on · Escape keeps the old ones", classes="hint")
+            yield Static("Enter saves, from the next answer on · Escape keeps the old ones", classes="hint")
 
     def on_mount(self) -> None:
         self.query(Input).first().focus()

@@ -63,11 +63,10 @@ def _pool_facts(pool: Pool | None) -> str:
     if pool is None:
         return "no model is loaded"
     return (
-        f"{count(pool.used_blocks)} of {plural(pool.num_blocks, 'block')} used · {pool.block_size} slots each\n"
+        f"{count(pool.used_blocks)} of {count(pool.num_blocks)} blocks of {plural(pool.block_size, 'slot')}\n"
         f"{size(pool.used_blocks * pool.block_bytes)} of {size(pool.num_blocks * pool.block_bytes)}"
         f" · {plural(pool.wasted_slots, 'slot')} empty\n"
-        f"{count(pool.shared_blocks)} shared · {pool.sharing_ratio:.2f} logical per physical · "
-        f"copied {count(pool.num_copies)}"
+        f"{count(pool.shared_blocks)} shared (×{pool.sharing_ratio:.2f}) · {count(pool.num_copies)} copied on write"
     )
 
 

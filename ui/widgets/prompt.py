@@ -5,6 +5,7 @@ from __future__ import annotations
 from textual import events
 from textual.binding import Binding
 from textual.message import Message
+from textual.strip import Strip
 from textual.widgets import TextArea
 
 from ui.numbers import count, plural
@@ -67,6 +68,10 @@ class PromptInput(TextArea):
         mark = f"[pasted text {len(self._held) + 1}: {count(len(text))} characters, {lines}]"
         self._held[mark] = text
         return mark
+
+    def render_line(self, y: int) -> Strip:
+        # Textual divides by the width when it wraps the placeholder.
+        return super().render_line(y) if self.content_size.width > 0 else Strip.blank(0)
 
     async def _on_paste(self, event: events.Paste) -> None:
         event.stop()

@@ -1,0 +1,37 @@
+"""The chat app on the terminal, with the scripted engine. Arguments: a model's name, "crash" to break on F12."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from minillm.cli import main
+from ui import app as chat_app
+from ui.settings import Settings
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
+
+
+class Breakable(chat_app.ChatApp):
+    """F12 is a defect."""
+
+    def key_f12(self) -> None:
+        raise RuntimeError("a defect \x1b[31mof the app")
+
+
+def run() -> int:
+    if os.environ.get("CHECK_NO_TORCH"):
+        assert "torch" not in sys.modules
+    app = Breakable(Settings(sys.argv[1] if len(sys.argv) > 1 else "fake"), engine_command=FAKE)
+    code = chat_app.run(app)
+    assert "torch" not in sys.modules, "the app's process must not import torch"
+    return code
+
+
+if __name__ == "__main__":
+    # Through the command line's own handling of errors and exit codes.
+    import minillm.commands.chat as command
+
+    command.run = lambda arguments: run()
+    sys.exit(main(["chat"]))

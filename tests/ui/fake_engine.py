@@ -1,0 +1,162 @@
+"""A scripted engine: speaks the messages of `minillm.service`, computes nothing. The question chooses what happens.
+
+Run as a program. ``echo …`` answers with what follows; the other words stand in `answer`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+
+from minillm.service.messages import (
+    Abort,
+    CacheChanged,
+    Command,
+    ContextFull,
+    Event,
+    Finished,
+    Forget,
+    Generate,
+    Load,
+    Loaded,
+    LoadFailed,
+    Loading,
+    Notice,
+    RequestFailed,
+    Started,
+    TableView,
+    TextDelta,
+    decode,
+    encode,
+)
+
+HOSTILE = (
+    "red \x1b[31mtext\x1b[0m, title \x1b]0;owned\x07, clipboard \x1b]52;c;ZWNobyBvd25lZA==\x07, report \x1b[6n, "
+    "eight-bit \x9b31m \x9d52;c;YQ==\x9c, return\rback, bell \x07, bidi \u202egnp.exe, zero\u200bwidth, "
+    "entity &#x1b;[31m &#x202e;, [/INST] [b [bold]markup[/bold] [@click=app.quit]x[/], "
+    "[link](javascript:alert(1)), ![picture](file:///etc/passwd), <b>html</b>, <https://a.example/%1b[31m>\n\n"
+    "```\x1b[31m\ncode \x1b[31mred\x9b0m\n```\n"
+)
+LOADED = Loaded(
+    model="fake",
+    source="a script",
+    num_parameters=1000,
+    device="cpu",
+    dtype="float32",
+    max_model_len=1000,
+    block_size=16,
+    num_blocks=64,
+    block_bytes=1024,
+    has_chat_template=True,
+    seconds=0.1,
+)
+
+_write = threading.Lock()
+_aborted: set[str] = set()
+
+
+def send(event: Event) -> None:
+    with _write:
+        sys.stdout.buffer.write(encode(event))
+        sys.stdout.buffer.flush()
+
+
+def picture(owner: str, state: str, num_tokens: int) -> None:
+    blocks = list(range(3, 3 + -(-num_tokens // 16)))
+    send(
+        CacheChanged(
+            changed=[(block, 1, min(16, num_tokens - 16 * i)) for i, block in enumerate(blocks)],
+            tables=[TableView(1, owner, state, num_tokens, blocks)] if blocks else [],
+            free_blocks=64 - len(blocks),
+            shared_blocks=0,
+            logical_blocks=len(blocks),
+            used_slots=num_tokens,
+            num_copies=0,
+        )
+    )
+
+
+def answer(command: Generate) -> None:
+    name, question = command.request_id, command.messages[-1]["content"]
+    word = question.split()[0]
+    if word == "crash":
+        print("out of luck", file=sys.stderr, flush=True)
+        os._exit(3)
+    elif word == "garbage":
+        with _write:
+            os.write(1, b"this is no message\n")
+    elif word == "fail":
+        send(RequestFailed(name, "the request \x1b[31mbroke"))
+    elif word == "full":
+        send(ContextFull(name, 1200, 1000))
+    elif word == "slow":
+        stream(name, ["word "] * 400, pause=0.02)
+    elif word == "never":
+        while name not in _aborted:
+            time.sleep(0.01)
+        send(Finished(name, 0, "abort", 0, 0.0, 20))
+    elif word == "hostile":
+        stream(name, [HOSTILE[i : i + 3] for i in range(0, len(HOSTILE), 3)])
+    elif word == "long":
+        stream(name, [f"Paragraph {i} of *many*.\n\n" for i in range(200)])
+    elif word == "messages":
+        stream(name, [f"{message['role']}={message['content']};" for message in command.messages])
+    elif word == "params":
+        stream(name, ["`" + repr(sorted(command.params.items())) + "`"])
+    else:
+        stream(name, list(question.removeprefix("echo ")))
+    if word not in ("garbage", "fail", "full", "never"):
+        picture(command.conversation, "idle", 40)
+
+
+def stream(name: str, pieces: list[str], pause: float = 0.0) -> None:
+    send(Started(name, 20, 4, 0.05))
+    for number, piece in enumerate(pieces, 1):
+        if name in _aborted:
+            send(Finished(name, 0, "abort", number, 50.0, 20 + number))
+            return
+        picture(name, "running", 20 + min(number, 400))
+        send(TextDelta(name, 0, piece, 1))
+        time.sleep(pause)
+    send(Finished(name, 0, "stop", len(pieces), 50.0, 20 + len(pieces)))
+
+
+def load(command: Load) -> bool:
+    """What the model's name asks for; False where it cannot be loaded."""
+    send(Loading("loading weights", 1, 3, "layers"))
+    if command.model == "missing":
+        send(LoadFailed("no such model \x1b[31mhere", 1))
+        return False
+    if command.model == "forever":
+        time.sleep(600)
+    send(Notice("served \x1b[31mby a script"))
+    template = command.model != "base"
+    send(replace(LOADED, model=command.model, has_chat_template=template))
+    send(CacheChanged([], [], 64, 0, 0, 0, 0))
+    return True
+
+
+def main() -> None:
+    log = os.environ.get("FAKE_ENGINE_LOG")
+    for line in sys.stdin.buffer:
+        command = decode(line)
+        assert isinstance(command, Command)
+        if log:
+            with open(log, "a", encoding="utf-8") as file:
+                print(os.getpid(), type(command).__name__, asdict(command), file=file)
+        if isinstance(command, Load):
+            if not load(command):
+                return
+        elif isinstance(command, Abort):
+            _aborted.add(command.request_id)
+        elif isinstance(command, Forget):
+            send(CacheChanged([(3, 0, 0), (4, 0, 0), (5, 0, 0)], [], 64, 0, 0, 0, 0))
+        elif isinstance(command, Generate):
+            threading.Thread(target=answer, args=(command,), daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""A program on a pseudo-terminal: what it writes, byte for byte, and how it leaves the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAT = (sys.executable, str(ROOT / "tests" / "ui" / "chat_with_fake.py"))
+
+# Modes that the app switches on, and must switch off again: (on, off).
+MODES = {
+    "alternate screen": (b"\x1b[?1049h", b"\x1b[?1049l"),
+    "mouse clicks": (b"\x1b[?1000h", b"\x1b[?1000l"),
+    "mouse movement": (b"\x1b[?1003h", b"\x1b[?1003l"),
+    "mouse encoding": (b"\x1b[?1006h", b"\x1b[?1006l"),
+    "focus reports": (b"\x1b[?1004h", b"\x1b[?1004l"),
+    "bracketed paste": (b"\x1b[?2004h", b"\x1b[?2004l"),
+    "hidden cursor": (b"\x1b[?25l", b"\x1b[?25h"),
+}
+
+
+class Session:
+    """A running program; `output` is everything it has written so far."""
+
+    def __init__(self, process: subprocess.Popen[bytes], master: int, slave: int) -> None:
+        self.process = process
+        self.output = b""
+        self._master, self._slave = master, slave
+        self.before = termios.tcgetattr(slave)
+
+    def read(self, seconds: float) -> bytes:
+        """What comes within this time."""
+        end = time.monotonic() + seconds
+        start = len(self.output)
+        while (left := end - time.monotonic()) > 0:
+            if not select.select([self._master], [], [], left)[0]:
+                break
+            try:
+                data = os.read(self._master, 65536)
+            except OSError:
+                break
+            if not data:
+                break
+            self.output += data
+        return self.output[start:]
+
+    def wait_for(self, text: str, seconds: float = 30) -> None:
+        """Read until ``text`` has been written, since the last such wait."""
+        wanted, end = text.encode(), time.monotonic() + seconds
+        start = getattr(self, "_seen", 0)
+        while wanted not in self.output[start:]:
+            assert time.monotonic() < end, f"{text!r} did not come; the last was {self.output[-600:]!r}"
+            self.read(0.05)
+        self._seen = len(self.output)
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def type_bytes(self, data: bytes) -> None:
+        os.write(self._master, data)
+
+    def resize(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGWINCH)
+
+    def end(self, seconds: float = 15) -> int:
+        """Wait for the program's end; returns its exit code as a shell would show it."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"it does not end; the last was {self.output[-600:]!r}"
+            self.read(0.05)
+        self.read(0.2)
+        code = self.process.returncode
+        return code if code >= 0 else 128 - code
+
+    def modes_left_on(self) -> list[str]:
+        """The modes whose last word was "on", and "raw" if the line discipline is not what it was."""
+        left = [name for name, (on, off) in MODES.items() if self.output.rfind(on) > self.output.rfind(off)]
+        if termios.tcgetattr(self._slave)[:4] != self.before[:4]:
+            left.append("raw")
+        return left
+
+
+@contextlib.contextmanager
+def session(
+    command: Sequence[str] = CHAT, *, size: tuple[int, int] = (100, 30), environment: Mapping[str, str] | None = None
+) -> Iterator[Session]:
+    """Run ``command`` on a terminal of ``size`` columns and rows; it is killed at the end if need be."""
+    master, slave = os.openpty()
+    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
+
+    def own_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        preexec_fn=own_terminal,
+        env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), **(environment or {})},
+    )
+    running = Session(process, master, slave)
+    try:
+        yield running
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        os.close(master)
+        os.close(slave)

@@ -1,0 +1,363 @@
+"""The chat app, driven by Textual's Pilot on the scripted engine: what the user does, and what is seen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+from textual import events
+from textual.drivers.headless_driver import HeadlessDriver
+from textual.pilot import Pilot
+from textual.widgets import Input, OptionList, Static, TextArea
+
+from ui.app import ChatApp
+from ui.screens.chat import ChatScreen
+from ui.screens.help import HelpScreen
+from ui.screens.models import ModelScreen
+from ui.screens.sampling import SamplingScreen
+from ui.screens.system import SystemScreen
+from ui.settings import Settings
+from ui.widgets.memory_panel import MemoryPanel
+from ui.widgets.message import AnswerView, Note, Question
+from ui.widgets.pool_map import PoolMap
+from ui.widgets.prompt import PromptInput
+from ui.widgets.status_bar import StatusBar
+from ui.widgets.transcript import Transcript
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def chat(model: str = "fake", size: tuple[int, int] = (120, 40), **settings: object) -> AsyncIterator[Pilot]:
+    app = ChatApp(Settings(model, **settings), engine_command=FAKE, driver_class=HeadlessDriver)  # type: ignore[arg-type]
+    async with app.run_test(size=size) as pilot:
+        if model == "fake":
+            await until(pilot, lambda: app.engine_state.phase == "ready")
+        yield pilot
+
+
+async def until(pilot: Pilot, condition: Callable[[], object], seconds: float = 20) -> None:
+    with anyio.fail_after(seconds):
+        while not condition():
+            await pilot.pause(0.02)
+
+
+def screen(pilot: Pilot) -> ChatScreen:
+    chat_screen = pilot.app.screen_stack[0]
+    assert isinstance(chat_screen, ChatScreen)
+    return chat_screen
+
+
+async def say(pilot: Pilot, text: str) -> None:
+    """Type a question and send it."""
+    screen(pilot).query_one(PromptInput).text = text
+    await pilot.press("enter")
+
+
+async def ask(pilot: Pilot, text: str) -> AnswerView:
+    """Ask and wait until the answer has ended."""
+    before = len(screen(pilot).query(AnswerView))
+    await say(pilot, text)
+    await until(pilot, lambda: len(screen(pilot).query(AnswerView)) > before)
+    view = screen(pilot).query(AnswerView).last()
+    await until(pilot, lambda: view.answer.finish_reason is not None)
+    await pilot.pause()
+    return view
+
+
+def seen(pilot: Pilot) -> str:
+    """All text on the screen."""
+    lines = pilot.app.screen._compositor.render_strips(pilot.app.size)
+    return "\n".join("".join(segment.text for segment in strip) for strip in lines)
+
+
+def notes(pilot: Pilot) -> list[str]:
+    return [str(note.render()) for note in screen(pilot).query(Note)]
+
+
+async def test_an_answer_streams_into_the_transcript() -> None:
+    async with chat(size=(140, 40)) as pilot:
+        view = await ask(pilot, "echo hello **world**")
+        assert view.answer.text == "hello **world**"
+        assert "hello world" in seen(pilot)
+        assert "echo hello" in str(screen(pilot).query_one(Question).render())
+        for fact in ("50.0 tok/s", "first token 50 ms", "4 of 20 prompt tokens cached", "context", "35/1,000"):
+            assert fact in seen(pilot), fact
+        assert screen(pilot).query_one(PromptInput).text == ""
+
+
+async def test_every_turn_brings_the_whole_history_and_the_system_prompt() -> None:
+    async with chat(system="be brief") as pilot:
+        await ask(pilot, "echo one")
+        view = await ask(pilot, "messages please")
+        assert view.answer.text == "system=be brief;user=echo one;assistant=one;user=messages please;"
+
+
+async def test_escape_stops_an_answer_and_keeps_what_was_said() -> None:
+    async with chat() as pilot:
+        await say(pilot, "slow")
+        await until(pilot, lambda: "word word" in seen(pilot))
+        await pilot.press("escape")
+        view = screen(pilot).query_one(AnswerView)
+        await until(pilot, lambda: view.answer.finish_reason == "abort")
+        assert view.answer.text.startswith("word ")
+        await until(pilot, lambda: "stopped" in seen(pilot))
+        assert (await ask(pilot, "messages")).answer.text.count("user=") == 2
+
+
+async def test_an_answer_stopped_before_its_first_word_gives_the_question_back() -> None:
+    async with chat() as pilot:
+        await say(pilot, "never mind")
+        await until(pilot, lambda: screen(pilot).query(AnswerView))
+        await pilot.press("escape")
+        await until(pilot, lambda: screen(pilot).query_one(PromptInput).text == "never mind")
+        assert not screen(pilot).query(AnswerView)
+        assert screen(pilot).conversation.turns == []
+
+
+async def test_a_second_question_waits_for_the_first_answer() -> None:
+    async with chat() as pilot:
+        await say(pilot, "slow")
+        await until(pilot, lambda: "word" in seen(pilot))
+        await say(pilot, "another")
+        await pilot.pause(0.1)
+        assert len(screen(pilot).query(AnswerView)) == 1
+        assert screen(pilot).query_one(PromptInput).text == "another"
+
+
+async def test_a_new_conversation_forgets_the_old_one_and_frees_its_blocks() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        await until(pilot, lambda: screen(pilot).pool.used_blocks == 3)  # type: ignore[union-attr]
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: screen(pilot).pool.used_blocks == 0)  # type: ignore[union-attr]
+        assert not screen(pilot).query(AnswerView)
+        assert (await ask(pilot, "messages")).answer.text == "user=messages;"
+
+
+async def test_a_new_conversation_during_an_answer_shows_none_of_it() -> None:
+    async with chat() as pilot:
+        await say(pilot, "slow")
+        await until(pilot, lambda: "word" in seen(pilot))
+        await pilot.press("ctrl+n")
+        await pilot.pause(0.3)
+        assert "word" not in seen(pilot)
+        assert (await ask(pilot, "echo two")).answer.text == "two"
+
+
+async def test_hostile_text_meets_no_markup_and_no_control_character() -> None:
+    async with chat(size=(160, 60)) as pilot:
+        await ask(pilot, "hostile")
+        shown = seen(pilot)
+        assert "[/INST] [b [bold]markup[/bold] [@click=app.quit]x[/]" in shown
+        assert not set(shown) & {chr(code) for code in (*range(0x20), *range(0x7F, 0xA0), 0x202E, 0x200B)} - {"\n"}
+        assert any("served ␛[31mby a script" in note for note in notes(pilot))
+
+
+async def test_a_crash_of_the_engine_is_said_and_the_conversation_goes_on() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        await say(pilot, "crash")
+        await until(pilot, lambda: "exit code 3" in "".join(notes(pilot)))
+        assert "out of luck" in notes(pilot)[-1]
+        await say(pilot, "echo lost?")
+        await pilot.pause(0.1)
+        assert screen(pilot).query_one(PromptInput).text.startswith("echo lost?")
+        screen(pilot).query_one(PromptInput).text = ""
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: pilot.app.engine_state.phase == "ready")  # type: ignore[attr-defined]
+        assert "user=echo one;assistant=one;" in (await ask(pilot, "messages")).answer.text
+
+
+async def test_nonsense_from_the_engine_is_said() -> None:
+    async with chat() as pilot:
+        await say(pilot, "garbage")
+        await until(pilot, lambda: "unintelligible" in "".join(notes(pilot)))
+
+
+async def test_a_failed_request_gives_the_question_back_with_the_reason() -> None:
+    async with chat() as pilot:
+        await say(pilot, "fail")
+        await until(pilot, lambda: "the request ␛[31mbroke" in "".join(notes(pilot)))
+        await pilot.pause()
+        assert screen(pilot).query_one(PromptInput).text == "fail"
+        assert (await ask(pilot, "echo on")).answer.text
+
+
+async def test_a_full_context_says_what_to_do() -> None:
+    async with chat() as pilot:
+        await say(pilot, "full")
+        await until(pilot, lambda: notes(pilot))
+        assert "1,200 tokens" in notes(pilot)[-1]
+        assert "ctrl+n" in notes(pilot)[-1]
+
+
+@pytest.mark.parametrize(("model", "words"), [("missing", "no such model"), ("base", "no chat template")])
+async def test_a_model_that_cannot_chat_is_explained(model: str, words: str) -> None:
+    async with chat(model) as pilot:
+        await until(pilot, lambda: words in "".join(notes(pilot)))
+        assert "\x1b" not in "".join(notes(pilot))
+
+
+async def test_loading_shows_progress_and_can_be_cancelled() -> None:
+    async with chat("forever") as pilot:
+        await until(pilot, lambda: "1 of 3 layers" in seen(pilot))
+        await pilot.press("a", "b")
+        assert screen(pilot).query_one(PromptInput).text == "ab"
+        await pilot.press("escape")
+        await until(pilot, lambda: "cancelled" in seen(pilot))
+        assert pilot.app.engine_state.phase == "off"  # type: ignore[attr-defined]
+
+
+async def test_sampling_is_checked_and_taken_over() -> None:
+    async with chat() as pilot:
+        await pilot.press("f3")
+        dialog = pilot.app.screen
+        assert isinstance(dialog, SamplingScreen)
+        dialog.query_one("#temperature", Input).value = "-1"
+        await pilot.press("enter")
+        assert pilot.app.screen is dialog
+        assert "temperature must be at least 0" in str(dialog.query_one(".problem", Static).render())
+        dialog.query_one("#temperature", Input).value = "0"
+        dialog.query_one("#seed", Input).value = "7"
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "greedy · seed 7" in seen(pilot)
+        params = (await ask(pilot, "params")).answer.text
+        assert "('temperature', 0.0)" in params
+        assert "('seed', 7)" in params
+        await pilot.press("f3")
+        pilot.app.screen.query_one("#seed", Input).value = ""
+        await pilot.press("escape")
+        assert "('seed', 7)" in (await ask(pilot, "params")).answer.text
+
+
+async def test_the_system_prompt_can_be_changed() -> None:
+    async with chat() as pilot:
+        await pilot.press("f4")
+        assert isinstance(pilot.app.screen, SystemScreen)
+        pilot.app.screen.query_one(TextArea).text = "you are a pirate"
+        await pilot.press("ctrl+s")
+        await pilot.pause()
+        assert (await ask(pilot, "messages")).answer.text.startswith("system=you are a pirate;")
+        assert "system prompt" in seen(pilot)
+
+
+async def test_another_model_takes_another_engine_and_keeps_the_conversation() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        await pilot.press("f2")
+        assert isinstance(pilot.app.screen, ModelScreen)
+        assert pilot.app.screen.query_one(OptionList).option_count >= 9
+        pilot.app.screen.query_one(Input).focus()
+        await pilot.press(*"other", "enter")
+        state = lambda: pilot.app.engine_state  # type: ignore[attr-defined]  # noqa: E731
+        await until(pilot, lambda: state().phase == "ready" and state().model == "other")
+        assert "assistant=one" in (await ask(pilot, "messages")).answer.text
+
+
+async def test_help_opens_with_a_question_mark_and_closes() -> None:
+    async with chat() as pilot:
+        await pilot.press("?")
+        assert isinstance(pilot.app.screen, HelpScreen)
+        await pilot.press("escape")
+        assert isinstance(pilot.app.screen, ChatScreen)
+        await pilot.press("w", "h", "y", "?")
+        assert screen(pilot).query_one(PromptInput).text == "why?"
+
+
+async def test_the_panel_shows_blocks_and_the_block_table() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        await until(pilot, lambda: "idle" in seen(pilot))
+        shown = seen(pilot)
+        assert "3 of 64 blocks" in shown
+        assert "0 → 3" in shown
+        assert "2 → 5" in shown
+        assert " 8/16" in shown
+        assert "···oo▅" in shown
+        assert "1 contiguous run" in shown
+
+
+async def test_the_panel_is_out_of_the_way_in_a_small_terminal_until_asked_for() -> None:
+    async with chat(size=(80, 24)) as pilot:
+        await ask(pilot, "echo one")
+        assert screen(pilot).query_one(MemoryPanel).size.height == 0
+        await pilot.press("f5")
+        await pilot.pause()
+        assert screen(pilot).query_one(MemoryPanel).size.height > 0
+        assert screen(pilot).query_one(Transcript).size.height >= 4
+        assert "0 → 3" in seen(pilot)
+        await pilot.press("f5")
+        await pilot.pause()
+        assert screen(pilot).query_one(MemoryPanel).size.height == 0
+
+
+async def test_a_megabyte_can_be_pasted_and_sent() -> None:
+    text = "echo " + "lorem ipsum\n" * 90_000
+    async with chat() as pilot:
+        pilot.app.post_message(events.Paste(text))
+        prompt = screen(pilot).query_one(PromptInput)
+        await until(pilot, lambda: "90,001 lines" in prompt.text)
+        assert prompt.full_text == text
+        await pilot.press("enter")
+        await until(pilot, lambda: screen(pilot).conversation.turns)
+        assert screen(pilot).conversation.turns[0].question == text.strip()
+
+
+async def test_the_transcript_follows_unless_the_reader_scrolled_up() -> None:
+    async with chat(size=(80, 24)) as pilot:
+        transcript = screen(pilot).query_one(Transcript)
+        await ask(pilot, "long")
+        await until(pilot, lambda: transcript.scroll_y == transcript.max_scroll_y > 50)
+        await pilot.press("pageup", "pageup")
+        await pilot.pause()
+        above = transcript.scroll_y
+        assert above < transcript.max_scroll_y
+        await pilot.press("ctrl+end")
+        await pilot.pause()
+        await say(pilot, "slow")
+        await until(pilot, lambda: "word" in seen(pilot))
+        await pilot.press("pageup")
+        await pilot.pause()
+        held = transcript.scroll_y
+        await pilot.pause(0.5)
+        assert transcript.scroll_y == held
+
+
+async def test_a_large_pool_is_drawn_by_the_line() -> None:
+    async with chat(size=(200, 50)) as pilot:
+        from ui.pool import Pool
+
+        screen(pilot)._set_pool(Pool(20_000, 16, 1024))
+        await pilot.pause()
+        pool_map = screen(pilot).query_one(PoolMap)
+        assert pool_map.virtual_size.height == 625
+        assert len(list(pool_map.walk_children())) == 0
+
+
+async def test_light_and_dark() -> None:
+    async with chat() as pilot:
+        dark = pilot.app.theme
+        await pilot.press("ctrl+t")
+        assert pilot.app.theme != dark
+
+
+async def test_the_status_says_what_goes_on() -> None:
+    async with chat() as pilot:
+        status = screen(pilot).query_one(StatusBar)
+        assert status.status.activity == "ready"
+        await say(pilot, "never")
+        await until(pilot, lambda: status.status.activity == "reading")
+        await pilot.press("escape")
+        await until(pilot, lambda: status.status.activity == "ready")

@@ -1,0 +1,114 @@
+"""The parts of the app that know no terminal: the pool's picture, Markdown, settings, numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from minillm.errors import UsageError
+from minillm.service.messages import CacheChanged, Loading, TableView
+from ui.conversation import Conversation
+from ui.markdown import harmless_parser
+from ui.numbers import bar, duration, plural, size
+from ui.pool import BlockState, Pool, Run, contiguous_runs
+from ui.settings import CHAT_SAMPLING, read_sampling, sampling_summary, sampling_text
+from ui.widgets.block_table import runs_line
+from ui.widgets.loading_bar import progress_line
+from ui.widgets.message import shortened
+
+
+def changed(blocks: list[tuple[int, int, int]], tables: list[TableView], free: int) -> CacheChanged:
+    return CacheChanged(blocks, tables, free, 1, 5, 40, 2)
+
+
+def test_the_pool_follows_the_changes() -> None:
+    pool = Pool(8, 16, 100)
+    table = TableView(1, "c", "idle", 20, [2, 3])
+    assert pool.apply(changed([(2, 2, 16), (3, 1, 4), (99, 1, 1)], [table], 6)) == [2, 3]
+    assert [pool.state(block) for block in (0, 2, 3)] == [BlockState.FREE, BlockState.SHARED, BlockState.OWNED]
+    assert (pool.used_blocks, pool.wasted_slots, pool.num_copies) == (2, -8, 2)
+    assert pool.table_of("x", "c") is table
+    assert pool.table_of("x") is None
+    assert [pool.filled_slots(table, index) for index in (0, 1, 2)] == [16, 4, 0]
+    pool.apply(changed([(2, 0, 0)], [], 7))
+    assert pool.state(2) is BlockState.FREE
+
+
+def test_runs_of_a_block_table() -> None:
+    assert contiguous_runs([]) == []
+    assert contiguous_runs([4, 5, 6, 2, 9, 10]) == [Run(0, 4, 3), Run(3, 2, 1), Run(4, 9, 2)]
+    assert runs_line([4, 5, 6, 2], 80) == "0–2 → 4–6, 3 → 2"
+    assert runs_line([1, 3, 5, 7, 9], 20) == "0 → 1, and 4 more"
+
+
+@pytest.mark.parametrize("target", ["javascript:alert(1)", "file:///etc/passwd", "https://a.example/x"])
+def test_links_and_pictures_become_text_with_their_target(target: str) -> None:
+    for source in (f"[word]({target})", f"![word]({target})"):
+        children = harmless_parser().parse(source)[1].children or []
+        assert not {token.type for token in children} & {"link_open", "image", "html_inline"}
+        assert any(token.type == "code_inline" and token.content.startswith(target[:4]) for token in children) or (
+            target.startswith(("javascript", "file")) and target in "".join(token.content for token in children)
+        )
+
+
+def test_characters_that_the_parser_makes_are_cleaned_too() -> None:
+    for source in ("&#x1b;[31m &#x202e;", "`&#x9b;`", "~~~&#x1b;x\n&#x202e;\n~~~", "<https://a.example/%1b>"):
+        tokens = harmless_parser().parse(source)
+        texts = [token.content + token.info for top in tokens for token in (top.children or [top])]
+        assert not set("".join(texts)) & {"\x1b", "\x9b", "\u202e"}, source
+
+
+def test_html_is_text() -> None:
+    children = harmless_parser().parse("<b onclick=x>bold</b>")[1].children or []
+    assert "".join(token.content for token in children) == "<b onclick=x>bold</b>"
+
+
+def test_sampling_fields_round_trip() -> None:
+    texts = sampling_text(CHAT_SAMPLING)
+    assert texts["temperature"] == "0.7"
+    assert texts["seed"] == ""
+    assert read_sampling(texts, CHAT_SAMPLING) == dict(CHAT_SAMPLING)
+    assert read_sampling({**texts, "seed": "5", "stop": "END"}, CHAT_SAMPLING)["seed"] == 5
+    assert sampling_summary({"temperature": 0.0, "seed": 3}) == "greedy · seed 3"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("top_p", "2"), ("top_k", "1.5"), ("temperature", ""), ("max_tokens", "0"), ("min_p", "nan")]
+)
+def test_wrong_sampling_is_named(name: str, text: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        read_sampling({**sampling_text(CHAT_SAMPLING), name: text}, CHAT_SAMPLING)
+
+
+def test_the_conversation_as_messages() -> None:
+    conversation = Conversation()
+    answer = conversation.ask("one?")
+    assert conversation.open_answer is answer
+    assert conversation.messages("brief") == [
+        {"role": "system", "content": "brief"},
+        {"role": "user", "content": "one?"},
+    ]
+    answer.text, answer.finish_reason = "one!", "stop"
+    conversation.ask("two?")
+    assert [message["role"] for message in conversation.messages()] == ["user", "assistant", "user"]
+    assert conversation.withdraw() == "two?"
+    assert conversation.open_answer is None
+
+
+def test_numbers_for_people() -> None:
+    assert [size(n) for n in (0, 999, 1500, 161e6, 3.4e9)] == ["0 B", "999 B", "2 kB", "161 MB", "3.4 GB"]
+    assert [duration(s) for s in (0.34, 1.24, 75.2)] == ["340 ms", "1.2 s", "75 s"]
+    assert [bar(f, 4) for f in (0, 0.01, 0.5, 1, 2)] == ["▱▱▱▱", "▰▱▱▱", "▰▰▱▱", "▰▰▰▰", "▰▰▰▰"]
+    assert plural(1, "block") == "1 block"
+
+
+def test_progress_in_one_line() -> None:
+    line = progress_line(Loading("downloading", 50_000_000, 100_000_000, "bytes"), 10e6, 100)
+    for part in ("downloading", "50 MB of 100 MB", "10 MB/s", "5.0 s left", "esc cancels"):
+        assert part in line
+    assert "3 of 30 layers" in progress_line(Loading("loading weights", 3, 30, "layers"), 0, 80)
+
+
+def test_long_questions_are_shortened() -> None:
+    assert shortened("short") == "short"
+    text = "x" * 10_000
+    assert shortened(text) == "x" * 4000 + "\n… 6 kB more"

@@ -1,0 +1,214 @@
+"""`minillm chat` as a process on a terminal: what reaches the terminal, and how it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_engine import HOSTILE
+from pty_session import CHAT, ROOT, Session, session
+
+# What the app itself may send: cursor, colour and mode sequences of a fixed form.
+_OWN = re.compile(
+    rb"\x1b\[[0-9;]*[HfmABCDJKX]|\x1b\[\?[0-9;]+[hl]|\x1b\[\?[0-9;]*\$p|\x1b\[[<>=]?[0-9;]*u|\x1b\[>[0-9;]*q|"
+    rb"\x1b\]22;[a-z-]*\x07|\x1b\[\?u|\x1bP[\x20-\x7e]*\x1b\\|\x1b\[c|\x1b\[[0-9;]* ?[qt]|\x1b7|\x1b8"
+)
+
+
+def start(running: Session) -> None:
+    running.wait_for("ready in")
+
+
+def engines(log: Path) -> set[int]:
+    return {int(line.split()[0]) for line in log.read_text().splitlines()}
+
+
+def gone(process: int) -> bool:
+    """Whether the process has ended, or is a zombie of a parent that we are not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split(") ")[1][0] in "ZX"
+    except OSError:
+        return True
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_hostile_text_is_shown_and_never_obeyed() -> None:
+    with session(size=(200, 60)) as running:
+        start(running)
+        running.type("hostile\r")
+        running.wait_for("50.0 tok/s")
+        running.read(0.5)
+        shown = _OWN.sub(b"", running.output)
+        assert b"\x1b" not in shown, shown[shown.index(b"\x1b") :][:80]
+        text = running.output.decode("utf-8", "replace")
+        rest = shown.replace(b"\r\n", b"").decode()  # the terminal's own line ends
+        assert not re.search("[\x80-\x9f\u202e\u200b\x07\r]", rest)
+        for forbidden in ("\x1b]0", "\x1b]52", "\x1b[6n", "\x1b[31m"):
+            assert forbidden not in text
+        for word in ("owned", "‹9B›", "␛", "‹U+202E›", "[/INST]", "javascript:alert(1)", "<b>html</b>"):
+            assert word in re.sub("\x1b[^a-zA-Z]*[a-zA-Z]", "", text), word
+        running.type("\x11")
+        assert running.end() == 0
+        assert running.modes_left_on() == []
+
+
+def test_hostile_paste_and_title_are_cleaned() -> None:
+    with session() as running:
+        start(running)
+        running.type("\x1b[200~echo pasted \x9b31m \u202e\x1b[201~")
+        running.wait_for("‹9B›")
+        assert "\x9b" not in running.output.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_signal_leaves_the_terminal_as_it_was(number: int, code: int, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with session(environment={"FAKE_ENGINE_LOG": str(log)}) as running:
+        start(running)
+        running.type("slow\r")
+        running.wait_for("word")
+        assert running.modes_left_on()
+        running.process.send_signal(number)
+        assert running.end() == code
+        assert running.modes_left_on() == []
+        assert all(gone(process) for process in engines(log))
+
+
+def test_a_signal_during_loading_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with session((*CHAT, "forever"), environment={"FAKE_ENGINE_LOG": str(log)}) as running:
+        running.wait_for("loading weights")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 143
+        assert running.modes_left_on() == []
+        assert all(gone(process) for process in engines(log))
+
+
+def test_the_engine_ends_with_an_app_that_was_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with session(environment={"FAKE_ENGINE_LOG": str(log)}) as running:
+        start(running)
+        running.process.kill()
+        running.process.wait()
+        wait_until(lambda: all(gone(process) for process in engines(log)))
+
+
+def test_control_c_stops_the_answer_and_then_quits() -> None:
+    with session() as running:
+        start(running)
+        running.type("slow\r")
+        running.wait_for("word")
+        running.type("\x03")
+        running.wait_for("stopped")
+        time.sleep(1.1)
+        running.type("\x03")
+        assert running.end() == 0
+        assert running.modes_left_on() == []
+
+
+def test_a_defect_of_the_app_restores_the_terminal_and_is_one_line() -> None:
+    with session() as running:
+        start(running)
+        running.type("\x1b[24~")
+        assert running.end() == 1
+        assert running.modes_left_on() == []
+        last = running.output.rpartition(b"\x1b[?1049l")[2].decode()
+        assert "internal error: RuntimeError: a defect ␛[31mof the app" in last
+        assert "Traceback" not in last
+        assert len(last.strip().splitlines()) <= 2
+
+
+def test_bytes_that_are_no_utf8_do_not_end_the_app() -> None:
+    with session() as running:
+        start(running)
+        running.type_bytes(b"\xff\xfe\x80\xc3\x28")
+        running.type("\x15echo alive\r")
+        running.wait_for("50.0 tok/s")
+        running.type("\x11")
+        assert running.end() == 0
+
+
+def test_any_size_and_a_storm_of_sizes() -> None:
+    with session(size=(20, 5)) as running:
+        running.wait_for("\x1b[?1049h")
+        running.read(2)
+        for step in range(40):
+            running.resize(*((1, 1) if step % 4 == 0 else (10 + 5 * step, 2 + step)))
+            running.read(0.01)
+        running.resize(100, 30)
+        running.type("echo survived\r")
+        running.wait_for("50.0 tok/s")
+        running.type("\x11")
+        assert running.end() == 0
+        assert running.modes_left_on() == []
+
+
+def minillm_chat(**environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "minillm", "chat"],
+        input=b"hello\n",
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        timeout=60,
+        check=False,
+    )
+
+
+def test_without_a_terminal_it_says_so_in_one_line() -> None:
+    result = minillm_chat()
+    assert result.returncode == 2
+    assert result.stdout == b""
+    assert b"needs a terminal" in result.stderr
+    assert result.stderr.count(b"\n") == 1
+    assert b"\x1b" not in result.stderr
+
+
+def test_on_a_dumb_terminal_it_says_so_in_one_line() -> None:
+    with session((sys.executable, "-m", "minillm", "chat"), environment={"TERM": "dumb"}) as running:
+        assert running.end() == 2
+        assert b"TERM" in running.output
+        assert b"\x1b" not in running.output
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [(("--temperature", "-1"), "temperature"), (("--block-size", "3"), "block_size"), (("--dtype", "int8"), "dtype")],
+)
+def test_wrong_options_are_said_before_the_screen_changes(options: tuple[str, ...], word: str) -> None:
+    with session((sys.executable, "-m", "minillm", "chat", *options)) as running:
+        assert running.end() == 2
+        assert word.encode() in running.output
+        assert b"\x1b" not in running.output
+
+
+@pytest.mark.weights
+def test_a_conversation_with_the_default_model_from_start_to_quit() -> None:
+    command = (sys.executable, "-m", "minillm", "chat", "--temperature", "0", "--max-tokens", "24")
+    with session(command, size=(120, 40)) as running:
+        running.wait_for("ready in", 120)
+        running.type("What is the capital of France?\r")
+        running.wait_for("Paris", 120)
+        running.wait_for("idle", 60)
+        running.type("And of Italy?\r")
+        running.wait_for("cached", 120)
+        assert b"Rome" in running.output
+        running.type("\x11")
+        assert running.end() == 0
+        assert running.modes_left_on() == []
+
+
+def test_the_hostile_text_holds_what_it_should() -> None:
+    assert all(part in HOSTILE for part in ("\x1b]52", "\x1b[6n", "\x9b", "\u202e", "[/INST]"))
