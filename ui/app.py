@@ -59,13 +59,13 @@ class ChatApp(App[None]):
         self.theme = preferred_theme().name
         self._engine_command = engine_command
         self._engine: EngineProcess | None = None
-        self._chat = ChatScreen()
+        self.chat = ChatScreen()
         self._files = tempfile.TemporaryDirectory(prefix="minillm-", ignore_cleanup_errors=True)
 
     # --- the engine's process -----------------------------------------------------------------------------------------
 
     def get_default_screen(self) -> Screen:
-        return self._chat
+        return self.chat
 
     def on_mount(self) -> None:
         # Importing torch in the other process takes a whole core: the first paint goes first.
@@ -107,7 +107,7 @@ class ChatApp(App[None]):
                 elif isinstance(event, LoadFailed):
                     self.engine_state = EngineState("failed", model, error=event.error)
                 else:
-                    self._chat.post_message(EngineEvent(event))
+                    self.chat.post_message(EngineEvent(event))
         except ValueError as error:
             problem = f"it said something unintelligible: {error}"
         finally:

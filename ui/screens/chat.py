@@ -90,6 +90,11 @@ class ChatScreen(Screen[None]):
         self.watch(self.app, "settings", self._settings_changed)
         self._timer = self.set_interval(_REFRESH, self._refresh_answer, pause=True)
 
+    @property
+    def num_answers(self) -> int:
+        """Answers of this conversation that have ended."""
+        return len(self.conversation.turns) - (self.conversation.open_answer is not None)
+
     # --- what the app says --------------------------------------------------------------------------------------------
 
     async def _engine_changed(self, state: EngineState) -> None:

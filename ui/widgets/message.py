@@ -86,7 +86,7 @@ def summary(answer: Answer) -> str:
     if answer.time_to_first_token is not None:
         words.append(f"first token {duration(answer.time_to_first_token)}")
     if answer.num_cached_tokens:
-        words.append(f"{count(answer.num_cached_tokens)} of {plural(answer.num_prompt_tokens, 'prompt token')} cached")
+        words.append(f"prompt {count(answer.num_prompt_tokens)}, {count(answer.num_cached_tokens)} cached")
     if answer.finish_reason != "stop":
         words.append({"length": "cut at its longest", "abort": "stopped", "lost": "lost"}[answer.finish_reason])
     return " · ".join(words)

@@ -1,0 +1,60 @@
+"""The picture of the README, made by the app itself: ``python -m ui.screenshot ui/picture.svg``.
+
+It asks the default model two questions and exports what the screen shows then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from textual.drivers.headless_driver import HeadlessDriver
+
+from minillm.errors import MinillmError
+from minillm.weights.manifest import default_model
+from ui.app import ChatApp
+from ui.settings import Settings
+from ui.widgets.prompt import PromptInput
+
+QUESTIONS = (
+    "Explain the Fibonacci sequence in two sentences.",
+    "Now write it as a short Python function.",
+)
+SIZE = (132, 38)  # columns and rows
+_PATIENCE = 120.0  # seconds for each step
+
+
+async def take(target: Path) -> None:
+    """Run a short conversation and write the SVG.
+
+    Raises:
+        MinillmError: the model does not load.
+        TimeoutError: it does not answer.
+    """
+    sampling = {"temperature": 0.0, "max_tokens": 200, "repetition_penalty": 1.1}
+    app = ChatApp(Settings(default_model(), sampling=sampling), driver_class=HeadlessDriver)
+    async with app.run_test(size=SIZE) as pilot, asyncio.timeout(_PATIENCE):
+        while app.engine_state.phase != "ready":
+            if app.engine_state.phase in ("failed", "crashed"):
+                raise MinillmError(app.engine_state.error)
+            await pilot.pause(0.1)
+        for number, question in enumerate(QUESTIONS, 1):
+            app.screen.query_one(PromptInput).text = question
+            await pilot.press("enter")
+            while app.chat.num_answers < number:
+                await pilot.pause(0.1)
+        await pilot.pause(0.5)
+        target.write_text(app.export_screenshot(title="minillm chat"), encoding="utf-8")
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: python -m ui.screenshot FILE.svg", file=sys.stderr)
+        return 2
+    asyncio.run(take(Path(sys.argv[1])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
