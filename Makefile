@@ -1,5 +1,6 @@
 # make chat   set up .venv, fetch the default model, open the chat
 # make test   ruff, mypy, pytest
+# make test-gpu  the same on a CUDA GPU, with the tests that only run there
 # TORCH=...   which torch pip installs; anything pip takes: TORCH="torch==2.11.0", TORCH=/path/to/torch.whl
 
 TORCH ?= torch==2.13.0
@@ -8,7 +9,7 @@ MODEL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chat test test-fast lint format bench parity clean
+.PHONY: chat test test-fast test-gpu lint format bench parity clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -43,6 +44,10 @@ test: lint
 
 test-fast: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "not slow and not weights and not parity and not soak and not gpu"
+
+# The Triton kernels compiled, not interpreted, and everything that runs the engine on the GPU where there is one.
+test-gpu: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "not parity and not soak and not weights" tests/kernels tests/model tests/engine
 
 parity: $(VENV)/installed-dev
 	$(BIN)/minillm pull

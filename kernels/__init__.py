@@ -48,18 +48,18 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension: see `reference.rms_norm`."""
-    return norm.rms_norm(x, weight, eps) if x.is_cuda else reference.rms_norm(x, weight, eps)
+    return norm.rms_norm(x, weight, eps) if x.is_cuda else cpu.rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Residual addition and RMSNorm: see `reference.add_rms_norm`."""
-    op = norm.add_rms_norm if x.is_cuda else reference.add_rms_norm
+    op = norm.add_rms_norm if x.is_cuda else cpu.add_rms_norm
     return op(x, residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of the packed projection: see `reference.silu_mul`."""
-    return activation.silu_mul(gate_up) if gate_up.is_cuda else reference.silu_mul(gate_up)
+    return activation.silu_mul(gate_up) if gate_up.is_cuda else cpu.silu_mul(gate_up)
 
 
 def rotary_write_kv(

@@ -96,16 +96,25 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="write JSON")
 
     bench = command("bench", "measure speed")
-    bench.add_argument("workload", choices=("latency",), metavar="WORKLOAD", help="latency")
-    bench.add_argument(
+    workloads = bench.add_subparsers(dest="workload", metavar="WORKLOAD", required=True, parser_class=_Parser)
+
+    def workload(name: str, summary: str) -> argparse.ArgumentParser:
+        added = workloads.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        added.add_argument("--json", action="store_true", help="write JSON")
+        return added
+
+    latency = workload("latency", "how fast a few sequences decode together")
+    latency.add_argument(
         "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b or llama-8b"
     )
-    bench.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that decode together")
-    bench.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens of each")
-    bench.add_argument("--output-len", type=int, default=256, metavar="N", help="tokens that each generates")
-    bench.add_argument("--peer", choices=("transformers",), help="measure this too, in the same process")
-    bench.add_argument("--json", action="store_true", help="write JSON")
-    _add_model_options(bench)
+    latency.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that decode together")
+    latency.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens of each")
+    latency.add_argument("--output-len", type=int, default=256, metavar="N", help="tokens that each generates")
+    latency.add_argument("--peer", choices=("transformers",), help="measure this too, in the same process")
+    _add_model_options(latency)
+
+    kernels = workload("kernels", "every kernel against the copy bandwidth and the matmul rate of this GPU")
+    kernels.add_argument("--op", metavar="NAME", help="only this op")
     return parser
 
 

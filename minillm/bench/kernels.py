@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels import reference
 from minillm.bench.hardware import matmul_rate, read_bandwidth
 from minillm.bench.timing import copies_for_cold_l2, graph_microseconds
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 
 _DEVICE = torch.device("cuda")
 _DTYPE = torch.bfloat16
@@ -61,8 +61,13 @@ class Limits:
 
 
 def measure_limits() -> Limits:
+    """Measure the ceilings.
+
+    Raises:
+        MinillmError: there is no GPU.
+    """
     if not torch.cuda.is_available():
-        raise UsageError("bench kernels needs a CUDA GPU, and torch finds none here")
+        raise MinillmError("bench kernels needs a CUDA GPU, and torch finds none here")
     return Limits(read_bandwidth(_DEVICE, 1 << 32), matmul_rate(_DEVICE))
 
 

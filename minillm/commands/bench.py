@@ -11,6 +11,35 @@ from minillm.errors import UsageError
 
 
 def run(arguments: argparse.Namespace) -> int:
+    return {"latency": _latency, "kernels": _kernels}[arguments.workload](arguments)
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    from minillm.bench import kernels
+
+    limits = kernels.measure_limits()
+    if not arguments.json:
+        print(
+            f"limits: copy {limits.copy_bandwidth / 1e12:.2f} TB/s, matmul {limits.matmul_rate / 1e12:.0f} TFLOP/s "
+            "(bfloat16, measured in this run)"
+        )
+        print(f"{'op':24}{'shape':34}{'us':>9}{'MB':>9}{'GFLOP':>9}{'limit':>9}{'of it':>7}{'error':>10}")
+    results = []
+    for result in kernels.run(limits, arguments.op):
+        results.append(result)
+        if not arguments.json:
+            error = "" if result.error is None else f"{result.error:.1e}"
+            print(
+                f"{result.op:24}{result.shape:34}{result.microseconds:>9.1f}{result.bytes / 1e6:>9.1f}"
+                f"{result.flops / 1e9:>9.1f}{result.bound:>9}{result.fraction:>7.0%}{error:>10}",
+                flush=True,
+            )
+    if arguments.json:
+        print(json.dumps({"limits": asdict(limits), "results": [asdict(result) for result in results]}))
+    return 0
+
+
+def _latency(arguments: argparse.Namespace) -> int:
     for name in ("batch_size", "input_len", "output_len"):
         if getattr(arguments, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")

@@ -147,6 +147,8 @@ MISTAKES = [
     (["generate"], "empty"),
     (["pull", "nothing"], "unknown model 'nothing'"),
     (["bench", "latency", "--shape", "gpt-5"], "unknown shape"),
+    (["bench", "speed"], "unknown"),
+    (["bench"], "WORKLOAD"),
     (["bench", "latency", "--batch-size", "0"], "--batch-size"),
     (["bench", "latency", "--shape", "llama-8b", "--model", "x"], "not both"),
 ]
