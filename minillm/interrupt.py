@@ -35,3 +35,9 @@ def deferred_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if caught:
         raise KeyboardInterrupt
+
+
+def import_torch() -> None:
+    """Import torch with ctrl-c held back: a KeyboardInterrupt inside its C++ initialisers would abort the process."""
+    with deferred_interrupt():
+        import torch  # noqa: F401

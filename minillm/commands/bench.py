@@ -8,9 +8,11 @@ from dataclasses import asdict
 
 from minillm.cli import ENGINE_OPTIONS, given
 from minillm.errors import UsageError
+from minillm.interrupt import import_torch
 
 
 def run(arguments: argparse.Namespace) -> int:
+    import_torch()
     return {"latency": _latency, "kernels": _kernels}[arguments.workload](arguments)
 
 

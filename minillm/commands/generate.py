@@ -13,6 +13,7 @@ from typing import Any
 from minillm.cli import ENGINE_OPTIONS, SAMPLING_OPTIONS, given
 from minillm.commands.progress import GenerationBar, loading_bar, say
 from minillm.errors import UsageError
+from minillm.interrupt import import_torch
 from minillm.text import clean
 
 MAX_INPUT_BYTES = 256 << 20
@@ -42,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         except UsageError as error:
             raise UsageError(f"{request.where}: {error}" if request.where else str(error)) from None
 
+    import_torch()
     from minillm.llm import LLM
     from minillm.weights.manifest import default_model
 

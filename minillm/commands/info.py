@@ -9,6 +9,8 @@ import platform
 import sys
 from typing import Any
 
+from minillm.interrupt import import_torch
+
 PACKAGES = ("torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "gguf", "jinja2", "textual")
 
 
@@ -26,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def collect() -> dict[str, dict[str, Any]]:
     """Versions, devices and directories."""
+    import_torch()
     import torch
 
     from minillm.memory import free_bytes
