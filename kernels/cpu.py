@@ -18,9 +18,11 @@ from kernels import reference
 # 538 MB of weights take 30 ms at 1 row and 50 ms at 16, against 31 and 69 with the layout for 1, 46 and 86 unpacked
 # (2 cores of an EPYC 7003).
 _PACKED_FOR_ROWS = 16
-# Copying the K of several sequences side by side pays up to here: 16 sequences of 160 tokens take 0.57 ms a layer so,
-# 0.93 ms one by one; of 2,000 tokens 8.1 and 7.2.
+# Gathering the K of several sequences side by side pays from 4 sequences up to here: 16 sequences of 160 tokens take
+# 0.59 ms a layer so and 1.06 ms one by one, 48 of 1,200 tokens 28 and 15.
 _GATHERED_FLOATS = 4 << 20
+_GATHERED_SEQS = 4
+_SHORT_CONTEXT = 1024  # up to here two plain products are faster than the fused attention with its set-up: 64 to 104 us
 _CANDIDATES = 1024  # tokens that the sampler looks at before it falls back to the whole vocabulary
 
 
@@ -43,6 +45,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `reference.rms_norm`; in float32 there is no cast whose order could matter."""
     if x.dtype != torch.float32:
         return reference.rms_norm(x, weight, eps)
+    if x.shape[0] == 1:  # four small ops instead of twelve: with cold caches each costs as much as 576 multiplications
+        row = x.view(-1)
+        return (x * weight).mul_((torch.dot(row, row).item() / row.shape[0] + eps) ** -0.5)
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -71,31 +76,31 @@ def rotary_write_kv(
     slot_mapping: Tensor,
 ) -> None:
     """See `reference.rotary_write_kv`; for whole heads in float32, and q and k at once where they lie side by side."""
-    half, num_heads = cos.shape[1], q.shape[1]
+    half, num_tokens, num_heads = cos.shape[1], *q.shape[:2]
     side_by_side = k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.itemsize and k.stride() == q.stride()
     if q.dtype != torch.float32 or 2 * half != q.shape[2] or not side_by_side or min(slot_mapping.tolist()) < 0:
         reference.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
         return
-    both = q.as_strided((q.shape[0], num_heads + k.shape[1], q.shape[2]), q.stride())
-    first, second, cos, sin = both[..., :half], both[..., half:], cos[:, None], sin[:, None]
-    rotated = torch.cat(
-        (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)), dim=-1
-    )
-    q.copy_(rotated[:, :num_heads])
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, rotated[:, num_heads:])
+    # [tokens, q and k heads, 2, half], in place
+    both = q.as_strided((num_tokens, num_heads + k.shape[1], 2, half), (*q.stride()[:2], half, 1))
+    (first, second), cos, sin = both.unbind(2), cos[:, None], sin[:, None]
+    rotated = torch.addcmul(first * cos, second, sin, value=-1)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(rotated)
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
 
 
 def _sequence_kv(cache: Tensor, table: list[int], length: int) -> Tensor:
-    """One sequence's ``[1, num_kv_heads, length, head_dim]``: a view if its blocks are consecutive, else a copy."""
+    """One sequence's ``[num_kv_heads, length, head_dim]``: a view if its blocks are consecutive, else a copy."""
     _, block_size, num_kv_heads, head_dim = cache.shape
     first, num_blocks = table[0], len(table)
     if table[-1] - first != num_blocks - 1 or table != list(range(first, first + num_blocks)):
         cache, first = cache.index_select(0, torch.tensor(table)), 0
     # One call instead of a slice, a flatten, a slice and a transpose: decoding here spends its time on views.
     return cache.as_strided(
-        (1, num_kv_heads, length, head_dim),
-        (0, head_dim, num_kv_heads * head_dim, 1),
+        (num_kv_heads, length, head_dim),
+        (head_dim, num_kv_heads * head_dim, 1),
         cache.storage_offset() + first * block_size * num_kv_heads * head_dim,
     )
 
@@ -114,20 +119,33 @@ def paged_attention(
     num_kv_heads = k_cache.shape[2]
     lengths = context_lens.tolist()
     longest = max(lengths, default=0)
-    if num_seqs > 1 and min(lengths) > 0 and num_seqs * longest * num_kv_heads * head_dim <= _GATHERED_FLOATS:
+    if (
+        num_seqs >= _GATHERED_SEQS
+        and min(lengths) > 0
+        and num_seqs * longest * num_kv_heads * head_dim <= _GATHERED_FLOATS
+    ):
         return _attend_together(q, k_cache, v_cache, block_tables, context_lens, longest, softmax_scale)
     # The query heads of a kv head stand as a batch of queries: nothing is repeated.
-    grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim).unbind(0)
     outputs = []
-    for query, (table, length) in zip(grouped.split(1), _tables(block_tables, lengths, k_cache.shape[1]), strict=True):
+    for query, (table, length) in zip(grouped, _tables(block_tables, lengths, k_cache.shape[1]), strict=True):
         if not length:
             outputs.append(torch.zeros_like(query))
             continue
         k, v = _sequence_kv(k_cache, table, length), _sequence_kv(v_cache, table, length)
-        outputs.append(functional.scaled_dot_product_attention(query, k, v, scale=softmax_scale))
+        outputs.append(_attend_one(query, k, v, softmax_scale))
     if num_seqs == 1:
         return outputs[0].view(q.shape)
-    return torch.cat(outputs).view(q.shape) if outputs else torch.empty_like(q)
+    return torch.stack(outputs).view(q.shape) if outputs else torch.empty_like(q)
+
+
+def _attend_one(query: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
+    """``query [kv heads, group, head_dim]`` over ``k, v [kv heads, length, head_dim]``."""
+    if query.dtype != torch.float32 or k.shape[1] > _SHORT_CONTEXT:
+        attended = functional.scaled_dot_product_attention(query[None], k[None], v[None], scale=softmax_scale)
+        return attended[0]
+    scores = torch.bmm(query, k.transpose(1, 2)).mul_(softmax_scale)
+    return torch.bmm(scores.softmax(-1), v)
 
 
 def _attend_together(
@@ -181,8 +199,8 @@ def prefill_attention(
             mask = torch.arange(length) <= torch.arange(cached, length)[:, None]
         attended = functional.scaled_dot_product_attention(
             q[begin:end].transpose(0, 1)[None],
-            k,
-            v,
+            k[None],
+            v[None],
             attn_mask=mask,
             is_causal=mask is None,
             scale=softmax_scale,

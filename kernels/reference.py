@@ -81,7 +81,7 @@ def rotary_write_kv(
     v_cache: Tensor,
     slot_mapping: Tensor,
 ) -> None:
-    """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the blocks. ``k`` itself is left as it was.
+    """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the blocks. ``k`` is scratch: it may change, too.
 
     ``q``, ``k``, ``v`` ``[num_tokens, heads, head_dim]`` may be strided views of one packed projection.
     """

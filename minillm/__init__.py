@@ -8,6 +8,7 @@ print(llm.generate("Once upon a time", SamplingParams(max_tokens=40))[0].outputs
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from minillm.errors import MinillmError
     from minillm.llm import LLM
     from minillm.outputs import CompletionOutput, Delta, RequestOutput
+
+# torch then asks for huge pages for its large CPU tensors, and decoding on a CPU, which reads every weight once a token,
+# misses fewer translations (about 5 %). It reads the variable when it is imported.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {
     "LLM": "minillm.llm",

@@ -1,7 +1,18 @@
-"""The paged KV cache's book-keeping: plain Python, no torch."""
+"""The books of the KV cache: who holds which block. No tensor here."""
 
 from minillm.cache.block_manager import BlockManager, BlockTable, OutOfBlocks
-from minillm.cache.events import CacheEvent
+from minillm.cache.events import CacheEvent, Subscriber
+from minillm.cache.prefix_cache import PrefixReport
 from minillm.cache.stats import CacheStats
+from minillm.cache.swap import SwapSpace
 
-__all__ = ["BlockManager", "BlockTable", "CacheEvent", "CacheStats", "OutOfBlocks"]
+__all__ = [
+    "BlockManager",
+    "BlockTable",
+    "CacheEvent",
+    "CacheStats",
+    "OutOfBlocks",
+    "PrefixReport",
+    "Subscriber",
+    "SwapSpace",
+]

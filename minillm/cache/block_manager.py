@@ -7,17 +7,21 @@ processes after ``fork``:
 - **fork** shares: the child's table lists the parent's blocks, no bytes move.
 - **append** makes room for more tokens. A last block that others hold too is not written: a fresh one takes its place
   and one copy (source, destination) is recorded. The last owner writes in place.
-- **free** drops a table; a block that no table holds is free again.
+- **free** drops a table; a block that no table holds is free again, or, if it is full and its tokens are known, cached:
+  found by the next prompt that begins alike (`prefix_cache.py`), until it is needed for something else. The longest
+  unused block goes first, and of a table its tail.
 
 Plain Python, no tensor: it says what the device has to copy (`take_copies`) and never launches anything.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from minillm.cache.events import CacheEvent, Subscriber
 from minillm.cache.free_blocks import FreeBlocks
+from minillm.cache.prefix_cache import Node, PrefixCache, PrefixReport
 from minillm.cache.stats import CacheStats
 
 
@@ -35,33 +39,54 @@ class BlockTable:
     # Tokens that may be appended without a look at the reference counts: `append` keeps it up to date, `fork` lowers
     # it to `num_tokens`, so that the next append of either side finds the shared block.
     writable: int = 0
+    salt: str | None = None  # only tables of the same salt share cached blocks
+    nodes: list[Node] = field(default_factory=list)  # of the full blocks that `commit` has seen, in the prefix cache
 
 
 class BlockManager:
     """Reference-counted blocks ``0 … num_blocks - 1`` of ``block_size`` token slots each."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = False) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.ref_counts = [0] * num_blocks
         self.tables: dict[int, BlockTable] = {}
         self.subscribers: list[Subscriber] = []
         self.num_copies = 0  # copies on write, ever
+        self.num_evictions = 0  # cached blocks that were given up, ever
+        self.num_hit_tokens = 0  # tokens of prompts that were found in the cache, ever
+        self.num_looked_up_tokens = 0
+        self.prefix_caching = prefix_caching
+        self._prefixes = PrefixCache(block_size)
+        self._cached: dict[int, None] = {}  # findable blocks that no table holds, the longest unused first
         self._free = FreeBlocks(num_blocks)
         self._copies: dict[int, int] = {}  # destination -> source, recorded and not yet taken
         self._copy_sources: dict[int, int] = {}  # block -> how many recorded copies still read it
 
     # --- the three verbs ----------------------------------------------------------------------------------------------
 
-    def allocate(self, seq_id: int) -> BlockTable:
-        """An empty table for a new sequence: a fork of nothing.
+    def allocate(self, seq_id: int, token_ids: Sequence[int] = (), salt: str | None = None) -> BlockTable:
+        """A table for a new sequence: a fork of what the cache holds of ``token_ids``, of nothing otherwise.
+
+        The table then has ``num_tokens`` tokens whose K and V are there already: full blocks only, and never all of
+        ``token_ids``, for the last one's logits are needed.
 
         Raises:
             ValueError: ``seq_id`` has a table already.
         """
         if seq_id in self.tables:
             raise ValueError(f"sequence {seq_id} has a block table already")
-        table = BlockTable(seq_id, [])
+        table = BlockTable(seq_id, [], salt=salt)
+        if self.prefix_caching and token_ids:
+            table.blocks, table.nodes = self._prefixes.match(token_ids, salt, len(token_ids) - 1)
+            for block in table.blocks:
+                self._cached.pop(block, None)
+                self.ref_counts[block] += 1
+            table.num_tokens = table.writable = len(table.blocks) * self.block_size
+            self.num_hit_tokens += table.num_tokens
+            self.num_looked_up_tokens += len(token_ids)
+            if table.blocks and self.subscribers:
+                self._emit(CacheEvent("hit", seq_id, tuple(table.blocks)))
         self.tables[seq_id] = table
         return table
 
@@ -77,6 +102,8 @@ class BlockManager:
         child = self.allocate(child_id)
         child.blocks = parent.blocks[: -(-num_tokens // self.block_size)]
         child.num_tokens = child.writable = num_tokens
+        child.salt = parent.salt
+        child.nodes = parent.nodes[: num_tokens // self.block_size]
         parent.writable = min(parent.writable, parent.num_tokens)
         for block in child.blocks:
             self.ref_counts[block] += 1
@@ -103,14 +130,54 @@ class BlockManager:
             self._drop(block)
         if self.subscribers:
             self._emit(CacheEvent("free", table.seq_id, tuple(table.blocks)))
-        table.blocks, table.num_tokens, table.writable = [], 0, 0
+        table.blocks, table.num_tokens, table.writable, table.nodes = [], 0, 0, []
+
+    # --- the prefix cache ---------------------------------------------------------------------------------------------
+
+    def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """The K and V of the first ``num_computed`` tokens are there: full blocks of them can be found from now on."""
+        size, nodes = self.block_size, table.nodes
+        if not self.prefix_caching:
+            return
+        for index in range(len(nodes), num_computed // size):
+            before = nodes[-1] if nodes else table.salt
+            nodes.append(self._prefixes.add(table.blocks[index], before, token_ids[index * size : (index + 1) * size]))
+
+    def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> tuple[int, int]:
+        """(tokens that `allocate` would find, blocks of them that tables hold already and that cost nothing)."""
+        if not self.prefix_caching:
+            return 0, 0
+        blocks, _ = self._prefixes.match(token_ids, salt, len(token_ids) - 1)
+        return len(blocks) * self.block_size, sum(self.ref_counts[block] > 0 for block in blocks)
+
+    def distrust(self, table: BlockTable) -> None:
+        """What was computed for ``table`` is wrong (NaN, say): nobody may find its blocks."""
+        for block in table.blocks:
+            if block in self._prefixes:
+                self._prefixes.remove(block)
+
+    def explain_miss(self, token_ids: Sequence[int], salt: str | None = None) -> PrefixReport:
+        """How far a prompt would be found in the cache, and what ends it."""
+        return self._prefixes.explain(token_ids, salt)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix; blocks that no table holds are free."""
+        while self._cached:
+            self._evict()
+        for table in self.tables.values():
+            self.distrust(table)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that no table holds and that can still be found."""
+        return len(self._cached)
 
     # --- what the scheduler and the runner ask ------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Blocks that an append can take now."""
-        return len(self._free)
+        """Blocks that an append can take now; the cached ones are among them."""
+        return len(self._free) + len(self._cached)
 
     def blocks_needed(self, table: BlockTable, count: int) -> int:
         """Free blocks that ``append(table, count)`` would take, the copy of a shared last block included."""
@@ -131,8 +198,12 @@ class BlockManager:
         sources, self._copy_sources = self._copy_sources, {}
         for source in sources:
             if not self.ref_counts[source]:
-                self._free.put(source)
+                self._release(source)
         return copies
+
+    def content_of(self, block: int) -> int:
+        """The block whose content ``block`` has on the device now: another one, while its copy waits to be taken."""
+        return self._copies.get(block, block)
 
     def slots(self, table: BlockTable, start: int, stop: int) -> list[int]:
         """The physical slots of tokens ``start … stop - 1``."""
@@ -151,12 +222,14 @@ class BlockManager:
     def _grow(self, table: BlockTable, end: int) -> None:
         shared = self._tail_is_shared(table)
         fresh = -(-end // self.block_size) - len(table.blocks)
-        if fresh + shared > len(self._free):
-            raise OutOfBlocks(f"needs {fresh + shared} blocks, {len(self._free)} are free")
+        if fresh + shared > self.num_free:
+            raise OutOfBlocks(f"needs {fresh + shared} blocks, {self.num_free} are free")
         if shared:
             self._copy_on_write(table)
+        elif table.num_tokens % self.block_size and table.blocks[-1] in self._prefixes:
+            self._prefixes.remove(table.blocks[-1])  # its last owner, forked at an earlier token, writes to it
         if fresh > 0:
-            taken = self._free.take(fresh, table.blocks[-1] if table.blocks else None)
+            taken = self._take(fresh, table.blocks[-1] if table.blocks else None)
             for block in taken:
                 self.ref_counts[block] = 1
             table.blocks += taken
@@ -164,11 +237,26 @@ class BlockManager:
                 self._emit(CacheEvent("allocate", table.seq_id, tuple(taken)))
         table.writable = len(table.blocks) * self.block_size
 
+    def _take(self, count: int, after: int | None) -> list[int]:
+        while len(self._free) < count:
+            self._evict()
+        return self._free.take(count, after)
+
+    def _evict(self) -> None:
+        """Give up the longest unused cached block."""
+        block = next(iter(self._cached))
+        del self._cached[block]
+        self._prefixes.remove(block)
+        self._free.put(block)
+        self.num_evictions += 1
+        if self.subscribers:
+            self._emit(CacheEvent("evict", -1, (block,)))
+
     def _copy_on_write(self, table: BlockTable) -> None:
         source = table.blocks[-1]
         # Where the source itself still waits for its copy, its content is that of the first source.
         origin = self._copies.get(source, source)
-        destination = self._free.take(1, table.blocks[-2] if len(table.blocks) > 1 else None)[0]
+        destination = self._take(1, table.blocks[-2] if len(table.blocks) > 1 else None)[0]
         self.ref_counts[source] -= 1
         self.ref_counts[destination] = 1
         table.blocks[-1] = destination
@@ -188,8 +276,15 @@ class BlockManager:
             if not self._copy_sources[source]:
                 del self._copy_sources[source]
                 if not self.ref_counts[source]:
-                    self._free.put(source)
+                    self._release(source)
         if block not in self._copy_sources:
+            self._release(block)
+
+    def _release(self, block: int) -> None:
+        """A block that nobody holds and nobody reads: cached if it can be found, else free."""
+        if block in self._prefixes:
+            self._cached[block] = None
+        else:
             self._free.put(block)
 
     def _emit(self, event: CacheEvent) -> None:
@@ -213,7 +308,9 @@ class BlockManager:
         assert len(free) == len(self._free), "the free runs overlap or miscount"
         for block in range(self.num_blocks):
             owned = self.ref_counts[block] > 0 or block in self._copy_sources
-            assert owned != (block in free), f"block {block} is both owned and free, or neither"
+            states = owned + (block in free) + (block in self._cached)
+            assert states == 1, f"block {block} is in {states} of the states owned, free and cached"
+            assert block not in self._cached or block in self._prefixes, f"block {block} is cached and cannot be found"
         for destination, source in self._copies.items():
             assert self.ref_counts[destination] == 1, f"copy to block {destination}, which has not one owner"
             assert source in self._copy_sources, f"copy from block {source}, which may be handed out"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-EventKind = Literal["allocate", "fork", "copy", "free"]
+EventKind = Literal["allocate", "hit", "fork", "copy", "free", "evict", "swap_out", "swap_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,10 @@ class CacheEvent:
     fork        ``seq_id`` now shares ``blocks`` with ``parent_id``
     copy        ``seq_id`` writes to ``blocks[1]``, a copy of the shared ``blocks[0]`` (copy-on-write)
     free        ``seq_id`` is gone; it held ``blocks``
+    hit         the new ``seq_id`` found ``blocks`` in the prefix cache
+    evict       the cached ``blocks`` are free; ``seq_id`` is -1
+    swap_out    ``seq_id`` left ``blocks`` for the host's memory
+    swap_in     ``seq_id`` is back, in ``blocks``
     ==========  ===================================================================================
     """
 

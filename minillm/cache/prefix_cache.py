@@ -1,0 +1,109 @@
+"""Which full blocks hold which tokens: what makes a prompt's beginning free where it was computed before.
+
+A block is found by the tokens in it and by the block before it, all the way back to the first: a chain. Each link is a
+node with a number of its own, and the key of a block is (node before it, its tokens). Python's dictionary compares keys
+that hash alike, so two chains are taken for one only if every token is the same: a collision costs a comparison and
+never gives a wrong answer. (vLLM's chain of hashes, Kwon et al. 2023, with the tokens in place of their hash.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Node = int | str | None  # a block's number, or the salt that a chain begins with
+
+
+@dataclass(frozen=True)
+class PrefixReport:
+    """Why a prompt was found in the cache as far as it was, and no further. Counts are tokens."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int  # in full blocks; what a request would not compute again
+    num_matching_tokens: int  # with the nearest cached prefix; its last block may match only in part
+    expected: int | None  # the cached token at that place, if a cached prefix goes on there
+    found: int | None  # the prompt's token at that place
+
+    def __str__(self) -> str:
+        found = f"{self.num_cached_tokens} of {self.num_prompt_tokens} tokens are cached"
+        if self.found is None:
+            return f"{found}; the whole prompt matches"
+        if self.expected is None:
+            return f"{found}; no cached prefix goes on after token {self.num_matching_tokens}"
+        return (
+            f"{found}; the nearest cached prefix matches {self.num_matching_tokens}, and then has token "
+            f"{self.expected} where the prompt has {self.found}"
+        )
+
+
+class PrefixCache:
+    """The index. It neither owns nor counts blocks: the block manager says what becomes findable and what is gone."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._blocks: dict[tuple[Node, tuple[int, ...]], int] = {}
+        self._entries: dict[int, tuple[int, tuple[Node, tuple[int, ...]]]] = {}  # block -> (its node, its key)
+        self._next_node = 0
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def match(self, token_ids: Sequence[int], salt: str | None, limit: int) -> tuple[list[int], list[Node]]:
+        """The cached blocks of the first ``limit`` tokens at most, and their nodes."""
+        size = self.block_size
+        blocks: list[int] = []
+        nodes: list[Node] = []
+        node: Node = salt
+        for end in range(size, limit + 1, size):
+            block = self._blocks.get((node, tuple(token_ids[end - size : end])))
+            if block is None:
+                break
+            node = self._entries[block][0]
+            blocks.append(block)
+            nodes.append(node)
+        return blocks, nodes
+
+    def add(self, block: int, before: Node, token_ids: Sequence[int]) -> Node:
+        """Make a full block findable after node ``before``.
+
+        Returns:
+            Its node; another block's, if that holds the same already.
+        """
+        key = (before, tuple(token_ids))
+        known = self._blocks.get(key)
+        if known is not None:
+            return self._entries[known][0]
+        node = self._next_node
+        self._next_node += 1
+        self._blocks[key] = block
+        self._entries[block] = (node, key)
+        return node
+
+    def remove(self, block: int) -> None:
+        """The block's content is about to change: nobody may find it any more."""
+        _, key = self._entries.pop(block)
+        del self._blocks[key]
+
+    def explain(self, token_ids: Sequence[int], salt: str | None) -> PrefixReport:
+        """Compare a prompt with the nearest cached prefix. Looks at every cached block: for people, not for steps."""
+        size, count = self.block_size, len(token_ids)
+        blocks, nodes = self.match(token_ids, salt, count)
+        start, last = len(blocks) * size, nodes[-1] if nodes else salt
+        rest = tuple(token_ids[start : start + size])
+        best, expected = 0, None
+        for before, tokens in self._blocks:
+            if before == last and type(before) is type(last):
+                same = next((i for i, (a, b) in enumerate(zip(tokens, rest, strict=False)) if a != b), len(rest))
+                if same > best or expected is None:
+                    best, expected = same, tokens[same] if same < len(tokens) else None
+        matching = start + best
+        return PrefixReport(
+            num_prompt_tokens=count,
+            num_cached_tokens=min(start, max(0, count - 1) // size * size),
+            num_matching_tokens=matching,
+            expected=expected if matching < count else None,
+            found=token_ids[matching] if matching < count else None,
+        )

@@ -1,0 +1,129 @@
+"""Room on the host for blocks of sequences that had to leave the device.
+
+A group leaves as a whole: each of its blocks is saved once, however many of its tables hold it, and after the return
+the tables share again what they shared before. Only the books are here; the runner moves the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minillm.cache.block_manager import BlockManager, BlockTable
+from minillm.cache.events import CacheEvent
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """A block table whose blocks lie on the host."""
+
+    seq_id: int
+    blocks: list[int]  # of the host
+    num_tokens: int
+    salt: str | None
+
+
+class SwapSpace:
+    """Reference-counted blocks ``0 … num_blocks - 1`` of the host."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.saved: dict[int, SavedTable] = {}
+        self.num_swapped_out = 0  # blocks, ever
+        self.num_swapped_in = 0
+        self._ref_counts = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def swap_out(self, cache: BlockManager, tables: Sequence[tuple[BlockTable, int]]) -> list[tuple[int, int]] | None:
+        """Save the first tokens of each (table, number of tokens) and free the tables.
+
+        Returns:
+            (device block, host block) pairs to copy before anything else is written to the pool; None where the host
+            lacks room: nothing has changed then. Within a step everything leaves before anything returns: the host
+            blocks of what returned are free at once.
+        """
+        size = cache.block_size
+        kept = [(table, tokens, table.blocks[: -(-tokens // size)]) for table, tokens in tables]
+        distinct = dict.fromkeys(block for _, _, blocks in kept for block in blocks)
+        if len(distinct) > len(self._free):
+            return None
+        homes = {block: self._free.pop() for block in distinct}
+        pairs = [(cache.content_of(block), home) for block, home in homes.items()]
+        for table, tokens, blocks in kept:
+            hosts = [homes[block] for block in blocks]
+            for host in hosts:
+                self._ref_counts[host] += 1
+            self.saved[table.seq_id] = SavedTable(table.seq_id, hosts, tokens, table.salt)
+            for subscriber in cache.subscribers:
+                subscriber(CacheEvent("swap_out", table.seq_id, tuple(blocks)))
+            cache.free(table)
+        self.num_swapped_out += len(pairs)
+        return pairs
+
+    def blocks_needed(self, seq_ids: Sequence[int]) -> int:
+        """Device blocks that the return of these sequences can take at most."""
+        distinct = {host for seq_id in seq_ids for host in self.saved[seq_id].blocks}
+        return len(distinct) + len(seq_ids)  # a shared tail that is forked at fewer tokens is copied on write
+
+    def swap_in(
+        self, cache: BlockManager, seq_ids: Sequence[int]
+    ) -> tuple[dict[int, BlockTable], list[tuple[int, int]]]:
+        """Give sequences their tables back. The caller has seen to it that `blocks_needed` are free.
+
+        Returns:
+            The tables, and the (host block, device block) pairs to copy before this step's copies on write: those may
+            read what comes back.
+        """
+        size = cache.block_size
+        restored: dict[int, tuple[SavedTable, BlockTable]] = {}
+        # The longest first: the others fork from one that goes at least as far as they do.
+        for saved in sorted((self.saved[seq_id] for seq_id in seq_ids), key=lambda saved: -saved.num_tokens):
+            parent, shared = None, 0
+            for other, table in restored.values():
+                common = _common_length(saved.blocks, other.blocks)
+                tokens = min(common * size, saved.num_tokens, other.num_tokens)
+                if tokens > shared:
+                    parent, shared = table, tokens
+            if parent is None:
+                table = cache.allocate(saved.seq_id, salt=saved.salt)
+            else:
+                table = cache.fork(parent, saved.seq_id, shared)
+            cache.append(table, saved.num_tokens - shared)
+            restored[saved.seq_id] = saved, table
+        loads: dict[int, int] = {}
+        for saved, table in restored.values():
+            loads.update(zip(table.blocks, saved.blocks, strict=True))
+            for subscriber in cache.subscribers:
+                subscriber(CacheEvent("swap_in", saved.seq_id, tuple(table.blocks)))
+        for seq_id in seq_ids:
+            self.discard(seq_id)
+        self.num_swapped_in += len(loads)
+        return {seq_id: table for seq_id, (_, table) in restored.items()}, [(h, d) for d, h in loads.items()]
+
+    def discard(self, seq_id: int) -> None:
+        """Forget a saved sequence, if it is one."""
+        saved = self.saved.pop(seq_id, None)
+        for host in saved.blocks if saved is not None else ():
+            self._ref_counts[host] -= 1
+            if not self._ref_counts[host]:
+                self._free.append(host)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        held = [0] * self.num_blocks
+        for saved in self.saved.values():
+            for host in saved.blocks:
+                held[host] += 1
+        assert held == self._ref_counts, "reference counts differ from what the saved tables hold"
+        free = set(self._free)
+        assert len(free) == len(self._free), "a host block is free twice"
+        assert all((host in free) == (not count) for host, count in enumerate(held)), "a host block leaked"
+
+
+def _common_length(one: list[int], other: list[int]) -> int:
+    length = min(len(one), len(other))
+    return next((i for i in range(length) if one[i] != other[i]), length)
