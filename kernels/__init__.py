@@ -19,13 +19,16 @@ __all__ = [
     "LinearWeight",
     "add_rms_norm",
     "block_copy",
+    "gather_blocks",
     "linear",
     "paged_attention",
     "prefill_attention",
     "rms_norm",
     "rotary_write_kv",
     "sample",
+    "scatter_blocks",
     "silu_mul",
+    "top_log_probabilities",
 ]
 
 
@@ -105,6 +108,18 @@ def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
     op(kv_cache, copies)
 
 
+def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """Copy blocks to a staging buffer: see `reference.gather_blocks`."""
+    op = blocks.gather_blocks if kv_cache.is_cuda else reference.gather_blocks
+    op(kv_cache, block_ids, staging)
+
+
+def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+    """Copy a staging buffer back to blocks: see `reference.scatter_blocks`."""
+    op = blocks.scatter_blocks if kv_cache.is_cuda else reference.scatter_blocks
+    op(kv_cache, block_ids, staging)
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,
@@ -118,3 +133,10 @@ def sample(
     if logits.is_cuda:
         return sampling.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)[0]
     return cpu.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+
+
+def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The most probable tokens of each row: see `reference.top_log_probabilities`."""
+    if logits.is_cuda and count <= 256:
+        return sampling.top_log_probabilities(logits, count)
+    return cpu.top_log_probabilities(logits, count)

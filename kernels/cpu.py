@@ -280,3 +280,9 @@ def _sample_candidates(
     score = scaled + reference.gumbel(seeds, positions, ids.to(torch.int32))
     choice = score.masked_fill(~kept | cut, float("-inf")).argmax(-1, keepdim=True)
     return ids.gather(1, choice)[:, 0], sure
+
+
+def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See `reference.top_log_probabilities`, without sorting the vocabulary; any order among equals."""
+    values, ids = logits.topk(count)
+    return values - logits.logsumexp(-1, keepdim=True), ids

@@ -12,24 +12,25 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minillm.decoding.params import SamplingParams
+    from minillm.decoding.params import BeamSearchParams, SamplingParams
     from minillm.errors import MinillmError
     from minillm.llm import LLM
     from minillm.outputs import CompletionOutput, Delta, RequestOutput
 
-# torch then asks for huge pages for its large CPU tensors, and decoding on a CPU, which reads every weight once a token,
-# misses fewer translations (about 5 %). It reads the variable when it is imported.
+# torch, which reads this when it is imported, then asks for huge pages for its large CPU tensors: decoding there reads
+# every weight once a token, and misses fewer translations so (about 5 %).
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {
     "LLM": "minillm.llm",
+    "BeamSearchParams": "minillm.decoding.params",
     "SamplingParams": "minillm.decoding.params",
     "MinillmError": "minillm.errors",
     "CompletionOutput": "minillm.outputs",
     "Delta": "minillm.outputs",
     "RequestOutput": "minillm.outputs",
 }
-__all__ = ["LLM", "CompletionOutput", "Delta", "MinillmError", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "Delta", "MinillmError", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minillm.cache import BlockManager
+import torch
+
+from minillm.cache import BlockManager, SwapSpace
 from minillm.config import EngineConfig, choose_device, choose_dtype
 from minillm.engine import Engine
 from minillm.errors import WeightsError
-from minillm.memory import size_pool
+from minillm.memory import free_bytes, size_pool
 from minillm.model.config import ModelConfig
 from minillm.model.loader import RandomTensors, TensorSource, load_llama
 from minillm.model.shapes import SHAPES
@@ -63,7 +65,11 @@ def build_engine(
         source, model_config, device=device, dtype=dtype, max_positions=longest, on_progress=layers_loaded
     )
     pool = size_pool(config, model_config, device, dtype.itemsize)
-    cache = BlockManager(pool.num_blocks, config.block_size)
+    cache = BlockManager(pool.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
+    num_host_blocks = 0
+    if config.preemption == "swap":
+        space = min(config.swap_space_gb * 1e9, 0.5 * free_bytes(torch.device("cpu")))
+        num_host_blocks = int(space / (model_config.kv_bytes_per_token(dtype.itemsize) * config.block_size))
     tokens = config.max_num_batched_tokens
     if tokens is None:
         tokens = max(config.max_num_seqs, _CPU_BATCHED_TOKENS if device.type == "cpu" else _GPU_BATCHED_TOKENS)
@@ -71,9 +77,9 @@ def build_engine(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     return Engine(
-        runner=Runner(model, pool.num_blocks, config.block_size),
+        runner=Runner(model, pool.num_blocks, config.block_size, num_host_blocks),
         cache=cache,
-        scheduler=Scheduler(cache, config.max_num_seqs, tokens),
+        scheduler=Scheduler(cache, config.max_num_seqs, tokens, SwapSpace(num_host_blocks), config.admission),
         tokenizer=tokenizer,
         max_model_len=pool.max_model_len,
         eos_token_ids=frozenset(eos),

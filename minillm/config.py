@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 BLOCK_SIZES = tuple(1 << power for power in range(9))
 LOAD_FORMATS = ("auto", "dummy")
+PREEMPTIONS = ("swap", "recompute")
+ADMISSIONS = ("predicted", "optimistic")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,12 @@ class EngineConfig:
         max_num_seqs: sequences computed at a time, over all requests.
         max_num_batched_tokens: tokens computed per step; None: 512 on a CPU, 8192 on a GPU.
         gpu_memory_utilization: the part of the GPU's memory that weights, activations and pool may take together.
+        enable_prefix_caching: keep the full blocks of what was computed, to be found where a prompt begins alike.
+        preemption: what happens to a request when blocks run out: ``"swap"`` moves its blocks to the host (and falls
+            back to the other where the host is full), ``"recompute"`` computes them again.
+        swap_space_gb: room on the host for swapped blocks, in 10^9 bytes.
+        admission: ``"predicted"`` admits a request when the peak that all are heading for fits, ``"optimistic"`` when
+            its prompt does.
         load_format: ``"auto"``, or ``"dummy"`` for random weights.
         seed: of the generator that gives a seed to every request that brings none.
 
@@ -45,6 +53,10 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    preemption: str = "swap"
+    swap_space_gb: float = 4.0
+    admission: str = "predicted"
     load_format: str = "auto"
     seed: int = 0
 
@@ -58,6 +70,14 @@ class EngineConfig:
             raise UsageError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, not {self.block_size!r}")
         if self.load_format not in LOAD_FORMATS:
             raise UsageError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, not {self.load_format!r}")
+        for name, allowed in (("preemption", PREEMPTIONS), ("admission", ADMISSIONS)):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise UsageError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
+        space = self.swap_space_gb
+        if isinstance(space, bool) or not isinstance(space, (int, float)) or not 0 <= space <= 1e6:
+            raise UsageError(f"swap_space_gb must be from 0 to 1000000, not {space!r}")
         for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is None and name != "max_num_seqs":

@@ -11,11 +11,13 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from minillm.cache import BlockManager, CacheStats
-from minillm.decoding.params import SamplingParams
+from minillm.decoding.beam_candidates import BeamStep, beam_candidates, token_logprobs
+from minillm.decoding.beam_search import BeamSearch, Candidate
+from minillm.decoding.params import BeamSearchParams, Params
 from minillm.decoding.sampler import SampleRow, sample_tokens
 from minillm.decoding.stop import StopStringFilter
 from minillm.errors import UsageError
@@ -25,6 +27,8 @@ from minillm.scheduler import Schedule, ScheduledChunk, Scheduler
 from minillm.sequence import Sequence, SequenceGroup
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from minillm.tokenizer import Tokenizer
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
@@ -80,17 +84,21 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: SequenceOf[int],
-        params: SamplingParams,
+        params: Params,
         *,
         prompt: str | None = None,
         parent: Sequence | None = None,
         hold: bool = False,
+        salt: str | None = None,
+        streamed: bool = False,
     ) -> SequenceGroup:
         """Queue a request.
 
         Args:
             parent: an idle sequence; the beginning that the prompt has in common with it is not computed again.
             hold: keep the first completion's blocks when it ends: the sequence becomes idle and can be a parent.
+            salt: only requests of the same salt find each other's blocks in the prefix cache.
+            streamed: of a beam search, report the best beam's text at every step.
 
         Raises:
             UsageError: bad prompt, or ``request_id`` is running already.
@@ -115,14 +123,22 @@ class Engine:
             seed=seed,
             parent=parent,
             hold=hold,
-            forked=params.n == 1,
+            forked=params.num_sequences == 1,
+            salt=salt,
+            streamed=streamed,
         )
+        if isinstance(params, BeamSearchParams):
+            width = params.beam_width // params.num_beam_groups
+            group.searches = [
+                BeamSearch(width, params.length_penalty, params.early_stopping, group.max_tokens)
+                for _ in range(params.num_beam_groups)
+            ]
         self.scheduler.add(group)
         self.groups[request_id] = group
         return group
 
     def _new_sequence(
-        self, token_ids: list[int], num_prompt_tokens: int, seed: int, index: int, params: SamplingParams
+        self, token_ids: list[int], num_prompt_tokens: int, seed: int, index: int, params: Params
     ) -> Sequence:
         seq_id = self._next_seq_id
         self._next_seq_id += 1
@@ -174,11 +190,17 @@ class Engine:
                 chunk.group.metrics.first_scheduled_time = now
         try:
             logits, sampled = self.runner.run(schedule, self.cache.take_copies())
-            draws = self._draws(schedule, sampled, logits.amax(-1).isnan().tolist() if sampled else [])
+            broken = logits.amax(-1).isnan().tolist() if sampled else []
+            draws, searching = self._computed(schedule, sampled, broken)
             tokens = sample_tokens(logits, [row for _, row in draws]) if draws else []
+            deltas += self._advance_beams(logits, searching)
         except Exception as error:
             for group in {id(chunk.group): chunk.group for chunk in schedule.chunks}.values():
-                self._fail(group, f"{type(error).__name__}: {error}")
+                if group.request_id in self.groups:
+                    self._fail(group, f"{type(error).__name__}: {error}")
+            for group in schedule.preempted:
+                if group.swapped:
+                    self.scheduler.forget_saved(group)  # nobody knows how much of it reached the host
             raise
         self.num_steps += 1
         deltas += [
@@ -191,31 +213,51 @@ class Engine:
                 self._retire(group)
         return deltas
 
-    def _draws(
+    def _computed(
         self, schedule: Schedule, sampled: list[ScheduledChunk], broken: list[bool]
-    ) -> list[tuple[SequenceGroup, SampleRow]]:
-        """Note what was computed, fork groups whose prompt is complete, and list the tokens to draw."""
+    ) -> tuple[list[tuple[SequenceGroup, SampleRow]], list[tuple[SequenceGroup, dict[int, int]]]]:
+        """Note what was computed and fork groups whose prompt is complete.
+
+        Returns:
+            The tokens to draw, and the beam searches to advance with the row of logits of each of their sequences.
+        """
+        for chunk, is_broken in zip(sampled, broken, strict=True):
+            if is_broken:
+                error = "the model produced NaN; another dtype may help: float32 or bfloat16"
+                self._errors[chunk.group.request_id] = error
         first_draws: set[int] = set()
         for chunk in schedule.chunks:
-            chunk.sequence.num_computed += chunk.count
-            if not chunk.group.forked and chunk.sequence.num_computed == chunk.group.num_prompt_tokens:
-                self._fork(chunk.group, chunk.sequence)
-                first_draws.add(id(chunk.sequence))
-        draws = []
-        for number, (chunk, is_broken) in enumerate(zip(sampled, broken, strict=True)):
-            group = chunk.group
-            if is_broken:
-                self._errors[group.request_id] = "the model produced NaN; another dtype may help: float32 or bfloat16"
+            group, sequence = chunk.group, chunk.sequence
+            sequence.num_computed += chunk.count
+            assert sequence.table is not None
+            if group.request_id in self._errors:
+                self.cache.distrust(sequence.table)
+                continue
+            self.cache.commit(sequence.table, sequence.token_ids, sequence.num_computed)
+            if not group.forked and sequence.num_computed == group.num_prompt_tokens:
+                if group.searches and not group.beams:
+                    continue  # the first step of the search makes the other beams
+                self._fork(group, sequence)
+                first_draws.add(id(sequence))
+        draws: list[tuple[SequenceGroup, SampleRow]] = []
+        searching: dict[int, tuple[SequenceGroup, dict[int, int]]] = {}
+        for number, chunk in enumerate(sampled):
+            group, params = chunk.group, chunk.group.params
+            if group.request_id in self._errors:
+                continue
+            if isinstance(params, BeamSearchParams):
+                searching.setdefault(id(group), (group, {}))[1][chunk.sequence.seq_id] = number
                 continue
             sequences = group.unfinished if id(chunk.sequence) in first_draws else [chunk.sequence]
-            draws += [(group, SampleRow(group.params, s, number, self._end_ids(group.params))) for s in sequences]
-        return draws
+            draws += [(group, SampleRow(params, s, number, self._end_ids(params))) for s in sequences]
+        return draws, list(searching.values())
 
     def _fork(self, group: SequenceGroup, leader: Sequence) -> None:
         """Share the computed prompt with the group's other sequences; the first time, make them."""
         assert leader.table is not None
         prompt = leader.token_ids[: leader.num_prompt_tokens]
-        for index in range(len(group.sequences), group.params.n):
+        count = len(group.sequences) if group.searches else group.params.num_sequences
+        for index in range(len(group.sequences), count):
             group.sequences.append(self._new_sequence(list(prompt), len(prompt), group.seed, index, group.params))
         for sequence in group.unfinished:
             if sequence is not leader:
@@ -223,8 +265,8 @@ class Engine:
                 sequence.num_computed = len(prompt)
         group.forked = True
 
-    def _end_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        return (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
+    def _end_ids(self, params: Params) -> tuple[int, ...]:
+        return tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)})
 
     def _append_token(self, group: SequenceGroup, sequence: Sequence, token: TokenLogprobs) -> Delta:
         """Add a drawn token to its sequence and end the sequence where the token says so."""
@@ -256,6 +298,196 @@ class Engine:
         if reason is not None:
             self._end_sequence(group, sequence, reason)
         return Delta(group.request_id, sequence.index, text, [token.token_id], reason, sequence.stop_reason)
+
+    # --- beam search --------------------------------------------------------------------------------------------------
+
+    def _advance_beams(self, logits: Tensor, searching: list[tuple[SequenceGroup, dict[int, int]]]) -> list[Delta]:
+        """One step of every beam search whose beams have been computed."""
+        if not searching:
+            return []
+        steps = []
+        for group, row_of in searching:
+            assert isinstance(group.params, BeamSearchParams)
+            beams = group.beams or [[group.sequences[0]]] * len(group.searches)
+            rows = [[row_of[sequence.seq_id] for sequence in each] for each in beams]
+            steps.append(BeamStep(group.params, group.searches, rows, beams, self._end_ids(group.params)))
+        deltas = []
+        found = beam_candidates(logits, steps)
+        for (group, _), step, candidates in zip(searching, steps, found, strict=True):
+            deltas += self._advance_group(group, step, candidates, self._beam_logprobs(logits, step, candidates))
+        return deltas
+
+    def _beam_logprobs(
+        self, logits: Tensor, step: BeamStep, candidates: list[list[Candidate]]
+    ) -> dict[tuple[int, int], TokenLogprobs]:
+        """The model's own log-probabilities of all continuations, where the request wants them."""
+        if step.params.logprobs is None:
+            return {}
+        pairs = [
+            (rows[candidate.beam], candidate.token_id)
+            for rows, each in zip(step.rows, candidates, strict=True)
+            for candidate in each
+        ]
+        wanted = list(dict.fromkeys(pairs))
+        return dict(zip(wanted, token_logprobs(logits, wanted, step.params.logprobs), strict=True))
+
+    def _advance_group(
+        self,
+        group: SequenceGroup,
+        step: BeamStep,
+        candidates: list[list[Candidate]],
+        logprobs: dict[tuple[int, int], TokenLogprobs],
+    ) -> list[Delta]:
+        """Choose the beams that live on, and fork, append and free accordingly. No K or V moves."""
+        if group.metrics.first_token_time is None:
+            group.metrics.first_token_time = time.monotonic()
+        survivors: list[list[Candidate]] = []
+        for search, rows, beams, each in zip(step.searches, step.rows, step.sequences, candidates, strict=True):
+            if search.done:
+                survivors.append([])
+                continue
+
+            def finished(
+                candidate: Candidate, rows: list[int] = rows, beams: list[Sequence] = beams
+            ) -> CompletionOutput:
+                token = logprobs.get((rows[candidate.beam], candidate.token_id))
+                return self._finished_beam(step, beams[candidate.beam], candidate.token_id, token)
+
+            def ends(candidate: Candidate, beams: list[Sequence] = beams) -> bool:
+                return self._ends(step, beams[candidate.beam], candidate.token_id) is not None
+
+            survivors.append(search.advance(each, ends, finished))
+        if all(search.done for search in step.searches):
+            for sequence in group.sequences:
+                self._end_sequence(group, sequence, "stop")
+        else:
+            self._replace_beams(group, step, survivors, logprobs)
+        return [self._beam_delta(group)] if group.streamed else []
+
+    def _replace_beams(
+        self,
+        group: SequenceGroup,
+        step: BeamStep,
+        survivors: list[list[Candidate]],
+        logprobs: dict[tuple[int, int], TokenLogprobs],
+    ) -> None:
+        taken: set[int] = set()
+        tokens: list[tuple[Sequence, int, TokenLogprobs | None]] = []
+        beams: list[list[Sequence]] = []
+        for rows, parents, chosen in zip(step.rows, step.sequences, survivors, strict=True):
+            beams.append([])
+            for candidate in chosen:
+                parent = parents[candidate.beam]
+                sequence = parent
+                if parent.seq_id in taken:
+                    sequence = self._fork_beam(parent)
+                taken.add(parent.seq_id)
+                beams[-1].append(sequence)
+                tokens.append((sequence, candidate.token_id, logprobs.get((rows[candidate.beam], candidate.token_id))))
+        for sequence in group.sequences:
+            if sequence.seq_id not in taken:
+                self.scheduler.finish(sequence)
+        # Only now: a parent's history must be copied before it grows.
+        for index, (sequence, token_id, token) in enumerate(tokens):
+            sequence.index = index
+            sequence.token_ids.append(token_id)
+            if token is not None:
+                sequence.logprobs.append(token)
+        group.beams, group.forked = beams, True
+        group.sequences = [sequence for sequence, _, _ in tokens]
+
+    def _fork_beam(self, parent: Sequence) -> Sequence:
+        assert parent.table is not None
+        seq_id = self._next_seq_id
+        self._next_seq_id += 1
+        return Sequence(
+            seq_id=seq_id,
+            token_ids=parent.token_ids.copy(),
+            num_prompt_tokens=parent.num_prompt_tokens,
+            seed=parent.seed,
+            num_computed=parent.num_computed,
+            table=self.cache.fork(parent.table, seq_id),
+            logprobs=parent.logprobs.copy(),
+        )
+
+    def _ends(self, step: BeamStep, sequence: Sequence, token_id: int) -> str | int | None:
+        """The token or stop string that ends ``sequence`` if it goes on with ``token_id``."""
+        if token_id in step.end_ids:
+            return token_id
+        if step.params.stop and self.tokenizer is not None and sequence.num_output_tokens >= step.params.min_tokens:
+            # Only text that the new token completes: what came before did not end the beam.
+            before = self.text_of(sequence, sequence.output_token_ids)
+            after = self.text_of(sequence, [*sequence.output_token_ids, token_id])
+            for stop in step.params.stop:
+                if after.find(stop, max(0, len(before) - len(stop))) >= 0:
+                    return stop
+        return None
+
+    def _finished_beam(
+        self, step: BeamStep, sequence: Sequence, token_id: int, token: TokenLogprobs | None
+    ) -> CompletionOutput:
+        reason = self._ends(step, sequence, token_id)
+        return CompletionOutput(
+            index=0,
+            text="",  # made when it is asked for: most finished beams are overtaken
+            token_ids=[*sequence.output_token_ids, token_id],
+            cumulative_logprob=None,
+            logprobs=None if step.params.logprobs is None else [*sequence.logprobs, *([token] if token else [])],
+            finish_reason="length" if reason is None else "stop",
+            stop_reason=reason if isinstance(reason, str) or reason in step.params.stop_token_ids else None,
+        )
+
+    def text_of(self, sequence: Sequence, token_ids: list[int]) -> str:
+        """The text of output tokens that follow the sequence's prompt."""
+        if self.tokenizer is None:
+            return ""
+        detokenizer = self.tokenizer.detokenizer(sequence.token_ids[: sequence.num_prompt_tokens])
+        return "".join(map(detokenizer.push, token_ids)) + detokenizer.finish()
+
+    def _beam_outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
+        """The best beams: those that have finished, then, of a search that was cut short, those that were running."""
+        params = group.params
+        assert isinstance(params, BeamSearchParams)
+        end_ids = self._end_ids(params)
+        finished = [beam for search in group.searches for beam in search.finished]
+        finished.sort(key=lambda beam: -beam.score)
+        outputs = [replace(b.beam, score=b.score, cumulative_logprob=b.logprob) for b in finished]
+        if not all(search.done for search in group.searches):
+            for search, beams in zip(group.searches, group.beams, strict=False):
+                for logprob, sequence in zip(search.logprobs, beams, strict=False):
+                    length = max(1, sequence.num_output_tokens)
+                    score, tokens = logprob / length**params.length_penalty, sequence.output_token_ids
+                    logprobs = sequence.logprobs if params.logprobs is not None else None
+                    outputs.append(
+                        CompletionOutput(0, "", tokens, logprob, logprobs, sequence.finish_reason, score=score)
+                    )
+        wanted = params.n or params.beam_width
+        return [
+            replace(output, index=index, text=self._beam_text(group, output, end_ids))
+            for index, output in enumerate(outputs[:wanted])
+        ]
+
+    def _beam_text(self, group: SequenceGroup, output: CompletionOutput, end_ids: tuple[int, ...]) -> str:
+        tokens = output.token_ids
+        if output.finish_reason == "stop" and tokens and tokens[-1] in end_ids:
+            tokens = tokens[:-1]
+        text = self.text_of(group.sequences[0], tokens)
+        return text[: text.rindex(output.stop_reason)] if isinstance(output.stop_reason, str) else text
+
+    def _beam_delta(self, group: SequenceGroup) -> Delta:
+        """The best beam as it stands."""
+        best = max(
+            [(b.score, b.beam.token_ids) for search in group.searches for b in search.finished]
+            + [
+                (logprob / search.num_tokens**search.length_penalty, sequence.output_token_ids)
+                for search, beams in zip(group.searches, group.beams, strict=False)
+                if not search.done
+                for logprob, sequence in zip(search.logprobs, beams, strict=False)
+            ]
+        )[1]
+        reason: FinishReason | None = "stop" if all(search.done for search in group.searches) else None
+        text = self.text_of(group.sequences[0], [t for t in best if t not in self.eos_token_ids])
+        return Delta(group.request_id, 0, text, list(best), reason, replaces=True)
 
     # --- endings ------------------------------------------------------------------------------------------------------
 
@@ -300,11 +532,11 @@ class Engine:
     def output_of(self, group: SequenceGroup, error: str | None = None) -> RequestOutput:
         """What a group has generated so far."""
         wants_logprobs = group.params.logprobs is not None
-        return RequestOutput(
-            request_id=group.request_id,
-            prompt=group.prompt,
-            prompt_token_ids=group.sequences[0].token_ids[: group.num_prompt_tokens],
-            outputs=[
+        prompt = group.sequences[0].token_ids[: group.num_prompt_tokens]
+        if group.searches:
+            outputs = self._beam_outputs(group)
+        else:
+            outputs = [
                 CompletionOutput(
                     index=sequence.index,
                     text="".join(sequence.text),
@@ -315,7 +547,12 @@ class Engine:
                     stop_reason=sequence.stop_reason,
                 )
                 for sequence in group.sequences
-            ],
+            ]
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.prompt,
+            prompt_token_ids=prompt,
+            outputs=outputs,
             finished=group.finished,
             num_cached_tokens=group.num_cached_tokens,
             metrics=group.metrics,

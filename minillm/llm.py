@@ -13,7 +13,7 @@ from typing import Any
 from minillm.build import build_engine
 from minillm.cache import CacheStats
 from minillm.config import EngineConfig
-from minillm.decoding.params import SamplingParams
+from minillm.decoding.params import BeamSearchParams, Params, SamplingParams
 from minillm.engine import Engine
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import deferred_interrupt
@@ -68,7 +68,7 @@ class LLM:
     # --- generation ---------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None
     ) -> list[RequestOutput]:
         """Complete one prompt or many, batched; one output per prompt, in their order.
 
@@ -85,7 +85,7 @@ class LLM:
     def as_completed(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         raise_errors: bool = False,
     ) -> Generator[tuple[int, RequestOutput], None, None]:
@@ -116,10 +116,19 @@ class LLM:
         finally:
             self._abort_now(pending)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None
+    ) -> list[RequestOutput]:
+        """Complete prompts by beam search; each output's completions are its best beams, the best first.
+
+        `generate` takes BeamSearchParams as well, and mixes them with sampling in one batch.
+        """
+        return self.generate(prompts, params or BeamSearchParams())
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, each a list of ``{"role": …, "content": …}``, by the model's template."""
         many = bool(messages) and not isinstance(messages[0], Mapping)
@@ -127,11 +136,11 @@ class LLM:
         return self.generate([self.tokenizer.apply_chat_template(each) for each in conversations], params)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self, prompt: Prompt, params: Params | None = None, *, request_id: str | None = None
     ) -> Generator[Delta, None, None]:
         """Complete one prompt, yielding what each step adds. Leaving the iterator early aborts the request."""
         request_id = request_id or f"stream-{next(self._ids)}"
-        self._add(request_id, prompt, params or SamplingParams())
+        self._add(request_id, prompt, params or SamplingParams(), streamed=True)
         deltas = self._streams[request_id] = deque()
         try:
             while request_id in self.engine.groups or deltas:
@@ -154,11 +163,11 @@ class LLM:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams) -> None:
+    def _add(self, request_id: str, prompt: Prompt, params: Params, *, streamed: bool = False) -> None:
         text = prompt if isinstance(prompt, str) else None
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         with self._lock:
-            self.engine.add_request(request_id, token_ids, params, prompt=text)
+            self.engine.add_request(request_id, token_ids, params, prompt=text, streamed=streamed)
 
     def _step(self) -> None:
         with self._lock, deferred_interrupt():
@@ -193,8 +202,8 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
+def _params_list(params: Params | Sequence[Params] | None, count: int) -> list[Params]:
+    if params is None or isinstance(params, Params):
         return [params or SamplingParams()] * count
     if len(params) != count:
         raise UsageError(f"{len(params)} sets of sampling parameters for {count} prompts; give one, or one for each")

@@ -28,6 +28,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    score: float | None = None  # of a beam: its log-probability over its length to the power of length_penalty
 
 
 @dataclass
@@ -61,7 +62,10 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one completion. ``text`` never holds half a character nor the start of a stop string."""
+    """What one step added to one completion. ``text`` never holds half a character nor the start of a stop string.
+
+    Of a beam search it is the best beam so far, whole: ``replaces`` is True, for another beam may be the best one now.
+    """
 
     request_id: str
     index: int
@@ -69,3 +73,4 @@ class Delta:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    replaces: bool = False

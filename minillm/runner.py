@@ -10,27 +10,53 @@ from minillm.model.batch import Batch
 from minillm.model.llama import Llama
 from minillm.scheduler import Schedule, ScheduledChunk
 
+_STAGED_BLOCKS = 256  # moved between host and device at a time: the room that it takes on the device
+
 
 class Runner:
     """The model and its pool of blocks, allocated once."""
 
-    def __init__(self, model: Llama, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: Llama, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.model = model
         self.block_size = block_size
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
+        self._num_host_blocks = num_host_blocks
+        self._host_pool: Tensor | None = None  # [num_host_blocks, layers, 2, block_size, kv heads, head_dim]
 
     @torch.inference_mode()
     def run(self, schedule: Schedule, copies: list[tuple[int, int]]) -> tuple[Tensor, list[ScheduledChunk]]:
-        """Copy the blocks that the step writes to and others share, then compute the step.
+        """Move blocks to and from the host, copy those that the step writes to and others share, compute the step.
 
         Returns:
             Logits ``[n, vocab]`` float32, and the n chunks that they belong to: those that computed a sequence's last
             token.
         """
+        self._to_host(schedule.swap_out)
+        self._from_host(schedule.swap_in)
         if copies:
             kernels.block_copy(self.kv_cache, torch.tensor(copies, device=self.model.device))
         sampled = [chunk for chunk in schedule.chunks if _reaches_the_end(chunk)]
         return self.model.forward(self._batch(schedule), self.kv_cache), sampled
+
+    def _to_host(self, pairs: list[tuple[int, int]]) -> None:
+        """Save (block, host block) pairs."""
+        if pairs and self._host_pool is None:
+            shape = (self._num_host_blocks, *self.kv_cache.shape[:2], *self.kv_cache.shape[3:])
+            self._host_pool = torch.empty(shape, dtype=self.kv_cache.dtype, pin_memory=self.kv_cache.is_cuda)
+        for start in range(0, len(pairs), _STAGED_BLOCKS):
+            blocks, hosts = zip(*pairs[start : start + _STAGED_BLOCKS], strict=True)
+            assert self._host_pool is not None
+            staging = self._host_pool.new_empty((len(blocks), *self._host_pool.shape[1:]), device=self.model.device)
+            kernels.gather_blocks(self.kv_cache, torch.tensor(blocks, device=self.model.device), staging)
+            self._host_pool[torch.tensor(hosts)] = staging.cpu()
+
+    def _from_host(self, pairs: list[tuple[int, int]]) -> None:
+        """Bring (host block, block) pairs back."""
+        for start in range(0, len(pairs), _STAGED_BLOCKS):
+            hosts, blocks = zip(*pairs[start : start + _STAGED_BLOCKS], strict=True)
+            assert self._host_pool is not None
+            staging = self._host_pool[torch.tensor(hosts)].to(self.model.device)
+            kernels.scatter_blocks(self.kv_cache, torch.tensor(blocks, device=self.model.device), staging)
 
     def _batch(self, schedule: Schedule) -> Batch:
         size, chunks = self.block_size, schedule.chunks

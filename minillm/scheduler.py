@@ -2,8 +2,13 @@
 
 Continuous batching (Orca, Yu et al. 2022) under one budget of tokens per step: every running sequence that only lacks
 its last token decodes, and what is left of the budget goes to chunks of prompts, first come, first served (chunked
-prefill, Agrawal et al. 2023). When blocks run out, the latest group is preempted as a whole: its blocks are freed and
-its tokens computed again later. The oldest group is never preempted, so every request finishes.
+prefill, Agrawal et al. 2023). When blocks run out, the latest group is preempted as a whole: its blocks move to the
+host (swap), or are freed and its tokens computed again later (recompute). The oldest group is never preempted, so every
+request finishes.
+
+A group is admitted when its prompt fits, and when the peak that it and the running ones are heading for does, too, as
+in LightLLM's router: after the i-th of the running sequences to finish, those that are left hold what they hold now and
+i times as many tokens more.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from minillm.cache import BlockManager, BlockTable, OutOfBlocks
+from minillm.cache import BlockManager, BlockTable, OutOfBlocks, SwapSpace
 from minillm.errors import CapacityError
 from minillm.sequence import Sequence, SequenceGroup
 
@@ -32,6 +37,8 @@ class Schedule:
     decodes: list[ScheduledChunk]
     prefills: list[ScheduledChunk]
     preempted: list[SequenceGroup]
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block), before anything is written
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, block), before the copies on write
 
     @property
     def chunks(self) -> list[ScheduledChunk]:
@@ -53,9 +60,13 @@ class Scheduler:
     cache: BlockManager
     max_num_seqs: int
     max_num_batched_tokens: int
+    swap: SwapSpace = field(default_factory=lambda: SwapSpace(0))
+    admission: str = "predicted"  # or "optimistic"
     waiting: deque[SequenceGroup] = field(default_factory=deque)
     running: list[SequenceGroup] = field(default_factory=list)
     idle: dict[int, Sequence] = field(default_factory=dict)
+    pinned: dict[int, Sequence] = field(default_factory=dict)
+    num_preemptions: int = 0
 
     @property
     def has_work(self) -> bool:
@@ -67,17 +78,21 @@ class Scheduler:
         Raises:
             CapacityError: it could never run, even alone.
         """
-        n, size = group.params.n, self.cache.block_size
+        n, size = group.params.num_sequences, self.cache.block_size
         if n > self.max_num_seqs:
-            raise CapacityError(f"n={n} needs {n} sequences at a time, and max_num_seqs is {self.max_num_seqs}")
+            raise CapacityError(
+                f"the request needs {n} sequences at a time (n or beam_width), and max_num_seqs is {self.max_num_seqs}"
+            )
         longest = group.num_prompt_tokens + group.max_tokens
         shared = group.num_prompt_tokens // size
         needed = shared + n * (-(-longest // size) - shared)
-        if needed > self.cache.num_blocks:
+        pinned = self.num_pinned_blocks
+        if needed > self.cache.num_blocks - pinned:
             raise CapacityError(
                 f"the request can grow to {needed} blocks of {size} tokens ({group.num_prompt_tokens} prompt tokens, "
-                f"{n} x {group.max_tokens} new ones) and the cache has {self.cache.num_blocks}; "
-                "lower max_tokens or n, or start with more blocks"
+                f"{n} x {group.max_tokens} new ones) and the cache has {self.cache.num_blocks}"
+                + (f", {pinned} of them pinned" if pinned else "")
+                + "; lower max_tokens or n, or start with more blocks"
             )
         self.waiting.append(group)
 
@@ -88,39 +103,51 @@ class Scheduler:
         prefills: list[ScheduledChunk] = []
         preempted: list[SequenceGroup] = []
 
+        swap_out: list[tuple[int, int]] = []
+        swap_in: list[tuple[int, int]] = []
         pending = []
         for group in list(self.running):
+            in_step = bool(group.searches) and any(group.num_tokens_to_compute(s) > 1 for s in group.computing)
             for sequence in group.computing:
                 missing = group.num_tokens_to_compute(sequence)
-                if missing > 1:
+                if in_step and group.forked:
+                    missing -= 1  # the last token waits until every beam has come as far
+                    if missing:
+                        pending.append((group, sequence, missing))
+                elif missing > 1:
                     pending.append((group, sequence, missing))
-                elif group not in preempted and self._make_room(group, sequence, 1, preempted):
+                elif group not in preempted and self._make_room(group, sequence, 1, preempted, swap_out):
                     decodes.append(ScheduledChunk(group, sequence, 1))
                     budget -= 1
         for group, sequence, missing in pending:
             count = min(missing, budget)
-            if count > 0 and group not in preempted and self._make_room(group, sequence, count, preempted):
+            if count > 0 and group not in preempted and self._make_room(group, sequence, count, preempted, swap_out):
                 prefills.append(ScheduledChunk(group, sequence, count))
                 budget -= count
-        while self.waiting and budget > 0 and not preempted and self._admit(self.waiting[0]):
+        while self.waiting and budget > 0 and not preempted and self._admit(self.waiting[0], swap_in):
             group = self.waiting.popleft()
             self.running.append(group)
-            sequence = group.computing[0]
-            missing = group.num_tokens_to_compute(sequence)
-            count = min(missing, budget)
-            self.cache.append(_table(sequence), count)
-            (decodes if missing == 1 else prefills).append(ScheduledChunk(group, sequence, count))
-            budget -= count
+            behind = bool(group.searches) and any(group.num_tokens_to_compute(s) > 1 for s in group.computing)
+            for sequence in group.computing:
+                missing = group.num_tokens_to_compute(sequence) - (behind and group.forked)
+                count = min(missing, budget)
+                if count > 0:
+                    self.cache.append(_table(sequence), count)
+                    (decodes if missing == 1 and not behind else prefills).append(
+                        ScheduledChunk(group, sequence, count)
+                    )
+                    budget -= count
         if preempted:
             decodes = [chunk for chunk in decodes if chunk.group not in preempted]
             prefills = [chunk for chunk in prefills if chunk.group not in preempted]
-        return Schedule(decodes, prefills, preempted)
+        return Schedule(decodes, prefills, preempted, swap_out, swap_in)
 
     def finish(self, sequence: Sequence) -> None:
-        """Free a finished sequence's blocks."""
+        """Free a finished sequence's blocks, wherever they are."""
         if sequence.table is not None:
             self.cache.free(sequence.table)
             sequence.table = None
+        self.swap.discard(sequence.seq_id)
 
     def remove(self, group: SequenceGroup) -> None:
         """Take a group out of its queue and free its blocks, but those of sequences that were kept idle."""
@@ -143,6 +170,30 @@ class Scheduler:
         self.finish(sequence)
         sequence.num_computed = 0
 
+    def pin(self, sequence: Sequence) -> None:
+        """Keep an idle sequence's blocks under any load.
+
+        Raises:
+            CapacityError: more than half of the pool would be pinned.
+        """
+        table = _table(sequence)
+        total = self.num_pinned_blocks + len(table.blocks)
+        if 2 * total > self.cache.num_blocks:
+            raise CapacityError(
+                f"{total} of {self.cache.num_blocks} blocks would be pinned, and half of them may be; "
+                "unpin another prefix, or start with more blocks"
+            )
+        self.pinned[sequence.seq_id] = self.idle.pop(sequence.seq_id)
+
+    def unpin(self, sequence: Sequence) -> None:
+        """Free a pinned sequence; its full blocks stay findable in the prefix cache until they are needed."""
+        del self.pinned[sequence.seq_id]
+        self.finish(sequence)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return len({block for sequence in self.pinned.values() for block in _table(sequence).blocks})
+
     def _evict_idle(self, spare: Sequence | None = None) -> bool:
         """Give up the longest unused idle sequence, ``spare`` last. False where there is none."""
         victim = next((s for s in self.idle.values() if s is not spare), spare)
@@ -153,7 +204,14 @@ class Scheduler:
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, group: SequenceGroup, sequence: Sequence, count: int, preempted: list[SequenceGroup]) -> bool:
+    def _make_room(
+        self,
+        group: SequenceGroup,
+        sequence: Sequence,
+        count: int,
+        preempted: list[SequenceGroup],
+        swap_out: list[tuple[int, int]],
+    ) -> bool:
         """Append room for ``count`` tokens, preempting later groups for it. False where ``group`` itself had to go."""
         while True:
             try:
@@ -163,40 +221,122 @@ class Scheduler:
                 if self._evict_idle():
                     continue
                 victim = self.running[-1]
-                self._preempt(victim)
+                swap_out += self._preempt(victim)
                 preempted.append(victim)
                 if victim is group:
                     return False
 
-    def _preempt(self, group: SequenceGroup) -> None:
-        """Free a group's blocks and put it at the head of the queue: its tokens will be computed again."""
+    def _preempt(self, group: SequenceGroup) -> list[tuple[int, int]]:
+        """Take a group's blocks and put it at the head of the queue. Returns the blocks to copy to the host.
+
+        Where the host has no room for all of them, its tokens will be computed again.
+        """
         self.running.remove(group)
-        for sequence in group.sequences:
-            self.finish(sequence)
-            sequence.num_computed = 0
-        group.forked = group.params.n == 1
+        self.num_preemptions += 1
         group.metrics.num_preemptions += 1
         self.waiting.appendleft(group)
+        holders = [sequence for sequence in group.unfinished if sequence.table is not None]
+        pairs = self.swap.swap_out(self.cache, [(_table(s), s.num_computed) for s in holders])
+        if pairs:
+            group.swapped = True
+            for sequence in holders:
+                sequence.table = None
+            return pairs
+        for sequence in group.unfinished:
+            self.finish(sequence)
+            sequence.num_computed = 0
+        group.forked = group.params.num_sequences == 1
+        return []
 
-    def _admit(self, group: SequenceGroup) -> bool:
-        """Give the group's first sequence a table, if its prompt fits beside what the running groups still need."""
+    def _admit(self, group: SequenceGroup, swap_in: list[tuple[int, int]]) -> bool:
+        """Give the group's sequences their tables, if its prompt fits beside what the running groups still need."""
         if sum(running.num_seqs for running in self.running) + group.num_seqs > self.max_num_seqs:
             return False
+        if group.swapped:
+            return self._swap_in(group, swap_in)
         sequence, parent = group.computing[0], group.parent
+        prompt = sequence.token_ids if group.forked else sequence.token_ids[: group.num_prompt_tokens]
         while True:
-            shared = 0 if parent is None or parent.table is None else _shared_length(parent, sequence)
-            needed = self._blocks_to_finish_prompt(group) - shared // self.cache.block_size
-            if needed + self._blocks_promised() <= self.cache.num_free:
+            shared = 0 if parent is None or parent.table is None else _shared_length(parent, prompt)
+            cached, held = self.cache.find_cached(prompt, group.salt)
+            if self._is_being_computed(group, prompt, max(shared, cached)):
+                return False
+            saved = shared // self.cache.block_size if shared >= cached else held
+            needed = self._blocks_to_finish_prompt(group) - saved
+            if needed + self._blocks_promised() <= self.cache.num_free and self._peak_fits(group):
                 break
             if not self._evict_idle(spare=parent):
                 return False
-        if parent is not None and parent.table is not None:
+        if shared >= cached and parent is not None and parent.table is not None:
             sequence.table = self.cache.fork(parent.table, sequence.seq_id, shared)
-            sequence.num_computed = shared
-            group.num_cached_tokens = max(group.num_cached_tokens, shared)
         else:
-            sequence.table = self.cache.allocate(sequence.seq_id)
+            sequence.table = self.cache.allocate(sequence.seq_id, prompt, group.salt)
+        sequence.num_computed = sequence.table.num_tokens
+        if not group.metrics.num_preemptions:
+            group.num_cached_tokens = sequence.num_computed
         return True
+
+    def _swap_in(self, group: SequenceGroup, swap_in: list[tuple[int, int]]) -> bool:
+        """Bring a group back from the host, if all of it and its next tokens fit."""
+        seq_ids = [sequence.seq_id for sequence in group.unfinished if sequence.seq_id in self.swap.saved]
+        unsaved = sum(group.num_tokens_to_compute(s) for s in group.computing) // self.cache.block_size
+        needed = self.swap.blocks_needed(seq_ids) + 2 * len(seq_ids) + unsaved
+        while needed + self._blocks_promised() > self.cache.num_free:
+            if not self._evict_idle():
+                if not self.running and self.swap.blocks_needed(seq_ids) + len(seq_ids) <= self.cache.num_free:
+                    break  # nothing will ever become free: what is needed at most is not what is needed
+                if not self.running:
+                    self.forget_saved(group)
+                    return self._admit(group, swap_in)
+                return False
+        tables, pairs = self.swap.swap_in(self.cache, seq_ids)
+        for sequence in group.unfinished:
+            sequence.table = tables.get(sequence.seq_id)
+        group.swapped = False
+        swap_in += pairs
+        return True
+
+    def forget_saved(self, group: SequenceGroup) -> None:
+        """What the host holds of a group is of no use: compute it again."""
+        for sequence in group.unfinished:
+            self.finish(sequence)
+            sequence.num_computed = 0
+        group.swapped, group.forked = False, group.params.num_sequences == 1
+
+    def _is_being_computed(self, group: SequenceGroup, prompt: list[int], known: int) -> bool:
+        """Whether a running group computes a block right now that ``group`` would have to compute again."""
+        end = known + self.cache.block_size
+        if not self.cache.prefix_caching or end >= len(prompt):
+            return False
+        for other in self.running:
+            sequence = other.sequences[0]
+            computing = sequence.num_computed < min(sequence.num_prompt_tokens, len(sequence.token_ids) - 1)
+            if computing and other.salt == group.salt and sequence.token_ids[:end] == prompt[:end]:
+                return True
+        return False
+
+    def _peak_fits(self, group: SequenceGroup) -> bool:
+        """Whether the blocks that all sequences are heading for, this group's included, fit at their peak.
+
+        Worst cases rarely come true, so where half of the pool is free the group is admitted in any case.
+        """
+        if self.admission == "optimistic" or not self.running or 2 * self.cache.num_free > self.cache.num_blocks:
+            return True
+        size = self.cache.block_size
+        ahead = []  # (tokens still to come, tokens held by this sequence alone) of every sequence
+        shared = 0
+        for each in (*self.running, group):
+            shared += each.num_prompt_tokens
+            sequences = each.unfinished
+            for i in range(each.num_seqs):
+                output = sequences[i].num_output_tokens if i < len(sequences) else 0
+                ahead.append((each.max_tokens - output, output))
+        ahead.sort(reverse=True)
+        peak = held = 0
+        for number, (left, own) in enumerate(ahead, 1):
+            held += own
+            peak = max(peak, held + number * left)
+        return -(-(shared + peak) // size) <= self.cache.num_blocks - self.num_pinned_blocks
 
     def _blocks_to_finish_prompt(self, group: SequenceGroup) -> int:
         """Blocks for all tokens that the group has so far, and one more token for each of its sequences."""
@@ -221,10 +361,10 @@ def _table(sequence: Sequence) -> BlockTable:
     return sequence.table
 
 
-def _shared_length(parent: Sequence, sequence: Sequence) -> int:
-    """How many of ``sequence``'s tokens ``parent`` has computed, the last one excepted: its logits are needed."""
-    limit = min(parent.num_computed, len(sequence.token_ids) - 1)
-    ours, theirs = sequence.token_ids, parent.token_ids
+def _shared_length(parent: Sequence, ours: list[int]) -> int:
+    """How many of these tokens ``parent`` has computed, the last one excepted: its logits are needed."""
+    limit = min(parent.num_computed, len(ours) - 1)
+    theirs = parent.token_ids
     if ours[:limit] == theirs[:limit]:
         return limit
     return next(i for i in range(limit) if ours[i] != theirs[i])

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from minillm.cache import BlockTable
-from minillm.decoding.params import SamplingParams
+from minillm.decoding.beam_search import BeamSearch
+from minillm.decoding.params import Params
 from minillm.decoding.stop import StopStringFilter
-from minillm.outputs import FinishReason, RequestMetrics, TokenLogprobs
+from minillm.outputs import CompletionOutput, FinishReason, RequestMetrics, TokenLogprobs
 
 if TYPE_CHECKING:
     from minillm.detokenizer import StreamingDetokenizer
@@ -51,11 +52,13 @@ class SequenceGroup:
     """The sequences of one request: admitted, preempted and resumed together.
 
     Until the prompt is computed only the first unfinished sequence holds blocks; then it is forked into the others.
-    After a preemption the same happens again, and each sequence computes its own output tokens anew.
+    After a preemption by recompute the same happens again, and each sequence computes its own output tokens anew.
+
+    Of a beam search the sequences are the running beams: they decode in step, for each step chooses among all of them.
     """
 
     request_id: str
-    params: SamplingParams
+    params: Params
     max_tokens: int  # params.max_tokens, or less where the context ends first
     sequences: list[Sequence]
     metrics: RequestMetrics
@@ -64,7 +67,13 @@ class SequenceGroup:
     parent: Sequence | None = None  # an idle sequence whose beginning is shared when this group is admitted
     hold: bool = False  # keep the first completion's blocks when it ends
     forked: bool = False
+    swapped: bool = False  # its blocks are on the host
     num_cached_tokens: int = 0
+    salt: str | None = None  # only requests of the same salt share cached blocks
+    # Of a beam search: its groups of beams, the beams of each, and whether deltas with text are wanted.
+    searches: list[BeamSearch[CompletionOutput]] = field(default_factory=list)
+    beams: list[list[Sequence]] = field(default_factory=list)
+    streamed: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -77,7 +86,9 @@ class SequenceGroup:
     @property
     def num_seqs(self) -> int:
         """Sequences that hold blocks at a time, once the prompt is computed."""
-        return self.params.n - sum(sequence.finished for sequence in self.sequences)
+        if self.searches:
+            return self.params.num_sequences
+        return self.params.num_sequences - sum(sequence.finished for sequence in self.sequences)
 
     @property
     def finished(self) -> bool:

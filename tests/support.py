@@ -11,7 +11,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from minillm.cache import BlockManager
+from minillm.cache import BlockManager, SwapSpace
 from minillm.engine import Engine
 from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
@@ -112,12 +112,15 @@ def engine_for(
     tokenizer: Tokenizer | None = None,
     eos: frozenset[int] = frozenset(),
     seed: int = 0,
+    prefix_caching: bool = True,
+    host_blocks: int = 0,
+    admission: str = "predicted",
 ) -> Engine:
-    cache = BlockManager(num_blocks, block_size)
+    cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
     return Engine(
-        runner=Runner(model, num_blocks, block_size),
+        runner=Runner(model, num_blocks, block_size, host_blocks),
         cache=cache,
-        scheduler=Scheduler(cache, max_num_seqs, max_num_batched_tokens),
+        scheduler=Scheduler(cache, max_num_seqs, max_num_batched_tokens, SwapSpace(host_blocks), admission),
         tokenizer=tokenizer,
         max_model_len=min(model.rotary.cos.shape[0], num_blocks * block_size),
         eos_token_ids=eos,

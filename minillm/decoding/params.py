@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 from minillm.errors import UsageError
 
@@ -18,8 +18,38 @@ MAX_LOGIT_BIAS = 1024
 MAX_TOKENS = 1 << 24
 
 
+class _HistoryParams:
+    """What sampling and beam search have in common: changes of logits that depend on a sequence's own history."""
+
+    logit_bias: Mapping[int, float] | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    no_repeat_ngram_size: int
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Parameters from JSON or a command line; unknown names are errors."""
+        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise UsageError(f"unknown parameter {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        return cls(**values)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties or biases apply at every step."""
+        return bool(
+            self.logit_bias
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.no_repeat_ngram_size
+        )
+
+
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(_HistoryParams):
     """Parameters of sampling, under the names of the field.
 
     Attributes:
@@ -39,6 +69,7 @@ class SamplingParams:
         min_tokens: no end before this many tokens.
         max_tokens: an end after this many tokens, or where the context is full.
         ignore_eos: go on past end-of-sequence tokens.
+        no_repeat_ngram_size: no run of so many tokens occurs twice in prompt and output (Paulus et al. 2017). 0 is off.
         logprobs: report the chosen token's log-probability and those of this many most probable tokens; None reports
             nothing. They are the model's own, before penalties, temperature and truncation.
 
@@ -62,49 +93,110 @@ class SamplingParams:
     max_tokens: int = 256
     ignore_eos: bool = False
     logprobs: int | None = None
+    no_repeat_ngram_size: int = 0
 
     def __post_init__(self) -> None:
         _check_integer("n", self.n, 1, MAX_N)
+        _check_shared(self)
         _check_number("temperature", self.temperature, 0.0, 1e6)
         _check_integer("top_k", self.top_k, -1, 1 << 31)
         _check_number("top_p", self.top_p, 0.0, 1.0, above=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
             _check_integer("seed", self.seed, -(1 << 63), (1 << 63) - 1)
-        _check_integer("min_tokens", self.min_tokens, 0, MAX_TOKENS)
-        _check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        if self.min_tokens > self.max_tokens:
-            raise UsageError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
-        if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
         object.__setattr__(self, "top_k", max(self.top_k, 0))
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Parameters from JSON or a command line; unknown names are errors."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise UsageError(f"unknown parameter {unknown[0]!r}; known: {', '.join(sorted(known))}")
-        return cls(**values)
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the request computes at a time."""
+        return self.n
+
+
+@dataclass(frozen=True)
+class BeamSearchParams(_HistoryParams):
+    """Parameters of beam search, with the semantics of Hugging Face ``generate``.
+
+    Attributes:
+        beam_width: beams kept at each step, in all groups together. 1 to 256.
+        n: completions returned, the best first; None returns ``beam_width`` of them.
+        length_penalty: a finished beam's score is its log-probability divided by its length in generated tokens to
+            this power: above 0 favours long ones.
+        early_stopping: when to stop once ``beam_width`` beams have finished. True: at once. False: when the best
+            running beam, at its present length, scores below the worst finished one. "never": when no running beam
+            could still score above it at any length.
+        num_beam_groups, diversity_penalty: the beams in groups of equal width, each of which pays the penalty for every
+            time that an earlier group has chosen a token at the same step (Vijayakumar et al. 2018).
+        logprobs: as in SamplingParams; ``cumulative_logprob`` is what the search has added up, penalties included.
+        others: as in SamplingParams; each is applied to the log-probabilities of each beam by its own history.
+
+    Raises:
+        UsageError: a value of the wrong type or out of range.
+    """
+
+    beam_width: int = 4
+    n: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    max_tokens: int = 256
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_integer("beam_width", self.beam_width, 1, MAX_N)
+        if self.n is not None:
+            _check_integer("n", self.n, 1, self.beam_width)
+        _check_number("length_penalty", self.length_penalty, -100.0, 100.0)
+        if self.early_stopping not in (True, False, "never") or isinstance(self.early_stopping, int) != isinstance(
+            self.early_stopping, bool
+        ):
+            raise UsageError(f"early_stopping must be true, false or 'never', not {self.early_stopping!r}")
+        _check_integer("num_beam_groups", self.num_beam_groups, 1, self.beam_width)
+        if self.beam_width % self.num_beam_groups:
+            raise UsageError(f"beam_width {self.beam_width} is no multiple of num_beam_groups {self.num_beam_groups}")
+        _check_number("diversity_penalty", self.diversity_penalty, 0.0, 1e6)
+        _check_shared(self)
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether penalties or biases apply at every step."""
-        return bool(
-            self.logit_bias
-            or self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+    def num_sequences(self) -> int:
+        """Sequences that the request computes at a time."""
+        return self.beam_width
+
+    @property
+    def seed(self) -> None:
+        """Beam search draws nothing."""
+        return None
+
+
+Params = SamplingParams | BeamSearchParams
+
+
+def _check_shared(params: Params) -> None:
+    """Check what both kinds have, and bring it into one form."""
+    _check_number("repetition_penalty", params.repetition_penalty, 0.0, 100.0, above=True)
+    _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
+    _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    _check_integer("no_repeat_ngram_size", params.no_repeat_ngram_size, 0, MAX_TOKENS)
+    _check_integer("min_tokens", params.min_tokens, 0, MAX_TOKENS)
+    _check_integer("max_tokens", params.max_tokens, 1, MAX_TOKENS)
+    if params.min_tokens > params.max_tokens:
+        raise UsageError(f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}")
+    if not isinstance(params.ignore_eos, bool):
+        raise UsageError(f"ignore_eos must be true or false, not {params.ignore_eos!r}")
+    if params.logprobs is not None:
+        _check_integer("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    object.__setattr__(params, "stop", _stop_strings(params.stop))
+    object.__setattr__(params, "stop_token_ids", _token_ids("stop_token_ids", params.stop_token_ids))
+    object.__setattr__(params, "logit_bias", _logit_bias(params.logit_bias))
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minillm.decoding.params import SamplingParams
+from minillm.decoding.params import Params
 from minillm.sequence import Sequence
 
 
-def needs_processing(params: SamplingParams, sequence: Sequence) -> bool:
+def needs_processing(params: Params, sequence: Sequence) -> bool:
     """Whether `process_logits` would change anything at this step."""
     return params.changes_logits or sequence.num_output_tokens < params.min_tokens
 
 
-def process_logits(logits: Tensor, params: SamplingParams, sequence: Sequence, end_ids: tuple[int, ...]) -> None:
+def process_logits(logits: Tensor, params: Params, sequence: Sequence, end_ids: tuple[int, ...]) -> None:
     """Apply a request's biases and penalties to the ``[vocab]`` logits of one sequence's next token, in place.
 
-    In this order: logit bias, end tokens before ``min_tokens``, repetition, frequency and presence penalty.
+    In this order: logit bias, end tokens before ``min_tokens``, repetition, frequency and presence penalty, tokens that
+    would repeat an n-gram. Beam search applies them to log-probabilities instead, as Hugging Face ``generate`` does.
 
     Args:
         end_ids: the tokens that would end the completion.
@@ -35,3 +36,22 @@ def process_logits(logits: Tensor, params: SamplingParams, sequence: Sequence, e
     if (params.frequency_penalty or params.presence_penalty) and sequence.num_output_tokens:
         ids, counts = torch.tensor(sequence.output_token_ids, device=device).unique(return_counts=True)
         logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    if params.no_repeat_ngram_size:
+        banned = repeating_tokens(sequence.token_ids, params.no_repeat_ngram_size)
+        if banned:
+            logits[torch.tensor(banned, device=device)] = float("-inf")
+
+
+def repeating_tokens(token_ids: list[int], size: int) -> list[int]:
+    """The tokens that would make the last ``size`` tokens a run that occurred before."""
+    if len(token_ids) < size:
+        return []
+    if size == 1:
+        return list(dict.fromkeys(token_ids))
+    tail = token_ids[len(token_ids) - size + 1 :]
+    first = tail[0]
+    return [
+        token_ids[i + size - 1]
+        for i in range(len(token_ids) - size + 1)
+        if token_ids[i] == first and token_ids[i : i + size - 1] == tail
+    ]
