@@ -9,7 +9,7 @@ MODEL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: chat test test-fast test-gpu lint format bench parity clean
+.PHONY: chat test test-fast test-gpu lint format bench parity soak clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -52,6 +52,10 @@ test-gpu: $(VENV)/installed-dev
 parity: $(VENV)/installed-dev
 	$(BIN)/minillm pull
 	$(BIN)/python -m pytest tests/parity
+
+# A million random operations on the books of the cache.
+soak: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m soak
 
 bench: $(VENV)/installed
 	$(BIN)/minillm bench latency --shape smollm2-135m

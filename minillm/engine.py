@@ -162,6 +162,18 @@ class Engine:
         """Free an idle sequence that `add_request` was told to hold."""
         self.scheduler.release_idle(sequence)
 
+    def pin(self, sequence: Sequence) -> None:
+        """Keep an idle sequence's blocks under any load: a system prompt's, say. `unpin` lets it go.
+
+        Raises:
+            CapacityError: more than half of the pool would be pinned.
+        """
+        self.scheduler.pin(sequence)
+
+    def unpin(self, sequence: Sequence) -> None:
+        """Free a pinned sequence's blocks."""
+        self.scheduler.unpin(sequence)
+
     def take_finished(self) -> list[RequestOutput]:
         """The requests that have finished since the last call, in the order in which they did."""
         finished = list(self.finished.values())

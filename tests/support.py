@@ -17,6 +17,7 @@ from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
+from minillm.outputs import RequestOutput
 from minillm.runner import Runner
 from minillm.scheduler import Scheduler
 
@@ -156,3 +157,18 @@ def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], bloc
             rows.append(model.forward(batch, kv_cache))
         start += count
     return torch.cat(rows).cpu()
+
+
+def run(engine: Engine, requests: list[tuple[list[int], Any]]) -> list[RequestOutput]:
+    """Run requests together; the books are checked after every step, and everything must be back at the end."""
+    for number, (prompt, params) in enumerate(requests):
+        engine.add_request(str(number), prompt, params)
+    outputs = {}
+    while engine.has_work:
+        engine.step()
+        engine.cache.check()
+        engine.scheduler.swap.check()
+        outputs.update({output.request_id: output for output in engine.take_finished()})
+    assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
+    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
+    return [outputs[str(number)] for number in range(len(requests))]

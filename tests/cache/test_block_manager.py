@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pool_model import PoolModel
+from pool_model import ALPHABET, COLLIDES, PoolModel, random_history
 
 from minillm.cache import BlockManager, BlockTable, CacheEvent, OutOfBlocks
 
@@ -193,6 +193,62 @@ def test_ten_thousand_random_histories_balance(block_size: int) -> None:
                 model.check()
         model.check()
         model.drain()
+
+
+def test_the_alphabet_of_the_histories_collides() -> None:
+    assert hash(ALPHABET[0]) == hash(ALPHABET[1])
+    assert hash((ALPHABET[0],) * 4) == hash((ALPHABET[1],) * 4)
+    assert hash(COLLIDES) == 0
+
+
+def histories(operations: int, first_seed: int = 0) -> None:
+    """Random histories with every verb, prefix hits and swapping, until so many operations have been done."""
+    seed, done = first_seed, 0
+    hits = evictions = copies = swaps = 0
+    while done < operations:
+        rng = random.Random(seed)
+        model = PoolModel(
+            num_blocks=rng.choice([1, 2, 3, 8, 24]),
+            block_size=rng.choice([1, 2, 4, 16]),
+            prefix_caching=rng.random() < 0.8,
+            num_host_blocks=rng.choice([0, 2, 20]),
+        )
+        length = rng.randint(1, 60)
+        random_history(model, rng, length)
+        hits += model.manager.num_hit_tokens
+        evictions += model.manager.num_evictions
+        copies += model.manager.num_copies
+        swaps += model.swap.num_swapped_in
+        model.drain()
+        seed, done = seed + 1, done + length
+    assert min(hits, evictions, copies, swaps) > operations // 1000, "the histories do not reach everything"
+
+
+def test_twenty_thousand_operations_with_prefix_hits_collisions_and_swapping() -> None:
+    histories(20_000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_million_operations() -> None:
+    histories(1_000_000, first_seed=1_000_000)
+
+
+def test_hits_are_as_frequent_as_a_simple_oracle_says() -> None:
+    """A pool that holds k prefixes of equal length, least recently used: exactly the k latest ones are hit."""
+    rng = random.Random(8)
+    manager = BlockManager(7 * 3 + 1, 4, prefix_caching=True)
+    latest: list[int] = []
+    for seq in range(400):
+        prefix = rng.randrange(9)
+        prompt = [prefix] * 12 + [100]
+        table = manager.allocate(seq, prompt)
+        assert (table.num_tokens == 12) == (prefix in latest[-7:]), (seq, prefix, latest)
+        manager.append(table, len(prompt) - table.num_tokens)
+        manager.commit(table, prompt, len(prompt))
+        manager.free(table)
+        latest = [other for other in latest if other != prefix] + [prefix]
+        manager.check()
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, engine_for, hf_model, ours
+from support import DEVICE, engine_for, hf_model, ours, run
 
 from minillm.decoding.params import BeamSearchParams, SamplingParams
-from minillm.engine import Engine
 from minillm.errors import UsageError
 from minillm.outputs import RequestOutput
 
@@ -29,20 +28,6 @@ def models() -> tuple[Any, Any]:
 def prompts(count: int, longest: int = 20) -> list[list[int]]:
     rng = random.Random(5)
     return [[rng.randrange(3, 97) for _ in range(rng.randint(1, longest))] for _ in range(count)]
-
-
-def run(engine: Engine, requests: list[tuple[list[int], Any]]) -> list[RequestOutput]:
-    for number, (prompt, params) in enumerate(requests):
-        engine.add_request(str(number), prompt, params)
-    outputs = {}
-    while engine.has_work:
-        engine.step()
-        engine.cache.check()
-        engine.scheduler.swap.check()
-        outputs.update({output.request_id: output for output in engine.take_finished()})
-    assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
-    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
-    return [outputs[str(number)] for number in range(len(requests))]
 
 
 def expected(theirs: Any, prompt: list[int], params: BeamSearchParams, eos: list[int]) -> tuple[list[list[int]], list]:
@@ -139,13 +124,11 @@ def test_beams_survive_preemption(models: tuple[Any, Any], preemption: str, bloc
 
 def test_one_beam_is_greedy(models: tuple[Any, Any]) -> None:
     _, model = models
-    params = {"max_tokens": 10, "repetition_penalty": 1.2}
-    engine = engine_for(model, eos=frozenset([EOS]))
-    beam, greedy = run(
-        engine,
-        [([4, 5, 6], BeamSearchParams(beam_width=1, **params)), ([4, 5, 6], SamplingParams(temperature=0, **params))],
-    )
-    assert beam.outputs[0].token_ids == greedy.outputs[0].token_ids
+    engine = engine_for(model)
+    beam = BeamSearchParams(beam_width=1, max_tokens=10, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    one, other = run(engine, [([4, 5, 6], beam), ([4, 5, 6], greedy)])
+    assert one.outputs[0].token_ids == other.outputs[0].token_ids
 
 
 def test_beams_share_the_prompt_and_copy_on_write(models: tuple[Any, Any]) -> None:

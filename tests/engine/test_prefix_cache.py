@@ -1,0 +1,189 @@
+"""The prefix cache, swapping, pinning and admission, through the engine."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from support import engine_for, hf_model, ours, run
+
+from minillm.decoding.params import BeamSearchParams, SamplingParams
+from minillm.engine import Engine
+from minillm.errors import CapacityError
+from minillm.model.llama import Llama
+from minillm.sequence import Sequence
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return ours(hf_model(seed=1, vocab_size=97, max_position_embeddings=512))
+
+
+def finish(engine: Engine, request_id: str, prompt: list[int], params: Any = GREEDY, **options: Any) -> Any:
+    engine.add_request(request_id, prompt, params, **options)
+    while engine.has_work:
+        engine.step()
+    return engine.take_finished()[0]
+
+
+def test_a_prompt_that_was_computed_before_is_found(model: Llama) -> None:
+    engine = engine_for(model)
+    prompt = list(range(3, 25))
+    first = finish(engine, "a", prompt)
+    second = finish(engine, "b", prompt)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 20)
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    longer = finish(engine, "c", prompt + first.outputs[0].token_ids + [5])
+    assert longer.num_cached_tokens == 28, "what was generated is found, too: 29 tokens of it were computed"
+
+
+def test_a_hit_on_the_whole_prompt_still_computes_the_last_token(model: Llama) -> None:
+    engine = engine_for(model)
+    prompt = list(range(3, 23))
+    assert len(prompt) % engine.cache.block_size == 0
+    first = finish(engine, "a", prompt)
+    second = finish(engine, "b", prompt)
+    assert second.num_cached_tokens == 16
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+def test_salts_keep_users_apart(model: Llama) -> None:
+    engine = engine_for(model)
+    prompt = list(range(3, 25))
+    finish(engine, "a", prompt, salt="one")
+    assert finish(engine, "b", prompt, salt="two").num_cached_tokens == 0
+    assert finish(engine, "c", prompt).num_cached_tokens == 0
+    assert finish(engine, "d", prompt, salt="one").num_cached_tokens == 20
+
+
+def test_identical_prompts_in_one_batch_compute_once(model: Llama) -> None:
+    engine = engine_for(model, max_num_batched_tokens=64)
+    prompt = [random.Random(2).randrange(3, 97) for _ in range(100)]
+    outputs = run(engine, [(prompt, GREEDY), (prompt, GREEDY), (prompt[:50] + [7] * 40, GREEDY)])
+    assert [output.num_cached_tokens for output in outputs] == [0, 96, 48]
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+
+
+def test_the_longest_unused_prefix_is_evicted_first(model: Llama) -> None:
+    engine = engine_for(model, num_blocks=20)
+    prompts = [[10 + i] * 21 for i in range(5)]
+    for number in (0, 1, 2, 0):
+        finish(engine, "x", prompts[number])
+    finish(engine, "x", prompts[3])
+    assert engine.cache.num_evictions > 0
+    assert finish(engine, "x", prompts[0]).num_cached_tokens == 20, "used again: younger than prefix 1"
+    assert finish(engine, "x", prompts[1]).num_cached_tokens < 20
+
+
+def test_explain_miss_names_the_first_token_that_differs(model: Llama) -> None:
+    engine = engine_for(model)
+    prompt = list(range(3, 25))
+    finish(engine, "a", prompt)
+    report = engine.cache.explain_miss([*prompt[:10], 90, *prompt[11:]])
+    assert (report.num_cached_tokens, report.num_matching_tokens) == (8, 10)
+    assert (report.expected, report.found) == (prompt[10], 90)
+    assert "token 13" in str(report)
+    assert "90" in str(report)
+    assert engine.cache.explain_miss([1, 2, 3]).num_matching_tokens == 0
+    assert "whole prompt" in str(engine.cache.explain_miss(prompt[:8]))
+
+
+def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
+    engine = engine_for(model, num_blocks=24)
+    system = list(range(3, 20))
+    one_token = SamplingParams(temperature=0, max_tokens=1)
+
+    def held(prompt: list[int]) -> Sequence:
+        group = engine.add_request("pin", prompt, one_token, hold=True)
+        while engine.has_work:
+            engine.step()
+        return group.sequences[0]
+
+    pinned = held(system)
+    engine.pin(pinned)
+    for number in range(12):
+        finish(engine, "x", [30 + number] * 40)
+    assert finish(engine, "y", [*system, 50, 51]).num_cached_tokens == 16
+    assert engine.cache_stats().used_blocks == 5
+    large = held([60] * 60)
+    with pytest.raises(CapacityError, match="pinned"):
+        engine.pin(large)
+    engine.release(large)
+    with pytest.raises(CapacityError, match="5 of them pinned"):
+        engine.add_request("z", [4] * 60, SamplingParams(max_tokens=20))
+    engine.unpin(pinned)
+    assert engine.cache.num_free == 24
+    engine.cache.check()
+
+
+def test_nan_is_never_found_again(model: Llama) -> None:
+    engine = engine_for(model)
+    prompt = list(range(3, 25))
+    weight = model.embedding[prompt[5]].clone()
+    model.embedding[prompt[5]] = float("nan")
+    try:
+        assert "NaN" in (finish(engine, "a", prompt).error or "")
+    finally:
+        model.embedding[prompt[5]] = weight
+    output = finish(engine, "b", prompt)
+    assert output.num_cached_tokens <= 4
+    assert output.error is None
+    assert not torch.isnan(model.embedding).any()
+
+
+REQUESTS = (
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21],
+    [5] * 33,
+    [40, 41, 42],
+)
+KINDS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.9, seed=11, max_tokens=20, ignore_eos=True),
+    "four samples": SamplingParams(n=4, seed=5, max_tokens=16, ignore_eos=True, repetition_penalty=1.1),
+    "beams": BeamSearchParams(beam_width=4, max_tokens=16, ignore_eos=True),
+}
+
+
+def tokens_of(engine: Engine, kind: str, others: int) -> list[list[list[int]]]:
+    rng = random.Random(9)
+    crowd = [
+        ([rng.randrange(3, 97) for _ in range(rng.randint(1, 30))], SamplingParams(seed=i, max_tokens=12, n=1 + i % 2))
+        for i in range(others)
+    ]
+    requests = [(prompt, KINDS[kind]) for prompt in REQUESTS]
+    outputs = run(engine, [*crowd[: others // 2], *requests, *crowd[others // 2 :]])[others // 2 :][: len(requests)]
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_request_gives_the_same_tokens_whatever_else_happens(model: Llama, kind: str) -> None:
+    """Prefix cache on and off, no preemption, swap, recompute, block sizes, chunk sizes, alone and in a crowd."""
+    expected = tokens_of(engine_for(model, num_blocks=512, prefix_caching=False), kind, 0)
+    preempted = {"swap": 0, "recompute": 0}
+    for caching, block_size, chunk, others, pressure in itertools.product(
+        (True, False), (1, 16, 256), (16, 512), (0, 30), ("none", "swap", "recompute")
+    ):
+        if (block_size == 256 and pressure != "none") or (others == 0 and chunk == 512 and pressure != "none"):
+            continue
+        longest = 4 * 32 + 33
+        tight = {1: longest + 20, 16: 14, 256: 8}[block_size]
+        engine = engine_for(
+            model,
+            num_blocks=max(tight, 8) if pressure != "none" else 4096 // block_size,
+            block_size=block_size,
+            max_num_seqs=16 if chunk == 16 else 64,
+            max_num_batched_tokens=chunk,
+            prefix_caching=caching,
+            host_blocks=600 if pressure == "swap" else 0,
+            admission="optimistic" if pressure != "none" else "predicted",
+        )
+        assert tokens_of(engine, kind, others) == expected, (caching, block_size, chunk, others, pressure)
+        if pressure != "none":
+            preempted[pressure] += engine.scheduler.num_preemptions
+            assert pressure == "swap" or not engine.scheduler.swap.num_swapped_out
+    assert min(preempted.values()) > 0, "nothing was preempted"
