@@ -83,6 +83,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(generate)
     _add_sampling_options(generate, n=True)
 
+    beams = generate.add_argument_group("beam search")
+    beams.add_argument("--beam-width", type=int, metavar="N", help="search with N beams instead of sampling")
+    beams.add_argument("--length-penalty", type=float, metavar="X", help="above 0 favours long beams (1)")
+    beams.add_argument(
+        "--early-stopping", choices=("true", "false", "never"), help="stop when N beams have finished (false)"
+    )
+    beams.add_argument("--num-beam-groups", type=int, metavar="N", help="diverse beam search in N groups (1)")
+    beams.add_argument("--diversity-penalty", type=float, metavar="X", help="what a group pays for another's token (0)")
+
     models = command("models", "list the models of weights.toml and which are downloaded")
     models.add_argument("--json", action="store_true", help="write one JSON object per model")
 
@@ -127,6 +136,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: what memory allows)")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus answer, in tokens")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at a time (256)")
+    group.add_argument("--preemption", choices=("swap", "recompute"), help="what happens when blocks run out (swap)")
     group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens computed per step")
 
 
@@ -137,6 +147,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser, *, n: bool) -> None:
         group.add_argument("--logprobs", type=int, metavar="N", help="report the N most probable tokens at each step")
         group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past end-of-sequence tokens")
         group.add_argument("--min-tokens", type=int, metavar="N", help="no end before N tokens (0)")
+        group.add_argument("--no-repeat-ngram-size", type=int, metavar="N", help="no run of N tokens twice (0: off)")
     group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
     group.add_argument("--top-k", type=int, metavar="N", help="keep the N most probable tokens (0: all)")
     group.add_argument("--top-p", type=float, metavar="X", help="keep the most probable tokens up to this probability")
@@ -157,12 +168,14 @@ ENGINE_OPTIONS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "preemption",
 )
 SAMPLING_OPTIONS = (
     "n",
     "logprobs",
     "ignore_eos",
     "min_tokens",
+    "no_repeat_ngram_size",
     "temperature",
     "top_k",
     "top_p",
@@ -174,6 +187,7 @@ SAMPLING_OPTIONS = (
     "max_tokens",
     "stop",
 )
+BEAM_OPTIONS = ("beam_width", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
 
 
 def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:

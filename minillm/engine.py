@@ -162,6 +162,17 @@ class Engine:
         """Free an idle sequence that `add_request` was told to hold."""
         self.scheduler.release_idle(sequence)
 
+    def fork_idle(self, sequence: Sequence, num_tokens: int | None = None) -> Sequence:
+        """Another idle sequence that shares the first ``num_tokens`` tokens (all by default) of an idle one."""
+        count = len(sequence.token_ids) if num_tokens is None else num_tokens
+        child = Sequence(self._next_seq_id, sequence.token_ids[:count], count, sequence.seed)
+        self._next_seq_id += 1
+        if sequence.table is not None:
+            child.num_computed = min(count, sequence.num_computed)
+            child.table = self.cache.fork(sequence.table, child.seq_id, child.num_computed)
+            self.scheduler.keep_idle(child)
+        return child
+
     def pin(self, sequence: Sequence) -> None:
         """Keep an idle sequence's blocks under any load: a system prompt's, say. `unpin` lets it go.
 

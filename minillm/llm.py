@@ -7,23 +7,33 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+from minillm.branch import Branch
 from minillm.build import build_engine
-from minillm.cache import CacheStats
+from minillm.cache import CacheStats, PrefixReport
 from minillm.config import EngineConfig
 from minillm.decoding.params import BeamSearchParams, Params, SamplingParams
 from minillm.engine import Engine
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import deferred_interrupt
-from minillm.outputs import Delta, RequestOutput
+from minillm.outputs import CompletionOutput, Delta, RequestOutput
 from minillm.progress import OnProgress, ignore_progress
+from minillm.sequence import Sequence as TokenSequence
 from minillm.tokenizer import Tokenizer
 from minillm.weights.files import OnMessage
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PinnedPrefix:
+    """What `LLM.pin` keeps: for `LLM.unpin`."""
+
+    token_ids: list[int]
+    sequence: TokenSequence
 
 
 class LLM:
@@ -161,11 +171,147 @@ class LLM:
         with self._lock:
             return self.engine.cache_stats()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; what runs now is not disturbed."""
+        with self._lock:
+            self.engine.cache.reset_prefix_cache()
+
+    def explain_miss(self, prompt: Prompt, *, salt: str | None = None) -> PrefixReport:
+        """How many tokens of a prompt would be found in the prefix cache, and which token differs first."""
+        with self._lock:
+            return self.engine.cache.explain_miss(self._token_ids(prompt), salt)
+
+    def pin(self, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
+        """Compute a prefix, a system prompt say, and keep its blocks under any load until it is unpinned.
+
+        Raises:
+            CapacityError: more than half of the pool would be pinned.
+        """
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        sequence = self._hold([(self._token_ids(prompt), None)], [params], salt=salt)[0][0]
+        with self._lock:
+            try:
+                self.engine.pin(sequence)
+            except MinillmError:
+                self.engine.release(sequence)
+                raise
+        return PinnedPrefix(sequence.token_ids[:-1], sequence)
+
+    def unpin(self, prefix: PinnedPrefix) -> None:
+        """Let a pinned prefix go; it stays in the prefix cache until its blocks are needed."""
+        with self._lock:
+            self.engine.unpin(prefix.sequence)
+
+    # --- branches -----------------------------------------------------------------------------------------------------
+
+    def branch(self, prompt: Prompt) -> Branch:
+        """A branch that begins with ``prompt``; see `minillm.branch.Branch`."""
+        token_ids = self._token_ids(prompt)
+        self.engine.check_prompt(token_ids)
+        return Branch(self, token_ids)
+
+    def sample(
+        self, branches: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[CompletionOutput]:
+        """Go on with several branches in one batch; each grows by its completion.
+
+        Args:
+            params: one set for all branches, or one for each; ``n`` must be 1 (fork first).
+        """
+        each = [p for p in _params_list(params, len(branches)) if isinstance(p, SamplingParams)]
+        if len(each) != len(branches) or any(p.n != 1 for p in each):
+            raise UsageError("a branch goes on with one completion: SamplingParams with n=1; fork it to have several")
+        completions = []
+        for branch, (sequence, output) in zip(branches, self._go_on(branches, each), strict=True):
+            completion = output.outputs[0]
+            end = completion.token_ids[-1:] if completion.finish_reason == "stop" else []
+            if end and (end[0] in self.engine.eos_token_ids or end[0] == completion.stop_reason):
+                sequence.token_ids.pop()  # it was never computed: its place is free
+            branch.sequence, branch.token_ids = sequence, list(sequence.token_ids)
+            completions.append(completion)
+        return completions
+
+    def next_logprobs(self, branches: Sequence[Branch], count: int = 20) -> list[list[tuple[int, float]]]:
+        """The ``count`` most probable next tokens of each branch, in one batch; the branches stay as they are."""
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
+        result = []
+        for branch, (sequence, output) in zip(branches, self._go_on(branches, [params] * len(branches)), strict=True):
+            sequence.token_ids.pop()
+            branch.sequence = sequence
+            logprobs = output.outputs[0].logprobs
+            assert logprobs is not None
+            result.append(list(logprobs[0].top))
+        return result
+
+    def fork_idle(
+        self, sequence: TokenSequence, num_tokens: int | None = None, *, replace: bool = False
+    ) -> TokenSequence:
+        """For branches: share an idle sequence's beginning; with ``replace`` the original is freed."""
+        with self._lock:
+            child = self.engine.fork_idle(sequence, num_tokens)
+            if replace:
+                self.engine.release(sequence)
+            return child
+
+    def release(self, sequence: TokenSequence) -> None:
+        """For branches: free an idle sequence."""
+        with self._lock:
+            self.engine.release(sequence)
+
+    def _go_on(
+        self, branches: Sequence[Branch], params: Sequence[SamplingParams]
+    ) -> list[tuple[TokenSequence, RequestOutput]]:
+        for branch in branches:
+            branch.check()
+        if len({id(branch) for branch in branches}) != len(branches):
+            raise UsageError("the same branch twice in one batch; fork it")
+        results = self._hold([(branch.token_ids, branch.sequence) for branch in branches], params)
+        for branch in branches:
+            if branch.sequence is not None:
+                self.release(branch.sequence)
+        return results
+
+    def _hold(
+        self,
+        starts: Sequence[tuple[list[int], TokenSequence | None]],
+        params: Sequence[SamplingParams],
+        *,
+        salt: str | None = None,
+    ) -> list[tuple[TokenSequence, RequestOutput]]:
+        """Run requests whose blocks stay: each start's tokens, and the idle sequence that has computed some of them."""
+        names: list[str] = []
+        sequences = []
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for (token_ids, parent), each in zip(starts, params, strict=True):
+                name = f"branch-{next(self._ids)}"
+                with self._lock:
+                    group = self.engine.add_request(name, token_ids, each, parent=parent, hold=True, salt=salt)
+                names.append(name)
+                sequences.append(group.sequences[0])
+            while len(outputs) < len(names):
+                self._step()
+                for name in names:
+                    if name in self.engine.finished:
+                        outputs[name] = self.engine.finished.pop(name)
+            failed = next((output.error for output in outputs.values() if output.error is not None), None)
+            if failed is not None:
+                raise MinillmError(failed)
+        except BaseException:
+            self._abort_now([name for name in names if name not in outputs])
+            for sequence in sequences:
+                self.release(sequence)
+            raise
+        return [(sequence, outputs[name]) for sequence, name in zip(sequences, names, strict=True)]
+
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _add(self, request_id: str, prompt: Prompt, params: Params, *, streamed: bool = False) -> None:
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self._token_ids(prompt)
         with self._lock:
             self.engine.add_request(request_id, token_ids, params, prompt=text, streamed=streamed)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from minillm.cli import ENGINE_OPTIONS, SAMPLING_OPTIONS, given
+from minillm.cli import BEAM_OPTIONS, ENGINE_OPTIONS, SAMPLING_OPTIONS, given
 from minillm.commands.progress import GenerationBar, loading_bar, say
 from minillm.errors import UsageError
 from minillm.interrupt import import_torch
@@ -33,13 +33,17 @@ class Request:
 def run(arguments: argparse.Namespace) -> int:
     requests = _read_requests(arguments)
     # Everything that can be wrong with the request is said before the model is loaded.
-    from minillm.decoding.params import SamplingParams
+    from minillm.decoding.params import BeamSearchParams, Params, SamplingParams
 
-    base = given(arguments, SAMPLING_OPTIONS)
-    all_params = []
+    base = given(arguments, (*SAMPLING_OPTIONS, *BEAM_OPTIONS))
+    if "early_stopping" in base:
+        base["early_stopping"] = {"true": True, "false": False}.get(base["early_stopping"], "never")
+    all_params: list[Params] = []
     for request in requests:
+        values = {**base, **request.params}
         try:
-            all_params.append(SamplingParams.from_mapping({**base, **request.params}))
+            kind = BeamSearchParams if "beam_width" in values else SamplingParams
+            all_params.append(kind.from_mapping(values))
         except UsageError as error:
             raise UsageError(f"{request.where}: {error}" if request.where else str(error)) from None
 
@@ -62,11 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
             messages = [{"role": "system", "content": arguments.system}, *messages]
         prompts.append(request.prompt if messages is None else llm.tokenizer.apply_chat_template(messages))
 
-    if len(requests) == 1 and not arguments.json and all_params[0].n == 1:
+    if len(requests) == 1 and not arguments.json and all_params[0].num_sequences == 1:
         return _stream(llm, prompts[0], all_params[0])
     failed = 0
     with GenerationBar(len(requests), enabled=not arguments.quiet) as bar:
-        several = all_params[0].n > 1 or len(requests) > 1
+        several = all_params[0].num_sequences > 1 or len(requests) > 1
         writer = _Writer(bar.print, requests, as_json=arguments.json, several=several)
         try:
             for index, output in llm.as_completed(prompts, all_params):

@@ -234,6 +234,20 @@ def test_a_million_operations() -> None:
     histories(1_000_000, first_seed=1_000_000)
 
 
+def test_a_block_that_its_last_owner_writes_to_is_found_no_more() -> None:
+    manager = BlockManager(8, 4, prefix_caching=True)
+    tokens = list(range(9))
+    parent = grown(manager, 0, 8)
+    manager.commit(parent, tokens, 8)
+    child = manager.fork(parent, 1, 6)
+    manager.free(parent)
+    assert manager.find_cached(tokens) == (8, 2)
+    manager.append(child, 1)
+    assert manager.take_copies() == [], "nobody else holds it: no copy"
+    assert manager.find_cached(tokens) == (4, 1)
+    manager.check()
+
+
 def test_hits_are_as_frequent_as_a_simple_oracle_says() -> None:
     """A pool that holds k prefixes of equal length, least recently used: exactly the k latest ones are hit."""
     rng = random.Random(8)

@@ -63,21 +63,22 @@ def assert_same(output: RequestOutput, sequences: list[list[int]], scores: list[
     assert [completion.score for completion in output.outputs] == pytest.approx(scores, abs=1e-3)
 
 
+ENDINGS: list[tuple[int, float, bool | str]] = [
+    (2, 1.0, False),
+    (2, 0.0, True),
+    (3, 2.0, "never"),
+    (4, 1.0, True),
+    (4, 0.5, "never"),
+    (4, -1.0, False),
+    (4, -0.5, "never"),
+    (8, 1.0, False),
+    (8, 0.0, "never"),
+    (16, 1.0, True),
+    (16, 2.0, False),
+]
 CASES = [
     BeamSearchParams(beam_width=width, length_penalty=penalty, early_stopping=early, max_tokens=12)
-    for width, penalty, early in [
-        (2, 1.0, False),
-        (2, 0.0, True),
-        (3, 2.0, "never"),
-        (4, 1.0, True),
-        (4, 0.5, "never"),
-        (4, -1.0, False),
-        (4, -0.5, "never"),
-        (8, 1.0, False),
-        (8, 0.0, "never"),
-        (16, 1.0, True),
-        (16, 2.0, False),
-    ]
+    for width, penalty, early in ENDINGS
 ] + [
     BeamSearchParams(beam_width=4, n=2, max_tokens=9, repetition_penalty=1.3),
     BeamSearchParams(beam_width=3, max_tokens=14, min_tokens=6, length_penalty=0.5),

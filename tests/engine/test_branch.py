@@ -1,0 +1,141 @@
+"""Branches: fork, append, sample, log-probabilities, rollback, free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minillm.decoding.params import BeamSearchParams, SamplingParams
+from minillm.errors import MinillmError, UsageError
+from minillm.llm import LLM
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> LLM:
+    return LLM(str(tiny_model), device="cpu", num_blocks=64, block_size=4)
+
+
+@pytest.fixture(autouse=True)
+def balanced(llm: LLM) -> Iterator[None]:
+    yield
+    llm.engine.cache.check()
+    assert llm.cache_stats().free_blocks == 64, "blocks leaked"
+
+
+def test_sampling_a_branch_is_generating_from_its_tokens(llm: LLM) -> None:
+    with llm.branch("hello there") as branch:
+        before = list(branch.token_ids)
+        first = branch.sample(GREEDY)
+        second = branch.append(" and").sample(GREEDY)
+        middle = llm.tokenizer.encode(" and", add_special_tokens=False)
+        assert branch.token_ids == [*before, *first.token_ids, *middle, *second.token_ids]
+        start = [*before, *first.token_ids, *middle]
+        assert llm.generate([start], GREEDY)[0].outputs[0].token_ids == second.token_ids
+
+
+def test_forks_share_blocks_and_go_their_own_ways(llm: LLM) -> None:
+    trunk = llm.branch(list(range(40, 59)))
+    trunk.sample(GREEDY)
+    used = llm.cache_stats().used_blocks
+    forks = [trunk.fork() for _ in range(4)]
+    stats = llm.cache_stats()
+    assert stats.used_blocks == used
+    assert stats.logical_blocks == 5 * used
+    params = [SamplingParams(max_tokens=5, seed=i, ignore_eos=True) for i in range(4)]
+    completions = llm.sample(forks, params)
+    alone = [llm.generate([trunk.token_ids], p)[0].outputs[0].token_ids for p in params]
+    assert [completion.token_ids for completion in completions] == alone
+    assert llm.cache_stats().used_blocks < 5 * used
+    for branch in [trunk, *forks]:
+        branch.free()
+
+
+def test_many_branches_go_on_in_one_batch(llm: LLM) -> None:
+    branches = [llm.branch([50 + i, 60, 70]) for i in range(8)]
+    llm.sample(branches, GREEDY)
+    steps = llm.engine.num_steps
+    llm.sample(branches, GREEDY)
+    assert llm.engine.num_steps - steps == 6
+    for branch in branches:
+        branch.free()
+
+
+def test_logprobs_leave_the_branch_where_it_is(llm: LLM) -> None:
+    with llm.branch("hello") as branch:
+        tokens = list(branch.token_ids)
+        best = branch.logprobs(5)
+        assert branch.token_ids == tokens
+        assert [value for _, value in best] == sorted((value for _, value in best), reverse=True)
+        assert branch.sample(GREEDY).token_ids[0] == best[0][0]
+
+
+def test_rollback_takes_tokens_back_and_frees_their_blocks(llm: LLM) -> None:
+    with llm.branch(list(range(40, 52))) as branch:
+        first = branch.sample(GREEDY)
+        other = branch.fork()
+        branch.rollback(6)
+        assert branch.token_ids == list(range(40, 52))
+        assert branch.sample(GREEDY).token_ids == first.token_ids
+        assert other.append([41]).sample(GREEDY).token_ids
+        other.free()
+        with pytest.raises(UsageError, match="one must be left"):
+            branch.rollback(1000)
+
+
+def test_a_branch_outlives_the_loss_of_its_blocks(llm: LLM) -> None:
+    with llm.branch(list(range(40, 52))) as branch:
+        first = branch.sample(GREEDY)
+        llm.generate([[60 + i % 9] * 100 for i in range(6)], GREEDY)
+        llm.reset_prefix_cache()
+        branch.rollback(6)
+        assert branch.sample(GREEDY).token_ids == first.token_ids
+
+
+def test_misuse_is_explained(llm: LLM) -> None:
+    branch = llm.branch("hello")
+    with pytest.raises(UsageError, match="n=1"):
+        branch.sample(SamplingParams(n=2))
+    with pytest.raises(UsageError, match="n=1"):
+        branch.sample(BeamSearchParams())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="twice"):
+        llm.sample([branch, branch], GREEDY)
+    with pytest.raises(UsageError, match="logprobs"):
+        branch.logprobs(1000)
+    with pytest.raises(UsageError, match="token id"):
+        branch.append([10**9]).sample(GREEDY)
+    branch.free()
+    branch.free()
+    with pytest.raises(UsageError, match="freed"):
+        branch.fork()
+
+
+def test_pins_are_kept_and_let_go(llm: LLM) -> None:
+    pinned = llm.pin(list(range(40, 60)))
+    assert llm.cache_stats().used_blocks == 5
+    assert llm.generate([[*range(40, 60), 7]], GREEDY)[0].num_cached_tokens == 20
+    with pytest.raises(MinillmError, match="pinned"):
+        llm.pin([70] * 150)
+    llm.unpin(pinned)
+
+
+def test_a_beam_search_streams_its_best_beam(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=6)
+    deltas = list(llm.stream("hello", params))
+    final = llm.beam_search("hello", params)[0].outputs[0]
+    assert all(delta.replaces for delta in deltas)
+    assert deltas[-1].finish_reason == "stop"
+    assert deltas[-1].token_ids == final.token_ids
+    assert deltas[-1].text == final.text
+
+
+def test_stop_strings_end_beams(llm: LLM) -> None:
+    plain = llm.beam_search("hello", BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True))[0].outputs[0].text
+    stop = plain[3:5]
+    params = BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True, stop=stop)
+    for beam in llm.beam_search("hello", params)[0].outputs:
+        assert stop not in beam.text
+        assert beam.finish_reason == ("stop" if beam.stop_reason == stop else "length")
