@@ -2,6 +2,9 @@
 
 Widths 2, 4, 8, 16, length penalties 0, 0.5, 1, 2, the three ways of early stopping, one or several returned sequences.
 All run in ``make parity``, four of them in ``make test``.
+
+transformers runs in float32 as we do; where it disagrees, it is asked again in float64. That happens once (case 15,
+width 16): two beams lie so close at one step that its float32 drops the one that its float64, and ours, keep.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from minillm import LLM, BeamSearchParams
 PROMPTS = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
 NAMES = ("one-token", "code-python", "french", "emoji", "chat-question")
 IN_TEST = (3, 13, 22, 34)
+NEAR_TIES = (15,)
 
 pytestmark = pytest.mark.weights
 
@@ -73,7 +77,23 @@ def test_the_same_beams_and_scores(llm: LLM, theirs: Any, number: int) -> None:
     prompt = next(prompt for prompt in PROMPTS if prompt["name"] == NAMES[number % len(NAMES)])
     messages = prompt.get("messages")
     ids = llm.tokenizer.apply_chat_template(messages) if messages else llm.tokenizer.encode(prompt["prompt"])
-    eos = sorted(llm.engine.eos_token_ids)
+    beams = llm.beam_search(ids, params)[0].outputs
+    tokens = [beam.token_ids for beam in beams]
+    sequences, scores = generated(theirs, ids, params, sorted(llm.engine.eos_token_ids))
+    if tokens != sequences:
+        assert number in NEAR_TIES
+        sequences, scores = generated(theirs.double(), ids, params, sorted(llm.engine.eos_token_ids))
+        theirs.float()
+    assert tokens == sequences
+    difference = max(abs((beam.score or 0) - score) for beam, score in zip(beams, scores, strict=True))
+    print(f"width {params.beam_width}: largest difference of a score {difference:.1e}")
+    assert difference <= 1e-3
+
+
+def generated(
+    theirs: Any, ids: list[int], params: BeamSearchParams, eos: list[int]
+) -> tuple[list[list[int]], list[float]]:
+    """transformers' beams, without the padding behind their ends, and their scores."""
     expected = theirs.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids)),
@@ -92,8 +112,4 @@ def test_the_same_beams_and_scores(llm: LLM, theirs: Any, number: int) -> None:
     for sequence in expected.sequences[:, len(ids) :].tolist():
         ends = [i for i, token in enumerate(sequence) if token in eos]
         sequences.append(sequence[: ends[0] + 1] if ends else sequence)
-    beams = llm.beam_search(ids, params)[0].outputs
-    assert [beam.token_ids for beam in beams] == sequences
-    difference = max(abs((b.score or 0) - s) for b, s in zip(beams, expected.sequences_scores.tolist(), strict=True))
-    print(f"width {params.beam_width}: largest difference of a score {difference:.1e}")
-    assert difference <= 1e-3
+    return sequences, expected.sequences_scores.tolist()
