@@ -124,6 +124,13 @@ def _parser() -> argparse.ArgumentParser:
 
     kernels = workload("kernels", "every kernel against the copy bandwidth and the matmul rate of this GPU")
     kernels.add_argument("--op", metavar="NAME", help="only this op")
+
+    memory = workload("memory", "what paging and sharing save, and swap against recompute")
+    memory.add_argument("--shape", metavar="NAME", help="shape of the model that is swapped (smollm2-135m)")
+    memory.add_argument("--num-tokens", type=int, default=512, metavar="N", help="length of the swapped sequence")
+    memory.add_argument("--device", metavar="DEVICE", help="where it is swapped from: cpu, cuda")
+
+    workload("host", "what a step costs beside the device's work")
     return parser
 
 

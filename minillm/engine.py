@@ -58,6 +58,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        self.reset_peaks()
 
     @property
     def has_work(self) -> bool:
@@ -192,7 +193,22 @@ class Engine:
         return finished
 
     def cache_stats(self) -> CacheStats:
-        return self.cache.stats()
+        """Token-true figures of this moment, and what has happened since the start (or `reset_peaks`)."""
+        swap = self.scheduler.swap
+        return replace(
+            self.cache.stats(),
+            num_preemptions=self.scheduler.num_preemptions,
+            num_swapped_out=swap.num_swapped_out,
+            num_swapped_in=swap.num_swapped_in,
+            host_blocks_used=swap.num_blocks - swap.num_free,
+            pinned_blocks=self.scheduler.num_pinned_blocks,
+            peak_used_blocks=self._peak_used,
+            mean_used_blocks=self._sum_used / self._steps_counted if self._steps_counted else 0.0,
+        )
+
+    def reset_peaks(self) -> None:
+        """Begin to count peak and mean use anew: a run begins."""
+        self._peak_used = self._sum_used = self._steps_counted = 0
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -207,6 +223,9 @@ class Engine:
         if not schedule.chunks:
             assert not self.scheduler.has_work, "no progress: there is work, and nothing of it can run"
             return deltas
+        used = self.cache.num_blocks - self.cache.num_free
+        self._peak_used, self._sum_used = max(self._peak_used, used), self._sum_used + used
+        self._steps_counted += 1
         now = time.monotonic()
         for chunk in schedule.chunks:
             if chunk.group.metrics.first_scheduled_time is None:
@@ -214,7 +233,7 @@ class Engine:
         try:
             logits, sampled = self.runner.run(schedule, self.cache.take_copies())
             broken = logits.amax(-1).isnan().tolist() if sampled else []
-            draws, searching = self._computed(schedule, sampled, broken)
+            draws, searching = self.note_computed(schedule, sampled, broken)
             tokens = sample_tokens(logits, [row for _, row in draws]) if draws else []
             deltas += self._advance_beams(logits, searching)
         except Exception as error:
@@ -227,7 +246,7 @@ class Engine:
             raise
         self.num_steps += 1
         deltas += [
-            self._append_token(group, row.sequence, token) for (group, row), token in zip(draws, tokens, strict=True)
+            self.append_token(group, row.sequence, token) for (group, row), token in zip(draws, tokens, strict=True)
         ]
         for group in {id(chunk.group): chunk.group for chunk in sampled}.values():
             if group.request_id in self._errors:
@@ -236,7 +255,7 @@ class Engine:
                 self._retire(group)
         return deltas
 
-    def _computed(
+    def note_computed(
         self, schedule: Schedule, sampled: list[ScheduledChunk], broken: list[bool]
     ) -> tuple[list[tuple[SequenceGroup, SampleRow]], list[tuple[SequenceGroup, dict[int, int]]]]:
         """Note what was computed and fork groups whose prompt is complete.
@@ -291,7 +310,7 @@ class Engine:
     def _end_ids(self, params: Params) -> tuple[int, ...]:
         return tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)})
 
-    def _append_token(self, group: SequenceGroup, sequence: Sequence, token: TokenLogprobs) -> Delta:
+    def append_token(self, group: SequenceGroup, sequence: Sequence, token: TokenLogprobs) -> Delta:
         """Add a drawn token to its sequence and end the sequence where the token says so."""
         params = group.params
         if group.metrics.first_token_time is None:
@@ -328,17 +347,22 @@ class Engine:
         """One step of every beam search whose beams have been computed."""
         if not searching:
             return []
+        steps = self.beam_steps(searching)
+        deltas = []
+        found = beam_candidates(logits, steps)
+        for (group, _), step, candidates in zip(searching, steps, found, strict=True):
+            deltas += self.advance_beams_of(group, step, candidates, self._beam_logprobs(logits, step, candidates))
+        return deltas
+
+    def beam_steps(self, searching: list[tuple[SequenceGroup, dict[int, int]]]) -> list[BeamStep]:
+        """What `beam_candidates` needs to know of each search."""
         steps = []
         for group, row_of in searching:
             assert isinstance(group.params, BeamSearchParams)
             beams = group.beams or [[group.sequences[0]]] * len(group.searches)
             rows = [[row_of[sequence.seq_id] for sequence in each] for each in beams]
             steps.append(BeamStep(group.params, group.searches, rows, beams, self._end_ids(group.params)))
-        deltas = []
-        found = beam_candidates(logits, steps)
-        for (group, _), step, candidates in zip(searching, steps, found, strict=True):
-            deltas += self._advance_group(group, step, candidates, self._beam_logprobs(logits, step, candidates))
-        return deltas
+        return steps
 
     def _beam_logprobs(
         self, logits: Tensor, step: BeamStep, candidates: list[list[Candidate]]
@@ -354,7 +378,7 @@ class Engine:
         wanted = list(dict.fromkeys(pairs))
         return dict(zip(wanted, token_logprobs(logits, wanted, step.params.logprobs), strict=True))
 
-    def _advance_group(
+    def advance_beams_of(
         self,
         group: SequenceGroup,
         step: BeamStep,

@@ -31,14 +31,14 @@ class Runner:
             Logits ``[n, vocab]`` float32, and the n chunks that they belong to: those that computed a sequence's last
             token.
         """
-        self._to_host(schedule.swap_out)
-        self._from_host(schedule.swap_in)
+        self.move_to_host(schedule.swap_out)
+        self.move_from_host(schedule.swap_in)
         if copies:
             kernels.block_copy(self.kv_cache, torch.tensor(copies, device=self.model.device))
         sampled = [chunk for chunk in schedule.chunks if _reaches_the_end(chunk)]
         return self.model.forward(self._batch(schedule), self.kv_cache), sampled
 
-    def _to_host(self, pairs: list[tuple[int, int]]) -> None:
+    def move_to_host(self, pairs: list[tuple[int, int]]) -> None:
         """Save (block, host block) pairs."""
         if pairs and self._host_pool is None:
             shape = (self._num_host_blocks, *self.kv_cache.shape[:2], *self.kv_cache.shape[3:])
@@ -50,7 +50,7 @@ class Runner:
             kernels.gather_blocks(self.kv_cache, torch.tensor(blocks, device=self.model.device), staging)
             self._host_pool[torch.tensor(hosts)] = staging.cpu()
 
-    def _from_host(self, pairs: list[tuple[int, int]]) -> None:
+    def move_from_host(self, pairs: list[tuple[int, int]]) -> None:
         """Bring (host block, block) pairs back."""
         for start in range(0, len(pairs), _STAGED_BLOCKS):
             hosts, blocks = zip(*pairs[start : start + _STAGED_BLOCKS], strict=True)

@@ -23,6 +23,29 @@ class CacheStats:
     num_sequences: int
     num_runs: int  # stretches of consecutive blocks over all tables; equals num_sequences at best
     num_copies: int  # copies on write since the start
+    cached_blocks: int = 0  # of the free ones: those that the prefix cache can still find
+    num_evictions: int = 0  # cached blocks given up since the start
+    num_hit_tokens: int = 0  # tokens of prompts that the prefix cache had, since the start
+    num_looked_up_tokens: int = 0
+    # Filled in by the engine; 0 for a block manager alone.
+    num_preemptions: int = 0
+    num_swapped_out: int = 0  # blocks, since the start
+    num_swapped_in: int = 0
+    host_blocks_used: int = 0
+    pinned_blocks: int = 0
+    peak_used_blocks: int = 0  # over the steps so far
+    mean_used_blocks: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Part of all prompt tokens that was found in the prefix cache, 0 to 1."""
+        return self.num_hit_tokens / self.num_looked_up_tokens if self.num_looked_up_tokens else 0.0
+
+    @property
+    def contiguity(self) -> float:
+        """How contiguous block tables are: 1 where each is one run, 0 where no two neighbours are neighbours."""
+        joints = self.logical_blocks - self.num_sequences
+        return 1 - (self.num_runs - self.num_sequences) / joints if joints else 1.0
 
     @property
     def total_slots(self) -> int:
@@ -68,4 +91,8 @@ class CacheStats:
             num_sequences=sum(bool(table.blocks) for table in manager.tables.values()),
             num_runs=runs,
             num_copies=manager.num_copies,
+            cached_blocks=manager.num_cached,
+            num_evictions=manager.num_evictions,
+            num_hit_tokens=manager.num_hit_tokens,
+            num_looked_up_tokens=manager.num_looked_up_tokens,
         )

@@ -13,7 +13,53 @@ from minillm.interrupt import import_torch
 
 def run(arguments: argparse.Namespace) -> int:
     import_torch()
-    return {"latency": _latency, "kernels": _kernels}[arguments.workload](arguments)
+    workloads = {"latency": _latency, "kernels": _kernels, "memory": _memory, "host": _host}
+    return workloads[arguments.workload](arguments)
+
+
+def _host(arguments: argparse.Namespace) -> int:
+    from minillm.bench import host
+
+    results = host.measure()
+    if arguments.json:
+        print(json.dumps([asdict(result) for result in results]))
+        return 0
+    for result in results:
+        print(f"{result.what:55}{result.microseconds:>10.0f} us")
+    return 0
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    from minillm.bench import memory, swap
+    from minillm.llm import LLM
+    from minillm.model.shapes import SHAPES
+
+    name = arguments.shape or "smollm2-135m"
+    if name not in SHAPES:
+        raise UsageError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
+    if not 1 <= arguments.num_tokens <= SHAPES[name].max_position_embeddings:
+        raise UsageError(f"--num-tokens must be from 1 to {SHAPES[name].max_position_embeddings}")
+    books = []
+    for line in memory.measure():
+        books.append(line)
+        if not arguments.json:
+            print(f"{line.table:20}{line.lengths:16}{line.setting:38}{line.value:>8.1%}", flush=True)
+    llm = LLM(name, load_format="dummy", num_blocks=8, preemption="recompute", **given(arguments, ("device",)))
+    if not arguments.json:
+        device = llm.engine.runner.model.device
+        print(f"swap against recompute, {arguments.num_tokens} tokens, {name}, {device}, milliseconds")
+        print(f"{'block size':>10}{'swap out':>12}{'swap in':>12}{'recompute':>12}")
+    moves = []
+    for move in swap.measure(llm.engine.runner.model, arguments.num_tokens):
+        moves.append(move)
+        if not arguments.json:
+            print(
+                f"{move.block_size:>10}{move.swap_out:>12.2f}{move.swap_in:>12.2f}{move.recompute:>12.1f}", flush=True
+            )
+    if arguments.json:
+        lines = {"books": [asdict(line) for line in books], "swap": [asdict(move) for move in moves]}
+        print(json.dumps(lines))
+    return 0
 
 
 def _kernels(arguments: argparse.Namespace) -> int:

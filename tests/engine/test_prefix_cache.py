@@ -121,6 +121,24 @@ def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
     engine.cache.check()
 
 
+def test_statistics_follow_a_run(model: Llama) -> None:
+    engine = engine_for(model, num_blocks=40, host_blocks=40, admission="optimistic")
+    prompt = list(range(3, 25))
+    run(engine, [([*prompt, i], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)) for i in range(6)])
+    stats = engine.cache_stats()
+    assert stats.num_hit_tokens == 5 * 20
+    assert stats.num_looked_up_tokens >= 6 * 23
+    assert 0 < stats.hit_rate < 1
+    assert stats.peak_used_blocks > 30
+    assert 5 < stats.mean_used_blocks < stats.peak_used_blocks
+    assert stats.num_preemptions > 0
+    assert stats.num_swapped_in == stats.num_swapped_out > 0
+    assert stats.host_blocks_used == stats.used_blocks == 0
+    assert stats.cached_blocks > 0
+    engine.reset_peaks()
+    assert engine.cache_stats().peak_used_blocks == 0
+
+
 def test_nan_is_never_found_again(model: Llama) -> None:
     engine = engine_for(model)
     prompt = list(range(3, 25))

@@ -1,0 +1,206 @@
+"""``memory``: what paging and sharing save, replayed on the books of the cache alone.
+
+Lengths look like those of Kwon et al. 2023, figure 11: means of 19.3 prompt and 58.5 output tokens for Alpaca, 161.3
+and 338.0 for ShareGPT. The figure gives means only; the spread is an assumption: log-normal with sigma 0.8 for Alpaca
+and 1.1 for ShareGPT, cut to 1 … 2048 tokens together. A batch of sequences at all stages of their lives runs for some
+thousand steps, and slots are counted at every one.
+
+How beams die is simulated: the next token's log-probabilities of each beam fall as those of a Zipf distribution with
+exponent 1.5, with Gumbel noise of scale 0.5, and the best ``width`` of all continuations live on.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from minillm.cache import BlockManager, BlockTable
+
+BLOCK_SIZES = tuple(1 << power for power in range(9))
+LONGEST = 2048
+_BATCH = 48
+_STEPS = 1500
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A log-normal distribution of prompt and output lengths, by their means."""
+
+    name: str
+    prompt_mean: float
+    output_mean: float
+    sigma: float
+
+    def draw(self, rng: random.Random) -> tuple[int, int]:
+        """(prompt tokens, output tokens), each at least 1, together at most `LONGEST`."""
+        prompt, output = (
+            round(rng.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma))
+            for mean in (self.prompt_mean, self.output_mean)
+        )
+        prompt = min(max(1, prompt), LONGEST - 1)
+        return prompt, min(max(1, output), LONGEST - prompt)
+
+
+ALPACA = Lengths("Alpaca-like", 19.31, 58.45, 0.8)
+SHAREGPT = Lengths("ShareGPT-like", 161.31, 337.99, 1.1)
+
+
+@dataclass(frozen=True)
+class MemoryResult:
+    """One line: ``value`` is a fraction, of slots wasted or of blocks saved."""
+
+    table: str
+    lengths: str
+    setting: str
+    value: float
+
+
+def measure() -> Iterator[MemoryResult]:
+    """All tables."""
+    for lengths in (ALPACA, SHAREGPT):
+        for block_size in BLOCK_SIZES:
+            yield MemoryResult("waste", lengths.name, f"block size {block_size}", paged_waste(lengths, block_size))
+        for name, reserve in RESERVATIONS.items():
+            yield MemoryResult("waste", lengths.name, f"contiguous, {name}", contiguous_waste(lengths, reserve))
+    for lengths in (ALPACA, SHAREGPT):
+        for n in (2, 4, 6):
+            yield MemoryResult("saved by sharing", lengths.name, f"{n} samples", sampling_saving(lengths, n))
+        for width in (2, 4, 6):
+            yield MemoryResult("saved by sharing", lengths.name, f"{width} beams", beam_saving(lengths, width))
+    for prefix in (1024, 2048, 4096):
+        setting = f"shared prefix of {prefix}, batch 32"
+        yield MemoryResult("saved by sharing", SHAREGPT.name, setting, prefix_saving(SHAREGPT, prefix, 32))
+
+
+# --- waste ------------------------------------------------------------------------------------------------------------
+
+
+def paged_waste(lengths: Lengths, block_size: int) -> float:
+    """Slots of allocated blocks that hold no token, as a part of all of them, over a run."""
+    rng = random.Random(1)
+    manager = BlockManager(_BATCH * -(-LONGEST // block_size), block_size)
+    running: list[tuple[BlockTable, int]] = []
+    ids = 0
+    filled = allocated = 0
+    for _ in range(_STEPS):
+        while len(running) < _BATCH:
+            prompt, output = lengths.draw(rng)
+            table = manager.allocate(ids)
+            # The first ones are met in mid-life, so that they do not all begin at once.
+            manager.append(table, prompt + (rng.randrange(output) if ids < _BATCH else 0))
+            running.append((table, prompt + output))
+            ids += 1
+        for table, _ in running:
+            manager.append(table, 1)
+        filled += sum(table.num_tokens for table, _ in running)
+        allocated += sum(len(table.blocks) for table, _ in running) * block_size
+        for table, end in running:
+            if table.num_tokens >= end:
+                manager.free(table)
+        running = [(table, end) for table, end in running if table.num_tokens]
+    manager.check()
+    return 1 - filled / allocated
+
+
+RESERVATIONS: dict[str, Callable[[int, int], int]] = {
+    "the maximum": lambda prompt, output: LONGEST,
+    "the next power of two": lambda prompt, output: prompt + (1 << (output - 1).bit_length()),
+    "the exact length": lambda prompt, output: prompt + output,
+}
+
+
+def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> float:
+    """The same, for memory reserved when a request begins; room lost between reservations comes on top."""
+    rng = random.Random(1)
+    filled = reserved = 0
+    for _ in range(20_000):
+        prompt, output = lengths.draw(rng)
+        # Over its life a sequence holds prompt + 1 … prompt + output tokens, a step each.
+        filled += output * prompt + output * (output + 1) // 2
+        reserved += output * min(LONGEST, reserve(prompt, output))
+    return 1 - filled / reserved
+
+
+# --- sharing ----------------------------------------------------------------------------------------------------------
+
+
+def _saved(manager: BlockManager) -> tuple[int, int]:
+    stats = manager.stats()
+    return stats.logical_blocks - stats.used_blocks, stats.logical_blocks
+
+
+def sampling_saving(lengths: Lengths, n: int, block_size: int = 16) -> float:
+    """Blocks that ``n`` samples of a prompt save by sharing it, as a part of what they would take apart."""
+    rng = random.Random(2)
+    saved = logical = 0
+    for _ in range(150):
+        prompt, output = lengths.draw(rng)
+        manager = BlockManager(n * -(-LONGEST // block_size) + n, block_size)
+        first = manager.allocate(0)
+        manager.append(first, prompt)
+        tables = [first, *(manager.fork(first, i) for i in range(1, n))]
+        for step in range(output):
+            for table in tables:
+                manager.append(table, 1)
+            manager.take_copies()
+            if step % 8 == 0:
+                here = _saved(manager)
+                saved, logical = saved + here[0], logical + here[1]
+    return saved / logical
+
+
+def beam_saving(lengths: Lengths, width: int, block_size: int = 16) -> float:
+    """The same for the beams of a search."""
+    rng = random.Random(3)
+    ranks = [-1.5 * math.log(rank) for rank in range(1, 2 * width + 1)]
+    saved = logical = 0
+    for _ in range(60):
+        prompt, output = lengths.draw(rng)
+        manager = BlockManager(2 * width * (-(-LONGEST // block_size) + 1), block_size)
+        first = manager.allocate(0)
+        manager.append(first, prompt)
+        beams = [(0.0, first)]
+        ids = 1
+        for step in range(output):
+            found = []
+            for score, table in beams:
+                tokens = [value - 0.5 * math.log(-math.log(rng.random())) for value in ranks]
+                total = math.log(sum(map(math.exp, tokens)))
+                found += [(score + value - total, table) for value in tokens]
+            found.sort(key=lambda entry: -entry[0])
+            chosen, taken = [], set()
+            for score, parent in found[:width]:
+                table = parent
+                if parent.seq_id in taken:
+                    table = manager.fork(parent, ids)
+                    ids += 1
+                taken.add(parent.seq_id)
+                chosen.append((score, table))
+            for _, table in beams:
+                if table.seq_id not in taken:
+                    manager.free(table)
+            beams = chosen
+            for _, table in beams:
+                manager.append(table, 1)
+            manager.take_copies()
+            if step % 8 == 0:
+                here = _saved(manager)
+                saved, logical = saved + here[0], logical + here[1]
+    return saved / logical
+
+
+def prefix_saving(lengths: Lengths, prefix: int, batch: int, block_size: int = 16) -> float:
+    """Blocks that a batch of requests with one prefix saves by finding it in the cache."""
+    rng = random.Random(4)
+    manager = BlockManager((batch + 1) * -(-(LONGEST + prefix) // block_size), block_size, prefix_caching=True)
+    shared = [rng.randrange(1 << 16) for _ in range(prefix)]
+    for number in range(batch):
+        prompt, output = lengths.draw(rng)
+        tokens = shared + [rng.randrange(1 << 16) for _ in range(prompt + output)]
+        table = manager.allocate(number, tokens)
+        manager.append(table, len(tokens) - table.num_tokens)
+        manager.commit(table, tokens, len(tokens))
+    saved, logical = _saved(manager)
+    return saved / logical

@@ -1,0 +1,85 @@
+"""Swap against recompute: what it costs to take one sequence off the device and to have it back."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from minillm.bench.memory import BLOCK_SIZES
+from minillm.cache import BlockManager
+from minillm.decoding.params import SamplingParams
+from minillm.engine import Engine
+from minillm.model.llama import Llama
+from minillm.runner import Runner
+from minillm.scheduler import Scheduler
+
+_RUNS = 5
+
+
+@dataclass(frozen=True)
+class SwapResult:
+    """Milliseconds for a sequence of ``num_tokens`` tokens; its blocks are scattered over the pool."""
+
+    block_size: int
+    num_tokens: int
+    swap_out: float
+    swap_in: float
+    recompute: float
+
+
+def measure(model: Llama, num_tokens: int) -> Iterator[SwapResult]:
+    """One line per block size. The recompute is one prefill of the sequence, at block size 16."""
+    recompute = _prefill(model, num_tokens)
+    for block_size in BLOCK_SIZES:
+        blocks = -(-num_tokens // block_size)
+        runner = Runner(model, 4 * blocks, block_size, num_host_blocks=blocks)
+        where = torch.randperm(4 * blocks)[:blocks].tolist()
+        out = [(block, host) for host, block in enumerate(where)]
+        back = [(host, block) for block, host in out]
+        runner.move_to_host(out)  # allocates, and pins, the host's pool
+        yield SwapResult(
+            block_size,
+            num_tokens,
+            _milliseconds(lambda runner=runner, out=out: runner.move_to_host(out), model.device),  # type: ignore[misc]
+            _milliseconds(lambda runner=runner, back=back: runner.move_from_host(back), model.device),  # type: ignore[misc]
+            recompute,
+        )
+
+
+def _prefill(model: Llama, num_tokens: int) -> float:
+    blocks = num_tokens // 16 + 2
+    cache = BlockManager(blocks, 16)
+    engine = Engine(
+        runner=Runner(model, blocks, 16),
+        cache=cache,
+        scheduler=Scheduler(cache, 1, num_tokens),
+        tokenizer=None,
+        max_model_len=num_tokens + 1,
+        eos_token_ids=frozenset(),
+    )
+    prompt = torch.randint(0, model.config.vocab_size, (num_tokens,)).tolist()
+
+    def run() -> None:
+        engine.add_request("0", prompt, SamplingParams(temperature=0, max_tokens=1))
+        while engine.has_work:
+            engine.step()
+        engine.take_finished()
+
+    return _milliseconds(run, model.device, runs=3)
+
+
+def _milliseconds(run: Callable[[], None], device: torch.device, runs: int = _RUNS) -> float:
+    times = []
+    for _ in range(runs + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[1:])
