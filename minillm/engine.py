@@ -125,6 +125,7 @@ class Engine:
             parent=parent,
             hold=hold,
             forked=params.num_sequences == 1,
+            end_ids=tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}),
             salt=salt,
             streamed=streamed,
         )
@@ -233,7 +234,7 @@ class Engine:
         try:
             logits, sampled = self.runner.run(schedule, self.cache.take_copies())
             broken = logits.amax(-1).isnan().tolist() if sampled else []
-            draws, searching = self.note_computed(schedule, sampled, broken)
+            draws, searching = self.draws_of(sampled, self.note_computed(schedule, sampled, broken))
             tokens = sample_tokens(logits, [row for _, row in draws]) if draws else []
             deltas += self._advance_beams(logits, searching)
         except Exception as error:
@@ -255,43 +256,53 @@ class Engine:
                 self._retire(group)
         return deltas
 
-    def note_computed(
-        self, schedule: Schedule, sampled: list[ScheduledChunk], broken: list[bool]
-    ) -> tuple[list[tuple[SequenceGroup, SampleRow]], list[tuple[SequenceGroup, dict[int, int]]]]:
-        """Note what was computed and fork groups whose prompt is complete.
+    def note_computed(self, schedule: Schedule, sampled: list[ScheduledChunk], broken: list[bool]) -> set[int]:
+        """Note what was computed, make full blocks findable, and fork groups whose prompt is complete.
+
+        Args:
+            sampled: the chunks that have a row of logits, and ``broken``, whether it holds NaN.
 
         Returns:
-            The tokens to draw, and the beam searches to advance with the row of logits of each of their sequences.
+            The ``seq_id`` of sequences from whose row all sequences of their group draw their first token.
         """
         for chunk, is_broken in zip(sampled, broken, strict=True):
             if is_broken:
                 error = "the model produced NaN; another dtype may help: float32 or bfloat16"
                 self._errors[chunk.group.request_id] = error
         first_draws: set[int] = set()
+        size = self.cache.block_size
         for chunk in schedule.chunks:
-            group, sequence = chunk.group, chunk.sequence
-            sequence.num_computed += chunk.count
-            assert sequence.table is not None
-            if group.request_id in self._errors:
-                self.cache.distrust(sequence.table)
+            group, sequence, table = chunk.group, chunk.sequence, chunk.sequence.table
+            assert table is not None
+            computed = sequence.num_computed = sequence.num_computed + chunk.count
+            if self._errors and group.request_id in self._errors:
+                self.cache.distrust(table)
                 continue
-            self.cache.commit(sequence.table, sequence.token_ids, sequence.num_computed)
-            if not group.forked and sequence.num_computed == group.num_prompt_tokens:
+            if computed // size > len(table.nodes):
+                self.cache.commit(table, sequence.token_ids, computed)
+            if not group.forked and computed == group.num_prompt_tokens:
                 if group.searches and not group.beams:
                     continue  # the first step of the search makes the other beams
                 self._fork(group, sequence)
-                first_draws.add(id(sequence))
+                first_draws.add(sequence.seq_id)
+        return first_draws
+
+    def draws_of(
+        self, sampled: list[ScheduledChunk], first_draws: set[int]
+    ) -> tuple[list[tuple[SequenceGroup, SampleRow]], list[tuple[SequenceGroup, dict[int, int]]]]:
+        """The tokens to draw, and the beam searches to advance with the row of logits of each of their sequences."""
         draws: list[tuple[SequenceGroup, SampleRow]] = []
         searching: dict[int, tuple[SequenceGroup, dict[int, int]]] = {}
         for number, chunk in enumerate(sampled):
-            group, params = chunk.group, chunk.group.params
-            if group.request_id in self._errors:
+            group, sequence, params = chunk.group, chunk.sequence, chunk.group.params
+            if self._errors and group.request_id in self._errors:
                 continue
             if isinstance(params, BeamSearchParams):
-                searching.setdefault(id(group), (group, {}))[1][chunk.sequence.seq_id] = number
-                continue
-            sequences = group.unfinished if id(chunk.sequence) in first_draws else [chunk.sequence]
-            draws += [(group, SampleRow(params, s, number, self._end_ids(params))) for s in sequences]
+                searching.setdefault(id(group), (group, {}))[1][sequence.seq_id] = number
+            elif first_draws and sequence.seq_id in first_draws:
+                draws += [(group, SampleRow(params, each, number, group.end_ids)) for each in group.unfinished]
+            else:
+                draws.append((group, SampleRow(params, sequence, number, group.end_ids)))
         return draws, list(searching.values())
 
     def _fork(self, group: SequenceGroup, leader: Sequence) -> None:
@@ -306,9 +317,6 @@ class Engine:
                 sequence.table = self.cache.fork(leader.table, sequence.seq_id, len(prompt))
                 sequence.num_computed = len(prompt)
         group.forked = True
-
-    def _end_ids(self, params: Params) -> tuple[int, ...]:
-        return tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)})
 
     def append_token(self, group: SequenceGroup, sequence: Sequence, token: TokenLogprobs) -> Delta:
         """Add a drawn token to its sequence and end the sequence where the token says so."""
@@ -361,7 +369,7 @@ class Engine:
             assert isinstance(group.params, BeamSearchParams)
             beams = group.beams or [[group.sequences[0]]] * len(group.searches)
             rows = [[row_of[sequence.seq_id] for sequence in each] for each in beams]
-            steps.append(BeamStep(group.params, group.searches, rows, beams, self._end_ids(group.params)))
+            steps.append(BeamStep(group.params, group.searches, rows, beams, group.end_ids))
         return steps
 
     def _beam_logprobs(
@@ -495,7 +503,6 @@ class Engine:
         """The best beams: those that have finished, then, of a search that was cut short, those that were running."""
         params = group.params
         assert isinstance(params, BeamSearchParams)
-        end_ids = self._end_ids(params)
         finished = [beam for search in group.searches for beam in search.finished]
         finished.sort(key=lambda beam: -beam.score)
         outputs = [replace(b.beam, score=b.score, cumulative_logprob=b.logprob) for b in finished]
@@ -510,13 +517,13 @@ class Engine:
                     )
         wanted = params.n or params.beam_width
         return [
-            replace(output, index=index, text=self._beam_text(group, output, end_ids))
+            replace(output, index=index, text=self._beam_text(group, output))
             for index, output in enumerate(outputs[:wanted])
         ]
 
-    def _beam_text(self, group: SequenceGroup, output: CompletionOutput, end_ids: tuple[int, ...]) -> str:
+    def _beam_text(self, group: SequenceGroup, output: CompletionOutput) -> str:
         tokens = output.token_ids
-        if output.finish_reason == "stop" and tokens and tokens[-1] in end_ids:
+        if output.finish_reason == "stop" and tokens and tokens[-1] in group.end_ids:
             tokens = tokens[:-1]
         text = self.text_of(group.sequences[0], tokens)
         return text[: text.rindex(output.stop_reason)] if isinstance(output.stop_reason, str) else text

@@ -60,7 +60,7 @@ class RequestOutput:
     error: str | None = None  # why it was refused; its outputs are empty then
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delta:
     """What one step added to one completion. ``text`` never holds half a character nor the start of a stop string.
 

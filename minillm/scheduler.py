@@ -21,7 +21,7 @@ from minillm.errors import CapacityError
 from minillm.sequence import Sequence, SequenceGroup
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: made for every sequence at every step, and freezing triples its cost
 class ScheduledChunk:
     """``count`` tokens of one sequence to compute in this step, from ``sequence.num_computed`` on."""
 
@@ -30,7 +30,7 @@ class ScheduledChunk:
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Schedule:
     """One step: the decoding sequences first (one token each), then the chunks of prompts."""
 
@@ -98,7 +98,6 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the step's work and take the blocks that it writes to."""
-        budget = self.max_num_batched_tokens
         decodes: list[ScheduledChunk] = []
         prefills: list[ScheduledChunk] = []
         preempted: list[SequenceGroup] = []
@@ -107,6 +106,16 @@ class Scheduler:
         swap_in: list[tuple[int, int]] = []
         pending = []
         for group in list(self.running):
+            if len(group.sequences) == 1 and group.forked:  # most groups: nothing below but quicker
+                sequence = group.sequences[0]
+                missing = len(sequence.token_ids) - sequence.num_computed
+                if missing > 1:
+                    pending.append((group, sequence, missing))
+                elif (not preempted or group not in preempted) and (
+                    _table(sequence).append_in_place() or self._make_room(group, sequence, 1, preempted, swap_out)
+                ):
+                    decodes.append(ScheduledChunk(group, sequence, 1))
+                continue
             in_step = bool(group.searches) and any(group.num_tokens_to_compute(s) > 1 for s in group.computing)
             for sequence in group.computing:
                 missing = group.num_tokens_to_compute(sequence)
@@ -118,7 +127,7 @@ class Scheduler:
                     pending.append((group, sequence, missing))
                 elif group not in preempted and self._make_room(group, sequence, 1, preempted, swap_out):
                     decodes.append(ScheduledChunk(group, sequence, 1))
-                    budget -= 1
+        budget = self.max_num_batched_tokens - len(decodes)
         for group, sequence, missing in pending:
             count = min(missing, budget)
             if count > 0 and group not in preempted and self._make_room(group, sequence, count, preempted, swap_out):
@@ -213,9 +222,11 @@ class Scheduler:
         swap_out: list[tuple[int, int]],
     ) -> bool:
         """Append room for ``count`` tokens, preempting later groups for it. False where ``group`` itself had to go."""
+        table = sequence.table
+        assert table is not None
         while True:
             try:
-                self.cache.append(_table(sequence), count)
+                self.cache.append(table, count)
                 return True
             except OutOfBlocks:
                 if self._evict_idle():

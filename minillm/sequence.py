@@ -69,6 +69,7 @@ class SequenceGroup:
     forked: bool = False
     swapped: bool = False  # its blocks are on the host
     num_cached_tokens: int = 0
+    end_ids: tuple[int, ...] = ()  # the tokens that end a completion
     salt: str | None = None  # only requests of the same salt share cached blocks
     # Of a beam search: its groups of beams, the beams of each, and whether deltas with text are wanted.
     searches: list[BeamSearch[CompletionOutput]] = field(default_factory=list)
@@ -97,7 +98,9 @@ class SequenceGroup:
     @property
     def computing(self) -> list[Sequence]:
         """The sequences that hold blocks, or would if the group were admitted now."""
-        return self.unfinished if self.forked else self.unfinished[:1]
+        if not self.forked:
+            return self.unfinished[:1]
+        return self.sequences if self.searches else self.unfinished
 
     def num_tokens_to_compute(self, sequence: Sequence) -> int:
         """Tokens whose K and V are still missing; before the fork, those of the prompt."""

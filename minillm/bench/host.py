@@ -76,8 +76,9 @@ def _decode_step(num_seqs: int) -> list[HostResult]:
         scheduled = time.perf_counter()
         sampled = [c for c in schedule.chunks if c.sequence.num_computed + c.count == len(c.sequence.token_ids)]
         noting = time.perf_counter()
-        draws, _ = engine.note_computed(schedule, sampled, [False] * len(sampled))
+        first = engine.note_computed(schedule, sampled, [False] * len(sampled))
         noted = time.perf_counter()
+        draws, _ = engine.draws_of(sampled, first)
         for group, row in draws:
             engine.append_token(group, row.sequence, TokenLogprobs(rng.randrange(3, _VOCAB), 0.0))
         done = time.perf_counter()
@@ -86,7 +87,7 @@ def _decode_step(num_seqs: int) -> list[HostResult]:
             rest.append(done - noted)
     return [
         HostResult(f"decode, {num_seqs} sequences: scheduler and cache", 1e6 * statistics.median(books)),
-        HostResult(f"decode, {num_seqs} sequences: tokens to sequences", 1e6 * statistics.median(rest)),
+        HostResult(f"decode, {num_seqs} sequences: draws, tokens to sequences", 1e6 * statistics.median(rest)),
     ]
 
 
@@ -114,7 +115,7 @@ def _beam_step(num_groups: int, width: int) -> list[HostResult]:
         scheduled = time.perf_counter()
         sampled = [c for c in schedule.chunks if c.sequence.num_computed + c.count == len(c.sequence.token_ids)]
         noting = time.perf_counter()
-        _, searching = engine.note_computed(schedule, sampled, [False] * len(sampled))
+        _, searching = engine.draws_of(sampled, engine.note_computed(schedule, sampled, [False] * len(sampled)))
         steps = engine.beam_steps(searching)
         noted = time.perf_counter()
         found = [candidates(step) for step in steps]

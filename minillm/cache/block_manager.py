@@ -42,6 +42,13 @@ class BlockTable:
     salt: str | None = None  # only tables of the same salt share cached blocks
     nodes: list[Node] = field(default_factory=list)  # of the full blocks that `commit` has seen, in the prefix cache
 
+    def append_in_place(self) -> bool:
+        """`BlockManager.append` of one token, where that takes no block; False, and nothing done, where it does."""
+        if self.num_tokens < self.writable:
+            self.num_tokens += 1
+            return True
+        return False
+
 
 class BlockManager:
     """Reference-counted blocks ``0 … num_blocks - 1`` of ``block_size`` token slots each."""

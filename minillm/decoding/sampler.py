@@ -14,7 +14,7 @@ from minillm.outputs import TokenLogprobs
 from minillm.sequence import Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SampleRow:
     """One draw: the next token of ``sequence`` from row ``logits_row`` (n samples of a prompt share one row)."""
 
