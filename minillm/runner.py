@@ -39,7 +39,11 @@ class Runner:
         return self.model.forward(self._batch(schedule), self.kv_cache), sampled
 
     def move_to_host(self, pairs: list[tuple[int, int]]) -> None:
-        """Save (block, host block) pairs."""
+        """Save (block, host block) pairs.
+
+        All moves are queued on one stream, between pinned memory and the device: each sees what those before it wrote,
+        and nobody waits.
+        """
         if pairs and self._host_pool is None:
             shape = (self._num_host_blocks, *self.kv_cache.shape[:2], *self.kv_cache.shape[3:])
             self._host_pool = torch.empty(shape, dtype=self.kv_cache.dtype, pin_memory=self.kv_cache.is_cuda)
@@ -48,14 +52,17 @@ class Runner:
             assert self._host_pool is not None
             staging = self._host_pool.new_empty((len(blocks), *self._host_pool.shape[1:]), device=self.model.device)
             kernels.gather_blocks(self.kv_cache, torch.tensor(blocks, device=self.model.device), staging)
-            self._host_pool[torch.tensor(hosts)] = staging.cpu()
+            for first, host, count in _runs(hosts):
+                self._host_pool[host : host + count].copy_(staging[first : first + count], non_blocking=True)
 
     def move_from_host(self, pairs: list[tuple[int, int]]) -> None:
         """Bring (host block, block) pairs back."""
         for start in range(0, len(pairs), _STAGED_BLOCKS):
             hosts, blocks = zip(*pairs[start : start + _STAGED_BLOCKS], strict=True)
             assert self._host_pool is not None
-            staging = self._host_pool[torch.tensor(hosts)].to(self.model.device)
+            staging = self._host_pool.new_empty((len(blocks), *self._host_pool.shape[1:]), device=self.model.device)
+            for first, host, count in _runs(hosts):
+                staging[first : first + count].copy_(self._host_pool[host : host + count], non_blocking=True)
             kernels.scatter_blocks(self.kv_cache, torch.tensor(blocks, device=self.model.device), staging)
 
     def _batch(self, schedule: Schedule) -> Batch:
@@ -99,6 +106,18 @@ class Runner:
             logit_rows=tensor(logit_rows, torch.int64),
             rope_lengths=_rope_lengths(chunks) if self.model.rotary.dynamic else None,
         )
+
+
+def _runs(blocks: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Consecutive ids as (index of the first, its id, how many)."""
+    runs: list[tuple[int, int, int]] = []
+    for index, block in enumerate(blocks):
+        if runs and runs[-1][1] + runs[-1][2] == block:
+            first, start, count = runs[-1]
+            runs[-1] = (first, start, count + 1)
+        else:
+            runs.append((index, block, 1))
+    return runs
 
 
 def _reaches_the_end(chunk: ScheduledChunk) -> bool:

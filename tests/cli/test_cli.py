@@ -339,3 +339,23 @@ def test_a_terminal_gets_progress_and_a_pipe_does_not(tiny_model: Path, tmp_path
     code, asked = run_on_terminal("generate")
     assert code == 2
     assert "no prompt" in asked
+
+
+def test_beams_come_best_first_with_their_scores(tiny_model: Path) -> None:
+    options = ["--beam-width", "3", "--length-penalty", "0", "--early-stopping", "never", "--max-tokens", "4"]
+    result = minillm("generate", "hello", "--model", str(tiny_model), "--json", *options)
+    assert result.returncode == 0, result.stderr
+    scores = [output["score"] for output in json.loads(result.stdout)["outputs"]]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+    wrong = minillm("generate", "hello", "--beam-width", "3", "--temperature", "1")
+    assert wrong.returncode == 2
+    assert "temperature" in wrong.stderr
+
+
+def test_bench_host_prints_figures() -> None:
+    result = minillm("bench", "host", "--json")
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)
+    assert len(figures) == 3
+    assert all(figure["microseconds"] > 0 for figure in figures)
