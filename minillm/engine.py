@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from minillm.cache import BlockManager, CacheStats
 from minillm.decoding.beam_candidates import BeamStep, beam_candidates, token_logprobs
+from minillm.decoding.beam_outputs import beam_outputs, best_beam, ending_of, finished_beam
 from minillm.decoding.beam_search import BeamSearch, Candidate
 from minillm.decoding.params import BeamSearchParams, Params
 from minillm.decoding.sampler import SampleRow, sample_tokens
@@ -406,10 +407,10 @@ class Engine:
                 candidate: Candidate, rows: list[int] = rows, beams: list[Sequence] = beams
             ) -> CompletionOutput:
                 token = logprobs.get((rows[candidate.beam], candidate.token_id))
-                return self._finished_beam(step, beams[candidate.beam], candidate.token_id, token)
+                return finished_beam(self.tokenizer, step, beams[candidate.beam], candidate.token_id, token)
 
             def ends(candidate: Candidate, beams: list[Sequence] = beams) -> bool:
-                return self._ends(step, beams[candidate.beam], candidate.token_id) is not None
+                return ending_of(self.tokenizer, step, beams[candidate.beam], candidate.token_id) is not None
 
             survivors.append(search.advance(each, ends, finished))
         if all(search.done for search in step.searches):
@@ -417,7 +418,7 @@ class Engine:
                 self._end_sequence(group, sequence, "stop")
         else:
             self._replace_beams(group, step, survivors, logprobs)
-        return [self._beam_delta(group)] if group.streamed else []
+        return [best_beam(self.tokenizer, group)] if group.streamed else []
 
     def _replace_beams(
         self,
@@ -465,84 +466,6 @@ class Engine:
             logprobs=parent.logprobs.copy(),
         )
 
-    def _ends(self, step: BeamStep, sequence: Sequence, token_id: int) -> str | int | None:
-        """The token or stop string that ends ``sequence`` if it goes on with ``token_id``."""
-        if token_id in step.end_ids:
-            return token_id
-        if step.params.stop and self.tokenizer is not None and sequence.num_output_tokens >= step.params.min_tokens:
-            # Only text that the new token completes: what came before did not end the beam.
-            before = self.text_of(sequence, sequence.output_token_ids)
-            after = self.text_of(sequence, [*sequence.output_token_ids, token_id])
-            for stop in step.params.stop:
-                if after.find(stop, max(0, len(before) - len(stop))) >= 0:
-                    return stop
-        return None
-
-    def _finished_beam(
-        self, step: BeamStep, sequence: Sequence, token_id: int, token: TokenLogprobs | None
-    ) -> CompletionOutput:
-        reason = self._ends(step, sequence, token_id)
-        return CompletionOutput(
-            index=0,
-            text="",  # made when it is asked for: most finished beams are overtaken
-            token_ids=[*sequence.output_token_ids, token_id],
-            cumulative_logprob=None,
-            logprobs=None if step.params.logprobs is None else [*sequence.logprobs, *([token] if token else [])],
-            finish_reason="length" if reason is None else "stop",
-            stop_reason=reason if isinstance(reason, str) or reason in step.params.stop_token_ids else None,
-        )
-
-    def text_of(self, sequence: Sequence, token_ids: list[int]) -> str:
-        """The text of output tokens that follow the sequence's prompt."""
-        if self.tokenizer is None:
-            return ""
-        detokenizer = self.tokenizer.detokenizer(sequence.token_ids[: sequence.num_prompt_tokens])
-        return "".join(map(detokenizer.push, token_ids)) + detokenizer.finish()
-
-    def _beam_outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
-        """The best beams: those that have finished, then, of a search that was cut short, those that were running."""
-        params = group.params
-        assert isinstance(params, BeamSearchParams)
-        finished = [beam for search in group.searches for beam in search.finished]
-        finished.sort(key=lambda beam: -beam.score)
-        outputs = [replace(b.beam, score=b.score, cumulative_logprob=b.logprob) for b in finished]
-        if not all(search.done for search in group.searches):
-            for search, beams in zip(group.searches, group.beams, strict=False):
-                for logprob, sequence in zip(search.logprobs, beams, strict=False):
-                    length = max(1, sequence.num_output_tokens)
-                    score, tokens = logprob / length**params.length_penalty, sequence.output_token_ids
-                    logprobs = sequence.logprobs if params.logprobs is not None else None
-                    outputs.append(
-                        CompletionOutput(0, "", tokens, logprob, logprobs, sequence.finish_reason, score=score)
-                    )
-        wanted = params.n or params.beam_width
-        return [
-            replace(output, index=index, text=self._beam_text(group, output))
-            for index, output in enumerate(outputs[:wanted])
-        ]
-
-    def _beam_text(self, group: SequenceGroup, output: CompletionOutput) -> str:
-        tokens = output.token_ids
-        if output.finish_reason == "stop" and tokens and tokens[-1] in group.end_ids:
-            tokens = tokens[:-1]
-        text = self.text_of(group.sequences[0], tokens)
-        return text[: text.rindex(output.stop_reason)] if isinstance(output.stop_reason, str) else text
-
-    def _beam_delta(self, group: SequenceGroup) -> Delta:
-        """The best beam as it stands."""
-        best = max(
-            [(b.score, b.beam.token_ids) for search in group.searches for b in search.finished]
-            + [
-                (logprob / search.num_tokens**search.length_penalty, sequence.output_token_ids)
-                for search, beams in zip(group.searches, group.beams, strict=False)
-                if not search.done
-                for logprob, sequence in zip(search.logprobs, beams, strict=False)
-            ]
-        )[1]
-        reason: FinishReason | None = "stop" if all(search.done for search in group.searches) else None
-        text = self.text_of(group.sequences[0], [t for t in best if t not in self.eos_token_ids])
-        return Delta(group.request_id, 0, text, list(best), reason, replaces=True)
-
     # --- endings ------------------------------------------------------------------------------------------------------
 
     def _end_sequence(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
@@ -588,7 +511,7 @@ class Engine:
         wants_logprobs = group.params.logprobs is not None
         prompt = group.sequences[0].token_ids[: group.num_prompt_tokens]
         if group.searches:
-            outputs = self._beam_outputs(group)
+            outputs = beam_outputs(self.tokenizer, group)
         else:
             outputs = [
                 CompletionOutput(
