@@ -73,6 +73,7 @@ def measure(
 def _run(llm: LLM, prompts: list[list[int]], output_len: int) -> Timing:
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    engine.cache.reset_prefix_cache()  # the prompts of the last run would be found there
     began = time.perf_counter()
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, params)
