@@ -8,7 +8,6 @@ print(llm.generate("Once upon a time", SamplingParams(max_tokens=40))[0].outputs
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
     from minillm.errors import MinillmError
     from minillm.llm import LLM
     from minillm.outputs import CompletionOutput, Delta, RequestOutput
-
-# torch, which reads this when it is imported, then asks for huge pages for its large CPU tensors: decoding there reads
-# every weight once a token, and misses fewer translations so (about 5 %).
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {
     "LLM": "minillm.llm",

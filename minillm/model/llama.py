@@ -59,7 +59,8 @@ class Llama:
     def new_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
         """An empty pool ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``: K at 0, V at 1.
 
-        Memory that was never written is not touched on a CPU, so a large pool costs nothing before it is used.
+        Memory that was never written is not touched on a CPU, so a large pool costs nothing before it is used. (In huge
+        pages it would: each first token of a block then clears 2 MB per layer, 0.34 s on two cores.)
         """
         c = self.config
         return torch.empty(
