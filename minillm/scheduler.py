@@ -101,7 +101,6 @@ class Scheduler:
         decodes: list[ScheduledChunk] = []
         prefills: list[ScheduledChunk] = []
         preempted: list[SequenceGroup] = []
-
         swap_out: list[tuple[int, int]] = []
         swap_in: list[tuple[int, int]] = []
         pending = []
@@ -133,7 +132,9 @@ class Scheduler:
             if count > 0 and group not in preempted and self._make_room(group, sequence, count, preempted, swap_out):
                 prefills.append(ScheduledChunk(group, sequence, count))
                 budget -= count
-        while self.waiting and budget > 0 and not preempted and self._admit(self.waiting[0], swap_in):
+        while self.waiting and not preempted and budget >= _tokens_at_once(self.waiting[0]):
+            if not self._admit(self.waiting[0], swap_in):
+                break
             group = self.waiting.popleft()
             self.running.append(group)
             behind = bool(group.searches) and any(group.num_tokens_to_compute(s) > 1 for s in group.computing)
@@ -365,6 +366,11 @@ class Scheduler:
                 held = {block for s in group.sequences if s.table is not None for block in s.table.blocks}
                 promised += max(0, self._blocks_to_finish_prompt(group) - len(held))
         return promised
+
+
+def _tokens_at_once(group: SequenceGroup) -> int:
+    """The least that must fit into a step for the group to begin: of one that comes back, all sequences together."""
+    return group.num_seqs if group.swapped else 1
 
 
 def _table(sequence: Sequence) -> BlockTable:

@@ -34,7 +34,7 @@ def crowd(rng: random.Random) -> list[tuple[list[int], Any]]:
 
 
 def tight(model: Llama) -> Engine:
-    return engine_for(model, num_blocks=48, host_blocks=60, max_num_batched_tokens=32, max_num_seqs=24,
+    return engine_for(model, num_blocks=48, host_blocks=60, max_num_batched_tokens=24, max_num_seqs=24,
                       admission="optimistic")  # fmt: skip
 
 
