@@ -140,15 +140,17 @@ class Engine:
         self.groups[request_id] = group
         return group
 
+    def _new_seq_id(self) -> int:
+        self._next_seq_id += 1
+        return self._next_seq_id - 1
+
     def _new_sequence(
         self, token_ids: list[int], num_prompt_tokens: int, seed: int, index: int, params: Params
     ) -> Sequence:
-        seq_id = self._next_seq_id
-        self._next_seq_id += 1
         mixed = (seed + index * _SEED_STEP) & ((1 << 64) - 1)
         prompt_ids = token_ids[:num_prompt_tokens]
         return Sequence(
-            seq_id=seq_id,
+            seq_id=self._new_seq_id(),
             token_ids=token_ids,
             num_prompt_tokens=num_prompt_tokens,
             seed=mixed - (1 << 64) if mixed >> 63 else mixed,
@@ -168,8 +170,7 @@ class Engine:
     def fork_idle(self, sequence: Sequence, num_tokens: int | None = None) -> Sequence:
         """Another idle sequence that shares the first ``num_tokens`` tokens (all by default) of an idle one."""
         count = len(sequence.token_ids) if num_tokens is None else num_tokens
-        child = Sequence(self._next_seq_id, sequence.token_ids[:count], count, sequence.seed)
-        self._next_seq_id += 1
+        child = Sequence(self._new_seq_id(), sequence.token_ids[:count], count, sequence.seed)
         if sequence.table is not None:
             child.num_computed = min(count, sequence.num_computed)
             child.table = self.cache.fork(sequence.table, child.seq_id, child.num_computed)
@@ -244,7 +245,7 @@ class Engine:
                     self._fail(group, f"{type(error).__name__}: {error}")
             for group in schedule.preempted:
                 if group.swapped:
-                    self.scheduler.forget_saved(group)  # nobody knows how much of it reached the host
+                    self.scheduler.start_over(group)  # nobody knows how much of it reached the host
             raise
         self.num_steps += 1
         deltas += [
@@ -454,8 +455,7 @@ class Engine:
 
     def _fork_beam(self, parent: Sequence) -> Sequence:
         assert parent.table is not None
-        seq_id = self._next_seq_id
-        self._next_seq_id += 1
+        seq_id = self._new_seq_id()
         return Sequence(
             seq_id=seq_id,
             token_ids=parent.token_ids.copy(),

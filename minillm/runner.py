@@ -35,7 +35,7 @@ class Runner:
         self.move_from_host(schedule.swap_in)
         if copies:
             kernels.block_copy(self.kv_cache, torch.tensor(copies, device=self.model.device))
-        sampled = [chunk for chunk in schedule.chunks if _reaches_the_end(chunk)]
+        sampled = [chunk for chunk in schedule.chunks if reaches_the_end(chunk)]
         return self.model.forward(self._batch(schedule), self.kv_cache), sampled
 
     def move_to_host(self, pairs: list[tuple[int, int]]) -> None:
@@ -84,7 +84,7 @@ class Runner:
             lengths.append(end)
             if number >= len(schedule.decodes):
                 starts.append(starts[-1] + chunk.count)
-            if _reaches_the_end(chunk):
+            if reaches_the_end(chunk):
                 logit_rows.append(len(token_ids) - 1)
         width = max(-(-length // size) for length in lengths)
         tables = [
@@ -120,7 +120,8 @@ def _runs(blocks: tuple[int, ...]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _reaches_the_end(chunk: ScheduledChunk) -> bool:
+def reaches_the_end(chunk: ScheduledChunk) -> bool:
+    """Whether the chunk computes its sequence's last token, whose logits are wanted."""
     return chunk.sequence.num_computed + chunk.count == len(chunk.sequence.token_ids)
 
 

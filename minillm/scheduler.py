@@ -254,10 +254,7 @@ class Scheduler:
             for sequence in holders:
                 sequence.table = None
             return pairs
-        for sequence in group.unfinished:
-            self.finish(sequence)
-            sequence.num_computed = 0
-        group.forked = group.params.num_sequences == 1
+        self.start_over(group)
         return []
 
     def _admit(self, group: SequenceGroup, swap_in: list[tuple[int, int]]) -> bool:
@@ -298,7 +295,7 @@ class Scheduler:
                 if not self.running and self.swap.blocks_needed(seq_ids) + len(seq_ids) <= self.cache.num_free:
                     break  # nothing will ever become free: what is needed at most is not what is needed
                 if not self.running:
-                    self.forget_saved(group)
+                    self.start_over(group)
                     return self._admit(group, swap_in)
                 return False
         tables, pairs = self.swap.swap_in(self.cache, seq_ids)
@@ -308,8 +305,8 @@ class Scheduler:
         swap_in += pairs
         return True
 
-    def forget_saved(self, group: SequenceGroup) -> None:
-        """What the host holds of a group is of no use: compute it again."""
+    def start_over(self, group: SequenceGroup) -> None:
+        """Give up what is computed of a group, on the device and on the host: its tokens will be computed again."""
         for sequence in group.unfinished:
             self.finish(sequence)
             sequence.num_computed = 0

@@ -172,3 +172,14 @@ def run(engine: Engine, requests: list[tuple[list[int], Any]]) -> list[RequestOu
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
     assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
     return [outputs[str(number)] for number in range(len(requests))]
+
+
+def default_model_of_transformers() -> Any:
+    """transformers on the downloaded default weights, float32."""
+    import transformers
+
+    from minillm.weights.files import find_downloaded
+
+    files = find_downloaded("smollm2-135m")
+    assert files is not None
+    return transformers.AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()

@@ -17,6 +17,7 @@ from minillm.decoding.beam_search import Candidate
 from minillm.decoding.params import BeamSearchParams, SamplingParams
 from minillm.engine import Engine
 from minillm.outputs import TokenLogprobs
+from minillm.runner import reaches_the_end
 from minillm.scheduler import Scheduler
 
 _VOCAB = 49152
@@ -74,7 +75,7 @@ def _decode_step(num_seqs: int) -> list[HostResult]:
         schedule = engine.scheduler.schedule()
         engine.cache.take_copies()
         scheduled = time.perf_counter()
-        sampled = [c for c in schedule.chunks if c.sequence.num_computed + c.count == len(c.sequence.token_ids)]
+        sampled = [chunk for chunk in schedule.chunks if reaches_the_end(chunk)]
         noting = time.perf_counter()
         first = engine.note_computed(schedule, sampled, [False] * len(sampled))
         noted = time.perf_counter()
@@ -113,7 +114,7 @@ def _beam_step(num_groups: int, width: int) -> list[HostResult]:
         schedule = engine.scheduler.schedule()
         engine.cache.take_copies()
         scheduled = time.perf_counter()
-        sampled = [c for c in schedule.chunks if c.sequence.num_computed + c.count == len(c.sequence.token_ids)]
+        sampled = [chunk for chunk in schedule.chunks if reaches_the_end(chunk)]
         noting = time.perf_counter()
         _, searching = engine.draws_of(sampled, engine.note_computed(schedule, sampled, [False] * len(sampled)))
         steps = engine.beam_steps(searching)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from minillm.cache import BlockManager, BlockTable
+from minillm.config import BLOCK_SIZES
 
-BLOCK_SIZES = tuple(1 << power for power in range(9))
 LONGEST = 2048
 _BATCH = 48
 _STEPS = 1500

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minillm.bench.memory import BLOCK_SIZES
 from minillm.cache import BlockManager
+from minillm.config import BLOCK_SIZES
 from minillm.decoding.params import SamplingParams
 from minillm.engine import Engine
 from minillm.model.llama import Llama

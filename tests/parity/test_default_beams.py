@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import default_model_of_transformers
 
 from minillm import LLM, BeamSearchParams
 
@@ -54,13 +55,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    import transformers
-
-    from minillm.weights.files import find_downloaded
-
-    files = find_downloaded("smollm2-135m")
-    assert files is not None
-    return transformers.AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()
+    return default_model_of_transformers()
 
 
 def test_there_are_forty_cases() -> None:

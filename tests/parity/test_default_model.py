@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import logits_in_chunks
+from support import default_model_of_transformers, logits_in_chunks
 
 from minillm import LLM, SamplingParams
 from minillm.engine import Engine
@@ -31,13 +31,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    import transformers
-
-    from minillm.weights.files import find_downloaded
-
-    files = find_downloaded("smollm2-135m")
-    assert files is not None
-    return transformers.AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()
+    return default_model_of_transformers()
 
 
 def prompt_ids(llm: LLM, prompt: dict[str, Any]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -21,8 +20,6 @@ class Breakable(chat_app.ChatApp):
 
 
 def run() -> int:
-    if os.environ.get("CHECK_NO_TORCH"):
-        assert "torch" not in sys.modules
     app = Breakable(Settings(sys.argv[1] if len(sys.argv) > 1 else "fake"), engine_command=FAKE)
     code = chat_app.run(app)
     assert "torch" not in sys.modules, "the app's process must not import torch"
