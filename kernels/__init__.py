@@ -11,21 +11,28 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import cpu, reference
+from kernels.reference import DecodeInputs, Field
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
-    from kernels import activation, blocks, chunked_prefill, decode_attention, norm, rotary, sampling
+    from kernels import activation, blocks, chunked_prefill, decode_attention, decode_rows, norm, rotary, sampling
 
 __all__ = [
+    "DecodeInputs",
+    "Field",
     "LinearWeight",
     "add_rms_norm",
+    "begin_decode",
     "block_copy",
+    "end_decode",
     "gather_blocks",
     "linear",
     "paged_attention",
+    "penalise",
     "prefill_attention",
     "rms_norm",
     "rotary_write_kv",
     "sample",
+    "sample_with_logprobs",
     "scatter_blocks",
     "silu_mul",
     "top_log_probabilities",
@@ -42,11 +49,16 @@ class LinearWeight:
         self.bias = bias
 
 
-def linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """``x [rows, in] @ weight.T + bias``."""
+def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
+    """``x [rows, in] @ weight.T + bias``, into ``out`` where it is given."""
     if weight.packed:
-        return cpu.packed_linear(x, weight.weight, weight.bias)
-    return functional.linear(x, weight.weight, weight.bias)
+        result = cpu.packed_linear(x, weight.weight, weight.bias)
+        return result if out is None else out.copy_(result)
+    if out is None:
+        return functional.linear(x, weight.weight, weight.bias)
+    if weight.bias is None:
+        return torch.mm(x, weight.weight.t(), out=out)
+    return torch.addmm(weight.bias, x, weight.weight.t(), out=out)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -140,3 +152,37 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if logits.is_cuda and count <= 256:
         return sampling.top_log_probabilities(logits, count)
     return cpu.top_log_probabilities(logits, count)
+
+
+def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInputs) -> None:
+    """Gather the state of decoding sequences and move their positions on: see `reference.begin_decode`."""
+    op = decode_rows.begin_decode if words.is_cuda else reference.begin_decode
+    op(words, rows, block_size, inputs)
+
+
+def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Apply the penalties of decoding sequences: see `reference.penalise`."""
+    op = decode_rows.penalise if logits.is_cuda else reference.penalise
+    op(logits, words, counts, rows, out)
+
+
+def end_decode(words: Tensor, counts: Tensor | None, rows: Tensor, token_ids: Tensor) -> None:
+    """Store the drawn tokens of decoding sequences: see `reference.end_decode`."""
+    op = decode_rows.end_decode if words.is_cuda else reference.end_decode
+    op(words, counts, rows, token_ids)
+
+
+def sample_with_logprobs(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`sample`, and the drawn tokens' log-probabilities under ``logits`` ``[rows]`` float32: NaN where a logit is."""
+    if logits.is_cuda:
+        return sampling.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    tokens = cpu.sample(logits.float(), temperature, top_k, top_p, min_p, seeds, positions)
+    return tokens, reference.log_probabilities(logits.float(), tokens)

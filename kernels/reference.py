@@ -15,6 +15,8 @@ Slots that no context covers may hold anything, NaN included, and never influenc
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+
 import torch
 from torch import Tensor
 
@@ -281,3 +283,119 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     return values[:, :count] - logits.logsumexp(-1, keepdim=True), ids[:, :count]
+
+
+# --- the device's rows of decoding sequences --------------------------------------------------------------------------
+
+
+class Field:
+    """Where a row keeps what: the words of `kernels.decode_rows`. Floats are stored by their bits."""
+
+    TOKEN = 0  # to be computed next
+    POSITION = 1  # of that token
+    TEMPERATURE = 2  # float
+    TOP_K = 3
+    TOP_P = 4  # float
+    MIN_P = 5  # float
+    SEED_LOW = 6
+    SEED_HIGH = 7
+    REPETITION_PENALTY = 8  # float, as the next two
+    FREQUENCY_PENALTY = 9
+    PRESENCE_PENALTY = 10
+    TABLE = 16  # the first block id
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """What the model and the sampler take of n decoding sequences; slices of buffers that never move."""
+
+    token_ids: Tensor  # [n] int64, as the next two
+    positions: Tensor
+    slot_mapping: Tensor
+    context_lens: Tensor  # [n] int32
+    block_tables: Tensor  # [n, width] int32
+    temperature: Tensor  # [n] float32
+    top_k: Tensor  # [n] int64
+    top_p: Tensor  # [n] float32, as the next
+    min_p: Tensor
+    seeds: Tensor  # [n] int64, as the next
+    draw_positions: Tensor
+
+    @classmethod
+    def allocate(cls, n: int, width: int, device: torch.device) -> DecodeInputs:
+        """Buffers for ``n`` sequences of up to ``width`` blocks."""
+
+        def zeros(dtype: torch.dtype, *columns: int) -> Tensor:
+            return torch.zeros(n, *columns, dtype=dtype, device=device)
+
+        return cls(
+            token_ids=zeros(torch.int64),
+            positions=zeros(torch.int64),
+            slot_mapping=zeros(torch.int64),
+            context_lens=zeros(torch.int32),
+            block_tables=zeros(torch.int32, width),
+            temperature=zeros(torch.float32),
+            top_k=zeros(torch.int64),
+            top_p=zeros(torch.float32),
+            min_p=zeros(torch.float32),
+            seeds=zeros(torch.int64),
+            draw_positions=zeros(torch.int64),
+        )
+
+    def first(self, n: int) -> DecodeInputs:
+        """The first n rows of every buffer."""
+        return DecodeInputs(**{field.name: getattr(self, field.name)[:n] for field in fields(self)})
+
+
+def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInputs) -> None:
+    """Gather the rows' state into ``inputs``, and move the rows' positions on by one.
+
+    Args:
+        words: ``[num_rows, Field.TABLE + width]`` int32.
+        rows: ``[n]`` int32, no row twice; -1 is padding: token 0 without a slot or a context.
+        inputs: buffers of n sequences. Of a block table only what the context uses is written.
+    """
+    real = rows >= 0
+    state = words[rows.clamp(min=0).long()]
+    positions = torch.where(real, state[:, Field.POSITION], 0)
+    blocks = state[:, Field.TABLE :].gather(1, (positions // block_size).long()[:, None])[:, 0].long()
+    floats = state.view(torch.float32)
+    seeds = (state[:, Field.SEED_HIGH].long() << 32) | (state[:, Field.SEED_LOW].long() & 0xFFFFFFFF)
+    inputs.token_ids.copy_(torch.where(real, state[:, Field.TOKEN], 0))
+    inputs.positions.copy_(positions)
+    inputs.slot_mapping.copy_(torch.where(real, blocks * block_size + positions % block_size, -1))
+    inputs.context_lens.copy_(torch.where(real, positions + 1, 0))
+    inputs.block_tables.copy_(state[:, Field.TABLE :])
+    inputs.temperature.copy_(torch.where(real, floats[:, Field.TEMPERATURE], 0.0))
+    inputs.top_k.copy_(torch.where(real, state[:, Field.TOP_K], 0))
+    inputs.top_p.copy_(torch.where(real, floats[:, Field.TOP_P], 1.0))
+    inputs.min_p.copy_(torch.where(real, floats[:, Field.MIN_P], 0.0))
+    inputs.seeds.copy_(torch.where(real, seeds, 0))
+    inputs.draw_positions.copy_(torch.where(real, positions + 1, 0))
+    words[rows[real].long(), Field.POSITION] += 1
+
+
+def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
+    """Apply each row's repetition, then frequency and presence penalty, and write float32 logits to ``out``.
+
+    Args:
+        counts: ``[num_rows, vocab]`` int32: twice how often a token was generated, plus one if the prompt holds it.
+    """
+    out.copy_(logits)
+    for i, row in enumerate(rows.tolist()):
+        if row >= 0:
+            first, last = Field.REPETITION_PENALTY, Field.PRESENCE_PENALTY + 1
+            repetition, frequency, presence = words[row, first:last].view(torch.float32).tolist()
+            seen, generated = counts[row] > 0, counts[row] >> 1
+            penalised = torch.where(out[i] > 0, out[i] / repetition, out[i] * repetition)
+            out[i] = torch.where(seen, penalised, out[i])
+            out[i] -= torch.where(generated > 0, frequency * generated + presence, 0.0)
+
+
+def end_decode(words: Tensor, counts: Tensor | None, rows: Tensor, token_ids: Tensor) -> None:
+    """Store each row's drawn token, the one to be computed next; add 2 to its count where there are counts."""
+    real = rows >= 0
+    kept, tokens = rows[real].long(), token_ids[real]
+    words[kept, Field.TOKEN] = tokens.to(torch.int32)
+    if counts is not None:
+        counts[kept, tokens] += 2

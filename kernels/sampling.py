@@ -20,7 +20,7 @@ Two launches:
      takes about one pass (rejection with a rising pivot, as in FlashInfer's sampler, on fixed noise).
    - top-k too large, or too many equal logits: bisections over the whole row. Slower, and exact.
 
-Bytes: the logits once, 4 * rows * vocab, at memory speed; what the second kernel reads comes from L2.
+Bytes: the logits once, at memory speed; what the second kernel reads comes from L2.
 
 References: `kernels.reference.sample`, `kernels.reference.log_probabilities`.
 """
@@ -94,7 +94,7 @@ def _scan_kernel(
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     ids = piece * PIECE + tl.arange(0, PIECE)
-    x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf"))
+    x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     maximum, where = tl.max(x, axis=0, return_indices=True)
     anchor = tl.where(maximum == float("-inf"), 0.0, maximum)
     temperature = tl.load(temperature_ptr + row)
@@ -146,7 +146,7 @@ def _row_above(row_ptr, vocab, key, token, anchor, temperature, TILE: tl.constex
     masses = tl.zeros([TILE], tl.float32)
     for start in tl.range(0, vocab, TILE, num_stages=3):
         ids = start + tl.arange(0, TILE)
-        x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+        x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
         above = (ids < vocab) & _is_above(_ordered(x), ids, key, token)
         counts += above.to(tl.int32)
         masses += tl.where(above, tl.exp((x - anchor) / temperature), 0.0)
@@ -160,7 +160,7 @@ def _row_best(row_ptr, vocab, key, token, least, anchor, temperature, seed, posi
     best_ids = tl.zeros([TILE], tl.int32)
     for start in tl.range(0, vocab, TILE, num_stages=3):
         ids = start + tl.arange(0, TILE)
-        x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+        x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
         scaled = (x - anchor) / temperature
         kept = (ids < vocab) & _is_above(_ordered(x), ids, key, token) & (scaled >= least)
         scores = tl.where(kept, tl.exp(scaled) / _exponential(seed, position, ids), -1.0)
@@ -223,7 +223,7 @@ def _collect(
         group = tl.load(groups_ptr + row * GROUPS_TILE + number, mask=number < num_active, other=0)
         ids = group * GROUP + flat % GROUP
         valid = (number < num_active) & (ids < vocab)
-        x = tl.load(row_ptr + ids, mask=valid, other=float("-inf"))
+        x = tl.load(row_ptr + ids, mask=valid, other=float("-inf")).to(tl.float32)
         reached = valid & (_ordered(x) >= threshold)
         place = found + tl.cumsum(reached.to(tl.int32), axis=0) - 1
         fits = reached & (place < CANDIDATES)
@@ -264,7 +264,9 @@ def _draw_kernel(
     anchor = tl.where(maximum == float("-inf"), 0.0, maximum)
     temperature = tl.load(temperature_ptr + row)
     token = tl.min(tl.where(is_piece & (piece_maxima == maximum), piece_ids, vocab - 1), axis=0)
-    if temperature > 0:
+    total_at_one = tl.sum(sums * tl.exp(tl.where(is_piece, piece_maxima, float("-inf")) - anchor), axis=0)
+    # A row with NaN has no order, and a search for a cut in it might never end. Its log-probability is NaN.
+    if (temperature > 0) & (total_at_one == total_at_one):
         top_k = tl.minimum(tl.load(top_k_ptr + row), vocab).to(tl.int32)
         top_p = tl.load(top_p_ptr + row)
         least = tl.log(tl.load(min_p_ptr + row))
@@ -313,7 +315,7 @@ def _draw_kernel(
                 _count, total = _row_above(row_ptr, vocab, key, limit, anchor, temperature, ROW_TILE)
                 token = _row_best(row_ptr, vocab, key, limit, least, anchor, temperature, seed, position, ROW_TILE)
         while drawn == 0:
-            x = tl.load(row_ptr + token)
+            x = tl.load(row_ptr + token).to(tl.float32)
             key = _ordered(x)
             enough = (x - anchor) / temperature >= least
             if enough & (top_p >= 1.0):
@@ -325,8 +327,7 @@ def _draw_kernel(
                 else:
                     token = _row_best(row_ptr, vocab, key, token, least, anchor, temperature, seed, position, ROW_TILE)
     tl.store(tokens_ptr + row, token.to(tl.int64))
-    total_at_one = tl.sum(sums * tl.exp(tl.where(is_piece, piece_maxima, float("-inf")) - anchor), axis=0)
-    tl.store(logprobs_ptr + row, tl.load(row_ptr + token) - (anchor + tl.log(total_at_one)))
+    tl.store(logprobs_ptr + row, tl.load(row_ptr + token).to(tl.float32) - (anchor + tl.log(total_at_one)))
 
 
 @triton.jit
@@ -360,7 +361,7 @@ def _top_kernel(
         found = 0
         for start in range(0, vocab, ROW_TILE):
             ids = start + tl.arange(0, ROW_TILE)
-            x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+            x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
             kept = (ids < vocab) & _is_above(_ordered(x), ids, key, limit)
             places = found + tl.cumsum(kept.to(tl.int32), axis=0) - 1
             tl.store(values_ptr + row * CANDIDATES + places, x, mask=kept)
@@ -400,7 +401,7 @@ def sample(
     """Draw one token per row: see `reference.sample`.
 
     Args:
-        logits: ``[rows, vocab]`` float32, rows may be strided; vocab below 2^24.
+        logits: ``[rows, vocab]`` float32, bfloat16 or float16, rows may be strided; vocab below 2^24.
         temperature, top_p, min_p: ``[rows]`` float32. top_k, seeds, positions: ``[rows]`` int64.
 
     Returns:
@@ -432,7 +433,7 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` most probable tokens of each row: see `reference.top_log_probabilities`.
 
     Args:
-        logits: ``[rows, vocab]`` float32, rows may be strided; vocab below 2^24.
+        logits: ``[rows, vocab]`` float32, bfloat16 or float16, rows may be strided; vocab below 2^24.
         count: 1 to 256, at most vocab.
 
     Raises:
@@ -506,8 +507,9 @@ def _scan(logits: Tensor, temperature: Tensor, top_k: Tensor, seeds: Tensor, pos
 
 def _check_logits(logits: Tensor) -> tuple[int, int]:
     rows, vocab = logits.shape
-    if logits.dtype != torch.float32 or logits.stride(1) != 1 or vocab >= 1 << 24:
+    if not logits.is_floating_point() or logits.stride(1) != 1 or vocab >= 1 << 24:
         raise ValueError(
-            f"logits must be float32 [rows, vocab < 2^24], rows contiguous, not {logits.dtype} {tuple(logits.shape)}"
+            "logits must be floating point [rows, vocab < 2^24], rows contiguous, "
+            f"not {logits.dtype} {tuple(logits.shape)}"
         )
     return rows, vocab

@@ -76,8 +76,11 @@ def build_engine(
     eos = set(model_config.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
+    runner = Runner(model, pool.num_blocks, config.block_size, num_host_blocks)
+    if device.type == "cuda" and not model.rotary.dynamic:  # whose angles the host computes at every step
+        runner.decode_on_device(config.max_num_seqs, pool.max_model_len, graphs=not config.enforce_eager)
     return Engine(
-        runner=Runner(model, pool.num_blocks, config.block_size, num_host_blocks),
+        runner=runner,
         cache=cache,
         scheduler=Scheduler(cache, config.max_num_seqs, tokens, SwapSpace(num_host_blocks), config.admission),
         tokenizer=tokenizer,

@@ -38,6 +38,8 @@ class EngineConfig:
         swap_space_gb: room on the host for swapped blocks, in 10^9 bytes.
         admission: ``"predicted"`` admits a request when the peak that all are heading for fits, ``"optimistic"`` when
             its prompt does.
+        enforce_eager: on a GPU, launch every kernel of a decode step by itself instead of replaying CUDA graphs: starts
+            sooner, takes less memory, and is slower.
         load_format: ``"auto"``, or ``"dummy"`` for random weights.
         seed: of the generator that gives a seed to every request that brings none.
 
@@ -57,6 +59,7 @@ class EngineConfig:
     preemption: str = "swap"
     swap_space_gb: float = 4.0
     admission: str = "predicted"
+    enforce_eager: bool = False
     load_format: str = "auto"
     seed: int = 0
 
@@ -73,8 +76,9 @@ class EngineConfig:
         for name, allowed in (("preemption", PREEMPTIONS), ("admission", ADMISSIONS)):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise UsageError(f"enable_prefix_caching must be true or false, not {self.enable_prefix_caching!r}")
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
         space = self.swap_space_gb
         if isinstance(space, bool) or not isinstance(space, (int, float)) or not 0 <= space <= 1e6:
             raise UsageError(f"swap_space_gb must be from 0 to 1000000, not {space!r}")

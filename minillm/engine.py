@@ -1,6 +1,11 @@
 """The engine: requests in, tokens out, one step at a time.
 
-    schedule -> run -> sample -> update
+    schedule -> run -> draw -> (wait) -> update
+
+Where the device keeps the drawn tokens itself, the next step is launched before the host waits for this one's: the
+scheduler counts a token that is under way (`Sequence.num_pending`) like any other. A sequence that turns out to have
+ended was then computed once too often; nobody looks at that token. Beams, and penalties that depend on the history,
+wait.
 
 One thread drives it. `Engine.abort` alone may be called from any thread; it takes effect at the next step.
 """
@@ -19,7 +24,7 @@ from minillm.decoding.beam_candidates import BeamStep, beam_candidates, token_lo
 from minillm.decoding.beam_outputs import beam_outputs, best_beam, ending_of, finished_beam
 from minillm.decoding.beam_search import BeamSearch, Candidate
 from minillm.decoding.params import BeamSearchParams, Params
-from minillm.decoding.sampler import SampleRow, sample_tokens
+from minillm.decoding.sampler import Drawn, SampleRow
 from minillm.decoding.stop import StopStringFilter
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
@@ -33,6 +38,25 @@ if TYPE_CHECKING:
     from minillm.tokenizer import Tokenizer
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
+
+
+@dataclass(slots=True)
+class StepUnderWay:
+    """A step that has been launched, and whose tokens the host has not seen yet."""
+
+    schedule: Schedule
+    logits: Tensor | None
+    draws: list[tuple[SequenceGroup, SampleRow]]
+    drawn: Drawn | None
+    searching: list[tuple[SequenceGroup, dict[int, int]]]
+    may_run_ahead: bool  # the next step depends on nothing that this one has to tell the host
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody still waits for what the step draws."""
+        return any(not group.finished for group, _ in self.searching) or any(
+            not row.sequence.finished for _, row in self.draws
+        )
 
 
 @dataclass
@@ -59,6 +83,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        self._under_way: StepUnderWay | None = None
+        self._undelivered: list[Delta] = []  # where a failure came between
         self.reset_peaks()
 
     @property
@@ -216,72 +242,138 @@ class Engine:
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Delta]:
-        """Compute one step; returns what it added to each completion.
+        """Compute one step, and perhaps launch the next; returns what it added to each completion.
 
         If the device fails, every request that was part of the step ends with the error, its blocks are freed, and the
         exception is raised: the engine itself stays usable.
         """
-        deltas = self.carry_out_aborts()
-        schedule = self.scheduler.schedule()
-        if not schedule.chunks:
+        deltas, self._undelivered = self._undelivered + self.carry_out_aborts(), []
+        step = self._under_way if self._under_way is not None and self._under_way.is_wanted else self._launch()
+        self._under_way = None
+        if step is None:
             assert not self.scheduler.has_work, "no progress: there is work, and nothing of it can run"
             return deltas
+        failure: Exception | None = None
+        if step.may_run_ahead:
+            try:
+                self._under_way = self._launch()
+            except Exception as error:
+                failure = error  # that step's; this one has yet to be concluded
+        try:
+            deltas += self._conclude(step)
+        except Exception as error:
+            for each in (step, self._under_way):
+                if each is not None:
+                    self._fail_step(each, f"{type(error).__name__}: {error}")
+            self._under_way, failure = None, error
+        if failure is not None:
+            self._undelivered = deltas
+            raise failure
+        if self._under_way is not None and not self._under_way.is_wanted:
+            self._discard(self._under_way)
+            self._under_way = None
+        return deltas
+
+    def _launch(self) -> StepUnderWay | None:
+        """Schedule a step and give it to the device; None where nothing can run."""
+        schedule = self.scheduler.schedule()
+        chunks = schedule.chunks
+        if not chunks:
+            return None
         used = self.cache.num_blocks - self.cache.num_free
         self._peak_used, self._sum_used = max(self._peak_used, used), self._sum_used + used
         self._steps_counted += 1
         now = time.monotonic()
-        for chunk in schedule.chunks:
+        for chunk in chunks:
             if chunk.group.metrics.first_scheduled_time is None:
                 chunk.group.metrics.first_scheduled_time = now
+        step = StepUnderWay(schedule, None, [], None, [], False)
         try:
-            logits, sampled = self.runner.run(schedule, self.cache.take_copies())
-            broken = logits.amax(-1).isnan().tolist() if sampled else []
-            draws, searching = self.draws_of(sampled, self.note_computed(schedule, sampled, broken))
-            tokens = sample_tokens(logits, [row for _, row in draws]) if draws else []
-            deltas += self._advance_beams(logits, searching)
+            step.logits, sampled = self.runner.run(schedule, self.cache.take_copies())
+            step.draws, step.searching = self.draws_of(sampled, self.note_computed(schedule))
+            rows = [row for _, row in step.draws]
+            if rows:
+                step.drawn = self.runner.draw(step.logits, rows, len(schedule.decodes))
+            step.may_run_ahead = not step.searching and self.runner.keeps_tokens and not self.runner.needs_history(rows)
         except Exception as error:
-            for group in {id(chunk.group): chunk.group for chunk in schedule.chunks}.values():
-                if group.request_id in self.groups:
-                    self._fail(group, f"{type(error).__name__}: {error}")
-            for group in schedule.preempted:
-                if group.swapped:
-                    self.scheduler.start_over(group)  # nobody knows how much of it reached the host
+            self._fail_step(step, f"{type(error).__name__}: {error}")
             raise
+        for row in rows:
+            row.sequence.num_pending += 1
         self.num_steps += 1
-        deltas += [
-            self.append_token(group, row.sequence, token) for (group, row), token in zip(draws, tokens, strict=True)
-        ]
-        for group in {id(chunk.group): chunk.group for chunk in sampled}.values():
+        return step
+
+    def _conclude(self, step: StepUnderWay) -> list[Delta]:
+        """Wait for a step's tokens and add them to their sequences."""
+        tokens, broken = step.drawn.wait() if step.drawn is not None else ([], [])
+        deltas: list[Delta] = []
+        searching = [each for each in step.searching if not each[0].finished]
+        if searching and step.logits is not None:
+            is_nan = step.logits.amax(-1).isnan().tolist()
+            for group, row_of in searching:
+                if any(is_nan[row] for row in row_of.values()):
+                    self._note_nan(group)
+            deltas += self._advance_beams(step.logits, [s for s in searching if s[0].request_id not in self._errors])
+        for (group, row), token, is_broken in zip(step.draws, tokens, broken, strict=True):
+            sequence = row.sequence
+            sequence.num_pending -= 1
+            if sequence.finished:
+                continue
+            if is_broken or (self._errors and group.request_id in self._errors):
+                self._note_nan(group)
+            else:
+                deltas.append(self.append_token(group, sequence, token))
+        groups = {id(group): group for group, _ in step.draws} | {id(group): group for group, _ in searching}
+        for group in groups.values():
+            if group.request_id not in self.groups:
+                continue
             if group.request_id in self._errors:
                 deltas += self._end(group, "abort")
             elif group.finished:
                 self._retire(group)
         return deltas
 
-    def note_computed(self, schedule: Schedule, sampled: list[ScheduledChunk], broken: list[bool]) -> set[int]:
-        """Note what was computed, make full blocks findable, and fork groups whose prompt is complete.
+    def _note_nan(self, group: SequenceGroup) -> None:
+        """A group's logits are NaN: it ends with an error, and nobody may find its blocks."""
+        self._errors[group.request_id] = "the model produced NaN; another dtype may help: float32 or bfloat16"
+        for sequence in group.unfinished:
+            if sequence.table is not None:
+                self.cache.distrust(sequence.table)
 
-        Args:
-            sampled: the chunks that have a row of logits, and ``broken``, whether it holds NaN.
+    def _fail_step(self, step: StepUnderWay, error: str) -> None:
+        """The device failed: end every request that was part of the step."""
+        self._discard(step)
+        self.runner.forget()
+        for chunk in step.schedule.chunks:
+            if chunk.sequence.table is not None:
+                self.cache.distrust(chunk.sequence.table)
+        for group in {id(chunk.group): chunk.group for chunk in step.schedule.chunks}.values():
+            if group.request_id in self.groups:
+                self._fail(group, error)
+        for group in step.schedule.preempted:
+            if group.swapped:
+                self.scheduler.start_over(group)  # nobody knows how much of it reached the host
+
+    def _discard(self, step: StepUnderWay) -> None:
+        for _, row in step.draws:
+            row.sequence.num_pending = 0
+
+    def note_computed(self, schedule: Schedule) -> set[int]:
+        """Note what is computed, make full blocks findable, and fork groups whose prompt is complete.
+
+        What the device writes, it writes in the order of the steps: later steps may rely on it before it is done.
 
         Returns:
             The ``seq_id`` of sequences from whose row all sequences of their group draw their first token.
         """
-        for chunk, is_broken in zip(sampled, broken, strict=True):
-            if is_broken:
-                error = "the model produced NaN; another dtype may help: float32 or bfloat16"
-                self._errors[chunk.group.request_id] = error
         first_draws: set[int] = set()
         size = self.cache.block_size
         for chunk in schedule.chunks:
             group, sequence, table = chunk.group, chunk.sequence, chunk.sequence.table
             assert table is not None
             computed = sequence.num_computed = sequence.num_computed + chunk.count
-            if self._errors and group.request_id in self._errors:
-                self.cache.distrust(table)
-                continue
             if computed // size > len(table.nodes):
-                self.cache.commit(table, sequence.token_ids, computed)
+                self.cache.commit(table, sequence.token_ids, min(computed, len(sequence.token_ids)))
             if not group.forked and computed == group.num_prompt_tokens:
                 if group.searches and not group.beams:
                     continue  # the first step of the search makes the other beams
@@ -297,8 +389,6 @@ class Engine:
         searching: dict[int, tuple[SequenceGroup, dict[int, int]]] = {}
         for number, chunk in enumerate(sampled):
             group, sequence, params = chunk.group, chunk.sequence, chunk.group.params
-            if self._errors and group.request_id in self._errors:
-                continue
             if isinstance(params, BeamSearchParams):
                 searching.setdefault(id(group), (group, {}))[1][sequence.seq_id] = number
             elif first_draws and sequence.seq_id in first_draws:
@@ -470,7 +560,16 @@ class Engine:
 
     def _end_sequence(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
-        if group.hold and sequence.index == 0 and sequence.table is not None:
+        table = sequence.table
+        if table is not None and group.request_id not in self._errors:
+            self.cache.commit(table, sequence.token_ids, min(sequence.num_computed, len(sequence.token_ids)))
+        if group.hold and sequence.index == 0 and table is not None:
+            last = len(sequence.token_ids) - 1
+            if table.num_tokens > last and sequence.num_output_tokens:  # a step that ran ahead has computed it, too
+                sequence.seq_id = self._new_seq_id()
+                sequence.table = self.cache.fork(table, sequence.seq_id, last)
+                sequence.num_computed = last
+                self.cache.free(table)
             self.scheduler.keep_idle(sequence)
         else:
             self.scheduler.finish(sequence)

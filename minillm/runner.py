@@ -1,4 +1,8 @@
-"""From a schedule to logits: builds the step's tensors and runs the model over the pool."""
+"""From a schedule to logits to drawn tokens: builds the step's tensors and runs the model over the pool.
+
+With `DecodeSteps` (on a GPU) a step is two runs of the model: the decoding sequences', whose state is on the device
+already, and the chunks of prompts'. Without (on a CPU, where a launch costs nothing) both are one batch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,9 @@ import torch
 from torch import Tensor
 
 import kernels
+from minillm.decode import DecodeSteps
+from minillm.decoding.processors import needs_processing
+from minillm.decoding.sampler import Drawn, SampleRow, sample_tokens
 from minillm.model.batch import Batch
 from minillm.model.llama import Llama
 from minillm.scheduler import Schedule, ScheduledChunk
@@ -14,29 +21,84 @@ _STAGED_BLOCKS = 256  # moved between host and device at a time: the room that i
 
 
 class Runner:
-    """The model and its pool of blocks, allocated once."""
+    """The model and its pool of blocks, allocated once.
+
+    ``decoder`` computes decode steps whose tokens the host need not see before the next step is launched.
+    """
 
     def __init__(self, model: Llama, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.model = model
         self.block_size = block_size
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
+        self.decoder: DecodeSteps | None = None
         self._num_host_blocks = num_host_blocks
         self._host_pool: Tensor | None = None  # [num_host_blocks, layers, 2, block_size, kv heads, head_dim]
+
+    def decode_on_device(self, max_num_seqs: int, max_model_len: int, *, graphs: bool) -> None:
+        """Keep the state of decoding sequences on the device: see `DecodeSteps`."""
+        self.decoder = DecodeSteps(
+            self.model, self.kv_cache, self.block_size, max_num_seqs, max_model_len, graphs=graphs
+        )
 
     @torch.inference_mode()
     def run(self, schedule: Schedule, copies: list[tuple[int, int]]) -> tuple[Tensor, list[ScheduledChunk]]:
         """Move blocks to and from the host, copy those that the step writes to and others share, compute the step.
 
         Returns:
-            Logits ``[n, vocab]`` float32, and the n chunks that they belong to: those that computed a sequence's last
-            token.
+            Logits ``[n, vocab]``, valid until the next step, and the n chunks that they belong to: those that computed
+            a sequence's last token.
         """
         self.move_to_host(schedule.swap_out)
         self.move_from_host(schedule.swap_in)
         if copies:
             kernels.block_copy(self.kv_cache, torch.tensor(copies, device=self.model.device))
-        sampled = [chunk for chunk in schedule.chunks if reaches_the_end(chunk)]
-        return self.model.forward(self._batch(schedule), self.kv_cache), sampled
+        if self.decoder is None:
+            sampled = [chunk for chunk in schedule.chunks if reaches_the_end(chunk)]
+            batch = self._batch(schedule.chunks, len(schedule.decodes))
+            return self.model.forward(batch, self.kv_cache).float(), sampled
+        ending = [chunk for chunk in schedule.prefills if reaches_the_end(chunk)]
+        n, p = len(schedule.decodes), len(ending)
+        if n:
+            self.decoder.forward(schedule.decodes)
+        if schedule.prefills:
+            logits = self.model.forward(self._batch(schedule.prefills, 0), self.kv_cache)
+            self.decoder.logits[n : n + p] = logits  # behind those of the decodes, over their padding
+        return self.decoder.logits[: n + p], schedule.decodes + ending
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, rows: list[SampleRow], num_decodes: int) -> Drawn:
+        """Draw a token for each of ``rows`` from the step's ``logits``.
+
+        Args:
+            num_decodes: how many sequences have decoded in this step; theirs are the first rows of logits.
+        """
+        decoder = self.decoder
+        if decoder is None or self.needs_history(rows):
+            return Drawn(rows, *sample_tokens(logits, rows))
+        sequences = [row.sequence for row in rows]
+        if len(logits) == num_decodes:
+            logits_rows = [row.logits_row for row in rows]
+            token_ids, logprobs = decoder.draw(sequences, logits_rows)
+            if len(rows) < num_decodes:  # beams decode, too
+                logits = logits[torch.tensor(logits_rows, device=logits.device)]
+            return Drawn(rows, token_ids, logprobs, logits)
+        token_ids, logprobs, logits = sample_tokens(logits, rows)
+        decoder.keep_tokens(sequences, [row.params for row in rows], token_ids)
+        return Drawn(rows, token_ids, logprobs, logits)
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the next step can be launched before the host has seen this one's tokens."""
+        return self.decoder is not None
+
+    def needs_history(self, rows: list[SampleRow]) -> bool:
+        """Whether a draw depends on tokens that the host must have seen."""
+        return any(needs_processing(row.params, row.sequence) for row in rows)
+
+    def forget(self) -> None:
+        """After a failure: what the device holds of sequences is not to be relied on."""
+        if self.decoder is not None:
+            self.decoder.forget()
 
     def move_to_host(self, pairs: list[tuple[int, int]]) -> None:
         """Save (block, host block) pairs.
@@ -65,8 +127,9 @@ class Runner:
                 staging[first : first + count].copy_(self._host_pool[host : host + count], non_blocking=True)
             kernels.scatter_blocks(self.kv_cache, torch.tensor(blocks, device=self.model.device), staging)
 
-    def _batch(self, schedule: Schedule) -> Batch:
-        size, chunks = self.block_size, schedule.chunks
+    def _batch(self, chunks: list[ScheduledChunk], num_decodes: int) -> Batch:
+        """The chunks' tensors; the first ``num_decodes`` chunks decode."""
+        size = self.block_size
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -82,7 +145,7 @@ class Runner:
             positions += range(first, end)
             slots += [blocks[i // size] * size + i % size for i in range(first, end)]
             lengths.append(end)
-            if number >= len(schedule.decodes):
+            if number >= num_decodes:
                 starts.append(starts[-1] + chunk.count)
             if reaches_the_end(chunk):
                 logit_rows.append(len(token_ids) - 1)
@@ -101,7 +164,7 @@ class Runner:
             slot_mapping=tensor(slots, torch.int64),
             block_tables=tensor([table[:width] for table in tables], torch.int32),
             context_lens=tensor(lengths, torch.int32),
-            num_decodes=len(schedule.decodes),
+            num_decodes=num_decodes,
             cu_seqlens=tensor(starts, torch.int32),
             logit_rows=tensor(logit_rows, torch.int64),
             rope_lengths=_rope_lengths(chunks) if self.model.rotary.dynamic else None,
@@ -122,7 +185,7 @@ def _runs(blocks: tuple[int, ...]) -> list[tuple[int, int, int]]:
 
 def reaches_the_end(chunk: ScheduledChunk) -> bool:
     """Whether the chunk computes its sequence's last token, whose logits are wanted."""
-    return chunk.sequence.num_computed + chunk.count == len(chunk.sequence.token_ids)
+    return chunk.sequence.num_computed + chunk.count == chunk.sequence.num_tokens
 
 
 def _rope_lengths(chunks: list[ScheduledChunk]) -> list[int]:

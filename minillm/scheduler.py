@@ -32,7 +32,7 @@ class ScheduledChunk:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step: the decoding sequences first (one token each), then the chunks of prompts."""
+    """One step: the decoding sequences first (one token each, their last), then the chunks of prompts."""
 
     decodes: list[ScheduledChunk]
     prefills: list[ScheduledChunk]
@@ -107,7 +107,9 @@ class Scheduler:
         for group in list(self.running):
             if len(group.sequences) == 1 and group.forked:  # most groups: nothing below but quicker
                 sequence = group.sequences[0]
-                missing = len(sequence.token_ids) - sequence.num_computed
+                missing = len(sequence.token_ids) + sequence.num_pending - sequence.num_computed
+                if sequence.num_pending and group.is_complete(sequence):
+                    continue
                 if missing > 1:
                     pending.append((group, sequence, missing))
                 elif (not preempted or group not in preempted) and (
@@ -117,12 +119,14 @@ class Scheduler:
                 continue
             in_step = bool(group.searches) and any(group.num_tokens_to_compute(s) > 1 for s in group.computing)
             for sequence in group.computing:
+                if sequence.num_pending and group.is_complete(sequence):
+                    continue
                 missing = group.num_tokens_to_compute(sequence)
                 if in_step and group.forked:
                     missing -= 1  # the last token waits until every beam has come as far
                     if missing:
                         pending.append((group, sequence, missing))
-                elif missing > 1:
+                elif missing > 1 or not group.forked:
                     pending.append((group, sequence, missing))
                 elif group not in preempted and self._make_room(group, sequence, 1, preempted, swap_out):
                     decodes.append(ScheduledChunk(group, sequence, 1))
@@ -143,9 +147,8 @@ class Scheduler:
                 count = min(missing, budget)
                 if count > 0:
                     self.cache.append(_table(sequence), count)
-                    (decodes if missing == 1 and not behind else prefills).append(
-                        ScheduledChunk(group, sequence, count)
-                    )
+                    decodes_now = missing == 1 and group.forked and not behind
+                    (decodes if decodes_now else prefills).append(ScheduledChunk(group, sequence, count))
                     budget -= count
         if preempted:
             decodes = [chunk for chunk in decodes if chunk.group not in preempted]

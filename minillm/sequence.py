@@ -24,7 +24,8 @@ class Sequence:
     num_prompt_tokens: int
     seed: int
     index: int = 0  # of the completion within its group
-    num_computed: int = 0  # tokens whose K and V are in the cache
+    num_computed: int = 0  # tokens whose K and V are in the cache, or will be after the steps under way
+    num_pending: int = 0  # tokens that the device has drawn, or is about to, and that the host has not seen yet
     table: BlockTable | None = None  # None while the sequence holds no block
     text: list[str] = field(default_factory=list)
     detokenizer: StreamingDetokenizer | None = None
@@ -33,6 +34,11 @@ class Sequence:
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, those that only the device knows included."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
@@ -104,5 +110,9 @@ class SequenceGroup:
 
     def num_tokens_to_compute(self, sequence: Sequence) -> int:
         """Tokens whose K and V are still missing; before the fork, those of the prompt."""
-        end = len(sequence.token_ids) if self.forked else self.num_prompt_tokens
+        end = sequence.num_tokens if self.forked else self.num_prompt_tokens
         return end - sequence.num_computed
+
+    def is_complete(self, sequence: Sequence) -> bool:
+        """Whether the tokens under way are the last ones that the sequence may have."""
+        return sequence.num_tokens - sequence.num_prompt_tokens >= self.max_tokens

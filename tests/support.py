@@ -116,14 +116,20 @@ def engine_for(
     prefix_caching: bool = True,
     host_blocks: int = 0,
     admission: str = "predicted",
+    on_device: bool | None = None,
 ) -> Engine:
+    """An engine of its own; ``on_device`` keeps the state of decoding sequences there (by default: on a GPU)."""
     cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
+    runner = Runner(model, num_blocks, block_size, host_blocks)
+    max_model_len = min(model.rotary.cos.shape[0], num_blocks * block_size)
+    if (model.device.type == "cuda" if on_device is None else on_device) and not model.rotary.dynamic:
+        runner.decode_on_device(max_num_seqs, max_model_len, graphs=model.device.type == "cuda")
     return Engine(
-        runner=Runner(model, num_blocks, block_size, host_blocks),
+        runner=runner,
         cache=cache,
         scheduler=Scheduler(cache, max_num_seqs, max_num_batched_tokens, SwapSpace(host_blocks), admission),
         tokenizer=tokenizer,
-        max_model_len=min(model.rotary.cos.shape[0], num_blocks * block_size),
+        max_model_len=max_model_len,
         eos_token_ids=eos,
         seed=seed,
     )

@@ -77,7 +77,7 @@ def _decode_step(num_seqs: int) -> list[HostResult]:
         scheduled = time.perf_counter()
         sampled = [chunk for chunk in schedule.chunks if reaches_the_end(chunk)]
         noting = time.perf_counter()
-        first = engine.note_computed(schedule, sampled, [False] * len(sampled))
+        first = engine.note_computed(schedule)
         noted = time.perf_counter()
         draws, _ = engine.draws_of(sampled, first)
         for group, row in draws:
@@ -116,7 +116,7 @@ def _beam_step(num_groups: int, width: int) -> list[HostResult]:
         scheduled = time.perf_counter()
         sampled = [chunk for chunk in schedule.chunks if reaches_the_end(chunk)]
         noting = time.perf_counter()
-        _, searching = engine.draws_of(sampled, engine.note_computed(schedule, sampled, [False] * len(sampled)))
+        _, searching = engine.draws_of(sampled, engine.note_computed(schedule))
         steps = engine.beam_steps(searching)
         noted = time.perf_counter()
         found = [candidates(step) for step in steps]

@@ -37,7 +37,7 @@ def beam_candidates(logits: Tensor, steps: Sequence[BeamStep]) -> list[list[list
     """For each step, for each of its groups: the best continuations, the best first.
 
     Args:
-        logits: ``[n, vocab]`` float32.
+        logits: ``[n, vocab]``.
     """
     rows = [row for step in steps for group in step.rows for row in group]
     owners = [(step, s) for step in steps for group in step.sequences for s in group]
@@ -76,7 +76,7 @@ def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, TokenSequence]], c
     """``(log-probabilities, token ids)`` ``[rows, count]`` of each beam's best next tokens, penalties applied."""
     if not any(needs_processing(step.params, sequence) for step, sequence in owners):
         return kernels.top_log_probabilities(logits, count)
-    log_probs = logits.log_softmax(-1)
+    log_probs = logits.float().log_softmax(-1)
     for row, (step, sequence) in zip(log_probs, owners, strict=True):
         if needs_processing(step.params, sequence):
             process_logits(row, step.params, sequence, step.end_ids)
@@ -111,7 +111,7 @@ def token_logprobs(logits: Tensor, wanted: Sequence[tuple[int, int]], count: int
     device = logits.device
     rows = torch.tensor([row for row, _ in wanted], device=device)
     chosen = torch.tensor([token_id for _, token_id in wanted], device=device)
-    log_probs = logits[rows].log_softmax(-1)
+    log_probs = logits[rows].float().log_softmax(-1)
     picked = log_probs.gather(1, chosen[:, None])[:, 0].tolist()
     values, ids = log_probs.topk(min(count, logits.shape[1]))
     return [

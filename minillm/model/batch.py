@@ -21,5 +21,5 @@ class Batch:
     context_lens: Tensor  # [num_seqs] int32, this step's tokens included
     num_decodes: int
     cu_seqlens: Tensor  # [num_seqs - num_decodes + 1] int32, starts of the chunks, counted from the first chunk
-    logit_rows: Tensor  # [num_logits] int64, the tokens whose logits are wanted
+    logit_rows: Tensor | None = None  # [num_logits] int64, the tokens whose logits are wanted; None: of all
     rope_lengths: list[int] | None = None  # per token, for dynamic rope scaling only: see RotaryTable.rows

@@ -67,8 +67,12 @@ class Llama:
             (c.num_layers, 2, num_blocks, block_size, c.num_kv_heads, c.head_dim), dtype=self.dtype, device=self.device
         )
 
-    def forward(self, batch: Batch, kv_cache: Tensor) -> Tensor:
-        """Compute the batch's tokens, write their K and V, return ``[num_logits, vocab]`` float32 logits."""
+    def forward(self, batch: Batch, kv_cache: Tensor, out: Tensor | None = None) -> Tensor:
+        """Compute the batch's tokens, write their K and V, return ``[num_logits, vocab]`` logits in the model's dtype.
+
+        Args:
+            out: where to write the logits.
+        """
         eps = self.config.rms_norm_eps
         cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
         residual = functional.embedding(batch.token_ids, self.embedding)
@@ -79,8 +83,10 @@ class Llama:
             x = kernels.linear(kernels.silu_mul(kernels.linear(x, layer.gate_up)), layer.down)
             if index + 1 < len(self.layers):
                 x, residual = kernels.add_rms_norm(x, residual, self.layers[index + 1].input_norm, eps)
-        x, _ = kernels.add_rms_norm(x[batch.logit_rows], residual[batch.logit_rows], self.norm, eps)
-        return kernels.linear(x, self.head).float()
+        if batch.logit_rows is not None:
+            x, residual = x[batch.logit_rows], residual[batch.logit_rows]
+        x, _ = kernels.add_rms_norm(x, residual, self.norm, eps)
+        return kernels.linear(x, self.head, out)
 
     def _attention(
         self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor

@@ -89,11 +89,8 @@ def test_samples_share_the_prompt_and_differ(model: Llama) -> None:
     engine = engine_for(model, num_blocks=64, block_size=4)
     shared: list[int] = []
     prompt = prompts(1)[0][:18] + [5] * (18 - len(prompts(1)[0][:18]))
-    [output] = run(
-        engine,
-        [(prompt, SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=12))],
-        lambda: shared.append(engine.cache_stats().shared_blocks),
-    )
+    engine.cache.subscribers.append(lambda event: shared.append(engine.cache.stats().shared_blocks))
+    [output] = run(engine, [(prompt, SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=12))])
     assert max(shared) == 5, "four full blocks and the partly filled one are shared after the fork"
     assert engine.cache.num_copies == 3, "each sample but the last owner copies that one block"
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
@@ -207,11 +204,10 @@ def test_a_request_whose_logits_are_nan_fails_alone(model: Llama, monkeypatch: p
     engine = engine_for(model)
     forward = Llama.forward
 
-    def poisoned(self: Llama, batch: Any, kv_cache: torch.Tensor) -> torch.Tensor:
-        logits = forward(self, batch, kv_cache)
-        row = (batch.token_ids[batch.logit_rows] == 13).nonzero()
-        logits[row] = float("nan")
-        return logits
+    def poisoned(self: Llama, batch: Any, kv_cache: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = forward(self, batch, kv_cache, out)
+        tokens = batch.token_ids if batch.logit_rows is None else batch.token_ids[batch.logit_rows]
+        return logits.masked_fill_((tokens == 13)[:, None], float("nan"))
 
     monkeypatch.setattr(Llama, "forward", poisoned)
     bad, good = run(engine, [([5, 13], GREEDY), ([5, 14], SamplingParams(temperature=0, max_tokens=1))])

@@ -33,9 +33,9 @@ def crowd(rng: random.Random) -> list[tuple[list[int], Any]]:
     ]
 
 
-def tight(model: Llama) -> Engine:
+def tight(model: Llama, on_device: bool) -> Engine:
     return engine_for(model, num_blocks=48, host_blocks=60, max_num_batched_tokens=24, max_num_seqs=24,
-                      admission="optimistic")  # fmt: skip
+                      admission="optimistic", on_device=on_device)  # fmt: skip
 
 
 def check(engine: Engine) -> None:
@@ -51,11 +51,12 @@ def everything_is_back(engine: Engine) -> None:
     assert not engine.scheduler.running
 
 
-def test_aborts_at_every_step_give_every_block_back(model: Llama) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_aborts_at_every_step_give_every_block_back(model: Llama, on_device: bool) -> None:
     preemptions = 0
     for seed in range(40):
         rng = random.Random(seed)
-        engine = tight(model)
+        engine = tight(model, on_device)
         for number, (prompt, params) in enumerate(crowd(rng)):
             engine.add_request(str(number), prompt, params, hold=number % 4 == 0, salt="s" if number % 5 == 0 else None)
         steps = 0
@@ -77,11 +78,12 @@ def test_aborts_at_every_step_give_every_block_back(model: Llama) -> None:
     assert preemptions > 0
 
 
-def test_a_device_that_fails_at_any_step_fails_that_steps_requests_only(model: Llama) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_device_that_fails_at_any_step_fails_that_steps_requests_only(model: Llama, on_device: bool) -> None:
     failed = finished = 0
     for seed in range(30):
         rng = random.Random(seed)
-        engine = tight(model)
+        engine = tight(model, on_device)
         run, steps = engine.runner.run, 0
 
         def breaking(schedule: Any, copies: Any, run: Any = run, rng: random.Random = rng) -> Any:

@@ -1,0 +1,265 @@
+"""Decode steps whose state stays on the device: the host sends what has changed, and replays a CUDA graph.
+
+A sequence that decodes has a *row* on the device (`kernels.decode_rows`): its next token, that token's position, its
+sampling parameters and its block table. A step is three launches for the host, whatever the model's depth: the list of
+rows (where it has changed), a graph from token ids to logits, and a graph from logits to drawn tokens, which go back
+into the rows. The next step can be launched before the host has seen them.
+
+Graphs are captured for padded numbers of sequences, when a number is first met: their shapes are fixed, everything
+else, sharing and lengths included, is data. Padding rows write nowhere.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import kernels
+from kernels import DecodeInputs, Field
+from minillm.cache import BlockTable
+from minillm.decoding.params import SamplingParams
+from minillm.model.batch import Batch
+from minillm.model.llama import Llama
+from minillm.scheduler import ScheduledChunk
+from minillm.sequence import Sequence as TokenSequence
+
+Result = TypeVar("Result")
+
+
+def padded_size(n: int) -> int:
+    """The number of rows that n sequences are computed with: few enough graphs, and little waste."""
+    if n <= 8:
+        return 1 << (n - 1).bit_length()
+    step = 8 if n <= 64 else 16
+    return -(-n // step) * step
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the device knows of one sequence."""
+
+    index: int
+    table: BlockTable | None = None
+    num_blocks: int = 0
+    last_block: int = -1
+    position: int = -1
+    has_token: bool = False  # the row's token is the sequence's last one
+
+
+class DecodeSteps:
+    """The rows of a model's decoding sequences, and the graphs that compute them.
+
+    Args:
+        max_model_len: longest sequence in tokens; a row has room for its block table.
+        graphs: capture CUDA graphs; without, the same operations run one by one.
+    """
+
+    def __init__(
+        self, model: Llama, kv_cache: Tensor, block_size: int, max_num_seqs: int, max_model_len: int, *, graphs: bool
+    ) -> None:
+        self._model, self._kv_cache, self._block_size = model, kv_cache, block_size
+        self._device, self._graphs = model.device, graphs
+        width = -(-max_model_len // block_size)
+        capacity = padded_size(max_num_seqs)
+        self._words = torch.zeros(max_num_seqs, Field.TABLE + width, dtype=torch.int32, device=self._device)
+        self._inputs = DecodeInputs.allocate(capacity, width, self._device)
+        self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=self._device)
+        self._sent_rows: list[int] = [-1] * capacity
+        self._counts: Tensor | None = None
+        self.logits = torch.zeros(capacity, model.config.vocab_size, dtype=model.dtype, device=self._device)
+        self._held: dict[int, _Row] = {}  # by seq_id
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._changes: dict[int, int] = {}  # index into the words -> value
+        self._forward_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._draw_graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
+        self._pool: tuple[Any, ...] = ()  # the graphs' memory: they run one after another, so they share it
+        self._size = 0  # rows of the last forward, padding included
+
+    def forward(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Compute one token of each sequence; `logits` then holds a row for each, in their order."""
+        n = len(chunks)
+        rows = self._rows_of(chunks)
+        self._send(rows)
+        size = self._size = padded_size(n)
+        if not self._graphs:
+            self._forward(size)
+            return
+        if size not in self._forward_graphs:
+            self._forward_graphs[size], _ = self._capture(lambda: self._forward(size))
+        self._forward_graphs[size].replay()
+
+    def draw(self, sequences: Sequence[TokenSequence], logits_rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Draw a token for sequences of the last `forward`, and keep it as the one to be computed next.
+
+        Args:
+            logits_rows: each sequence's row of logits, ascending: sequences that decide otherwise, beams, are left out.
+
+        Returns:
+            ``(token ids [n] int64, log-probabilities [n] float32)``, valid until the next draw.
+        """
+        size = self._size
+        if not self._graphs:
+            tokens, logprobs = self._draw(size)
+        else:
+            if size not in self._draw_graphs:
+                self._draw_graphs[size] = self._capture(lambda: self._draw(size))
+            graph, (tokens, logprobs) = self._draw_graphs[size]
+            graph.replay()
+        for sequence in sequences:
+            self._held[sequence.seq_id].has_token = True
+        if len(sequences) == logits_rows[-1] + 1:
+            return tokens[: len(sequences)], logprobs[: len(sequences)]
+        at = torch.tensor(logits_rows, device=self._device)
+        return tokens[at], logprobs[at]
+
+    def keep_tokens(self, sequences: Sequence[TokenSequence], params: Sequence[SamplingParams], tokens: Tensor) -> None:
+        """Keep tokens that were drawn elsewhere, ``[len(sequences)]`` int64, as those to be computed next."""
+        current = {sequence.seq_id for sequence in sequences}
+        rows = []
+        for sequence, each in zip(sequences, params, strict=True):
+            row = self._held.get(sequence.seq_id) or self._take(sequence, each, current)
+            row.has_token = True
+            rows.append(row.index)
+        self._send_changes()
+        indices = torch.tensor(rows, dtype=torch.int32, pin_memory=self._graphs).to(self._device, non_blocking=True)
+        kernels.end_decode(self._words, None, indices, tokens)
+
+    def forget(self) -> None:
+        """Give every row up: nobody knows what the device holds, after a failure."""
+        self._held.clear()
+        self._changes.clear()
+        self._free = list(range(self._words.shape[0] - 1, -1, -1))
+        self._sent_rows = [-2]
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _rows_of(self, chunks: Sequence[ScheduledChunk]) -> list[int]:
+        """Each sequence's row, with all that has changed since the device last heard of it noted down."""
+        held, changes, width = self._held, self._changes, self._words.shape[1]
+        current: set[int] | None = None
+        rows = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            row = held.get(sequence.seq_id)
+            if row is None:
+                current = current or {each.sequence.seq_id for each in chunks}
+                row = self._take(sequence, chunk.group.params, current)
+            table = sequence.table
+            assert table is not None
+            blocks = table.blocks
+            if row.table is not table:
+                row.table, row.num_blocks = table, 0
+            if len(blocks) != row.num_blocks or blocks[-1] != row.last_block:
+                first = max(0, row.num_blocks - 1)  # the last one may have been copied on write
+                at = row.index * width + Field.TABLE + first
+                changes.update(zip(range(at, at + len(blocks) - first), blocks[first:], strict=True))
+                row.num_blocks, row.last_block = len(blocks), blocks[-1]
+            if row.position != sequence.num_computed:
+                changes[row.index * width + Field.POSITION] = row.position = sequence.num_computed
+            if not row.has_token:
+                changes[row.index * width + Field.TOKEN] = sequence.token_ids[-1]
+            row.has_token = False  # until one is drawn
+            row.position += 1
+            rows.append(row.index)
+        return rows
+
+    def _take(self, sequence: TokenSequence, params: object, current: set[int]) -> _Row:
+        """A row for a sequence that has none; where all are held, sequences give theirs up that are not at work."""
+        if not self._free:
+            for seq_id in [seq_id for seq_id in self._held if seq_id not in current]:
+                self._free.append(self._held.pop(seq_id).index)
+        row = self._held[sequence.seq_id] = _Row(self._free.pop())
+        if isinstance(params, SamplingParams):
+            at = row.index * self._words.shape[1]
+            self._changes.update(
+                {
+                    at + Field.TEMPERATURE: _bits(params.temperature),
+                    at + Field.TOP_K: min(params.top_k, (1 << 31) - 1),
+                    at + Field.TOP_P: _bits(params.top_p),
+                    at + Field.MIN_P: _bits(params.min_p),
+                    at + Field.SEED_LOW: _signed(sequence.seed),
+                    at + Field.SEED_HIGH: _signed(sequence.seed >> 32),
+                }
+            )
+        return row
+
+    def _send(self, rows: list[int]) -> None:
+        self._send_changes()
+        size = padded_size(len(rows))
+        rows = rows + [-1] * (size - len(rows))
+        if rows != self._sent_rows:
+            source = torch.tensor(rows, dtype=torch.int32, pin_memory=self._graphs)
+            self._rows[:size].copy_(source, non_blocking=True)
+            self._sent_rows = rows
+
+    def _send_changes(self) -> None:
+        if self._changes:
+            source = torch.tensor([list(self._changes), list(self._changes.values())], pin_memory=self._graphs)
+            at, values = source.to(self._device, non_blocking=True)
+            self._words.view(-1)[at] = values.to(torch.int32)
+            self._changes.clear()
+
+    # --- what the graphs hold -----------------------------------------------------------------------------------------
+
+    def _forward(self, size: int) -> None:
+        inputs, rows = self._inputs.first(size), self._rows[:size]
+        kernels.begin_decode(self._words, rows, self._block_size, inputs)
+        batch = Batch(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            slot_mapping=inputs.slot_mapping,
+            block_tables=inputs.block_tables,
+            context_lens=inputs.context_lens,
+            num_decodes=size,
+            cu_seqlens=inputs.context_lens[:0],
+        )
+        self._model.forward(batch, self._kv_cache, out=self.logits[:size])
+
+    def _draw(self, size: int) -> tuple[Tensor, Tensor]:
+        inputs, rows = self._inputs.first(size), self._rows[:size]
+        tokens, logprobs = kernels.sample_with_logprobs(
+            self.logits[:size],
+            inputs.temperature,
+            inputs.top_k,
+            inputs.top_p,
+            inputs.min_p,
+            inputs.seeds,
+            inputs.draw_positions,
+        )
+        kernels.end_decode(self._words, self._counts, rows, tokens)
+        return tokens, logprobs
+
+    def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Run ``work`` on padding, so that its kernels are compiled, then record it."""
+        sent = self._rows.clone()
+        self._rows.fill_(-1)
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(*self._pool)
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        self._pool = (graph.pool(),)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._rows.copy_(sent)
+        return graph, result
+
+
+def _bits(value: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+def _signed(word: int) -> int:
+    word &= 0xFFFFFFFF
+    return word - (1 << 32) if word >> 31 else word

@@ -1,0 +1,125 @@
+"""The device's rows of decoding sequences: Triton against the reference, and the reference against plain Python."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+import torch
+from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
+
+import kernels
+from kernels import DecodeInputs, Field, reference
+
+pytest.importorskip("triton")
+from kernels import decode_rows, sampling
+
+
+def bits(value: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def some_rows(num_rows: int, width: int, block_size: int, rng: random.Random) -> torch.Tensor:
+    words = torch.randint(0, 1000, (num_rows, Field.TABLE + width), dtype=torch.int32)
+    for row in range(num_rows):
+        words[row, Field.POSITION] = rng.randrange(width * block_size)
+        for field in (Field.TEMPERATURE, Field.TOP_P, Field.MIN_P):
+            words[row, field] = bits(rng.random())
+        words[row, Field.SEED_LOW] = rng.randrange(-(1 << 31), 1 << 31)
+        words[row, Field.SEED_HIGH] = rng.randrange(-(1 << 31), 1 << 31)
+        for field in (Field.REPETITION_PENALTY, Field.FREQUENCY_PENALTY, Field.PRESENCE_PENALTY):
+            words[row, field] = bits(1.0 + rng.random())
+    return words.to(DEVICE)
+
+
+@pytest.mark.parametrize("implementation", [reference, decode_rows])
+@pytest.mark.parametrize(("width", "block_size"), [(1, 16), (7, 4), (40, 1), (1100 if ON_GPU else 33, 16)])
+def test_begin_and_end_decode(implementation: object, width: int, block_size: int) -> None:
+    rng = random.Random(width)
+    words = some_rows(9, width, block_size, rng)
+    before = words.tolist()
+    rows = [4, -1, 0, 8, -1]
+    inputs = DecodeInputs.allocate(8, width, DEVICE).first(len(rows))
+    at = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+    implementation.begin_decode(words, at, block_size, inputs)  # type: ignore[attr-defined]
+    for i, row in enumerate(rows):
+        got = [
+            getattr(inputs, name)[i].item()
+            for name in ("token_ids", "positions", "slot_mapping", "context_lens", "top_k", "seeds", "draw_positions")
+        ]
+        floats = [getattr(inputs, name)[i].item() for name in ("temperature", "top_p", "min_p")]
+        if row < 0:
+            assert got == [0, 0, -1, 0, 0, 0, 0]
+            assert floats == [0.0, 1.0, 0.0]
+            continue
+        state = before[row]
+        position, table = state[Field.POSITION], state[Field.TABLE :]
+        slot = table[position // block_size] * block_size + position % block_size
+        seed = (state[Field.SEED_HIGH] << 32) | (state[Field.SEED_LOW] & 0xFFFFFFFF)
+        assert got == [state[Field.TOKEN], position, slot, position + 1, state[Field.TOP_K], seed, position + 1]
+        assert [bits(x) for x in floats] == [state[f] for f in (Field.TEMPERATURE, Field.TOP_P, Field.MIN_P)]
+        used = position // block_size + 1
+        assert inputs.block_tables[i, :used].tolist() == table[:used]
+        state[Field.POSITION] += 1
+    assert words.tolist() == before, "nothing but the positions of these rows moves on"
+
+    counts = torch.randint(0, 9, (9, 50), dtype=torch.int32, device=DEVICE)
+    counted = counts.tolist()
+    tokens = [3, 7, 49, 0, 7]
+    implementation.end_decode(words, counts, at, torch.tensor(tokens, device=DEVICE))  # type: ignore[attr-defined]
+    for row, token in zip(rows, tokens, strict=True):
+        if row >= 0:
+            before[row][Field.TOKEN] = token
+            counted[row][token] += 2
+    assert words.tolist() == before
+    assert counts.tolist() == counted
+    implementation.end_decode(words, None, at, torch.tensor(tokens, device=DEVICE))  # type: ignore[attr-defined]
+    assert counts.tolist() == counted
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_penalise(dtype: torch.dtype) -> None:
+    rng = random.Random(0)
+    words, vocab = some_rows(5, 2, 4, rng), 4100 if ON_GPU else 300
+    words[3, Field.REPETITION_PENALTY : Field.PRESENCE_PENALTY + 1] = torch.tensor([bits(1.0), 0, 0])
+    counts = torch.randint(0, 6, (5, vocab), dtype=torch.int32, device=DEVICE)
+    rows = torch.tensor([2, -1, 3, 0], dtype=torch.int32, device=DEVICE)
+    logits = randn(4, vocab, dtype=dtype)
+    expected, out = (torch.empty(4, vocab, dtype=torch.float32, device=DEVICE) for _ in range(2))
+    reference.penalise(logits, words, counts, rows, expected)
+    decode_rows.penalise(logits, words, counts, rows, out)
+    assert relative_error(out, expected.double()) < 1e-6
+    assert torch.equal(out[1:3], logits[1:3].float()), "rows without a penalty, and padding, stay as they are"
+    assert not torch.equal(out[0], logits[0].float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_of_any_dtype_are_drawn_from(dtype: torch.dtype) -> None:
+    logits = randn(6, 700, dtype=dtype) * 3
+    temperature = torch.tensor([0.0, 0.7, 1.0, 1.3, 0.9, 2.0], device=DEVICE)
+    top_k = torch.tensor([0, 0, 5, 0, 40, 0], device=DEVICE)
+    top_p = torch.tensor([1.0, 1.0, 1.0, 0.8, 0.9, 1.0], device=DEVICE)
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.05], device=DEVICE)
+    seeds, positions = torch.arange(6, device=DEVICE), torch.arange(6, device=DEVICE) + 40
+    arguments = (temperature, top_k, top_p, min_p, seeds, positions)
+    tokens, logprobs = sampling.sample(logits, *arguments)
+    assert torch.equal(tokens, reference.sample(logits.float(), *arguments))
+    exact = reference.log_probabilities(logits.double(), tokens)
+    assert relative_error(logprobs, exact) < TOLERANCE[torch.float32]
+    assert torch.equal(kernels.sample_with_logprobs(logits, *arguments)[0], tokens)
+    values, ids = sampling.top_log_probabilities(logits, 5)
+    assert torch.equal(logits.gather(1, ids).float(), logits.float().topk(5).values)
+    assert relative_error(values, logits.double().log_softmax(-1).topk(5).values) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_row_of_nan_is_told_and_ends(top_k: int) -> None:
+    """A search for a cut among numbers without an order must not go on for ever."""
+    logits = randn(3, 700, dtype=torch.float32)
+    logits[0, 5] = float("nan")
+    logits[1] = float("nan")
+    rows = [torch.full((3,), value, device=DEVICE) for value in (0.8, top_k, 0.5, 0.1, 1, 2)]
+    tokens, logprobs = sampling.sample(logits, *rows)
+    assert logprobs.isnan().tolist() == [True, True, False]
+    assert bool(((tokens >= 0) & (tokens < 700)).all())
