@@ -14,7 +14,17 @@ from kernels import cpu, reference
 from kernels.reference import DecodeInputs, Field
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
-    from kernels import activation, blocks, chunked_prefill, decode_attention, decode_rows, norm, rotary, sampling
+    from kernels import (
+        activation,
+        blocks,
+        chunked_prefill,
+        decode_attention,
+        decode_rows,
+        matvec,
+        norm,
+        rotary,
+        sampling,
+    )
 
 __all__ = [
     "DecodeInputs",
@@ -26,6 +36,9 @@ __all__ = [
     "end_decode",
     "gather_blocks",
     "linear",
+    "linear_add",
+    "norm_gated_linear",
+    "norm_linear",
     "paged_attention",
     "penalise",
     "prefill_attention",
@@ -59,6 +72,30 @@ def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor
     if weight.bias is None:
         return torch.mm(x, weight.weight.t(), out=out)
     return torch.addmm(weight.bias, x, weight.weight.t(), out=out)
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
+    """RMSNorm, then `linear`, into ``out`` where it is given: see `reference.norm_linear`."""
+    if x.is_cuda and x.shape[0] == 1:
+        return matvec.norm_matvec(x, norm_weight, eps, weight.weight, weight.bias, out)
+    return linear(rms_norm(x, norm_weight, eps), weight, out)
+
+
+def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight) -> Tensor:
+    """RMSNorm, the packed projection to gate and up, and their product: see `reference.norm_gated_linear`."""
+    if x.is_cuda and x.shape[0] == 1:
+        return matvec.norm_gated_matvec(x, norm_weight, eps, weight.weight, weight.bias)
+    return silu_mul(linear(rms_norm(x, norm_weight, eps), weight))
+
+
+def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
+    """``residual += linear(x, weight)``, in place: see `reference.linear_add`."""
+    if weight.packed:
+        return residual.add_(cpu.packed_linear(x, weight.weight, weight.bias))
+    if x.is_cuda and x.shape[0] == 1:
+        return matvec.matvec_add(x, weight.weight, weight.bias, residual)
+    residual.addmm_(x, weight.weight.t())  # the addition costs nothing there
+    return residual if weight.bias is None else residual.add_(weight.bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

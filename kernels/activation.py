@@ -16,11 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.compat import pdl_options, wait_for_inputs
+
 _TILE = 2048
 
 
 @triton.jit
-def _silu_mul_kernel(out_ptr, gate_up_ptr, stride, size, TILE: tl.constexpr):
+def _silu_mul_kernel(out_ptr, gate_up_ptr, stride, size, TILE: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = offsets < size
@@ -45,5 +48,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if rows:
         tile = min(_TILE, triton.next_power_of_2(size))
         grid = (rows, triton.cdiv(size, tile))
-        _silu_mul_kernel[grid](out, gate_up, gate_up.stride(0), size, TILE=tile, num_warps=min(8, max(1, tile // 256)))
+        warps = min(8, max(1, tile // 256))
+        _silu_mul_kernel[grid](
+            out, gate_up, gate_up.stride(0), size, TILE=tile, num_warps=warps, **pdl_options(out.device)
+        )
     return out

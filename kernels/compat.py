@@ -1,4 +1,4 @@
-"""Where Triton's compiler and its interpreter (``TRITON_INTERPRET=1``) differ, and nothing else.
+"""Where Triton's compiler and its interpreter (``TRITON_INTERPRET=1``), or two generations of GPUs, differ.
 
 The interpreter keeps bfloat16 as raw 16-bit integers: casts work, arithmetic does not. Element-wise arithmetic in our
 kernels is float32 anyway; matrix products go through `dot`.
@@ -6,8 +6,11 @@ kernels is float32 anyway; matrix products go through `dot`.
 
 from __future__ import annotations
 
+import functools
 import os
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -20,3 +23,27 @@ def dot(a, b, out):
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, out, input_precision="ieee")
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Let the next kernel be brought in already, and wait for what the one in front of this has written.
+
+    The first statement of a kernel that is launched with `pdl_options` (programmatic dependent launch): everything
+    behind it sees all earlier work done. What a kernel reads before it must not depend on earlier kernels.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+def pdl_options(device: torch.device) -> dict[str, Any]:
+    """Launch options: a kernel may be brought in before the one in front of it has ended, where the GPU can (9.0)."""
+    if INTERPRETED.value or device.type != "cuda" or _capability(device.index or 0) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)

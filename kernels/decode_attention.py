@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import dot
+from kernels.compat import dot, pdl_options, wait_for_inputs
 
 
 @triton.jit
@@ -58,8 +58,9 @@ def _paged_attention_kernel(
     scale_log2e,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    WRITE_LSE: tl.constexpr,
+    WRITE_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -106,9 +107,10 @@ def _merge_splits_kernel(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, lens_ptr,
     out_seq_stride, out_head_stride, num_heads,
     HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    SPLITS_TILE: tl.constexpr, WRITE_LSE: tl.constexpr,
+    SPLITS_TILE: tl.constexpr, WRITE_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Weigh a head's partial results by their share of the softmax: one program per (sequence, head)."""
+    wait_for_inputs(PDL)
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     context = tl.load(lens_ptr + seq)
@@ -228,7 +230,7 @@ def _launch(
             GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
             BLOCK_SIZE=block_size, TILE=tile, NUM_SPLITS=num_splits, STAGES=stages,
             WRITE_LSE=num_splits > 1 or write_lse,
-            num_warps=warps,
+            num_warps=warps, **pdl_options(q.device),
         )  # fmt: skip
         if num_splits > 1:
             _merge_splits_kernel[(num_seqs, num_heads)](
@@ -236,7 +238,7 @@ def _launch(
                 out.stride(0), out.stride(1), num_heads,
                 HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=tile, NUM_SPLITS=num_splits,
                 SPLITS_TILE=triton.next_power_of_2(num_splits), WRITE_LSE=write_lse,
-                num_warps=4,
+                num_warps=4, **pdl_options(q.device),
             )  # fmt: skip
     return out, lse
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.compat import pdl_options, wait_for_inputs
 from kernels.reference import DecodeInputs, Field
 
 _PIECE = 4096  # of the vocabulary per program
@@ -51,8 +52,9 @@ def _begin_decode_kernel(
     tokens_ptr, positions_ptr, slots_ptr, lens_ptr, tables_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, draws_ptr,
     row_stride, table_stride,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i).to(tl.int64)
     if row < 0:
@@ -92,8 +94,10 @@ def _begin_decode_kernel(
 
 @triton.jit
 def _end_decode_kernel(
-    words_ptr, counts_ptr, rows_ptr, tokens_ptr, n, row_stride, vocab, COUNT: tl.constexpr, TILE: tl.constexpr
-):
+    words_ptr, counts_ptr, rows_ptr, tokens_ptr, n, row_stride, vocab,
+    COUNT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
     lanes = tl.arange(0, TILE)
     rows = tl.load(rows_ptr + lanes, mask=lanes < n, other=-1).to(tl.int64)
     tokens = tl.load(tokens_ptr + lanes, mask=lanes < n, other=0)
@@ -105,8 +109,10 @@ def _end_decode_kernel(
 
 @triton.jit
 def _penalise_kernel(
-    out_ptr, logits_ptr, words_ptr, counts_ptr, rows_ptr, row_stride, logits_stride, vocab, PIECE: tl.constexpr
-):
+    out_ptr, logits_ptr, words_ptr, counts_ptr, rows_ptr, row_stride, logits_stride, vocab,
+    PIECE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + i).to(tl.int64)
     ids = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
@@ -134,7 +140,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
         inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seeds, inputs.draw_positions,
         words.stride(0), inputs.block_tables.stride(0),
         BLOCK_SIZE=block_size, TILE=min(_TABLE_TILE, triton.next_power_of_2(inputs.block_tables.shape[1])),
-        num_warps=4,
+        num_warps=4, **pdl_options(words.device),
     )  # fmt: skip
 
 
@@ -142,7 +148,17 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
     """Write the logits with their rows' penalties to ``out``: see `reference.penalise`."""
     n, vocab = logits.shape
     _penalise_kernel[(n, triton.cdiv(vocab, _PIECE))](
-        out, logits, words, counts, rows, words.stride(0), logits.stride(0), vocab, PIECE=_PIECE, num_warps=8
+        out,
+        logits,
+        words,
+        counts,
+        rows,
+        words.stride(0),
+        logits.stride(0),
+        vocab,
+        PIECE=_PIECE,
+        num_warps=8,
+        **pdl_options(words.device),
     )
 
 
@@ -152,5 +168,5 @@ def end_decode(words: Tensor, counts: Tensor | None, rows: Tensor, token_ids: Te
     _end_decode_kernel[(1,)](
         words, words if counts is None else counts, rows, token_ids, n, words.stride(0),
         0 if counts is None else counts.shape[1],
-        COUNT=counts is not None, TILE=triton.next_power_of_2(n), num_warps=4,
+        COUNT=counts is not None, TILE=triton.next_power_of_2(n), num_warps=4, **pdl_options(words.device),
     )  # fmt: skip

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.compat import pdl_options, wait_for_inputs
+
 
 @triton.jit
 def _normalise(row, weight, eps, SIZE: tl.constexpr, dtype):
@@ -29,7 +31,10 @@ def _normalise(row, weight, eps, SIZE: tl.constexpr, dtype):
 
 
 @triton.jit
-def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, x_stride, eps, SIZE: tl.constexpr, TILE: tl.constexpr):
+def _rms_norm_kernel(
+    out_ptr, x_ptr, weight_ptr, x_stride, eps, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, TILE)
     mask = offsets < SIZE
@@ -43,8 +48,9 @@ def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, x_stride, eps, SIZE: tl.constex
 @triton.jit
 def _add_rms_norm_kernel(
     out_ptr, sum_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, eps,
-    SIZE: tl.constexpr, TILE: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, TILE)
     mask = offsets < SIZE
@@ -82,8 +88,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.shape[0]:
         tile = triton.next_power_of_2(x.shape[1])
         _rms_norm_kernel[(x.shape[0],)](
-            out, x, weight, x.stride(0), eps, SIZE=x.shape[1], TILE=tile, num_warps=_num_warps(tile)
-        )
+            out, x, weight, x.stride(0), eps,
+            SIZE=x.shape[1], TILE=tile, num_warps=_num_warps(tile), **pdl_options(x.device),
+        )  # fmt: skip
     return out
 
 
@@ -102,6 +109,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         tile = triton.next_power_of_2(x.shape[1])
         _add_rms_norm_kernel[(x.shape[0],)](
             out, total, x, residual, weight, x.stride(0), residual.stride(0), eps,
-            SIZE=x.shape[1], TILE=tile, num_warps=_num_warps(tile),
+            SIZE=x.shape[1], TILE=tile, num_warps=_num_warps(tile), **pdl_options(x.device),
         )  # fmt: skip
     return out, total

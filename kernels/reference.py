@@ -51,6 +51,21 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(_wide(gate)).to(gate_up.dtype) * up
 
 
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``rms_norm(x) @ weight.T + bias``."""
+    return torch.nn.functional.linear(rms_norm(x, norm_weight, eps), weight, bias)
+
+
+def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``silu(gate) * up`` of ``gate, up = rms_norm(x) @ weight.T + bias``, gate first: the front of SwiGLU."""
+    return silu_mul(norm_linear(x, norm_weight, eps, weight, bias))
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """``residual += x @ weight.T + bias``, in place."""
+    return residual.add_(torch.nn.functional.linear(x, weight, bias))
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first ``2 * cos.shape[1]`` dimensions of each head (Su et al. 2021, half-split layout).
 

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.compat import pdl_options, wait_for_inputs
+
 _Q_HEADS_PER_PROGRAM = 16
 
 
@@ -34,8 +36,9 @@ def _rotary_write_kv_kernel(
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, slot_stride,
     num_heads, num_kv_heads,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     pairs = tl.arange(0, HALF_TILE)
@@ -115,5 +118,5 @@ def rotary_write_kv(
         HEAD_DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
         REST_TILE=triton.next_power_of_2(rest) if rest else 0,
         Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads),
-        num_warps=4,
+        num_warps=4, **pdl_options(q.device),
     )  # fmt: skip

@@ -34,6 +34,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.compat import pdl_options, wait_for_inputs
+
 _PIECE = 4096  # logits per program of the scan
 _GROUP = 32  # neighbours that share one maximum
 _CANDIDATES = 2048  # logits that the second kernel can hold on chip
@@ -89,8 +91,9 @@ def _scan_kernel(
     parts_ptr, maxima_ptr,
     logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, positions_ptr,
     row_stride, vocab, num_pieces, num_groups,
-    PIECE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    PIECE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     ids = piece * PIECE + tl.arange(0, PIECE)
@@ -250,8 +253,9 @@ def _draw_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
     row_stride, vocab, num_pieces, num_groups,
     PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    CANDIDATES: tl.constexpr, ROW_TILE: tl.constexpr,
+    CANDIDATES: tl.constexpr, ROW_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     pieces = tl.arange(0, PIECES_TILE)
@@ -326,6 +330,7 @@ def _draw_kernel(
                     drawn = 1
                 else:
                     token = _row_best(row_ptr, vocab, key, token, least, anchor, temperature, seed, position, ROW_TILE)
+    token = tl.minimum(token, vocab - 1)  # of a row of NaN nothing is the largest
     tl.store(tokens_ptr + row, token.to(tl.int64))
     tl.store(logprobs_ptr + row, tl.load(row_ptr + token).to(tl.float32) - (anchor + tl.log(total_at_one)))
 
@@ -336,9 +341,10 @@ def _top_kernel(
     groups_ptr, values_ptr, ids_ptr, parts_ptr, maxima_ptr, logits_ptr,
     row_stride, vocab, num_pieces, num_groups, count,
     PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    CANDIDATES: tl.constexpr, COUNT_TILE: tl.constexpr, ROW_TILE: tl.constexpr,
+    CANDIDATES: tl.constexpr, COUNT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The ``count`` largest logits of a row in order, as log-probabilities."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     pieces = tl.arange(0, PIECES_TILE)
@@ -424,7 +430,7 @@ def sample(
             logits, temperature, top_k, top_p, min_p, seeds, positions,
             logits.stride(0), vocab, scratch.num_pieces, scratch.num_groups,
             **scratch.tiles, ROW_TILE=_PIECE,
-            num_warps=8,
+            num_warps=8, **pdl_options(logits.device),
         )  # fmt: skip
     return tokens, logprobs
 
@@ -454,7 +460,7 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
             *scratch.tensors, logits,
             logits.stride(0), vocab, scratch.num_pieces, scratch.num_groups, count,
             **scratch.tiles, COUNT_TILE=max(16, triton.next_power_of_2(count)), ROW_TILE=_PIECE,
-            num_warps=8,
+            num_warps=8, **pdl_options(logits.device),
         )  # fmt: skip
     return logprobs, ids
 
@@ -483,7 +489,7 @@ def _scan(logits: Tensor, temperature: Tensor, top_k: Tensor, seeds: Tensor, pos
         logits, temperature, top_k, seeds, positions,
         logits.stride(0), vocab, num_pieces, num_groups,
         PIECE=_PIECE, GROUP=_GROUP, PARTS=_PARTS,
-        num_warps=8,
+        num_warps=8, **pdl_options(logits.device),
     )  # fmt: skip
     return _Scratch(
         tensors=(

@@ -11,6 +11,7 @@ else, sharing and lengths included, is data. Padding rows write nowhere.
 
 from __future__ import annotations
 
+import gc
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class DecodeSteps:
         self._changes: dict[int, int] = {}  # index into the words -> value
         self._forward_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._draw_graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
-        self._pool: tuple[Any, ...] = ()  # the graphs' memory: they run one after another, so they share it
+        self._pool: Any = None  # the graphs' memory: they run one after another, so they share it
         self._size = 0  # rows of the last forward, padding included
 
     def forward(self, chunks: Sequence[ScheduledChunk]) -> None:
@@ -245,12 +246,17 @@ class DecodeSteps:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            graph.capture_begin(*self._pool)
+            # A graph that is collected as garbage meanwhile would break the capture.
+            collects = gc.isenabled()
+            gc.disable()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
             finally:
                 graph.capture_end()
-        self._pool = (graph.pool(),)
+                if collects:
+                    gc.enable()
+        self._pool = graph.pool()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         self._rows.copy_(sent)
         return graph, result

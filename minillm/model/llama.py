@@ -5,9 +5,8 @@
                  x += down(silu(gate) * up)   with gate, up = gate_up(norm(x))
     logits = head(norm(x))
 
-Every op comes from `kernels`. Projections that read the same input are one matrix: q, k, v and gate, up. Each residual
-addition is fused with the norm that follows it, so a layer hands on two tensors: its output, not yet added, and the sum
-so far.
+Every op comes from `kernels`, and is a line above: a norm belongs to the projection behind it, an addition to the one
+in front of it. Projections that read the same input are one matrix: q, k, v and gate, up.
 """
 
 from __future__ import annotations
@@ -75,25 +74,24 @@ class Llama:
         """
         eps = self.config.rms_norm_eps
         cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
-        residual = functional.embedding(batch.token_ids, self.embedding)
-        x = kernels.rms_norm(residual, self.layers[0].input_norm, eps)
+        x = functional.embedding(batch.token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
-            x = self._attention(layer, x, cos, sin, batch, kv_cache[index, 0], kv_cache[index, 1])
-            x, residual = kernels.add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            x = kernels.linear(kernels.silu_mul(kernels.linear(x, layer.gate_up)), layer.down)
-            if index + 1 < len(self.layers):
-                x, residual = kernels.add_rms_norm(x, residual, self.layers[index + 1].input_norm, eps)
+            qkv = kernels.norm_linear(x, layer.input_norm, eps, layer.qkv)
+            attended = self._attention(qkv, cos, sin, batch, kv_cache[index, 0], kv_cache[index, 1])
+            x = kernels.linear_add(attended, layer.o, x)
+            gated = kernels.norm_gated_linear(x, layer.post_attention_norm, eps, layer.gate_up)
+            x = kernels.linear_add(gated, layer.down, x)
         if batch.logit_rows is not None:
-            x, residual = x[batch.logit_rows], residual[batch.logit_rows]
-        x, _ = kernels.add_rms_norm(x, residual, self.norm, eps)
-        return kernels.linear(x, self.head, out)
+            x = x[batch.logit_rows]
+        return kernels.norm_linear(x, self.norm, eps, self.head, out)
 
     def _attention(
-        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
+        """Attention of the tokens of one projection, ``[tokens, num_heads * head_dim]``."""
         c = self.config
         scale = c.head_dim**-0.5
-        heads = kernels.linear(x, layer.qkv).view(x.shape[0], -1, c.head_dim)  # [tokens, q + k + v heads, head_dim]
+        heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [tokens, q + k + v heads, head_dim]
         q, k, v = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
         kernels.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping)
         n = batch.num_decodes
@@ -102,11 +100,11 @@ class Llama:
             outputs.append(
                 kernels.paged_attention(q[:n], k_cache, v_cache, batch.block_tables[:n], batch.context_lens[:n], scale)
             )
-        if n < x.shape[0]:
+        if n < q.shape[0]:
             outputs.append(
                 kernels.prefill_attention(
                     q[n:], k_cache, v_cache, batch.block_tables[n:], batch.context_lens[n:], batch.cu_seqlens, scale
                 )
             )
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return kernels.linear(attended.flatten(1), layer.o)
+        return attended.flatten(1)

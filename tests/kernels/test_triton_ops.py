@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, make_pool, randn, relative_error
 from torch import Tensor
 
+import kernels
 from kernels import reference
 
 pytest.importorskip("triton")
-from kernels import activation, blocks, norm, rotary, sampling
+from kernels import activation, blocks, matvec, norm, rotary, sampling
 from kernels.chunked_prefill import prefill_attention
 from kernels.decode_attention import num_splits_for, paged_attention, paged_attention_with_lse
 
@@ -478,3 +479,47 @@ def test_a_pool_beyond_2_to_the_31_elements() -> None:
     assert torch.equal(staging[0], pool[:, :, 0])
     blocks.scatter_blocks(pool, torch.tensor([end - 1], device=DEVICE), staging)
     assert torch.equal(pool[:, :, end - 1], pool[:, :, 0])
+
+
+# --- matrix-vector products -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("features", "columns"), [(2, 1), (34, 33), (960, 576), (70, 2100), *([(4096, 14336)] if ON_GPU else [])]
+)
+def test_matvec(dtype: torch.dtype, bias: bool, features: int, columns: int) -> None:
+    x, norm_weight = randn(1, columns, dtype=dtype), randn(columns, dtype=dtype)
+    weight = randn(features, columns, dtype=dtype) / columns**0.5
+    offset = randn(features, dtype=dtype) if bias else None
+    residual = randn(1, features, dtype=dtype)
+    wide = [None if t is None else t.double() for t in (x, norm_weight, weight, offset, residual)]
+    exact = reference.norm_linear(wide[0], wide[1], 1e-5, wide[2], wide[3])  # type: ignore[arg-type]
+    assert relative_error(matvec.norm_matvec(x, norm_weight, 1e-5, weight, offset), exact) < TOLERANCE[dtype]
+    exact = reference.norm_gated_linear(wide[0], wide[1], 1e-5, wide[2], wide[3])  # type: ignore[arg-type]
+    assert relative_error(matvec.norm_gated_matvec(x, norm_weight, 1e-5, weight, offset), exact) < TOLERANCE[dtype]
+    exact = reference.linear_add(wide[0], wide[2], wide[3], wide[4])  # type: ignore[arg-type]
+    out = residual.clone()
+    assert matvec.matvec_add(x, weight, offset, out) is out
+    assert relative_error(out, exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_projections_are_their_parts(rows: int, bias: bool) -> None:
+    """Whatever the batch size chooses, the ops that the model calls are the reference's."""
+    x, norm_weight, residual = (randn(*shape, dtype=torch.float32) for shape in ((rows, 48), (48,), (rows, 34)))
+    weight, offset = randn(34, 48, dtype=torch.float32), randn(34, dtype=torch.float32) if bias else None
+    linear = kernels.LinearWeight(weight, offset)
+    wide = [None if t is None else t.double() for t in (x, norm_weight, weight, offset, residual)]
+    exact = reference.norm_linear(wide[0], wide[1], 1e-5, wide[2], wide[3])  # type: ignore[arg-type]
+    out = torch.empty(rows, 34, device=DEVICE)
+    assert relative_error(kernels.norm_linear(x, norm_weight, 1e-5, linear), exact) < 1e-5
+    assert relative_error(kernels.norm_linear(x, norm_weight, 1e-5, linear, out), exact) < 1e-5
+    assert relative_error(out, exact) < 1e-5
+    exact = reference.norm_gated_linear(wide[0], wide[1], 1e-5, wide[2], wide[3])  # type: ignore[arg-type]
+    assert relative_error(kernels.norm_gated_linear(x, norm_weight, 1e-5, linear), exact) < 1e-5
+    exact = reference.linear_add(wide[0], wide[2], wide[3], wide[4])  # type: ignore[arg-type]
+    assert kernels.linear_add(x, linear, residual) is residual
+    assert relative_error(residual, exact) < 1e-5
