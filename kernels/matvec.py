@@ -113,7 +113,7 @@ def norm_matvec(
     """
     _check(x, weight)
     out = x.new_empty(1, weight.shape[0]) if out is None else out
-    _launch(out, x, weight, bias, norm_weight, eps, gated=False, add=False)
+    launch(out, x, weight, bias, norm_weight, eps, gated=False, add=False)
     return out
 
 
@@ -127,7 +127,7 @@ def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor
     """
     _check(x, weight)
     out = x.new_empty(1, weight.shape[0] // 2)
-    _launch(out, x, weight, bias, norm_weight, eps, gated=True, add=False)
+    launch(out, x, weight, bias, norm_weight, eps, gated=True, add=False)
     return out
 
 
@@ -138,7 +138,7 @@ def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         ValueError: wrong shape or layout.
     """
     _check(x, weight)
-    _launch(residual, x, weight, bias, None, 0.0, gated=False, add=True)
+    launch(residual, x, weight, bias, None, 0.0, gated=False, add=True)
     return residual
 
 
@@ -150,7 +150,7 @@ def _check(x: Tensor, weight: Tensor) -> None:
         )
 
 
-def _launch(
+def launch(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -162,6 +162,7 @@ def _launch(
     add: bool,
     tile: tuple[int, int, int] | None = None,
 ) -> None:
+    """Any of the three, with ``tile`` (rows, columns, warps) or the recorded one."""
     features, columns = weight.shape
     rows, width, warps = tile or TILES.get((features, columns)) or _tile_for(features, columns)
     num_rows = features // 2 if gated else features

@@ -10,9 +10,10 @@ import torch
 
 from minillm.cache import BlockManager, SwapSpace
 from minillm.config import EngineConfig, choose_device, choose_dtype
+from minillm.decode import decode_bytes
 from minillm.engine import Engine
 from minillm.errors import WeightsError
-from minillm.memory import free_bytes, size_pool
+from minillm.memory import activation_bytes, check_weights_fit, free_bytes, size_pool
 from minillm.model.config import ModelConfig
 from minillm.model.loader import RandomTensors, TensorSource, load_llama
 from minillm.model.shapes import SHAPES
@@ -26,6 +27,8 @@ from minillm.weights.resolve import resolve
 
 _CPU_BATCHED_TOKENS = 512  # a step of a 135M model then takes about a second
 _GPU_BATCHED_TOKENS = 8192
+_GRAPH_BYTES = 512 << 20  # the CUDA graphs, cuBLAS's workspace, and what the allocator cannot use
+_STALL_SECONDS = 0.04  # that a running sequence may wait for others' prompts, at each token
 
 
 def build_engine(
@@ -61,18 +64,26 @@ def build_engine(
             source, served_by = checkpoint, files.source
             tokenizer = _load_tokenizer(checkpoint.tokenizer_source, model_config)
     longest = max(config.max_model_len or 0, model_config.max_position_embeddings)
+    check_weights_fit(model_config, device, dtype.itemsize)
     model = load_llama(
         source, model_config, device=device, dtype=dtype, max_positions=longest, on_progress=layers_loaded
     )
-    pool = size_pool(config, model_config, device, dtype.itemsize)
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        tokens = max(config.max_num_seqs, _CPU_BATCHED_TOKENS if device.type == "cpu" else _GPU_BATCHED_TOKENS)
+    reserved = 0
+    if device.type == "cuda":
+        reserved = activation_bytes(model, tokens, config.max_num_seqs) + _GRAPH_BYTES
+        reserved += decode_bytes(model_config, dtype, config.max_num_seqs, longest, config.block_size)
+    pool = size_pool(config, model_config, device, dtype.itemsize, reserved)
     cache = BlockManager(pool.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
     num_host_blocks = 0
     if config.preemption == "swap":
         space = min(config.swap_space_gb * 1e9, 0.5 * free_bytes(torch.device("cpu")))
         num_host_blocks = int(space / (model_config.kv_bytes_per_token(dtype.itemsize) * config.block_size))
-    tokens = config.max_num_batched_tokens
-    if tokens is None:
-        tokens = max(config.max_num_seqs, _CPU_BATCHED_TOKENS if device.type == "cpu" else _GPU_BATCHED_TOKENS)
+    prefill_chunk = config.prefill_chunk
+    if prefill_chunk is None and device.type == "cuda":
+        prefill_chunk = max(config.max_num_seqs, _tokens_in_a_stall(model_config, device))
     eos = set(model_config.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
@@ -82,13 +93,27 @@ def build_engine(
     return Engine(
         runner=runner,
         cache=cache,
-        scheduler=Scheduler(cache, config.max_num_seqs, tokens, SwapSpace(num_host_blocks), config.admission),
+        scheduler=Scheduler(
+            cache, config.max_num_seqs, tokens, SwapSpace(num_host_blocks), config.admission, prefill_chunk
+        ),
         tokenizer=tokenizer,
         max_model_len=pool.max_model_len,
         eos_token_ids=frozenset(eos),
         source=served_by,
         seed=config.seed,
     )
+
+
+def _tokens_in_a_stall(config: ModelConfig, device: torch.device) -> int:
+    """How many prompt tokens a GPU computes in `_STALL_SECONDS`, roughly: by the chip's data sheet, not by a clock.
+
+    (What was measured would differ from start to start, and with it how prompts are cut, and with that the last bits.)
+    """
+    properties = torch.cuda.get_device_properties(device)
+    # FLOPs of the matrix units per multiprocessor and cycle, in half precision.
+    per_cycle = {7: 1024, 8: 2048 if properties.minor == 0 else 1024, 9: 4096}.get(properties.major, 4096)
+    rate = 0.65 * properties.multi_processor_count * per_cycle * 1.7e9
+    return max(256, int(_STALL_SECONDS * rate / (2 * config.num_parameters)) // 256 * 256)
 
 
 def _load_tokenizer(source: Path | Mapping[str, Any], config: ModelConfig) -> Tokenizer:

@@ -122,6 +122,33 @@ def _parser() -> argparse.ArgumentParser:
     latency.add_argument("--peer", choices=("transformers",), help="measure this too, in the same process")
     _add_model_options(latency)
 
+    for name, summary in (
+        ("throughput", "256 requests of mixed lengths at once"),
+        ("parallel", "8 samples of each of 32 prompts"),
+        ("prefix", "128 requests that share 2,048 cached tokens"),
+        ("beam", "beam search of width 4 over 8 prompts"),
+        ("stall", "how long running answers wait while a prompt of 8,000 tokens arrives"),
+        ("serve", "requests that arrive by chance, at a given rate"),
+    ):
+        whole = workload(name, summary)
+        whole.add_argument(
+            "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b or llama-8b"
+        )
+        whole.add_argument("--scale", type=float, default=1.0, metavar="X", help="shorten all prompts and answers (1)")
+        if name == "serve":
+            whole.add_argument("--rate", type=float, default=4.0, metavar="X", help="requests per second (4)")
+            whole.add_argument("--num-requests", type=int, default=256, metavar="N", help="in all (256)")
+        _add_model_options(whole)
+
+    profile = workload("profile", "where a decode step's time goes on a GPU, kernel by kernel")
+    profile.add_argument("--shape", metavar="NAME", help="random weights in this shape")
+    profile.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that decode (1)")
+    profile.add_argument("--context", type=int, default=512, metavar="N", help="tokens of each (512)")
+    _add_model_options(profile)
+
+    matvec = workload("matvec", "the tiles of the one-token products, measured anew on a GPU")
+    matvec.add_argument("--shape", metavar="NAME", help="of this model (smollm2-135m)")
+
     kernels = workload("kernels", "every kernel against the copy bandwidth and the matmul rate of this GPU")
     kernels.add_argument("--op", metavar="NAME", help="only this op")
 
@@ -145,6 +172,11 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at a time (256)")
     group.add_argument("--preemption", choices=("swap", "recompute"), help="what happens when blocks run out (swap)")
     group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens computed per step")
+    group.add_argument("--prefill-chunk", type=int, metavar="N", help="tokens of prompts while others decode")
+    group.add_argument(
+        "--gpu-memory-utilization", type=float, metavar="X", help="part of the GPU's memory that may be taken (0.9)"
+    )
+    group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser, *, n: bool) -> None:
@@ -175,6 +207,9 @@ ENGINE_OPTIONS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "prefill_chunk",
+    "gpu_memory_utilization",
+    "enforce_eager",
     "preemption",
 )
 SAMPLING_OPTIONS = (

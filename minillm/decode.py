@@ -25,6 +25,7 @@ from kernels import DecodeInputs, Field
 from minillm.cache import BlockTable
 from minillm.decoding.params import SamplingParams
 from minillm.model.batch import Batch
+from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.scheduler import ScheduledChunk
 from minillm.sequence import Sequence as TokenSequence
@@ -38,6 +39,14 @@ def padded_size(n: int) -> int:
         return 1 << (n - 1).bit_length()
     step = 8 if n <= 64 else 16
     return -(-n // step) * step
+
+
+def decode_bytes(
+    config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, max_model_len: int, block_size: int
+) -> int:
+    """The memory of a `DecodeSteps`: logits, penalties' counts, and block tables twice."""
+    rows, width = padded_size(max_num_seqs), -(-max_model_len // block_size)
+    return rows * (config.vocab_size * (dtype.itemsize + 4 + 4) + 2 * 4 * (Field.TABLE + width))
 
 
 @dataclass(slots=True)
@@ -80,6 +89,8 @@ class DecodeSteps:
         self._draw_graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
         self._pool: Any = None  # the graphs' memory: they run one after another, so they share it
         self._size = 0  # rows of the last forward, padding included
+        # For measurements: (begin, end) of each step on the device, noted where this is a list.
+        self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event] | None] | None = None
 
     def forward(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Compute one token of each sequence; `logits` then holds a row for each, in their order."""
@@ -87,12 +98,17 @@ class DecodeSteps:
         rows = self._rows_of(chunks)
         self._send(rows)
         size = self._size = padded_size(n)
+        if self.marks is not None:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.marks.append((begin, end))
+            begin.record()
         if not self._graphs:
             self._forward(size)
-            return
-        if size not in self._forward_graphs:
-            self._forward_graphs[size], _ = self._capture(lambda: self._forward(size))
-        self._forward_graphs[size].replay()
+        else:
+            if size not in self._forward_graphs:
+                self._forward_graphs[size], _ = self._capture(lambda: self._forward(size))
+            self._forward_graphs[size].replay()
+        self._mark_end()
 
     def draw(self, sequences: Sequence[TokenSequence], logits_rows: list[int]) -> tuple[Tensor, Tensor]:
         """Draw a token for sequences of the last `forward`, and keep it as the one to be computed next.
@@ -111,6 +127,7 @@ class DecodeSteps:
                 self._draw_graphs[size] = self._capture(lambda: self._draw(size))
             graph, (tokens, logprobs) = self._draw_graphs[size]
             graph.replay()
+        self._mark_end()
         for sequence in sequences:
             self._held[sequence.seq_id].has_token = True
         if len(sequences) == logits_rows[-1] + 1:
@@ -129,6 +146,10 @@ class DecodeSteps:
         self._send_changes()
         indices = torch.tensor(rows, dtype=torch.int32, pin_memory=self._graphs).to(self._device, non_blocking=True)
         kernels.end_decode(self._words, None, indices, tokens)
+
+    def _mark_end(self) -> None:
+        if self.marks and self.marks[-1] is not None:
+            self.marks[-1][1].record()
 
     def forget(self) -> None:
         """Give every row up: nobody knows what the device holds, after a failure."""

@@ -10,7 +10,9 @@ import torch
 
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError
+from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
+from minillm.model.llama import Llama
 
 # On a CPU the pool is capped: memory is shared with all else that runs, and few sequences run at a time there.
 _CPU_POOL_TOKENS = 32768
@@ -40,8 +42,56 @@ def free_bytes(device: torch.device) -> int:
     return available
 
 
-def size_pool(config: EngineConfig, model: ModelConfig, device: torch.device, element_size: int) -> PoolSize:
+def check_weights_fit(model: ModelConfig, device: torch.device, element_size: int) -> None:
+    """Raise CapacityError where a GPU has no room for the weights, before they are read."""
+    needed, free = model.num_parameters * element_size, free_bytes(device)
+    if device.type == "cuda" and needed > free:
+        raise CapacityError(
+            f"the weights do not fit: {model.num_parameters / 1e9:.2f} billion parameters x {element_size} bytes are "
+            f"{_gib(needed)}, {_gib(free)} of the GPU are free; take a smaller model, a shorter dtype, or the CPU"
+        )
+
+
+@torch.inference_mode()
+def activation_bytes(model: Llama, num_tokens: int, num_logits: int) -> int:
+    """What the largest step takes of a GPU beside weights and pool: measured by running one.
+
+    Args:
+        num_tokens: tokens of a step at most; num_logits: sequences of a step at most.
+    """
+    device = model.device
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    lengths = torch.tensor([num_tokens], dtype=torch.int32, device=device)
+    batch = Batch(
+        token_ids=zeros,
+        positions=zeros,
+        slot_mapping=zeros - 1,
+        block_tables=torch.zeros(1, -(-num_tokens // 16), dtype=torch.int32, device=device),
+        context_lens=lengths,
+        num_decodes=0,
+        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        logit_rows=zeros[:num_logits],
+        rope_lengths=[1] * num_tokens if model.rotary.dynamic else None,
+    )
+    logits = model.forward(batch, model.new_kv_cache(1, 16).zero_())
+    wide = logits.float()  # penalties and log-probabilities work on copies
+    wide.log_softmax(-1).clone()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del logits, wide, batch
+    torch.cuda.empty_cache()
+    return peak
+
+
+def size_pool(
+    config: EngineConfig, model: ModelConfig, device: torch.device, element_size: int, reserved: int = 0
+) -> PoolSize:
     """Size the pool by ``config`` and by the memory left once the weights are loaded.
+
+    Args:
+        reserved: bytes that the steps take beside weights and pool.
 
     Raises:
         CapacityError: not one block fits, or the pool asked for does not.
@@ -53,7 +103,7 @@ def size_pool(config: EngineConfig, model: ModelConfig, device: torch.device, el
     if longest > limit:
         raise CapacityError(f"max_model_len {longest} is above the model's context of {limit} tokens; lower it")
     block_bytes = model.kv_bytes_per_token(element_size) * config.block_size
-    room = _bytes_for_pool(config, device)
+    room = max(0, _bytes_for_pool(config, device) - reserved)
     num_blocks = config.num_blocks
     if num_blocks is None:
         num_blocks = room // block_bytes
@@ -65,7 +115,9 @@ def size_pool(config: EngineConfig, model: ModelConfig, device: torch.device, el
         raise CapacityError(
             f"the KV cache does not fit: {asked} takes {_gib(max(num_blocks, 1) * block_bytes)} "
             f"({config.block_size} tokens x {model.kv_bytes_per_token(element_size)} bytes a block), "
-            f"{_gib(room)} may be used; take a smaller model, a shorter dtype, or fewer blocks"
+            f"{_gib(room)} may be used"
+            + (f", {_gib(reserved)} are kept for the steps' own needs" if reserved else "")
+            + "; take a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
         )
     pool_tokens = num_blocks * config.block_size
     if longest > pool_tokens:

@@ -62,6 +62,7 @@ class Scheduler:
     max_num_batched_tokens: int
     swap: SwapSpace = field(default_factory=lambda: SwapSpace(0))
     admission: str = "predicted"  # or "optimistic"
+    prefill_chunk: int | None = None  # tokens of prompts in a step in which others decode; None: what the budget leaves
     waiting: deque[SequenceGroup] = field(default_factory=deque)
     running: list[SequenceGroup] = field(default_factory=list)
     idle: dict[int, Sequence] = field(default_factory=dict)
@@ -131,6 +132,8 @@ class Scheduler:
                 elif group not in preempted and self._make_room(group, sequence, 1, preempted, swap_out):
                     decodes.append(ScheduledChunk(group, sequence, 1))
         budget = self.max_num_batched_tokens - len(decodes)
+        if decodes and self.prefill_chunk is not None:
+            budget = min(budget, self.prefill_chunk)  # those that decode should not wait long for their next token
         for group, sequence, missing in pending:
             count = min(missing, budget)
             if count > 0 and group not in preempted and self._make_room(group, sequence, count, preempted, swap_out):

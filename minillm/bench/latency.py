@@ -12,12 +12,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from minillm.bench.hardware import read_bandwidth
+from minillm.bench.meter import Ceilings, metered
 from minillm.decoding.params import SamplingParams
 from minillm.llm import LLM
 
@@ -44,6 +45,8 @@ class LatencyResult:
     overall_rate: float  # all tokens over all time
     floor_rate: float
     fraction_of_floor: float
+    idle_share: float | None = None  # of a GPU, between decode steps
+    peak_kv_tokens: int | None = None
 
 
 def measure(
@@ -65,9 +68,14 @@ def measure(
             timings[label].append(run(output_len))
     model = llm.engine.runner.model
     bandwidth = read_bandwidth(model.device)
+    with metered(llm.engine, Ceilings(bandwidth, None)) as meter:
+        _run(llm, prompts, output_len)
     weight_bytes = model.config.num_parameters * model.dtype.itemsize
     floor_rate = batch_size * bandwidth / weight_bytes
-    return [_result(label, runs, batch_size, output_len, floor_rate) for label, runs in timings.items()]
+    results = [_result(label, runs, batch_size, output_len, floor_rate) for label, runs in timings.items()]
+    peak = meter.peak_blocks * llm.engine.cache.block_size
+    results[0] = replace(results[0], idle_share=meter.idle_share, peak_kv_tokens=peak)
+    return results
 
 
 def _run(llm: LLM, prompts: list[list[int]], output_len: int) -> Timing:

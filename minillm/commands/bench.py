@@ -5,16 +5,156 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from minillm.cli import ENGINE_OPTIONS, given
 from minillm.errors import UsageError
 from minillm.interrupt import import_torch
 
+if TYPE_CHECKING:
+    from minillm.llm import LLM
+
 
 def run(arguments: argparse.Namespace) -> int:
     import_torch()
-    workloads = {"latency": _latency, "kernels": _kernels, "memory": _memory, "host": _host}
-    return workloads[arguments.workload](arguments)
+    workloads = {
+        "latency": _latency,
+        "serve": _serve,
+        "profile": _profile,
+        "matvec": _matvec,
+        "kernels": _kernels,
+        "memory": _memory,
+        "host": _host,
+    }
+    return workloads.get(arguments.workload, _workload)(arguments)
+
+
+def _model(arguments: argparse.Namespace) -> tuple[LLM, str]:
+    """The model that ``--shape`` or ``--model`` asks for, and its name."""
+    if arguments.shape and arguments.model:
+        raise UsageError("give either --shape (random weights) or --model (real ones), not both")
+    from minillm.commands.progress import loading_bar, say
+    from minillm.llm import LLM
+    from minillm.model.shapes import SHAPES
+
+    options = given(arguments, ENGINE_OPTIONS)
+    name = arguments.model or arguments.shape or "smollm2-135m"
+    if not arguments.model:
+        if name not in SHAPES:
+            raise UsageError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
+        options["load_format"] = "dummy"
+    with loading_bar() as report:
+        return LLM(name, on_progress=report, on_message=say, **options), name
+
+
+def _say_model(llm: LLM, what: str) -> None:
+    model = llm.engine.runner.model
+    print(f"{what}, {model.device}, {str(model.dtype).removeprefix('torch.')}")
+
+
+def _workload(arguments: argparse.Namespace) -> int:
+    if not 0 < arguments.scale <= 1:
+        raise UsageError(f"--scale must be above 0 and at most 1, not {arguments.scale}")
+    from minillm.bench.workloads import measure
+
+    llm, name = _model(arguments)
+    result = measure(llm, arguments.workload, name, arguments.scale)
+    if arguments.json:
+        print(json.dumps(asdict(result)))
+        return 0
+    _say_model(llm, f"{result.workload}: {name}, {result.num_requests} requests")
+    idle = "" if result.idle_share is None else f"{result.idle_share:.1%}"
+    for title, value in (
+        ("tokens per second", f"{result.rate:,.0f}"),
+        ("output tokens", f"{result.output_tokens:,}"),
+        ("seconds", f"{result.seconds:.2f}"),
+        ("first token, median", f"{1e3 * result.time_to_first_token:,.0f} ms"),
+        ("per output token, median", f"{1e3 * result.time_per_output_token:.2f} ms"),
+        ("floor by bytes and FLOPs", f"{result.floor_seconds:.2f} s, {result.fraction_of_floor:.0%} of it reached"),
+        ("GPU idle between decode steps", idle),
+        ("peak KV use", f"{result.peak_kv_tokens:,} token slots, {result.peak_kv_share:.0%} of the pool"),
+        ("longest wait for a token", f"{1e3 * result.longest_wait:.1f} ms" if result.longest_wait else ""),
+    ):
+        if value:
+            print(f"  {title:32}{value}")
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    if not 0 < arguments.scale <= 1:
+        raise UsageError(f"--scale must be above 0 and at most 1, not {arguments.scale}")
+    if not 0 < arguments.rate <= 1e6:
+        raise UsageError(f"--rate must be above 0, not {arguments.rate}")
+    if arguments.num_requests < 1:
+        raise UsageError(f"--num-requests must be at least 1, not {arguments.num_requests}")
+    from minillm.bench.serve import measure
+
+    llm, name = _model(arguments)
+    measure(llm, 1e6, min(32, arguments.num_requests), arguments.scale)  # warm-up
+    result = measure(llm, arguments.rate, arguments.num_requests, arguments.scale)
+    if arguments.json:
+        print(json.dumps(asdict(result)))
+        return 0
+    _say_model(llm, f"serve: {name}, {result.num_requests} requests at {result.rate:g} a second")
+    print(f"  {'tokens per second':32}{result.output_rate:,.0f}")
+    print(f"  {'':32}{'p50':>10}{'p90':>10}{'p99':>10}   ms")
+    for title, values in (
+        ("time to first token", result.time_to_first_token),
+        ("time per output token", result.time_per_output_token),
+        ("normalised latency", result.normalised_latency),
+    ):
+        print(f"  {title:32}" + "".join(f"{1e3 * value:>10.1f}" for value in values))
+    return 0
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    for name in ("batch_size", "context"):
+        if getattr(arguments, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+    from minillm.bench.profile import measure
+
+    llm, name = _model(arguments)
+    profile = measure(llm, arguments.batch_size, arguments.context)
+    if arguments.json:
+        print(json.dumps(asdict(profile)))
+        return 0
+    title = f"profile: {name}, {profile.batch_size} sequences of {profile.context} tokens"
+    _say_model(llm, f"{title}, {profile.step_microseconds:.0f} us a step")
+    print(f"  {'kernel':50}{'launches':>9}{'a layer':>9}{'us':>9}{'MB':>9}{'of copy speed':>15}")
+    for row in profile.kernels:
+        size = "" if row.bytes is None else f"{row.bytes / 1e6:.0f}"
+        fraction = "" if row.fraction is None else f"{row.fraction:.0%}"
+        print(
+            f"  {row.kernel:50}{row.launches:>9.1f}{row.launches_per_layer:>9.2f}{row.microseconds:>9.1f}"
+            f"{size:>9}{fraction:>15}"
+        )
+    return 0
+
+
+def _matvec(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from minillm.bench.matvec import measure
+    from minillm.model.shapes import SHAPES
+
+    name = arguments.shape or "smollm2-135m"
+    if name not in SHAPES:
+        raise UsageError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
+    if not torch.cuda.is_available():
+        raise UsageError("bench matvec needs a GPU")
+    results = []
+    for result in measure(SHAPES[name]):
+        results.append(result)
+        if not arguments.json:
+            print(
+                f"{result.op:10}{result.features:>7} x {result.columns:<7} floor {result.floor:>7.1f} us   "
+                f"cuBLAS {result.cublas:>7.1f}   ours {result.ours:>7.1f}   tile {result.tile}, "
+                f"recorded {result.recorded}",
+                flush=True,
+            )
+    if arguments.json:
+        print(json.dumps([asdict(result) for result in results]))
+    return 0
 
 
 def _host(arguments: argparse.Namespace) -> int:
@@ -91,22 +231,10 @@ def _latency(arguments: argparse.Namespace) -> int:
     for name in ("batch_size", "input_len", "output_len"):
         if getattr(arguments, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
-    if arguments.shape and arguments.model:
-        raise UsageError("give either --shape (random weights) or --model (real ones), not both")
     from minillm.bench.latency import measure
     from minillm.bench.peers import transformers_peer
-    from minillm.commands.progress import loading_bar, say
-    from minillm.llm import LLM
-    from minillm.model.shapes import SHAPES
 
-    options = given(arguments, ENGINE_OPTIONS)
-    name = arguments.model or arguments.shape or "smollm2-135m"
-    if not arguments.model:
-        if name not in SHAPES:
-            raise UsageError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
-        options["load_format"] = "dummy"
-    with loading_bar() as report:
-        llm = LLM(name, on_progress=report, on_message=say, **options)
+    llm, name = _model(arguments)
     results = measure(
         llm,
         name=name,
@@ -118,17 +246,14 @@ def _latency(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([asdict(result) for result in results]))
         return 0
-    model = llm.engine.runner.model
-    print(
-        f"latency: {arguments.batch_size} x ({arguments.input_len} in, {arguments.output_len} out), "
-        f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
-    )
+    _say_model(llm, f"latency: {arguments.batch_size} x ({arguments.input_len} in, {arguments.output_len} out)")
     columns = (("decode tok/s", 14), ("ms/token", 10), ("first ms", 10), ("all tok/s", 11), ("floor tok/s", 13))
-    print(" " * 32 + "".join(f"{title:>{width}}" for title, width in columns) + f"{'of floor':>10}")
+    print(" " * 32 + "".join(f"{title:>{width}}" for title, width in columns) + f"{'of floor':>10}{'GPU idle':>10}")
     for result in results:
+        idle = "" if result.idle_share is None else f"{result.idle_share:.1%}"
         print(
             f"{result.name:32}{result.decode_rate:>14.1f}{1e3 * result.time_per_output_token:>10.2f}"
             f"{1e3 * result.time_to_first_token:>10.0f}{result.overall_rate:>11.1f}{result.floor_rate:>13.1f}"
-            f"{result.fraction_of_floor:>10.0%}"
+            f"{result.fraction_of_floor:>10.0%}{idle:>10}"
         )
     return 0

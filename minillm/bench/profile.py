@@ -1,0 +1,111 @@
+"""``profile``: where one decode step's time goes on a GPU, kernel by kernel (torch's profiler)."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from minillm.bench.hardware import read_bandwidth
+from minillm.decoding.params import SamplingParams
+from minillm.errors import UsageError
+from minillm.llm import LLM
+
+_STEPS = 8
+
+
+@dataclass(frozen=True)
+class KernelShare:
+    """One kernel's part of a decode step. ``bytes`` is None where it is too little to matter."""
+
+    kernel: str
+    launches: float  # per step
+    launches_per_layer: float
+    microseconds: float  # per step
+    bytes: int | None
+    fraction: float | None  # of the bandwidth
+
+
+@dataclass(frozen=True)
+class Profile:
+    batch_size: int
+    context: int
+    step_microseconds: float  # from the first kernel of a step to the first of the next
+    kernels: list[KernelShare]
+
+
+def measure(llm: LLM, batch_size: int, context: int) -> Profile:
+    """Profile decode steps of ``batch_size`` sequences of about ``context`` tokens.
+
+    Raises:
+        UsageError: the model is not on a GPU.
+    """
+    engine = llm.engine
+    model = engine.runner.model
+    if model.device.type != "cuda":
+        raise UsageError("bench profile needs a GPU")
+    rng, c = random.Random(0), model.config
+    params = SamplingParams(temperature=0.7, max_tokens=64, ignore_eos=True, seed=0)
+    llm.reset_prefix_cache()
+    for number in range(batch_size):
+        engine.add_request(str(number), [rng.randrange(c.vocab_size) for _ in range(context)], params)
+    group = next(iter(engine.groups.values()))
+    while len(engine.scheduler.running) < batch_size or group.sequences[-1].num_output_tokens < 8:
+        engine.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(_STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+    tokens = sum(group.sequences[0].num_computed for group in engine.groups.values())
+    for request_id in list(engine.groups):
+        engine.abort(request_id)
+    engine.carry_out_aborts()
+    engine.take_finished()
+
+    events = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    begins = [start for start, _, name in events if "_begin_decode" in name]
+    step = (begins[-1] - begins[0]) / (len(begins) - 1)
+    inside = [event for event in events if begins[0] <= event[0] < begins[-1]]
+    times: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for start, end, name in inside:
+        times[_short(name)] += end - start
+        counts[_short(name)] += 1
+    steps = len(begins) - 1
+    bandwidth = read_bandwidth(model.device)
+    size = model.dtype.itemsize
+    unread = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size  # one row of the embedding is
+    weights = (c.num_parameters - unread) * size
+    traffic = {"linear layers": weights, "attention": tokens * c.kv_bytes_per_token(size)}
+    rows = [
+        KernelShare(name, counts[name] / steps, counts[name] / steps / c.num_layers, times[name] / steps, None, None)
+        for name in sorted(times, key=lambda name: -times[name])
+    ]
+    for title, kinds in (("linear layers", _is_linear), ("attention", _is_attention)):
+        each = [row for row in rows if kinds(row.kernel)]
+        total = sum(row.microseconds for row in each)
+        count = sum(row.launches for row in each)
+        share = traffic[title] / bandwidth / (total * 1e-6) if total else None
+        rows.append(KernelShare(f"all {title}", count, count / c.num_layers, total, traffic[title], share))
+    return Profile(batch_size, tokens // batch_size, step, rows)
+
+
+def _short(name: str) -> str:
+    for prefix in ("void ", "at::native::", "at_cuda_detail::"):
+        name = name.replace(prefix, "")
+    return name.split("<")[0].split("(")[0][:48]
+
+
+def _is_linear(name: str) -> bool:
+    return any(part in name for part in ("matvec", "gemm", "nvjet", "cutlass", "splitK", "cublas"))
+
+
+def _is_attention(name: str) -> bool:
+    return "paged_attention" in name or "merge_splits" in name

@@ -1,0 +1,74 @@
+"""``serve``: requests that arrive by chance (a Poisson process), as a server's users do.
+
+Prompts and answers are those of ``throughput``. The engine runs in this process; between steps, requests whose time has
+come are added. A request's normalised latency is its time from arrival to end over its tokens (Orca, Yu et al. 2022).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+from minillm.bench.workloads import throughput
+from minillm.llm import LLM
+
+
+@dataclass(frozen=True)
+class ServeResult:
+    """Seconds as (median, 90th, 99th percentile)."""
+
+    rate: float  # requests per second that were offered
+    num_requests: int
+    seconds: float
+    output_rate: float  # tokens per second
+    time_to_first_token: tuple[float, float, float]
+    time_per_output_token: tuple[float, float, float]
+    normalised_latency: tuple[float, float, float]
+
+
+def measure(llm: LLM, rate: float, num_requests: int = 256, scale: float = 1.0) -> ServeResult:
+    """Offer ``rate`` requests a second."""
+    rng = random.Random(0)
+    vocab = llm.engine.runner.model.config.vocab_size
+    make = [request for _ in range(-(-num_requests // 256)) for request in throughput(rng, vocab, scale)]
+    requests = make[:num_requests]
+    arrivals, moment = [], 0.0
+    for _ in requests:
+        arrivals.append(moment)
+        moment += rng.expovariate(rate)
+    engine = llm.engine
+    llm.reset_prefix_cache()
+    began, began_clock = time.perf_counter(), time.monotonic()
+    added = 0
+    while added < len(requests) or engine.has_work:
+        now = time.perf_counter() - began
+        while added < len(requests) and arrivals[added] <= now:
+            group = engine.add_request(str(added), *requests[added])
+            group.metrics.arrival_time = began_clock + arrivals[added]
+            added += 1
+        if engine.has_work:
+            engine.step()
+        else:
+            time.sleep(max(0.0, min(0.001, arrivals[added] - now)))
+    seconds = time.perf_counter() - began
+    first, per_token, normalised, tokens = [], [], [], 0
+    for output in engine.take_finished():
+        metrics, count = output.metrics, len(output.outputs[0].token_ids)
+        assert metrics is not None
+        assert metrics.first_token_time is not None
+        assert metrics.finished_time is not None
+        first.append(metrics.first_token_time - metrics.arrival_time)
+        per_token.append((metrics.finished_time - metrics.first_token_time) / max(1, count - 1))
+        normalised.append((metrics.finished_time - metrics.arrival_time) / count)
+        tokens += count
+    return ServeResult(
+        rate, num_requests, seconds, tokens / seconds, _percentiles(first), _percentiles(per_token),
+        _percentiles(normalised),
+    )  # fmt: skip
+
+
+def _percentiles(values: list[float]) -> tuple[float, float, float]:
+    ordered = sorted(values)
+    p50, p90, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.9, 0.99))
+    return p50, p90, p99
