@@ -32,7 +32,7 @@ class EngineConfig:
         max_num_seqs: sequences computed at a time, over all requests.
         max_num_batched_tokens: tokens computed per step; None: 512 on a CPU, 8192 on a GPU.
         prefill_chunk: tokens of prompts computed in a step in which others decode, at most; it bounds how long those
-            wait for their next token. At least max_num_seqs. None: no bound on a CPU, about 40 ms of work on a GPU.
+            wait for their next token. At least max_num_seqs. None: no bound on a CPU, about 45 ms of work on a GPU.
         gpu_memory_utilization: the part of the GPU's memory that weights, activations and pool may take together.
         enable_prefix_caching: keep the full blocks of what was computed, to be found where a prompt begins alike.
         preemption: what happens to a request when blocks run out: ``"swap"`` moves its blocks to the host (and falls

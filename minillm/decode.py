@@ -88,16 +88,15 @@ class DecodeSteps:
         self._forward_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._draw_graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
         self._pool: Any = None  # the graphs' memory: they run one after another, so they share it
-        self._size = 0  # rows of the last forward, padding included
+        self._size = 0  # rows of the last step, padding included
         # For measurements: (begin, end) of each step on the device, noted where this is a list.
         self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event] | None] | None = None
 
     def forward(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Compute one token of each sequence; `logits` then holds a row for each, in their order."""
         n = len(chunks)
-        rows = self._rows_of(chunks)
-        self._send(rows)
         size = self._size = padded_size(n)
+        self._send(self._rows_of(chunks), size)
         if self.marks is not None:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.marks.append((begin, end))
@@ -110,8 +109,34 @@ class DecodeSteps:
             self._forward_graphs[size].replay()
         self._mark_end()
 
+    def join(self, chunks: Sequence[ScheduledChunk], prefill: Batch) -> Batch:
+        """One batch of decoding sequences and of chunks of prompts, to be computed without a graph.
+
+        The weights are read once for both, which is what a small batch of decodes would cost.
+        """
+        n, p = len(chunks), prefill.context_lens.shape[0]
+        size = self._size = padded_size(n)
+        self._send(self._rows_of(chunks), size)
+        kernels.begin_decode(self._words, self._rows[:size], self._block_size, self._inputs.first(size))
+        inputs = self._inputs.first(n + p)
+        inputs.block_tables[n:, : prefill.block_tables.shape[1]] = prefill.block_tables
+        inputs.context_lens[n:] = prefill.context_lens
+        logit_rows = torch.arange(n, device=self._device)
+        if prefill.logit_rows is not None:
+            logit_rows = torch.cat((logit_rows, prefill.logit_rows + n))
+        return Batch(
+            token_ids=torch.cat((inputs.token_ids[:n], prefill.token_ids)),
+            positions=torch.cat((inputs.positions[:n], prefill.positions)),
+            slot_mapping=torch.cat((inputs.slot_mapping[:n], prefill.slot_mapping)),
+            block_tables=inputs.block_tables,
+            context_lens=inputs.context_lens,
+            num_decodes=n,
+            cu_seqlens=prefill.cu_seqlens,
+            logit_rows=logit_rows,
+        )
+
     def draw(self, sequences: Sequence[TokenSequence], logits_rows: list[int]) -> tuple[Tensor, Tensor]:
-        """Draw a token for sequences of the last `forward`, and keep it as the one to be computed next.
+        """Draw a token for sequences of the last `forward` or `join`, and keep it as the one to be computed next.
 
         Args:
             logits_rows: each sequence's row of logits, ascending: sequences that decide otherwise, beams, are left out.
@@ -210,9 +235,8 @@ class DecodeSteps:
             )
         return row
 
-    def _send(self, rows: list[int]) -> None:
+    def _send(self, rows: list[int], size: int) -> None:
         self._send_changes()
-        size = padded_size(len(rows))
         rows = rows + [-1] * (size - len(rows))
         if rows != self._sent_rows:
             source = torch.tensor(rows, dtype=torch.int32, pin_memory=self._graphs)

@@ -12,6 +12,7 @@ One thread drives it. `Engine.abort` alone may be called from any thread; it tak
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
@@ -309,11 +310,7 @@ class Engine:
         deltas: list[Delta] = []
         searching = [each for each in step.searching if not each[0].finished]
         if searching and step.logits is not None:
-            is_nan = step.logits.amax(-1).isnan().tolist()
-            for group, row_of in searching:
-                if any(is_nan[row] for row in row_of.values()):
-                    self._note_nan(group)
-            deltas += self._advance_beams(step.logits, [s for s in searching if s[0].request_id not in self._errors])
+            deltas += self._advance_beams(step.logits, searching)
         for (group, row), token, is_broken in zip(step.draws, tokens, broken, strict=True):
             sequence = row.sequence
             sequence.num_pending -= 1
@@ -445,12 +442,13 @@ class Engine:
 
     def _advance_beams(self, logits: Tensor, searching: list[tuple[SequenceGroup, dict[int, int]]]) -> list[Delta]:
         """One step of every beam search whose beams have been computed."""
-        if not searching:
-            return []
         steps = self.beam_steps(searching)
         deltas = []
         found = beam_candidates(logits, steps)
         for (group, _), step, candidates in zip(searching, steps, found, strict=True):
+            if any(math.isnan(candidate.logprob) for each in candidates for candidate in each):
+                self._note_nan(group)
+                continue
             deltas += self.advance_beams_of(group, step, candidates, self._beam_logprobs(logits, step, candidates))
         return deltas
 

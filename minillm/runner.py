@@ -1,7 +1,7 @@
 """From a schedule to logits to drawn tokens: builds the step's tensors and runs the model over the pool.
 
-With `DecodeSteps` (on a GPU) a step is two runs of the model: the decoding sequences', whose state is on the device
-already, and the chunks of prompts'. Without (on a CPU, where a launch costs nothing) both are one batch.
+With `DecodeSteps` (on a GPU) the decoding sequences' state is on the device already, and a step without prompts is the
+replay of a graph. Without (on a CPU, where a launch costs nothing) the host sends all of it.
 """
 
 from __future__ import annotations
@@ -56,14 +56,16 @@ class Runner:
             sampled = [chunk for chunk in schedule.chunks if reaches_the_end(chunk)]
             batch = self._batch(schedule.chunks, len(schedule.decodes))
             return self.model.forward(batch, self.kv_cache).float(), sampled
-        ending = [chunk for chunk in schedule.prefills if reaches_the_end(chunk)]
-        n, p = len(schedule.decodes), len(ending)
-        if n:
+        sampled = schedule.decodes + [chunk for chunk in schedule.prefills if reaches_the_end(chunk)]
+        logits = self.decoder.logits[: len(sampled)]
+        if not schedule.prefills:
             self.decoder.forward(schedule.decodes)
-        if schedule.prefills:
-            logits = self.model.forward(self._batch(schedule.prefills, 0), self.kv_cache)
-            self.decoder.logits[n : n + p] = logits  # behind those of the decodes, over their padding
-        return self.decoder.logits[: n + p], schedule.decodes + ending
+        else:
+            batch = self._batch(schedule.prefills, 0)
+            if schedule.decodes:
+                batch = self.decoder.join(schedule.decodes, batch)
+            self.model.forward(batch, self.kv_cache, out=logits)
+        return logits, sampled
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, rows: list[SampleRow], num_decodes: int) -> Drawn:

@@ -366,8 +366,9 @@ class Scheduler:
         promised = 0
         for group in self.running:
             if any(group.num_tokens_to_compute(sequence) > 1 for sequence in group.computing):
-                held = {block for s in group.sequences if s.table is not None for block in s.table.blocks}
-                promised += max(0, self._blocks_to_finish_prompt(group) - len(held))
+                tables = [s.table for s in group.sequences if s.table is not None]
+                held = len(tables[0].blocks) if len(tables) == 1 else len({b for t in tables for b in t.blocks})
+                promised += max(0, self._blocks_to_finish_prompt(group) - held)
         return promised
 
 

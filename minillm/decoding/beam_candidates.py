@@ -36,15 +36,19 @@ class BeamStep:
 def beam_candidates(logits: Tensor, steps: Sequence[BeamStep]) -> list[list[list[Candidate]]]:
     """For each step, for each of its groups: the best continuations, the best first.
 
+    The vocabulary is searched on the device; the few tokens found for each beam come to the host, which compares beams.
+
     Args:
-        logits: ``[n, vocab]``.
+        logits: ``[n, vocab]``. Where a row holds NaN, so do all its candidates.
     """
     rows = [row for step in steps for group in step.rows for row in group]
     owners = [(step, s) for step in steps for group in step.sequences for s in group]
     # What a diversity penalty takes away from a group's continuations, at most as many others replace.
     extra = max((step.params.beam_width for step in steps if len(step.searches) > 1), default=0)
     wanted = max(s.num_candidates(len(step.end_ids)) for step in steps for s in step.searches) + extra
-    values, ids = _best_tokens(logits[torch.tensor(rows, device=logits.device)], owners, min(wanted, logits.shape[1]))
+    if rows != list(range(len(logits))):
+        logits = logits[torch.tensor(rows, device=logits.device)]
+    values, ids = (found.cpu() for found in _best_tokens(logits, owners, min(wanted, logits.shape[1])))
 
     result: list[list[list[Candidate]]] = [[] for _ in steps]
     # Groups of the same shape are one top-k on the device; groups that pay for each other's choices go one by one.
@@ -60,8 +64,8 @@ def beam_candidates(logits: Tensor, steps: Sequence[BeamStep]) -> list[list[list
         shapes.setdefault((count, search.num_candidates(len(step.end_ids))), []).append((number, first, search))
         first += count
     for (count, keep), members in shapes.items():
-        at = torch.tensor([range(first, first + count) for _, first, _ in members], device=logits.device)
-        so_far = torch.tensor([search.logprobs[:count] for _, _, search in members], device=logits.device)
+        at = torch.tensor([range(first, first + count) for _, first, _ in members])
+        so_far = torch.tensor([search.logprobs[:count] for _, _, search in members])
         each = min(keep, values.shape[1])
         scores = (values[at][:, :, :each] + so_far[:, :, None]).flatten(1)
         best, where = scores.topk(min(keep, scores.shape[1]))
