@@ -203,7 +203,7 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
     op(logits, words, counts, rows, out)
 
 
-def end_decode(words: Tensor, counts: Tensor | None, rows: Tensor, token_ids: Tensor) -> None:
+def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     """Store the drawn tokens of decoding sequences: see `reference.end_decode`."""
     op = decode_rows.end_decode if words.is_cuda else reference.end_decode
     op(words, counts, rows, token_ids)

@@ -95,16 +95,15 @@ def _begin_decode_kernel(
 @triton.jit
 def _end_decode_kernel(
     words_ptr, counts_ptr, rows_ptr, tokens_ptr, n, row_stride, vocab,
-    COUNT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     lanes = tl.arange(0, TILE)
     rows = tl.load(rows_ptr + lanes, mask=lanes < n, other=-1).to(tl.int64)
     tokens = tl.load(tokens_ptr + lanes, mask=lanes < n, other=0)
     tl.store(words_ptr + rows * row_stride + _TOKEN, tokens.to(tl.int32), mask=rows >= 0)
-    if COUNT:
-        count_ptr = counts_ptr + rows * vocab + tokens
-        tl.store(count_ptr, tl.load(count_ptr, mask=rows >= 0, other=0) + 2, mask=rows >= 0)
+    count_ptr = counts_ptr + rows * vocab + tokens
+    tl.store(count_ptr, tl.load(count_ptr, mask=rows >= 0, other=0) + 2, mask=rows >= 0)
 
 
 @triton.jit
@@ -162,11 +161,10 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
     )
 
 
-def end_decode(words: Tensor, counts: Tensor | None, rows: Tensor, token_ids: Tensor) -> None:
+def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     """Store the drawn tokens in their rows, and count them: see `reference.end_decode`."""
     n = rows.shape[0]
     _end_decode_kernel[(1,)](
-        words, words if counts is None else counts, rows, token_ids, n, words.stride(0),
-        0 if counts is None else counts.shape[1],
-        COUNT=counts is not None, TILE=triton.next_power_of_2(n), num_warps=4, **pdl_options(words.device),
+        words, counts, rows, token_ids, n, words.stride(0), counts.shape[1],
+        TILE=triton.next_power_of_2(n), num_warps=4, **pdl_options(words.device),
     )  # fmt: skip

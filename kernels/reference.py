@@ -407,10 +407,9 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
             out[i] -= torch.where(generated > 0, frequency * generated + presence, 0.0)
 
 
-def end_decode(words: Tensor, counts: Tensor | None, rows: Tensor, token_ids: Tensor) -> None:
-    """Store each row's drawn token, the one to be computed next; add 2 to its count where there are counts."""
+def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+    """Store each row's drawn token, the one to be computed next, and add 2 to its count."""
     real = rows >= 0
     kept, tokens = rows[real].long(), token_ids[real]
     words[kept, Field.TOKEN] = tokens.to(torch.int32)
-    if counts is not None:
-        counts[kept, tokens] += 2
+    counts[kept, tokens] += 2

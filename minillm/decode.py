@@ -24,6 +24,8 @@ import kernels
 from kernels import DecodeInputs, Field
 from minillm.cache import BlockTable
 from minillm.decoding.params import SamplingParams
+from minillm.decoding.processors import needs_host, process_logits
+from minillm.decoding.sampler import SampleRow, draw, log_probabilities
 from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
@@ -80,13 +82,14 @@ class DecodeSteps:
         self._inputs = DecodeInputs.allocate(capacity, width, self._device)
         self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=self._device)
         self._sent_rows: list[int] = [-1] * capacity
-        self._counts: Tensor | None = None
+        # For penalties: how often each token occurred, `kernels.reference.penalise` says how it is counted.
+        self._counts = torch.zeros(max_num_seqs, model.config.vocab_size, dtype=torch.int32, device=self._device)
         self.logits = torch.zeros(capacity, model.config.vocab_size, dtype=model.dtype, device=self._device)
         self._held: dict[int, _Row] = {}  # by seq_id
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._changes: dict[int, int] = {}  # index into the words -> value
         self._forward_graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._draw_graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
+        self._draw_graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
         self._pool: Any = None  # the graphs' memory: they run one after another, so they share it
         self._size = 0  # rows of the last step, padding included
         # For measurements: (begin, end) of each step on the device, noted where this is a list.
@@ -135,42 +138,47 @@ class DecodeSteps:
             logit_rows=logit_rows,
         )
 
-    def draw(self, sequences: Sequence[TokenSequence], logits_rows: list[int]) -> tuple[Tensor, Tensor]:
+    def draw(self, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor, Tensor]:
         """Draw a token for sequences of the last `forward` or `join`, and keep it as the one to be computed next.
 
-        Args:
-            logits_rows: each sequence's row of logits, ascending: sequences that decide otherwise, beams, are left out.
-
         Returns:
-            ``(token ids [n] int64, log-probabilities [n] float32)``, valid until the next draw.
+            Token ids ``[rows]`` int64, their log-probabilities, and their rows of logits, valid until the next step.
         """
         size = self._size
+        penalised = any(row.params.has_penalties for row in rows)
         if not self._graphs:
-            tokens, logprobs = self._draw(size)
+            tokens, logprobs = self._draw(size, penalised)
         else:
-            if size not in self._draw_graphs:
-                self._draw_graphs[size] = self._capture(lambda: self._draw(size))
-            graph, (tokens, logprobs) = self._draw_graphs[size]
+            if (size, penalised) not in self._draw_graphs:
+                self._draw_graphs[size, penalised] = self._capture(lambda: self._draw(size, penalised))
+            graph, (tokens, logprobs) = self._draw_graphs[size, penalised]
             graph.replay()
         self._mark_end()
-        for sequence in sequences:
-            self._held[sequence.seq_id].has_token = True
-        if len(sequences) == logits_rows[-1] + 1:
-            return tokens[: len(sequences)], logprobs[: len(sequences)]
-        at = torch.tensor(logits_rows, device=self._device)
-        return tokens[at], logprobs[at]
+        for row in rows:
+            self._held[row.sequence.seq_id].has_token = True
+        if len(rows) == rows[-1].logits_row + 1:
+            return tokens[: len(rows)], logprobs[: len(rows)], self.logits[: len(rows)]
+        at = self._tensor([row.logits_row for row in rows], torch.int64)  # beams, which decide otherwise, lie between
+        return tokens[at], logprobs[at], self.logits[at]
 
-    def keep_tokens(self, sequences: Sequence[TokenSequence], params: Sequence[SamplingParams], tokens: Tensor) -> None:
-        """Keep tokens that were drawn elsewhere, ``[len(sequences)]`` int64, as those to be computed next."""
-        current = {sequence.seq_id for sequence in sequences}
-        rows = []
-        for sequence, each in zip(sequences, params, strict=True):
-            row = self._held.get(sequence.seq_id) or self._take(sequence, each, current)
-            row.has_token = True
-            rows.append(row.index)
+    def draw_from(self, logits: Tensor, rows: Sequence[SampleRow]) -> tuple[Tensor, Tensor, Tensor]:
+        """`draw` for any rows of logits: first tokens of prompts, and requests whose logits the host has to change."""
+        current = {row.sequence.seq_id for row in rows}
+        held = [self._held.get(row.sequence.seq_id) or self._take(row.sequence, row.params, current) for row in rows]
         self._send_changes()
-        indices = torch.tensor(rows, dtype=torch.int32, pin_memory=self._graphs).to(self._device, non_blocking=True)
-        kernels.end_decode(self._words, None, indices, tokens)
+        hosted = [i for i, row in enumerate(rows) if needs_host(row.params, row.sequence)]
+        raw = processed = logits[self._tensor([row.logits_row for row in rows], torch.int64)]
+        if hosted or any(row.params.has_penalties for row in rows):
+            processed = torch.empty_like(raw, dtype=torch.float32)
+            indices = self._tensor([-1 if i in hosted else row.index for i, row in enumerate(held)], torch.int32)
+            kernels.penalise(raw, self._words, self._counts, indices, processed)
+            for i in hosted:
+                process_logits(processed[i], rows[i].params, rows[i].sequence, rows[i].end_ids)
+        tokens = draw(processed, rows)
+        kernels.end_decode(self._words, self._counts, self._tensor([row.index for row in held], torch.int32), tokens)
+        for row in held:
+            row.has_token = True
+        return tokens, log_probabilities(raw, tokens), raw
 
     def _mark_end(self) -> None:
         if self.marks and self.marks[-1] is not None:
@@ -222,6 +230,8 @@ class DecodeSteps:
                 self._free.append(self._held.pop(seq_id).index)
         row = self._held[sequence.seq_id] = _Row(self._free.pop())
         if isinstance(params, SamplingParams):
+            if params.has_penalties:
+                self._count_tokens(row, sequence)
             at = row.index * self._words.shape[1]
             self._changes.update(
                 {
@@ -231,16 +241,29 @@ class DecodeSteps:
                     at + Field.MIN_P: _bits(params.min_p),
                     at + Field.SEED_LOW: _signed(sequence.seed),
                     at + Field.SEED_HIGH: _signed(sequence.seed >> 32),
+                    at + Field.REPETITION_PENALTY: _bits(params.repetition_penalty),
+                    at + Field.FREQUENCY_PENALTY: _bits(params.frequency_penalty),
+                    at + Field.PRESENCE_PENALTY: _bits(params.presence_penalty),
                 }
             )
         return row
+
+    def _count_tokens(self, row: _Row, sequence: TokenSequence) -> None:
+        """Begin to count a sequence's tokens, for its penalties."""
+        counts = torch.zeros(self.logits.shape[1], dtype=torch.int32)
+        counts[torch.tensor(sequence.token_ids[: sequence.num_prompt_tokens])] = 1
+        generated = torch.tensor(sequence.output_token_ids, dtype=torch.int64)
+        counts.index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
+        self._counts[row.index] = counts.to(self._device)
+
+    def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, pin_memory=self._graphs).to(self._device, non_blocking=True)
 
     def _send(self, rows: list[int], size: int) -> None:
         self._send_changes()
         rows = rows + [-1] * (size - len(rows))
         if rows != self._sent_rows:
-            source = torch.tensor(rows, dtype=torch.int32, pin_memory=self._graphs)
-            self._rows[:size].copy_(source, non_blocking=True)
+            self._rows[:size].copy_(self._tensor(rows, torch.int32))
             self._sent_rows = rows
 
     def _send_changes(self) -> None:
@@ -266,10 +289,14 @@ class DecodeSteps:
         )
         self._model.forward(batch, self._kv_cache, out=self.logits[:size])
 
-    def _draw(self, size: int) -> tuple[Tensor, Tensor]:
-        inputs, rows = self._inputs.first(size), self._rows[:size]
+    def _draw(self, size: int, penalised: bool) -> tuple[Tensor, Tensor]:
+        inputs, rows, raw = self._inputs.first(size), self._rows[:size], self.logits[:size]
+        logits = raw
+        if penalised:
+            logits = torch.empty_like(raw, dtype=torch.float32)
+            kernels.penalise(raw, self._words, self._counts, rows, logits)
         tokens, logprobs = kernels.sample_with_logprobs(
-            self.logits[:size],
+            logits,
             inputs.temperature,
             inputs.top_k,
             inputs.top_p,
@@ -278,7 +305,7 @@ class DecodeSteps:
             inputs.draw_positions,
         )
         kernels.end_decode(self._words, self._counts, rows, tokens)
-        return tokens, logprobs
+        return tokens, log_probabilities(raw, tokens) if penalised else logprobs
 
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Run ``work`` on padding, so that its kernels are compiled, then record it."""

@@ -295,7 +295,7 @@ class Engine:
             rows = [row for _, row in step.draws]
             if rows:
                 step.drawn = self.runner.draw(step.logits, rows, len(schedule.decodes))
-            step.may_run_ahead = not step.searching and self.runner.keeps_tokens and not self.runner.needs_history(rows)
+            step.may_run_ahead = not step.searching and self.runner.keeps_tokens(rows)
         except Exception as error:
             self._fail_step(step, f"{type(error).__name__}: {error}")
             raise

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kernels
 from minillm.decode import DecodeSteps
-from minillm.decoding.processors import needs_processing
+from minillm.decoding.processors import needs_host
 from minillm.decoding.sampler import Drawn, SampleRow, sample_tokens
 from minillm.model.batch import Batch
 from minillm.model.llama import Llama
@@ -74,28 +74,15 @@ class Runner:
         Args:
             num_decodes: how many sequences have decoded in this step; theirs are the first rows of logits.
         """
-        decoder = self.decoder
-        if decoder is None or self.needs_history(rows):
+        if self.decoder is None:
             return Drawn(rows, *sample_tokens(logits, rows))
-        sequences = [row.sequence for row in rows]
-        if len(logits) == num_decodes:
-            logits_rows = [row.logits_row for row in rows]
-            token_ids, logprobs = decoder.draw(sequences, logits_rows)
-            if len(rows) < num_decodes:  # beams decode, too
-                logits = logits[torch.tensor(logits_rows, device=logits.device)]
-            return Drawn(rows, token_ids, logprobs, logits)
-        token_ids, logprobs, logits = sample_tokens(logits, rows)
-        decoder.keep_tokens(sequences, [row.params for row in rows], token_ids)
-        return Drawn(rows, token_ids, logprobs, logits)
+        if len(logits) > num_decodes or not self.keeps_tokens(rows):
+            return Drawn(rows, *self.decoder.draw_from(logits, rows))
+        return Drawn(rows, *self.decoder.draw(rows))
 
-    @property
-    def keeps_tokens(self) -> bool:
-        """Whether the next step can be launched before the host has seen this one's tokens."""
-        return self.decoder is not None
-
-    def needs_history(self, rows: list[SampleRow]) -> bool:
-        """Whether a draw depends on tokens that the host must have seen."""
-        return any(needs_processing(row.params, row.sequence) for row in rows)
+    def keeps_tokens(self, rows: list[SampleRow]) -> bool:
+        """Whether the step after these draws can be launched before the host has seen their tokens."""
+        return self.decoder is not None and not any(needs_host(row.params, row.sequence) for row in rows)
 
     def forget(self) -> None:
         """After a failure: what the device holds of sequences is not to be relied on."""

@@ -37,15 +37,14 @@ class _HistoryParams:
         return cls(**values)
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that occurred before pay for it."""
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0)
+
+    @property
     def changes_logits(self) -> bool:
         """Whether penalties or biases apply at every step."""
-        return bool(
-            self.logit_bias
-            or self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.no_repeat_ngram_size
-        )
+        return bool(self.logit_bias or self.has_penalties or self.no_repeat_ngram_size)
 
 
 @dataclass(frozen=True)

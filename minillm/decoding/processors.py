@@ -14,6 +14,11 @@ def needs_processing(params: Params, sequence: Sequence) -> bool:
     return params.changes_logits or sequence.num_output_tokens < params.min_tokens
 
 
+def needs_host(params: Params, sequence: Sequence) -> bool:
+    """Whether this step needs more than the penalties that `kernels.penalise` applies on the device."""
+    return bool(params.logit_bias or params.no_repeat_ngram_size or sequence.num_output_tokens < params.min_tokens)
+
+
 def process_logits(logits: Tensor, params: Params, sequence: Sequence, end_ids: tuple[int, ...]) -> None:
     """Apply a request's biases and penalties to the ``[vocab]`` logits of one sequence's next token, in place.
 

@@ -85,14 +85,19 @@ def sample_tokens(logits: Tensor, rows: SequenceOf[SampleRow]) -> tuple[Tensor, 
             if processed is raw:
                 processed = raw.to(torch.float32, copy=True)
             process_logits(processed[i], row.params, row.sequence, row.end_ids)
-    token_ids = _draw(processed, rows)
+    token_ids = draw(processed, rows)
     if all(row.params.logprobs is None for row in rows):
         return token_ids, raw.amax(-1), raw
-    return token_ids, raw.gather(1, token_ids[:, None])[:, 0].float() - raw.float().logsumexp(-1), raw
+    return token_ids, log_probabilities(raw, token_ids), raw
 
 
-def _draw(logits: Tensor, rows: SequenceOf[SampleRow]) -> Tensor:
-    """``[rows]`` int64 token ids."""
+def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Of one token per row of ``logits [n, vocab]``, ``[n]`` float32: NaN where a logit is NaN."""
+    return logits.gather(1, token_ids[:, None])[:, 0].float() - logits.float().logsumexp(-1)
+
+
+def draw(logits: Tensor, rows: SequenceOf[SampleRow]) -> Tensor:
+    """One token per row of ``logits [rows, vocab]``, drawn by the requests' parameters: ``[rows]`` int64."""
     params = [row.params for row in rows]
     if all(p.temperature == 0 for p in params):
         return logits.argmax(-1)
