@@ -24,6 +24,7 @@ if torch.cuda.is_available():  # Triton is not imported where nothing can run it
         norm,
         rotary,
         sampling,
+        shared_decode_attention,
     )
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "sample",
     "sample_with_logprobs",
     "scatter_blocks",
+    "shared_attention",
     "silu_mul",
     "top_log_probabilities",
 ]
@@ -134,6 +136,14 @@ def paged_attention(
 ) -> Tensor:
     """Decode attention, one query per sequence: see `reference.paged_attention`."""
     op = decode_attention.paged_attention if q.is_cuda else cpu.paged_attention
+    return op(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)
+
+
+def shared_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, softmax_scale: float
+) -> Tensor:
+    """`paged_attention` of a batch whose neighbours share blocks: the same result, shared blocks are read once."""
+    op = shared_decode_attention.shared_attention if q.is_cuda else cpu.paged_attention
     return op(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)
 
 

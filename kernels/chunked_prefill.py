@@ -40,7 +40,7 @@ def _find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE:
     return chunk, number - before
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _prefill_attention_kernel(
     out_ptr,
     q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,
@@ -158,7 +158,7 @@ def prefill_attention(
             q.stride(0), q.stride(1), block_tables.stride(0), num_kv_heads * head_dim, out.stride(0), out.stride(1),
             softmax_scale * 1.4426950408889634, num_seqs,
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_SIZE=block_size,
-            ROWS=rows, TILE=tile, SEQS_TILE=triton.next_power_of_2(num_seqs), STAGES=stages,
+            ROWS=rows, TILE=tile, SEQS_TILE=max(256, triton.next_power_of_2(num_seqs)), STAGES=stages,
             num_warps=warps,
         )  # fmt: skip
     return out

@@ -49,15 +49,15 @@ def _attend_tile(
     return new_maximum, total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _paged_attention_kernel(
     out_ptr, lse_ptr,
     q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride,
     out_seq_stride, out_head_stride, out_split_stride, lse_seq_stride, lse_split_stride,
-    scale_log2e,
+    scale_log2e, num_splits,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
     WRITE_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
@@ -65,7 +65,7 @@ def _paged_attention_kernel(
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     context = tl.load(lens_ptr + seq)
-    part = tl.cdiv(tl.cdiv(context, NUM_SPLITS), TILE) * TILE
+    part = tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE
     start = split * part
     if start >= context and split > 0:
         return
@@ -102,25 +102,26 @@ def _paged_attention_kernel(
         tl.store(lse_ptr + seq * lse_seq_stride + split * lse_split_stride + heads, lse, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, lens_ptr,
-    out_seq_stride, out_head_stride, num_heads,
-    HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    SPLITS_TILE: tl.constexpr, WRITE_LSE: tl.constexpr, PDL: tl.constexpr,
+    out_seq_stride, out_head_stride, num_heads, num_splits,
+    HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr,
+    SPLITS_TILE: tl.constexpr, ALL_WRITTEN: tl.constexpr, WRITE_LSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Weigh a head's partial results by their share of the softmax: one program per (sequence, head)."""
     wait_for_inputs(PDL)
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     context = tl.load(lens_ptr + seq)
-    part = tl.cdiv(tl.cdiv(context, NUM_SPLITS), TILE) * TILE
+    part = tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE
     splits = tl.arange(0, SPLITS_TILE)
-    # Splits without a token wrote nothing; the first one always did.
-    written = (splits < NUM_SPLITS) & ((splits * part < context) | (splits == 0))
+    written = splits < num_splits
+    if not ALL_WRITTEN:  # splits without a token wrote nothing; the first one always did
+        written = written & ((splits * part < context) | (splits == 0))
     dims = tl.arange(0, DIM_TILE)
     is_dim = dims < HEAD_DIM
-    row = seq * NUM_SPLITS * num_heads + splits * num_heads + head
+    row = seq * num_splits * num_heads + splits * num_heads + head
     lse = tl.load(partial_lse_ptr + row, mask=written, other=float("-inf"))
     maximum = tl.max(lse, axis=0)
     weights = tl.exp(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
@@ -226,21 +227,44 @@ def _launch(
             q, k_cache, v_cache, block_tables, context_lens,
             q.stride(0), q.stride(1), block_tables.stride(0), num_kv_heads * head_dim,
             *strides,
-            softmax_scale * 1.4426950408889634,
+            softmax_scale * 1.4426950408889634, num_splits,
             GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
-            BLOCK_SIZE=block_size, TILE=tile, NUM_SPLITS=num_splits, STAGES=stages,
+            BLOCK_SIZE=block_size, TILE=tile, STAGES=stages,
             WRITE_LSE=num_splits > 1 or write_lse,
             num_warps=warps, **pdl_options(q.device),
         )  # fmt: skip
         if num_splits > 1:
-            _merge_splits_kernel[(num_seqs, num_heads)](
-                out, lse, target, target_lse, context_lens,
-                out.stride(0), out.stride(1), num_heads,
-                HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=tile, NUM_SPLITS=num_splits,
-                SPLITS_TILE=triton.next_power_of_2(num_splits), WRITE_LSE=write_lse,
-                num_warps=4, **pdl_options(q.device),
-            )  # fmt: skip
+            merge_splits(out, lse, target, target_lse, context_lens, tile, all_written=False, write_lse=write_lse)
     return out, lse
+
+
+def merge_splits(
+    out: Tensor,
+    lse: Tensor,
+    partial: Tensor,
+    partial_lse: Tensor,
+    context_lens: Tensor,
+    tile: int,
+    *,
+    all_written: bool,
+    write_lse: bool,
+) -> None:
+    """Merge partial results into ``out [num_seqs, num_heads, head_dim]``, and their log-sum-exps into ``lse``.
+
+    Args:
+        partial: ``[num_seqs, num_splits, num_heads, head_dim]`` float32; partial_lse: ``[num_seqs, num_splits,
+            num_heads]`` float32.
+        tile: tokens a tile of the kernel that wrote them.
+        all_written: every split was written; otherwise those that hold a token of their sequence.
+    """
+    num_seqs, num_splits, num_heads, head_dim = partial.shape
+    _merge_splits_kernel[(num_seqs, num_heads)](
+        out, lse, partial, partial_lse, context_lens,
+        out.stride(0), out.stride(1), num_heads, num_splits,
+        HEAD_DIM=head_dim, DIM_TILE=max(16, triton.next_power_of_2(head_dim)), TILE=tile,
+        SPLITS_TILE=triton.next_power_of_2(num_splits), ALL_WRITTEN=all_written, WRITE_LSE=write_lse,
+        num_warps=4, **pdl_options(out.device),
+    )  # fmt: skip
 
 
 def _tiling(dim_tile: int, element_size: int) -> tuple[int, int, int]:

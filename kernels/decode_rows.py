@@ -92,7 +92,7 @@ def _begin_decode_kernel(
         tl.store(word_ptr + _POSITION, position + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _end_decode_kernel(
     words_ptr, counts_ptr, rows_ptr, tokens_ptr, n, row_stride, vocab,
     TILE: tl.constexpr, PDL: tl.constexpr,
@@ -166,5 +166,5 @@ def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -
     n = rows.shape[0]
     _end_decode_kernel[(1,)](
         words, counts, rows, token_ids, n, words.stride(0), counts.shape[1],
-        TILE=triton.next_power_of_2(n), num_warps=4, **pdl_options(words.device),
+        TILE=max(64, triton.next_power_of_2(n)), num_warps=4, **pdl_options(words.device),
     )  # fmt: skip

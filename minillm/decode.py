@@ -51,6 +51,19 @@ def decode_bytes(
     return rows * (config.vocab_size * (dtype.itemsize + 4 + 4) + 2 * 4 * (Field.TABLE + width))
 
 
+def shares_blocks(sequences: Sequence[TokenSequence]) -> bool:
+    """Whether most neighbours have the first half of their blocks in common, so that reading it once is worth it."""
+    together = 0
+    before: list[int] = []
+    for sequence in sequences:
+        assert sequence.table is not None
+        blocks = sequence.table.blocks
+        half = len(blocks) // 2
+        together += half > 0 and half < len(before) and before[half - 1] == blocks[half - 1]
+        before = blocks
+    return 2 * together >= len(sequences) > 1
+
+
 @dataclass(slots=True)
 class _Row:
     """What the device knows of one sequence."""
@@ -88,7 +101,7 @@ class DecodeSteps:
         self._held: dict[int, _Row] = {}  # by seq_id
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._changes: dict[int, int] = {}  # index into the words -> value
-        self._forward_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._forward_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._draw_graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
         self._pool: Any = None  # the graphs' memory: they run one after another, so they share it
         self._size = 0  # rows of the last step, padding included
@@ -104,12 +117,13 @@ class DecodeSteps:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.marks.append((begin, end))
             begin.record()
+        shares = shares_blocks([chunk.sequence for chunk in chunks])
         if not self._graphs:
-            self._forward(size)
+            self._forward(size, shares)
         else:
-            if size not in self._forward_graphs:
-                self._forward_graphs[size], _ = self._capture(lambda: self._forward(size))
-            self._forward_graphs[size].replay()
+            if (size, shares) not in self._forward_graphs:
+                self._forward_graphs[size, shares], _ = self._capture(lambda: self._forward(size, shares))
+            self._forward_graphs[size, shares].replay()
         self._mark_end()
 
     def join(self, chunks: Sequence[ScheduledChunk], prefill: Batch) -> Batch:
@@ -135,6 +149,7 @@ class DecodeSteps:
             context_lens=inputs.context_lens,
             num_decodes=n,
             cu_seqlens=prefill.cu_seqlens,
+            shares_blocks=shares_blocks([chunk.sequence for chunk in chunks]),
             logit_rows=logit_rows,
         )
 
@@ -275,7 +290,7 @@ class DecodeSteps:
 
     # --- what the graphs hold -----------------------------------------------------------------------------------------
 
-    def _forward(self, size: int) -> None:
+    def _forward(self, size: int, shares: bool) -> None:
         inputs, rows = self._inputs.first(size), self._rows[:size]
         kernels.begin_decode(self._words, rows, self._block_size, inputs)
         batch = Batch(
@@ -286,6 +301,7 @@ class DecodeSteps:
             context_lens=inputs.context_lens,
             num_decodes=size,
             cu_seqlens=inputs.context_lens[:0],
+            shares_blocks=shares,
         )
         self._model.forward(batch, self._kv_cache, out=self.logits[:size])
 

@@ -62,7 +62,7 @@ class Scheduler:
     max_num_batched_tokens: int
     swap: SwapSpace = field(default_factory=lambda: SwapSpace(0))
     admission: str = "predicted"  # or "optimistic"
-    prefill_chunk: int | None = None  # tokens of prompts in a step in which others decode; None: what the budget leaves
+    prefill_chunk: int | None = None  # tokens of a step in which some decode and others have prompts; None: the budget
     waiting: deque[SequenceGroup] = field(default_factory=deque)
     running: list[SequenceGroup] = field(default_factory=list)
     idle: dict[int, Sequence] = field(default_factory=dict)
@@ -133,7 +133,9 @@ class Scheduler:
                     decodes.append(ScheduledChunk(group, sequence, 1))
         budget = self.max_num_batched_tokens - len(decodes)
         if decodes and self.prefill_chunk is not None:
-            budget = min(budget, self.prefill_chunk)  # those that decode should not wait long for their next token
+            # Those that decode should not wait long for their next token. All tokens of the step count: a multiple of
+            # 256 rows is what the matrix unit computes best.
+            budget = min(budget, max(self.prefill_chunk - len(decodes), self.prefill_chunk // 2))
         for group, sequence, missing in pending:
             count = min(missing, budget)
             if count > 0 and group not in preempted and self._make_room(group, sequence, count, preempted, swap_out):
@@ -326,7 +328,9 @@ class Scheduler:
         for other in self.running:
             sequence = other.sequences[0]
             computing = sequence.num_computed < min(sequence.num_prompt_tokens, len(sequence.token_ids) - 1)
-            if computing and other.salt == group.salt and sequence.token_ids[:end] == prompt[:end]:
+            # Most differ in the block in question, so that is looked at first.
+            ahead = sequence.token_ids[known:end] if computing and other.salt == group.salt else None
+            if ahead == prompt[known:end] and sequence.token_ids[:known] == prompt[:known]:
                 return True
         return False
 

@@ -40,19 +40,21 @@ def measure(llm: LLM, batch_size: int, context: int) -> Profile:
     """Profile decode steps of ``batch_size`` sequences of about ``context`` tokens.
 
     Raises:
-        UsageError: the model is not on a GPU.
+        UsageError: the model is not on a GPU, or has no room for so much.
     """
     engine = llm.engine
     model = engine.runner.model
+    if batch_size > engine.scheduler.max_num_seqs or context + 64 > engine.max_model_len:
+        raise UsageError(f"at most {engine.scheduler.max_num_seqs} sequences of {engine.max_model_len - 64} tokens")
     if model.device.type != "cuda":
         raise UsageError("bench profile needs a GPU")
     rng, c = random.Random(0), model.config
-    params = SamplingParams(temperature=0.7, max_tokens=64, ignore_eos=True, seed=0)
+    params = SamplingParams(temperature=0.7, max_tokens=engine.max_model_len - context, ignore_eos=True, seed=0)
     llm.reset_prefix_cache()
     for number in range(batch_size):
         engine.add_request(str(number), [rng.randrange(c.vocab_size) for _ in range(context)], params)
-    group = next(iter(engine.groups.values()))
-    while len(engine.scheduler.running) < batch_size or group.sequences[-1].num_output_tokens < 8:
+    last = engine.groups[str(batch_size - 1)].sequences[0]
+    while last.num_output_tokens < 8:
         engine.step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

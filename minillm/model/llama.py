@@ -97,9 +97,8 @@ class Llama:
         n = batch.num_decodes
         outputs = []
         if n:
-            outputs.append(
-                kernels.paged_attention(q[:n], k_cache, v_cache, batch.block_tables[:n], batch.context_lens[:n], scale)
-            )
+            attend = kernels.shared_attention if batch.shares_blocks else kernels.paged_attention
+            outputs.append(attend(q[:n], k_cache, v_cache, batch.block_tables[:n], batch.context_lens[:n], scale))
         if n < q.shape[0]:
             outputs.append(
                 kernels.prefill_attention(

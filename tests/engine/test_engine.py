@@ -185,7 +185,7 @@ def test_a_failing_device_ends_its_requests_and_nothing_else(model: Llama, monke
     for number, prompt in enumerate([[5] * 8, [6] * 8]):
         engine.add_request(str(number), prompt, GREEDY)
     with monkeypatch.context() as patch:
-        patch.setattr(Llama, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("device lost")))
+        patch.setattr(Llama, "forward", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("device lost")))
         with pytest.raises(RuntimeError, match="device lost"):
             engine.step()
     [failed] = engine.take_finished()
