@@ -65,7 +65,7 @@ def _matvec_kernel(
     lanes = tl.arange(0, COLUMNS)
     weights = _load_weights(weight_ptr, rows, lanes, num_rows, num_columns)
     if GATED:
-        up_ptr = weight_ptr + num_rows.to(tl.int64) * num_columns
+        up_ptr = weight_ptr + tl.cast(num_rows, tl.int64) * num_columns
         up_weights = _load_weights(up_ptr, rows, lanes, num_rows, num_columns)
     wait_for_inputs(PDL)
     total = tl.zeros([ROWS], tl.float32)

@@ -103,6 +103,7 @@ class DecodeSteps:
         self._changes: dict[int, int] = {}  # index into the words -> value
         self._forward_graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._draw_graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]] = {}
+        self._stream: torch.cuda.Stream | None = None  # one for all captures: cuBLAS keeps 32 MiB for each that it sees
         self._pool: Any = None  # the graphs' memory: they run one after another, so they share it
         self._size = 0  # rows of the last step, padding included
         # For measurements: (begin, end) of each step on the device, noted where this is a list.
@@ -327,7 +328,7 @@ class DecodeSteps:
         """Run ``work`` on padding, so that its kernels are compiled, then record it."""
         sent = self._rows.clone()
         self._rows.fill_(-1)
-        stream = torch.cuda.Stream(self._device)
+        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             work()
