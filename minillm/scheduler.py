@@ -84,10 +84,7 @@ class Scheduler:
             raise CapacityError(
                 f"the request needs {n} sequences at a time (n or beam_width), and max_num_seqs is {self.max_num_seqs}"
             )
-        longest = group.num_prompt_tokens + group.max_tokens
-        shared = group.num_prompt_tokens // size
-        needed = shared + n * (-(-longest // size) - shared)
-        pinned = self.num_pinned_blocks
+        needed, pinned = self._blocks_at_most(group), self.num_pinned_blocks
         if needed > self.cache.num_blocks - pinned:
             raise CapacityError(
                 f"the request can grow to {needed} blocks of {size} tokens ({group.num_prompt_tokens} prompt tokens, "
@@ -96,6 +93,13 @@ class Scheduler:
                 + "; lower max_tokens or n, or start with more blocks"
             )
         self.waiting.append(group)
+
+    def _blocks_at_most(self, group: SequenceGroup) -> int:
+        """What a group holds if none of its sequences ends before it has to."""
+        size = self.cache.block_size
+        shared = group.num_prompt_tokens // size
+        longest = group.num_prompt_tokens + group.max_tokens
+        return shared + group.params.num_sequences * (-(-longest // size) - shared)
 
     def schedule(self) -> Schedule:
         """Choose the step's work and take the blocks that it writes to."""
@@ -192,7 +196,7 @@ class Scheduler:
         """Keep an idle sequence's blocks under any load.
 
         Raises:
-            CapacityError: more than half of the pool would be pinned.
+            CapacityError: more than half of the pool would be pinned, or a request that waits could not run any more.
         """
         table = _table(sequence)
         total = self.num_pinned_blocks + len(table.blocks)
@@ -200,6 +204,12 @@ class Scheduler:
             raise CapacityError(
                 f"{total} of {self.cache.num_blocks} blocks would be pinned, and half of them may be; "
                 "unpin another prefix, or start with more blocks"
+            )
+        largest = max((self._blocks_at_most(group) for group in (*self.running, *self.waiting)), default=0)
+        if largest > self.cache.num_blocks - total:
+            raise CapacityError(
+                f"{total} blocks would be pinned, and a request that is under way may need {largest} of "
+                f"{self.cache.num_blocks}; wait until it has finished, or start with more blocks"
             )
         self.pinned[sequence.seq_id] = self.idle.pop(sequence.seq_id)
 

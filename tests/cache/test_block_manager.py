@@ -266,15 +266,23 @@ def test_hits_are_as_frequent_as_a_simple_oracle_says() -> None:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Hypothesis looks for the shortest history that breaks the books."""
+    """Hypothesis looks for the shortest history that breaks the books: every verb, hits, colliding hashes, swapping."""
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.sampled_from([1, 2, 4, 8]))
-    def start(self, num_blocks: int, block_size: int) -> None:
-        self.model = PoolModel(num_blocks, block_size)
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        prefix_caching=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 3, 12]),
+    )
+    def start(self, num_blocks: int, block_size: int, prefix_caching: bool, num_host_blocks: int) -> None:
+        self.model = PoolModel(num_blocks, block_size, prefix_caching, num_host_blocks)
 
-    @rule()
-    def allocate(self) -> None:
-        self.model.allocate()
+    @rule(data=st.data())
+    def allocate(self, data: st.DataObject) -> None:
+        prompt = data.draw(st.lists(st.sampled_from(ALPHABET), max_size=3 * self.model.block_size + 1))
+        seq = self.model.allocate(prompt)
+        if not self.model.append(seq, 0, prompt[len(self.model.tokens[seq]) :]):
+            self.model.free(seq)
 
     @precondition(lambda self: self.model.tables)
     @rule(data=st.data())
@@ -283,22 +291,50 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.fork(parent, data.draw(st.none() | st.integers(0, len(self.model.tokens[parent]))))
 
     @precondition(lambda self: self.model.tables)
-    @rule(data=st.data(), count=st.integers(0, 20))
-    def append(self, data: st.DataObject, count: int) -> None:
-        self.model.append(data.draw(st.sampled_from(sorted(self.model.tables))), count)
+    @rule(data=st.data(), values=st.lists(st.sampled_from(ALPHABET), max_size=20))
+    def append(self, data: st.DataObject, values: list[int]) -> None:
+        self.model.append(data.draw(st.sampled_from(sorted(self.model.tables))), 0, values)
 
     @precondition(lambda self: self.model.tables)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         self.model.free(data.draw(st.sampled_from(sorted(self.model.tables))))
 
+    @precondition(lambda self: self.model.tables)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        self.model.swap_out(
+            data.draw(st.lists(st.sampled_from(sorted(self.model.tables)), min_size=1, max_size=3, unique=True))
+        )
+
+    @precondition(lambda self: self.model.away)
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        self.model.swap_in(
+            data.draw(st.lists(st.sampled_from(sorted(self.model.away)), min_size=1, max_size=3, unique=True))
+        )
+
+    @precondition(lambda self: self.model.away)
+    @rule(data=st.data())
+    def abort_on_the_host(self, data: st.DataObject) -> None:
+        self.model.discard(data.draw(st.sampled_from(sorted(self.model.away))))
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.model.manager.reset_prefix_cache()
+
     @rule()
     def step(self) -> None:
         self.model.run_step()
 
+    @rule()
+    def every_table_reads_its_own_tokens(self) -> None:
+        self.model.check()
+
     @invariant()
     def books_balance(self) -> None:
         self.model.manager.check()
+        self.model.swap.check()
 
     def teardown(self) -> None:
         if hasattr(self, "model"):
@@ -306,5 +342,5 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.drain()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestCacheMachine = CacheMachine.TestCase

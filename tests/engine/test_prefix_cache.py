@@ -205,3 +205,18 @@ def test_the_same_request_gives_the_same_tokens_whatever_else_happens(model: Lla
             preempted[pressure] += engine.scheduler.num_preemptions
             assert pressure == "swap" or not engine.scheduler.swap.num_swapped_out
     assert min(preempted.values()) > 0, "nothing was preempted"
+
+
+def test_a_pin_leaves_room_for_requests_that_wait(model: Llama) -> None:
+    engine = engine_for(model, num_blocks=8, block_size=4)
+    held = engine.add_request("held", [5] * 11, SamplingParams(temperature=0, max_tokens=1), hold=True).sequences[0]
+    while engine.has_work:
+        engine.step()
+    engine.add_request("large", [6] * 10, SamplingParams(temperature=0, max_tokens=16))
+    with pytest.raises(CapacityError, match="under way may need 7 of 8"):
+        engine.pin(held)
+    while engine.has_work:
+        engine.step()
+    assert all(output.error is None for output in engine.take_finished())
+    assert held.table is None, "pressure took it, for it was not pinned"
+    assert engine.cache.num_free == 8

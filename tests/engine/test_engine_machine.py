@@ -1,0 +1,158 @@
+"""Hypothesis drives an engine over a pool that is too small: requests, aborts, pins, held sequences, in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support import engine_for, hf_model, ours
+
+from minillm.decoding.params import BeamSearchParams, SamplingParams
+from minillm.errors import CapacityError
+from minillm.model.llama import Llama
+from minillm.sequence import Sequence
+
+MODELS: list[Llama] = []  # one for all examples: making it takes longer than running them
+KINDS = (
+    SamplingParams(temperature=0, max_tokens=9),
+    SamplingParams(temperature=0, max_tokens=12, stop_token_ids=list(range(3, 40))),
+    SamplingParams(n=3, seed=1, max_tokens=6),
+    SamplingParams(temperature=0, repetition_penalty=1.4, max_tokens=7),
+    BeamSearchParams(beam_width=3, max_tokens=6),
+    SamplingParams(n=4, seed=2, max_tokens=20),  # most of the pool
+)
+PREFIX = list(range(40, 60))
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Whatever happens, the books balance, every request ends, and every answer is the one that it has alone."""
+
+    @initialize(
+        on_device=st.booleans(),
+        block_size=st.sampled_from([1, 4]),
+        host_blocks=st.sampled_from([0, 60]),
+        admission=st.sampled_from(["predicted", "optimistic"]),
+    )
+    def start(self, on_device: bool, block_size: int, host_blocks: int, admission: str) -> None:
+        if not MODELS:
+            MODELS.append(ours(hf_model()))
+        self.engine = engine_for(
+            MODELS[0], num_blocks=30 * (4 // block_size), block_size=block_size, max_num_seqs=8,
+            max_num_batched_tokens=16, host_blocks=host_blocks, admission=admission, on_device=on_device,
+        )  # fmt: skip
+        self.requests: dict[str, tuple[list[int], Any]] = {}
+        self.aborted: set[str] = set()
+        self.groups: dict[str, Any] = {}
+        self.idle: list[Sequence] = []
+        self.pinned: list[Sequence] = []
+        self.number = 0
+
+    @rule(shared=st.integers(0, 20), own=st.lists(st.integers(3, 95), min_size=1, max_size=8),
+          kind=st.sampled_from(KINDS), hold=st.booleans())  # fmt: skip
+    def add(self, shared: int, own: list[int], kind: Any, hold: bool) -> None:
+        name, prompt = str(self.number), PREFIX[:shared] + own
+        self.number += 1
+        hold = hold and isinstance(kind, SamplingParams)
+        try:
+            group = self.engine.add_request(name, prompt, kind, hold=hold)
+        except CapacityError:
+            return  # it could never fit beside what is pinned
+        self.requests[name] = (prompt, kind)
+        if hold:
+            self.groups[name] = group
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step()
+            self.collect()
+
+    def collect(self) -> None:
+        for output in self.engine.take_finished():
+            prompt, kind = self.requests.pop(output.request_id)
+            assert output.error is None, output.error
+            if output.request_id not in self.aborted:
+                assert all(completion.finish_reason != "abort" for completion in output.outputs)
+                assert [c.token_ids for c in output.outputs] == answer(prompt, kind), (prompt, kind)
+            group = self.groups.pop(output.request_id, None)
+            if group is not None and group.sequences[0].seq_id in self.engine.scheduler.idle:
+                self.idle.append(group.sequences[0])
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        self.engine.abort(name)
+        self.aborted.add(name)
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        sequence = self.idle.pop(data.draw(st.integers(0, len(self.idle) - 1)))
+        if sequence.seq_id not in self.engine.scheduler.idle:  # pressure took it
+            self.engine.release(sequence)
+            return
+        try:
+            self.engine.pin(sequence)
+            self.pinned.append(sequence)
+        except CapacityError:
+            self.engine.release(sequence)
+
+    @precondition(lambda self: self.pinned)
+    @rule()
+    def unpin(self) -> None:
+        self.engine.unpin(self.pinned.pop())
+
+    @rule()
+    def forget_prefixes(self) -> None:
+        self.engine.cache.reset_prefix_cache()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.cache.check()
+            self.engine.scheduler.swap.check()
+            for sequence in self.pinned:
+                assert sequence.table is not None, "pressure took a pinned prefix"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(2000):
+            if not self.engine.has_work:
+                break
+            self.engine.step()
+            self.collect()
+        assert not self.engine.has_work, "a request never ends"
+        assert not self.requests
+        for sequence in self.idle:
+            self.engine.release(sequence)
+        while self.pinned:
+            self.engine.unpin(self.pinned.pop())
+        self.books_balance()
+        assert self.engine.cache.num_free == self.engine.cache.num_blocks, "blocks leaked"
+        assert self.engine.scheduler.swap.num_free == self.engine.scheduler.swap.num_blocks, "host blocks leaked"
+
+
+ANSWERS: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
+
+
+def answer(prompt: list[int], kind: Any) -> list[list[int]]:
+    """What the request gives alone, in a pool with room for everything."""
+    key = (tuple(prompt), KINDS.index(kind))
+    if key not in ANSWERS:
+        engine = engine_for(MODELS[0], num_blocks=128, on_device=False)
+        engine.add_request("alone", prompt, KINDS[key[1]])
+        while engine.has_work:
+            engine.step()
+        [output] = engine.take_finished()
+        ANSWERS[key] = [completion.token_ids for completion in output.outputs]
+    return ANSWERS[key]
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestEngineMachine = EngineMachine.TestCase
