@@ -154,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 
     memory = workload("memory", "what paging and sharing save, and swap against recompute")
     memory.add_argument("--shape", metavar="NAME", help="shape of the model that is swapped (smollm2-135m)")
+    memory.add_argument("--model", metavar="NAME", help="let this model choose the beams, instead of a simulation, too")
     memory.add_argument("--num-tokens", type=int, default=512, metavar="N", help="length of the swapped sequence")
     memory.add_argument("--device", metavar="DEVICE", help="where it is swapped from: cpu, cuda")
 

@@ -6,7 +6,8 @@ and 1.1 for ShareGPT, cut to 1 … 2048 tokens together. A batch of sequences at
 thousand steps, and slots are counted at every one.
 
 How beams die is simulated: the next token's log-probabilities of each beam fall as those of a Zipf distribution with
-exponent 1.5, with Gumbel noise of scale 0.5, and the best ``width`` of all continuations live on.
+exponent 1.5, with Gumbel noise of scale 0.5, and the best ``width`` of all continuations live on. With a model it is
+the model's own choice, on prompts of `INSTRUCTIONS` cut to the same lengths.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 
 from minillm.cache import BlockManager, BlockTable
 from minillm.config import BLOCK_SIZES
+from minillm.decoding.params import BeamSearchParams
+from minillm.llm import LLM
 
 LONGEST = 2048
 _BATCH = 48
@@ -188,6 +191,39 @@ def beam_saving(lengths: Lengths, width: int, block_size: int = 16) -> float:
             if step % 8 == 0:
                 here = _saved(manager)
                 saved, logical = saved + here[0], logical + here[1]
+    return saved / logical
+
+
+INSTRUCTIONS = (
+    "Give three tips for staying healthy. Describe the structure of an atom. How can we reduce air pollution? "
+    "Explain why the moon has phases to a child of six. Write a short story about a fisherman who finds an old "
+    "map in a bottle. List five books that everybody should have read, and say why in one sentence each. "
+    "Translate the following sentence into French: the train leaves at noon. Summarise what causes the seasons. "
+    "Suggest a dinner for a cold evening. Compare the advantages of living in a city with those of living in the "
+    "country. Write an e-mail that asks for a day off. What is the difference between weather and climate? "
+    "Rewrite this sentence in the passive voice: the cat chased the mouse. "
+)
+
+
+def model_beam_saving(llm: LLM, lengths: Lengths, width: int, requests: int = 24) -> float:
+    """`beam_saving` where a model chooses: real beam searches, one at a time, over real text."""
+    engine, rng = llm.engine, random.Random(3)
+    text = llm.tokenizer.encode(INSTRUCTIONS)
+    saved = logical = 0
+    for number in range(requests):
+        prompt, output = lengths.draw(rng)
+        start = rng.randrange(len(text))
+        tokens = [text[(start + i) % len(text)] for i in range(prompt)]
+        params = BeamSearchParams(beam_width=width, max_tokens=output, ignore_eos=True)
+        engine.add_request(f"beams-{number}", tokens, params)
+        steps = 0
+        while engine.has_work:
+            engine.step()
+            here = _saved(engine.cache)
+            if steps % 8 == 0:
+                saved, logical = saved + here[0], logical + here[1]
+            steps += 1
+        engine.take_finished()
     return saved / logical
 
 

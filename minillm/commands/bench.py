@@ -184,6 +184,15 @@ def _memory(arguments: argparse.Namespace) -> int:
         books.append(line)
         if not arguments.json:
             print(f"{line.table:20}{line.lengths:16}{line.setting:38}{line.value:>8.1%}", flush=True)
+    if arguments.model:
+        chooser = LLM(arguments.model, **given(arguments, ("device",)))
+        for lengths in (memory.ALPACA, memory.SHAREGPT):
+            for width in (2, 4, 6):
+                value = memory.model_beam_saving(chooser, lengths, width)
+                setting = f"{width} beams of {arguments.model}"
+                books.append(memory.MemoryResult("saved by sharing", lengths.name, setting, value))
+                if not arguments.json:
+                    print(f"{'saved by sharing':20}{lengths.name:16}{setting:38}{value:>8.1%}", flush=True)
     llm = LLM(name, load_format="dummy", num_blocks=8, preemption="recompute", **given(arguments, ("device",)))
     if not arguments.json:
         device = llm.engine.runner.model.device

@@ -407,7 +407,7 @@ BAD: list[tuple[str, Any]] = [
     ("size", lambda: activation.silu_mul(randn(4, 5))),
     ("contiguous", lambda: blocks.block_copy(randn(2, 2, 4, 4, 2, 8).transpose(3, 4), torch.zeros(0, 2))),
     ("staging", lambda: blocks.gather_blocks(randn(2, 2, 4, 4, 2, 8), torch.zeros(3).long(), randn(2, 2, 2, 4, 2, 8))),
-    ("float32", lambda: sampling.sample(randn(2, 8, dtype=torch.float16), *[randn(2)] * 6)),
+    ("floating", lambda: sampling.sample(torch.zeros(2, 8, dtype=torch.int32, device=DEVICE), *[randn(2)] * 6)),
     ("temperature", lambda: sampling.sample(randn(2, 8), *[randn(3)] * 6)),
     ("count", lambda: sampling.top_log_probabilities(randn(2, 8), 9)),
     ("count", lambda: sampling.top_log_probabilities(randn(2, 800), 0)),
