@@ -233,6 +233,7 @@ class DecodeSteps:
             if row.position != sequence.num_computed:
                 changes[row.index * width + Field.POSITION] = row.position = sequence.num_computed
             if not row.has_token:
+                assert not sequence.num_pending, f"nobody knows the last token of sequence {sequence.seq_id}"
                 changes[row.index * width + Field.TOKEN] = sequence.token_ids[-1]
             row.has_token = False  # until one is drawn
             row.position += 1
