@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import cpu, reference
-from kernels.reference import DecodeInputs, Field
+from kernels.reference import DecodeInputs, Field, log_probabilities
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
     from kernels import (
@@ -38,6 +38,7 @@ __all__ = [
     "gather_blocks",
     "linear",
     "linear_add",
+    "log_probabilities",
     "norm_gated_linear",
     "norm_linear",
     "paged_attention",
@@ -232,4 +233,4 @@ def sample_with_logprobs(
     if logits.is_cuda:
         return sampling.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
     tokens = cpu.sample(logits.float(), temperature, top_k, top_p, min_p, seeds, positions)
-    return tokens, reference.log_probabilities(logits.float(), tokens)
+    return tokens, log_probabilities(logits, tokens)

@@ -214,7 +214,7 @@ def _launch(
         if num_splits is None:
             num_splits = num_splits_for(num_seqs, num_kv_heads, block_tables.shape[1] * block_size, q.device)
         dim_tile = max(16, triton.next_power_of_2(head_dim))
-        tile, stages, warps = _tiling(dim_tile, q.element_size())
+        tile, stages, warps = tiling(dim_tile, q.element_size())
         if num_splits > 1:
             target = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
             target_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
@@ -267,7 +267,7 @@ def merge_splits(
     )  # fmt: skip
 
 
-def _tiling(dim_tile: int, element_size: int) -> tuple[int, int, int]:
+def tiling(dim_tile: int, element_size: int) -> tuple[int, int, int]:
     """(tokens a tile, stages, warps): 16 kB of K a tile keeps memory busy without filling shared memory."""
     tile = max(16, min(128, 16384 // (dim_tile * element_size)))
     return tile, 3 if dim_tile >= 128 else 2, 4

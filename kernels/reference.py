@@ -286,8 +286,9 @@ def sample(
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """``log_softmax(logits)[token]`` per row, ``[rows]``, without building the whole distribution."""
-    return logits.gather(1, token_ids[:, None])[:, 0] - logits.logsumexp(-1)
+    """``log_softmax(logits)[token]`` per row, ``[rows]``, no whole distribution built; NaN where a logit is."""
+    wide = _wide(logits)
+    return wide.gather(1, token_ids[:, None])[:, 0] - wide.logsumexp(-1)
 
 
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.compat import dot, pdl_options, wait_for_inputs
-from kernels.decode_attention import check_inputs, merge_splits, num_splits_for
+from kernels.decode_attention import check_inputs, merge_splits, num_splits_for, tiling
 
 # 16 to 128 were measured: more rows read less, and leave fewer programs that wait longer for each other's bytes. Only
 # from 8k shared tokens on 64 are better, by a seventh.
@@ -175,7 +175,7 @@ def shared_attention(
     if num_splits is None:
         num_splits = num_splits_for(groups, num_kv_heads, block_tables.shape[1] * block_size, q.device)
     dim_tile = max(16, triton.next_power_of_2(head_dim))
-    tile = max(16, min(128, 16384 // (dim_tile * q.element_size())))
+    tile, _, warps = tiling(dim_tile, q.element_size())
     if q.element_size() == 4:
         tile = min(tile, 32)  # full float32 has no matrix unit: small tiles, or registers overflow
     partial = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
@@ -189,7 +189,7 @@ def shared_attention(
         softmax_scale * 1.4426950408889634, num_seqs, num_splits,
         GROUP=group, SEQS=seqs, ROWS=rows, HEAD_DIM=head_dim, DIM_TILE=dim_tile,
         BLOCK_SIZE=block_size, TILE=tile, TABLE_TILE=_TABLE_TILE, STAGES=2,
-        num_warps=4, **pdl_options(q.device),
+        num_warps=warps, **pdl_options(q.device),
     )  # fmt: skip
     if num_splits > 1:
         merge_splits(out, lse, partial, lse, context_lens, tile, all_written=True, write_lse=False)

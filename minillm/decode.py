@@ -25,7 +25,7 @@ from kernels import DecodeInputs, Field
 from minillm.cache import BlockTable
 from minillm.decoding.params import SamplingParams
 from minillm.decoding.processors import needs_host, process_logits
-from minillm.decoding.sampler import SampleRow, draw, log_probabilities
+from minillm.decoding.sampler import SampleRow, draw
 from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
@@ -194,7 +194,7 @@ class DecodeSteps:
         kernels.end_decode(self._words, self._counts, self._tensor([row.index for row in held], torch.int32), tokens)
         for row in held:
             row.has_token = True
-        return tokens, log_probabilities(raw, tokens), raw
+        return tokens, kernels.log_probabilities(raw, tokens), raw
 
     def _mark_end(self) -> None:
         if self.marks and self.marks[-1] is not None:
@@ -323,7 +323,7 @@ class DecodeSteps:
             inputs.draw_positions,
         )
         kernels.end_decode(self._words, self._counts, rows, tokens)
-        return tokens, log_probabilities(raw, tokens) if penalised else logprobs
+        return tokens, kernels.log_probabilities(raw, tokens) if penalised else logprobs
 
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Run ``work`` on padding, so that its kernels are compiled, then record it."""

@@ -293,9 +293,10 @@ class Engine:
             step.logits, sampled = self.runner.run(schedule, self.cache.take_copies())
             step.draws, step.searching = self.draws_of(sampled, self.note_computed(schedule))
             rows = [row for _, row in step.draws]
+            keeps_tokens = self.runner.keeps_tokens(rows)
             if rows:
-                step.drawn = self.runner.draw(step.logits, rows, len(schedule.decodes))
-            step.may_run_ahead = not step.searching and self.runner.keeps_tokens(rows)
+                step.drawn = self.runner.draw(step.logits, rows, len(schedule.decodes), keeps_tokens)
+            step.may_run_ahead = not step.searching and keeps_tokens
         except Exception as error:
             self._fail_step(step, f"{type(error).__name__}: {error}")
             raise

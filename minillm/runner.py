@@ -68,15 +68,16 @@ class Runner:
         return logits, sampled
 
     @torch.inference_mode()
-    def draw(self, logits: Tensor, rows: list[SampleRow], num_decodes: int) -> Drawn:
+    def draw(self, logits: Tensor, rows: list[SampleRow], num_decodes: int, keeps_tokens: bool) -> Drawn:
         """Draw a token for each of ``rows`` from the step's ``logits``.
 
         Args:
             num_decodes: how many sequences have decoded in this step; theirs are the first rows of logits.
+            keeps_tokens: what the method of that name says of ``rows``.
         """
         if self.decoder is None:
             return Drawn(rows, *sample_tokens(logits, rows))
-        if len(logits) > num_decodes or not self.keeps_tokens(rows):
+        if len(logits) > num_decodes or not keeps_tokens:
             return Drawn(rows, *self.decoder.draw_from(logits, rows))
         return Drawn(rows, *self.decoder.draw(rows))
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from minillm.cache import BlockManager, SwapSpace
 from minillm.decoding.beam_candidates import BeamStep
 from minillm.decoding.beam_search import Candidate
-from minillm.decoding.params import BeamSearchParams, SamplingParams
+from minillm.decoding.params import BeamSearchParams, Params, SamplingParams
 from minillm.engine import Engine
 from minillm.outputs import TokenLogprobs
 from minillm.runner import reaches_the_end
@@ -56,6 +56,12 @@ def _engine(num_blocks: int, max_num_seqs: int) -> Engine:
     )
 
 
+def _add_requests(engine: Engine, rng: random.Random, count: int, params: Params) -> None:
+    for number in range(count):
+        prompt = [rng.randrange(3, _VOCAB) for _ in range(rng.randint(50, 300))]
+        engine.add_request(str(number), prompt, params)
+
+
 def measure() -> list[HostResult]:
     """Both figures, and their parts."""
     return [*_decode_step(256), *_beam_step(32, 4)]
@@ -65,9 +71,7 @@ def _decode_step(num_seqs: int) -> list[HostResult]:
     rng = random.Random(0)
     engine = _engine(num_seqs * 80, num_seqs)
     params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-    for number in range(num_seqs):
-        prompt = [rng.randrange(3, _VOCAB) for _ in range(rng.randint(50, 300))]
-        engine.add_request(str(number), prompt, params)
+    _add_requests(engine, rng, num_seqs, params)
     books: list[float] = []
     rest: list[float] = []
     while len(books) < _STEPS:
@@ -96,9 +100,7 @@ def _beam_step(num_groups: int, width: int) -> list[HostResult]:
     rng = random.Random(0)
     engine = _engine(num_groups * width * 80, num_groups * width)
     params = BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True)
-    for number in range(num_groups):
-        prompt = [rng.randrange(3, _VOCAB) for _ in range(rng.randint(50, 300))]
-        engine.add_request(str(number), prompt, params)
+    _add_requests(engine, rng, num_groups, params)
     times: list[float] = []
 
     def candidates(step: BeamStep) -> list[Candidate]:

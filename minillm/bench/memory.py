@@ -219,8 +219,8 @@ def model_beam_saving(llm: LLM, lengths: Lengths, width: int, requests: int = 24
         steps = 0
         while engine.has_work:
             engine.step()
-            here = _saved(engine.cache)
             if steps % 8 == 0:
+                here = _saved(engine.cache)
                 saved, logical = saved + here[0], logical + here[1]
             steps += 1
         engine.take_finished()

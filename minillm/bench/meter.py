@@ -32,7 +32,6 @@ class Meter:
 
     ceilings: Ceilings
     floor: float = 0.0  # seconds
-    num_steps: int = 0
     idle_share: float | None = None  # of the time between the first and the last of successive decode steps
     peak_blocks: int = 0
     _marks: list[Any] = field(default_factory=list)
@@ -49,7 +48,6 @@ class Meter:
         if self.ceilings.flops is not None:
             seconds = max(seconds, 2 * config.num_parameters * schedule.num_tokens / self.ceilings.flops)
         self.floor += seconds
-        self.num_steps += 1
 
     def conclude(self) -> None:
         """Read the device's clock: gaps between the end of one decode step and the begin of the next."""

@@ -29,19 +29,31 @@ def run(arguments: argparse.Namespace) -> int:
     return workloads.get(arguments.workload, _workload)(arguments)
 
 
+def _shape(arguments: argparse.Namespace) -> str:
+    """The shape that ``--shape`` names, or the smallest."""
+    from minillm.model.shapes import SHAPES
+
+    name: str = arguments.shape or "smollm2-135m"
+    if name not in SHAPES:
+        raise UsageError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
+    return name
+
+
+def _check_scale(arguments: argparse.Namespace) -> None:
+    if not 0 < arguments.scale <= 1:
+        raise UsageError(f"--scale must be above 0 and at most 1, not {arguments.scale}")
+
+
 def _model(arguments: argparse.Namespace) -> tuple[LLM, str]:
     """The model that ``--shape`` or ``--model`` asks for, and its name."""
     if arguments.shape and arguments.model:
         raise UsageError("give either --shape (random weights) or --model (real ones), not both")
     from minillm.commands.progress import loading_bar, say
     from minillm.llm import LLM
-    from minillm.model.shapes import SHAPES
 
     options = given(arguments, ENGINE_OPTIONS)
-    name = arguments.model or arguments.shape or "smollm2-135m"
+    name = arguments.model or _shape(arguments)
     if not arguments.model:
-        if name not in SHAPES:
-            raise UsageError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
         options["load_format"] = "dummy"
     with loading_bar() as report:
         return LLM(name, on_progress=report, on_message=say, **options), name
@@ -53,8 +65,7 @@ def _say_model(llm: LLM, what: str) -> None:
 
 
 def _workload(arguments: argparse.Namespace) -> int:
-    if not 0 < arguments.scale <= 1:
-        raise UsageError(f"--scale must be above 0 and at most 1, not {arguments.scale}")
+    _check_scale(arguments)
     from minillm.bench.workloads import measure
 
     llm, name = _model(arguments)
@@ -81,8 +92,7 @@ def _workload(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    if not 0 < arguments.scale <= 1:
-        raise UsageError(f"--scale must be above 0 and at most 1, not {arguments.scale}")
+    _check_scale(arguments)
     if not 0 < arguments.rate <= 1e6:
         raise UsageError(f"--rate must be above 0, not {arguments.rate}")
     if arguments.num_requests < 1:
@@ -137,9 +147,7 @@ def _matvec(arguments: argparse.Namespace) -> int:
     from minillm.bench.matvec import measure
     from minillm.model.shapes import SHAPES
 
-    name = arguments.shape or "smollm2-135m"
-    if name not in SHAPES:
-        raise UsageError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
+    name = _shape(arguments)
     if not torch.cuda.is_available():
         raise UsageError("bench matvec needs a GPU")
     results = []
@@ -174,9 +182,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     from minillm.llm import LLM
     from minillm.model.shapes import SHAPES
 
-    name = arguments.shape or "smollm2-135m"
-    if name not in SHAPES:
-        raise UsageError(f"unknown shape {name!r}; known: {', '.join(SHAPES)}")
+    name = _shape(arguments)
     if not 1 <= arguments.num_tokens <= SHAPES[name].max_position_embeddings:
         raise UsageError(f"--num-tokens must be from 1 to {SHAPES[name].max_position_embeddings}")
     books = []

@@ -41,11 +41,6 @@ class _HistoryParams:
         """Whether tokens that occurred before pay for it."""
         return bool(self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0)
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether penalties or biases apply at every step."""
-        return bool(self.logit_bias or self.has_penalties or self.no_repeat_ngram_size)
-
 
 @dataclass(frozen=True)
 class SamplingParams(_HistoryParams):

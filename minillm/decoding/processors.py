@@ -11,7 +11,7 @@ from minillm.sequence import Sequence
 
 def needs_processing(params: Params, sequence: Sequence) -> bool:
     """Whether `process_logits` would change anything at this step."""
-    return params.changes_logits or sequence.num_output_tokens < params.min_tokens
+    return params.has_penalties or needs_host(params, sequence)
 
 
 def needs_host(params: Params, sequence: Sequence) -> bool:

@@ -88,12 +88,7 @@ def sample_tokens(logits: Tensor, rows: SequenceOf[SampleRow]) -> tuple[Tensor, 
     token_ids = draw(processed, rows)
     if all(row.params.logprobs is None for row in rows):
         return token_ids, raw.amax(-1), raw
-    return token_ids, log_probabilities(raw, token_ids), raw
-
-
-def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """Of one token per row of ``logits [n, vocab]``, ``[n]`` float32: NaN where a logit is NaN."""
-    return logits.gather(1, token_ids[:, None])[:, 0].float() - logits.float().logsumexp(-1)
+    return token_ids, kernels.log_probabilities(raw, token_ids), raw
 
 
 def draw(logits: Tensor, rows: SequenceOf[SampleRow]) -> Tensor:
