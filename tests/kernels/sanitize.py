@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 from shapes import DEVICE, make_pool, randn
 
-from kernels import activation, blocks, norm, rotary, sampling
+from kernels import DecodeInputs, Field, activation, blocks, decode_rows, matvec, norm, rotary, sampling
 from kernels.chunked_prefill import prefill_attention
 from kernels.decode_attention import paged_attention, paged_attention_with_lse
+from kernels.shared_decode_attention import shared_attention
 
 
 def main() -> None:
@@ -29,6 +30,7 @@ def main() -> None:
             for splits in (1, 3):
                 paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
                 paged_attention_with_lse(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
+                shared_attention(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
             starts = torch.tensor([0, 1, 20, 20, 90], dtype=torch.int32, device=DEVICE)
             chunk = randn(90, heads, dim, dtype=dtype)
             prefill_attention(chunk, pool.k, pool.v, pool.tables, pool.lens, starts, 0.1)
@@ -36,6 +38,10 @@ def main() -> None:
             angles = randn(4, dim // 2)
             slots = torch.tensor([0, -1, 5, 3], device=DEVICE)
             rotary.rotary_write_kv(q, k, v, angles.cos(), angles.sin(), pool.k, pool.v, slots)
+        one, residual = x[:1], randn(1, 90, dtype=dtype)
+        matvec.norm_matvec(one, weight, 1e-5, randn(91, 577, dtype=dtype), randn(91, dtype=dtype))
+        matvec.norm_gated_matvec(one, weight, 1e-5, randn(2 * 91, 577, dtype=dtype))
+        matvec.matvec_add(one, randn(90, 577, dtype=dtype), None, residual)
         cache = randn(2, 2, 5, 4, 3, 64, dtype=dtype)
         blocks.block_copy(cache, torch.tensor([[0, 4], [1, 2]], device=DEVICE))
         ids, staging = torch.tensor([3, 1], device=DEVICE), torch.zeros(2, 2, 2, 4, 3, 64, dtype=dtype, device=DEVICE)
@@ -53,6 +59,15 @@ def main() -> None:
         numbers = torch.arange(rows, device=DEVICE)
         sampling.sample(logits, settings[0], settings[1], settings[2], settings[3], numbers, numbers)
         sampling.top_log_probabilities(logits, 20)
+        words = torch.zeros(rows, Field.TABLE + 7, dtype=torch.int32, device=DEVICE)
+        words[:, Field.POSITION] = torch.arange(rows, device=DEVICE)
+        words[:, Field.FREQUENCY_PENALTY] = 1  # the least float32 above 0: a penalty all the same
+        counts = torch.zeros(rows, vocab, dtype=torch.int32, device=DEVICE)
+        chosen = torch.tensor([2, -1, 0, rows - 1], dtype=torch.int32, device=DEVICE)
+        inputs = DecodeInputs.allocate(len(chosen), 7, DEVICE)
+        decode_rows.begin_decode(words, chosen, 4, inputs)
+        decode_rows.penalise(logits[:4], words, counts, chosen, torch.empty(4, vocab, device=DEVICE))
+        decode_rows.end_decode(words, counts, chosen, torch.tensor([0, 1, 2, vocab - 1], device=DEVICE))
     torch.cuda.synchronize()
     print("every kernel ran")
 
