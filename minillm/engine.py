@@ -60,6 +60,21 @@ class StepUnderWay:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step did, and where its time went. Blocks for what was swapped and copied."""
+
+    number: int
+    num_prefills: int  # chunks of prompts
+    num_prefill_tokens: int
+    num_decodes: int
+    num_preempted: int  # groups
+    num_swapped_out: int
+    num_swapped_in: int
+    seconds: float
+    device_seconds: float  # giving the device its work and waiting for it; the rest is the host's own
+
+
 @dataclass
 class Engine:
     """A model, its pool of blocks and the requests that run on it.
@@ -76,6 +91,7 @@ class Engine:
     source: str = ""  # where the weights came from, for people
     seed: int = 0
     num_steps: int = 0
+    last_step: StepReport | None = None  # the one whose tokens came last
     groups: dict[str, SequenceGroup] = field(default_factory=dict)
     finished: dict[str, RequestOutput] = field(default_factory=dict)  # until `take_finished`
     _aborts: deque[str] = field(default_factory=deque)
@@ -86,6 +102,7 @@ class Engine:
         self._random = random.Random(self.seed)
         self._under_way: StepUnderWay | None = None
         self._undelivered: list[Delta] = []  # where a failure came between
+        self._device_seconds = 0.0  # of the step that is being computed
         self.reset_peaks()
 
     @property
@@ -125,7 +142,8 @@ class Engine:
 
         Args:
             parent: an idle sequence; the beginning that the prompt has in common with it is not computed again.
-            hold: keep the first completion's blocks when it ends: the sequence becomes idle and can be a parent.
+            hold: keep the completions' blocks when they end: the sequences become idle and can be parents. Of a beam
+                search these are the beams that were running last.
             salt: only requests of the same salt find each other's blocks in the prefix cache.
             streamed: of a beam search, report the best beam's text at every step.
 
@@ -248,6 +266,7 @@ class Engine:
         If the device fails, every request that was part of the step ends with the error, its blocks are freed, and the
         exception is raised: the engine itself stays usable.
         """
+        began, self._device_seconds = time.monotonic(), 0.0
         deltas, self._undelivered = self._undelivered + self.carry_out_aborts(), []
         step = self._under_way if self._under_way is not None and self._under_way.is_wanted else self._launch()
         self._under_way = None
@@ -273,7 +292,21 @@ class Engine:
         if self._under_way is not None and not self._under_way.is_wanted:
             self._discard(self._under_way)
             self._under_way = None
+        self.last_step = self._report(step.schedule, time.monotonic() - began)
         return deltas
+
+    def _report(self, schedule: Schedule, seconds: float) -> StepReport:
+        return StepReport(
+            number=self.num_steps,
+            num_prefills=len(schedule.prefills),
+            num_prefill_tokens=sum(chunk.count for chunk in schedule.prefills),
+            num_decodes=len(schedule.decodes),
+            num_preempted=len(schedule.preempted),
+            num_swapped_out=len(schedule.swap_out),
+            num_swapped_in=len(schedule.swap_in),
+            seconds=seconds,
+            device_seconds=self._device_seconds,
+        )
 
     def _launch(self) -> StepUnderWay | None:
         """Schedule a step and give it to the device; None where nothing can run."""
@@ -290,12 +323,16 @@ class Engine:
                 chunk.group.metrics.first_scheduled_time = now
         step = StepUnderWay(schedule, None, [], None, [], False)
         try:
+            launched = time.monotonic()
             step.logits, sampled = self.runner.run(schedule, self.cache.take_copies())
+            self._device_seconds += time.monotonic() - launched
             step.draws, step.searching = self.draws_of(sampled, self.note_computed(schedule))
             rows = [row for _, row in step.draws]
             keeps_tokens = self.runner.keeps_tokens(rows)
             if rows:
+                launched = time.monotonic()
                 step.drawn = self.runner.draw(step.logits, rows, len(schedule.decodes), keeps_tokens)
+                self._device_seconds += time.monotonic() - launched
             step.may_run_ahead = not step.searching and keeps_tokens
         except Exception as error:
             self._fail_step(step, f"{type(error).__name__}: {error}")
@@ -307,7 +344,9 @@ class Engine:
 
     def _conclude(self, step: StepUnderWay) -> list[Delta]:
         """Wait for a step's tokens and add them to their sequences."""
+        waited = time.monotonic()
         tokens, broken = step.drawn.wait() if step.drawn is not None else ([], [])
+        self._device_seconds += time.monotonic() - waited
         deltas: list[Delta] = []
         searching = [each for each in step.searching if not each[0].finished]
         if searching and step.logits is not None:
@@ -562,7 +601,7 @@ class Engine:
         table = sequence.table
         if table is not None and group.request_id not in self._errors:
             self.cache.commit(table, sequence.token_ids, min(sequence.num_computed, len(sequence.token_ids)))
-        if group.hold and sequence.index == 0 and table is not None:
+        if group.hold and table is not None:
             last = len(sequence.token_ids) - 1
             if table.num_tokens > last and sequence.num_output_tokens:  # a step that ran ahead has computed it, too
                 sequence.seq_id = self._new_seq_id()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from minillm.cache import BlockManager, BlockTable, OutOfBlocks, SwapSpace
+from minillm.cache import BlockManager, BlockTable, CacheEvent, OutOfBlocks, SwapSpace
 from minillm.errors import CapacityError
 from minillm.sequence import Sequence, SequenceGroup
 
@@ -266,6 +266,9 @@ class Scheduler:
         group.metrics.num_preemptions += 1
         self.waiting.appendleft(group)
         holders = [sequence for sequence in group.unfinished if sequence.table is not None]
+        for subscriber in self.cache.subscribers:
+            for sequence in holders:
+                subscriber(CacheEvent("preempt", sequence.seq_id, tuple(_table(sequence).blocks)))
         pairs = self.swap.swap_out(self.cache, [(_table(s), s.num_computed) for s in holders])
         if pairs:
             group.swapped = True
@@ -284,7 +287,7 @@ class Scheduler:
         sequence, parent = group.computing[0], group.parent
         prompt = sequence.token_ids if group.forked else sequence.token_ids[: group.num_prompt_tokens]
         while True:
-            shared = 0 if parent is None or parent.table is None else _shared_length(parent, prompt)
+            shared = 0 if parent is None or parent.table is None else shared_length(parent, prompt)
             cached, held = self.cache.find_cached(prompt, group.salt)
             if self._is_being_computed(group, prompt, max(shared, cached)):
                 return False
@@ -396,7 +399,7 @@ def _table(sequence: Sequence) -> BlockTable:
     return sequence.table
 
 
-def _shared_length(parent: Sequence, ours: list[int]) -> int:
+def shared_length(parent: Sequence, ours: list[int]) -> int:
     """How many of these tokens ``parent`` has computed, the last one excepted: its logits are needed."""
     limit = min(parent.num_computed, len(ours) - 1)
     theirs = parent.token_ids

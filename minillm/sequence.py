@@ -71,7 +71,7 @@ class SequenceGroup:
     seed: int
     prompt: str | None = None
     parent: Sequence | None = None  # an idle sequence whose beginning is shared when this group is admitted
-    hold: bool = False  # keep the first completion's blocks when it ends
+    hold: bool = False  # keep the blocks of its completions when they end: they become idle
     forked: bool = False
     swapped: bool = False  # its blocks are on the host
     num_cached_tokens: int = 0

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from minillm.service.messages import CacheChanged, TableView
+from minillm.service.messages import CacheChanged, LogEntry, PoolFigures, StepView, TableView
+
+_MOST_LOGGED = 10_000  # events that the log keeps
+_MOST_STEPS = 1_000
+_HISTORY = 600  # figures over time: a minute at ten a second
 
 
 class BlockState(Enum):
@@ -16,6 +21,12 @@ class BlockState(Enum):
     FREE = "·"
     OWNED = "o"
     SHARED = "s"
+    CACHED = "c"
+    PINNED = "p"
+
+
+_STATES = {state.name.lower(): number for number, state in enumerate(BlockState)}
+_BY_NUMBER = tuple(BlockState)
 
 
 @dataclass(frozen=True)
@@ -29,67 +40,76 @@ class Run:
 
 @dataclass
 class Pool:
-    """Reference count and filled slots of every block, and the block tables."""
+    """Every block's state, the block tables, what happened lately, and what the steps did."""
 
     num_blocks: int
     block_size: int
     block_bytes: int
+    num_host_blocks: int = 0
+    max_model_len: int = 0  # what a cache without paging would reserve for each sequence
     ref_counts: array[int] = field(init=False)
     filled: array[int] = field(init=False)
-    tables: Sequence[TableView] = ()
-    used_slots: int = 0
-    shared_blocks: int = 0
-    logical_blocks: int = 0
-    num_copies: int = 0
+    tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, in the order in which they came
+    figures: PoolFigures = field(init=False)
+    log: deque[LogEntry] = field(default_factory=lambda: deque(maxlen=_MOST_LOGGED))
+    num_logged: int = 0  # events ever, those that were not told included
+    history: deque[PoolFigures] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    steps: deque[StepView] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
 
     def __post_init__(self) -> None:
         self.ref_counts = array("l", bytes(array("l").itemsize * self.num_blocks))
         self.filled = array("l", self.ref_counts)
-        self.free_blocks = self.num_blocks
+        self._states = bytearray(self.num_blocks)
+        self.figures = PoolFigures(free_blocks=self.num_blocks)
 
     def apply(self, event: CacheChanged) -> list[int]:
         """Take a change over; returns the blocks that look different now."""
         changed = []
-        for block, ref_count, filled in event.changed:
-            if 0 <= block < self.num_blocks:
-                self.ref_counts[block] = ref_count
-                self.filled[block] = filled
-                changed.append(block)
-        self.tables = event.tables
-        self.free_blocks = event.free_blocks
-        self.used_slots = event.used_slots
-        self.shared_blocks = event.shared_blocks
-        self.logical_blocks = event.logical_blocks
-        self.num_copies = event.num_copies
+        for change in event.blocks:
+            if 0 <= change.block < self.num_blocks:
+                self.ref_counts[change.block] = change.ref_count
+                self.filled[change.block] = change.filled
+                self._states[change.block] = _STATES.get(change.kind, 0)
+                changed.append(change.block)
+        for seq_id in event.gone:
+            self.tables.pop(seq_id, None)
+        for table in event.tables:
+            before = self.tables.get(table.seq_id)
+            kept = [] if before is None else before.blocks[: table.keep]
+            self.tables[table.seq_id] = TableView(
+                table.seq_id, table.owner, table.index, table.state, table.num_tokens, kept + table.blocks
+            )
+        self.figures = event.figures
+        self.history.append(event.figures)
+        self.log.extend(event.log)
+        self.num_logged += len(event.log) + event.num_unlogged
         return changed
 
     def state(self, block: int) -> BlockState:
-        count = self.ref_counts[block]
-        if count == 0:
-            return BlockState.FREE
-        return BlockState.OWNED if count == 1 else BlockState.SHARED
+        return _BY_NUMBER[self._states[block]]
 
     @property
     def used_blocks(self) -> int:
-        return self.num_blocks - self.free_blocks
+        """Blocks that somebody holds."""
+        return self.num_blocks - self.figures.free_blocks - self.figures.cached_blocks
 
     @property
     def wasted_slots(self) -> int:
         """Slots of used blocks that hold no token: the tails."""
-        return self.used_blocks * self.block_size - self.used_slots
+        return self.used_blocks * self.block_size - self.figures.used_slots
 
     @property
     def sharing_ratio(self) -> float:
         """Logical over physical blocks; 1 where nothing is shared."""
-        return self.logical_blocks / self.used_blocks if self.used_blocks else 1.0
+        return self.figures.logical_blocks / self.used_blocks if self.used_blocks else 1.0
 
-    def table_of(self, *owners: str) -> TableView | None:
-        """The first table that belongs to one of ``owners``, tried in their order."""
-        for owner in owners:
-            for table in self.tables:
-                if table.owner == owner:
-                    return table
-        return None
+    def tables_of(self, owner: str) -> list[TableView]:
+        """The tables of one request, by the number of the completion."""
+        return sorted((table for table in self.tables.values() if table.owner == owner), key=lambda table: table.index)
+
+    def holders(self, block: int) -> list[TableView]:
+        """The tables that list a block of the device."""
+        return [table for table in self.tables.values() if table.state != "swapped" and block in table.blocks]
 
     def filled_slots(self, table: TableView, index: int) -> int:
         """Slots of the table's logical block ``index`` that hold one of its tokens."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from minillm.cache.events import CacheEvent, Subscriber
 from minillm.cache.free_blocks import FreeBlocks
-from minillm.cache.prefix_cache import Node, PrefixCache, PrefixReport
+from minillm.cache.prefix_cache import Node, PrefixCache, PrefixEntry, PrefixReport
 from minillm.cache.stats import CacheStats
 
 
@@ -149,6 +149,14 @@ class BlockManager:
         for index in range(len(nodes), num_computed // size):
             before = nodes[-1] if nodes else table.salt
             nodes.append(self._prefixes.add(table.blocks[index], before, token_ids[index * size : (index + 1) * size]))
+
+    def is_cached(self, block: int) -> bool:
+        """Whether no table holds the block, but prompts can still find it."""
+        return block in self._cached
+
+    def prefix_entry(self, block: int) -> PrefixEntry | None:
+        """What the prefix cache knows a block by, if it does."""
+        return self._prefixes.entry(block)
 
     def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> tuple[int, int]:
         """(tokens that `allocate` would find, blocks of them that tables hold already and that cost nothing)."""

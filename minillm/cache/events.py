@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-EventKind = Literal["allocate", "hit", "fork", "copy", "free", "evict", "swap_out", "swap_in"]
+EventKind = Literal["allocate", "hit", "fork", "copy", "free", "evict", "preempt", "swap_out", "swap_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class CacheEvent:
     free        ``seq_id`` is gone; it held ``blocks``
     hit         the new ``seq_id`` found ``blocks`` in the prefix cache
     evict       the cached ``blocks`` are free; ``seq_id`` is -1
+    preempt     ``seq_id``, which holds ``blocks``, has to make room and waits
     swap_out    ``seq_id`` left ``blocks`` for the host's memory
     swap_in     ``seq_id`` is back, in ``blocks``
     ==========  ===================================================================================

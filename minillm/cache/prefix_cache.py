@@ -15,6 +15,15 @@ Node = int | str | None  # a block's number, or the salt that a chain begins wit
 
 
 @dataclass(frozen=True)
+class PrefixEntry:
+    """A findable block: its node, and its key."""
+
+    node: int
+    before: Node
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class PrefixReport:
     """Why a prompt was found in the cache as far as it was, and no further. Counts are tokens."""
 
@@ -50,6 +59,13 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def entry(self, block: int) -> PrefixEntry | None:
+        """What a block is known by, if it can be found."""
+        if block not in self._entries:
+            return None
+        node, (before, token_ids) = self._entries[block]
+        return PrefixEntry(node, before, token_ids)
 
     def match(self, token_ids: Sequence[int], salt: str | None, limit: int) -> tuple[list[int], list[Node]]:
         """The cached blocks of the first ``limit`` tokens at most, and their nodes."""

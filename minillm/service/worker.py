@@ -13,37 +13,48 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 from minillm.errors import MinillmError, UsageError
-from minillm.service.cache_view import CacheView
+from minillm.scheduler import shared_length
+from minillm.service.cache_view import CacheView, Owner
 from minillm.service.messages import (
     Abort,
+    BeamsChanged,
+    BeamView,
     Command,
     ContextFull,
+    Drop,
     Event,
     Finished,
     Forget,
     Generate,
+    Inspect,
+    Keep,
     Load,
     Loaded,
     LoadFailed,
     Loading,
     Notice,
+    Pin,
     RequestFailed,
     Started,
+    Stepped,
+    StepView,
     TextDelta,
+    TokenChoice,
     decode,
     encode,
 )
 
 if TYPE_CHECKING:
     from minillm.engine import Engine
-    from minillm.outputs import Delta
+    from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs
     from minillm.sequence import Sequence, SequenceGroup
 
-_CACHE_INTERVAL = 0.1  # seconds between two pictures of the pool
+_INTERVAL = 0.1  # seconds between two pictures of the pool, and of the beams
+_MOST_STEPS = 100  # that one message tells
 
 
 @dataclass
@@ -52,21 +63,36 @@ class Answer:
 
     command: Generate
     group: SequenceGroup
+    in_reasoning: bool
     started: bool = False
+    beams_told_at: float = 0.0
+    kept: bool = True  # its blocks stay when it ends
+
+
+@dataclass
+class KeptAnswer:
+    """A finished request whose blocks stay: one idle sequence, or as many as it has candidates."""
+
+    conversation: str
+    sequences: list[Sequence]
+    outputs: list[CompletionOutput]
 
 
 @dataclass
 class Conversations:
-    """Drives one engine for the app: answers to conversations, each of which keeps its blocks between turns."""
+    """Drives one engine for the app: answers to conversations, whose blocks stay so that branches can begin there."""
 
     engine: Engine
     send: Callable[[Event], None]
     answers: dict[str, Answer] = field(default_factory=dict)
-    kept: dict[str, Sequence] = field(default_factory=dict)  # conversation -> its idle sequence
+    kept: dict[str, KeptAnswer] = field(default_factory=dict)  # by request
 
     def __post_init__(self) -> None:
-        self._view = CacheView(self.engine.cache)
+        self._view = CacheView(self.engine)
         self._last_picture = 0.0
+        self._steps: list[StepView] = []
+        self._pinning: tuple[SequenceGroup, int] | None = None  # a prefix being computed, and its length
+        self._pinned: Sequence | None = None
 
     def handle(self, command: Command) -> None:
         if isinstance(command, Generate):
@@ -76,98 +102,267 @@ class Conversations:
                 self.send(RequestFailed(command.request_id, str(error)))
         elif isinstance(command, Abort):
             self.engine.abort(command.request_id)
+        elif isinstance(command, Keep):
+            self._keep_only(command)
+        elif isinstance(command, Drop):
+            self._drop(command.request_id)
         elif isinstance(command, Forget):
-            for answer in self.answers.values():
-                if answer.command.conversation == command.conversation:
-                    self.engine.abort(answer.command.request_id)
-                    answer.group.hold = False
-            kept = self.kept.pop(command.conversation, None)
-            if kept is not None:
-                self.engine.release(kept)
+            conversations = {name: answer.command.conversation for name, answer in self.answers.items()}
+            conversations |= {name: kept.conversation for name, kept in self.kept.items()}
+            for name, conversation in conversations.items():
+                if conversation == command.conversation:
+                    self._drop(name)
+        elif isinstance(command, Pin):
+            try:
+                self._pin(command.system)
+            except MinillmError as error:
+                self.send(Notice(f"the system prompt is not pinned: {error}"))
+        elif isinstance(command, Inspect) and 0 <= command.block < self.engine.cache.num_blocks:
+            self.send(self._view.facts(command.block))
+
+    # --- answers ------------------------------------------------------------------------------------------------------
 
     def _generate(self, command: Generate) -> None:
-        from minillm.decoding.params import SamplingParams
+        from minillm.decoding.params import BeamSearchParams, SamplingParams
 
         engine = self.engine
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             raise UsageError("this model has no chat template, so it cannot chat; use an instruct model")
         if any(answer.command.conversation == command.conversation for answer in self.answers.values()):
             raise UsageError("an answer of this conversation is still being generated; stop it first")
-        params = SamplingParams.from_mapping(command.params)
-        token_ids = engine.tokenizer.apply_chat_template(command.messages)
-        if len(token_ids) >= engine.max_model_len:
+        kind = BeamSearchParams if "beam_width" in command.params else SamplingParams
+        params = kind.from_mapping(command.params)
+        token_ids = engine.tokenizer.apply_chat_template(
+            command.messages,
+            add_generation_prompt=not command.continues,
+            continue_final_message=command.continues,
+        )
+        if len(token_ids) + command.room > engine.max_model_len:
             self.send(ContextFull(command.request_id, len(token_ids), engine.max_model_len))
             return
         group = engine.add_request(
-            command.request_id, token_ids, params, parent=self.kept.get(command.conversation), hold=True
+            command.request_id, token_ids, params, parent=self._nearest(command.conversation, token_ids), hold=True
         )
-        self.answers[command.request_id] = Answer(command, group)
+        opened = engine.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
+        self.answers[command.request_id] = Answer(command, group, opened)
+
+    def _nearest(self, conversation: str, token_ids: list[int]) -> Sequence | None:
+        """The kept sequence that has the most tokens in common with a prompt."""
+        sequences = [
+            sequence
+            for each in self.kept.values()
+            if each.conversation == conversation
+            for sequence in each.sequences
+            if sequence.table is not None
+        ]
+        return max(sequences, key=lambda sequence: shared_length(sequence, token_ids), default=None)
 
     def step(self) -> None:
         """Compute one step, if there is work, and tell what came of it."""
+        engine = self.engine
+        before = engine.last_step
         try:
-            deltas = self.engine.step()
+            deltas = engine.step()
         except Exception as error:  # the engine has freed what the step held, and goes on
             deltas = []
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
+        if engine.last_step is not None and engine.last_step is not before:
+            self._steps.append(StepView(*astuple(engine.last_step)))
         for delta in deltas:
             self._report(delta)
-        for output in self.engine.take_finished():
+        self._tell_beams()
+        for output in engine.take_finished():
+            if self._pinning is not None and output.request_id == self._pinning[0].request_id:
+                self._finish_pin(output)
+                continue
             answer = self.answers.pop(output.request_id, None)
             if answer is None:
                 continue
             if output.error is not None:
                 self.send(RequestFailed(output.request_id, output.error))
-            self._keep(answer)
+            elif answer.group.searches:
+                self._end_beams(answer, output)
+            self._keep(answer, output)
 
     def _report(self, delta: Delta) -> None:
-        answer = self.answers[delta.request_id]
-        group, metrics = answer.group, answer.group.metrics
-        if not answer.started and metrics.time_to_first_token is not None:
-            answer.started = True
-            cached, waited = group.num_cached_tokens, metrics.time_to_first_token
-            self.send(Started(delta.request_id, group.num_prompt_tokens, cached, waited))
+        answer = self.answers.get(delta.request_id)
+        if answer is None:
+            return
+        group = answer.group
+        self._tell_start(answer)
+        sequence = next((each for each in group.sequences if each.index == delta.index), None)
+        if sequence is None or group.searches:
+            return
         if delta.text or delta.token_ids:
-            self.send(TextDelta(delta.request_id, delta.index, delta.text, len(delta.token_ids)))
+            chosen = sequence.logprobs[-len(delta.token_ids) :] if delta.token_ids else []
+            tokens = [self._choice(each) for each in chosen]
+            self.send(TextDelta(delta.request_id, delta.index, delta.text, len(delta.token_ids), tokens))
         if delta.finish_reason is not None:
-            sequence = group.sequences[delta.index]
-            elapsed = time.monotonic() - (metrics.first_token_time or time.monotonic())
-            rate = (sequence.num_output_tokens - 1) / elapsed if elapsed > 0 else 0.0
-            self.send(
-                Finished(
-                    request_id=delta.request_id,
-                    index=delta.index,
-                    finish_reason=delta.finish_reason,
-                    num_output_tokens=sequence.num_output_tokens,
-                    tokens_per_second=rate,
-                    num_context_tokens=len(sequence.token_ids),
-                )
-            )
+            self._tell_end(answer, delta.index, delta.finish_reason, sequence.num_output_tokens)
 
-    def _keep(self, answer: Answer) -> None:
-        """The finished sequence replaces the one that the conversation kept before."""
-        conversation, sequence = answer.command.conversation, answer.group.sequences[0]
-        if sequence.table is not None:
-            before = self.kept.pop(conversation, None)
-            if before is not None:
-                self.engine.release(before)
-            self.kept[conversation] = sequence
+    def _tell_start(self, answer: Answer) -> None:
+        group, waited = answer.group, answer.group.metrics.time_to_first_token
+        if not answer.started and waited is not None:
+            answer.started = True
+            name, cached = answer.command.request_id, group.num_cached_tokens
+            self.send(Started(name, group.num_prompt_tokens, cached, waited, answer.in_reasoning))
+
+    def _tell_end(self, answer: Answer, index: int, reason: str, num_tokens: int) -> None:
+        metrics = answer.group.metrics
+        elapsed = time.monotonic() - (metrics.first_token_time or time.monotonic())
+        self.send(
+            Finished(
+                request_id=answer.command.request_id,
+                index=index,
+                finish_reason=reason,
+                num_output_tokens=num_tokens,
+                tokens_per_second=(num_tokens - 1) / elapsed if elapsed > 0 and num_tokens else 0.0,
+                num_context_tokens=answer.group.num_prompt_tokens + num_tokens,
+            )
+        )
+
+    def _choice(self, token: TokenLogprobs) -> TokenChoice:
+        assert self.engine.tokenizer is not None
+        text = self.engine.tokenizer.token_text
+        return TokenChoice(
+            text=text(token.token_id),
+            logprob=token.logprob,
+            top_texts=[text(token_id) for token_id, _ in token.top],
+            top_logprobs=[logprob for _, logprob in token.top],
+        )
+
+    def _tell_beams(self) -> None:
+        now = time.monotonic()
+        for answer in self.answers.values():
+            if answer.group.searches and answer.group.beams and now - answer.beams_told_at >= _INTERVAL:
+                self._tell_start(answer)
+                answer.beams_told_at = now
+                outputs = self.engine.output_of(answer.group).outputs
+                self.send(BeamsChanged(answer.command.request_id, _beam_views(outputs)))
+
+    def _end_beams(self, answer: Answer, output: RequestOutput) -> None:
+        self._tell_start(answer)
+        self.send(BeamsChanged(output.request_id, _beam_views(output.outputs)))
+        for completion in output.outputs:
+            reason = completion.finish_reason or "abort"
+            self._tell_end(answer, completion.index, reason, len(completion.token_ids))
+
+    # --- what stays ---------------------------------------------------------------------------------------------------
+
+    def _keep(self, answer: Answer, output: RequestOutput) -> None:
+        sequences = [sequence for sequence in answer.group.sequences if sequence.table is not None]
+        kept = KeptAnswer(answer.command.conversation, sequences, output.outputs)
+        if answer.kept and sequences:
+            self.kept[output.request_id] = kept
+        else:
+            self._release(kept, None)
+
+    def _keep_only(self, command: Keep) -> None:
+        kept = self.kept.get(command.request_id)
+        if kept is None or not 0 <= command.index < len(kept.outputs):
+            return
+        chosen = kept.outputs[command.index].token_ids
+
+        def in_common(sequence: Sequence) -> int:
+            """Tokens of the chosen candidate that a sequence holds: a finished beam's own are gone by now."""
+            pairs = zip(sequence.output_token_ids, chosen, strict=False)
+            return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(chosen))
+
+        best = max(kept.sequences, key=in_common)
+        self._release(kept, best)
+        kept.sequences = [best]
+
+    def _drop(self, request_id: str) -> None:
+        answer = self.answers.get(request_id)
+        if answer is not None:
+            answer.kept = False
+            self.engine.abort(request_id)
+        kept = self.kept.pop(request_id, None)
+        if kept is not None:
+            self._release(kept, None)
+
+    def _release(self, kept: KeptAnswer, spared: Sequence | None) -> None:
+        for sequence in kept.sequences:
+            if sequence is not spared:
+                self.engine.release(sequence)
+
+    # --- the pinned system prompt -------------------------------------------------------------------------------------
+
+    def _pin(self, system: str) -> None:
+        from minillm.decoding.params import SamplingParams
+
+        engine = self.engine
+        if self._pinned is not None:
+            engine.unpin(self._pinned)
+            self._pinned = None
+        if not system or engine.tokenizer is None or not engine.tokenizer.has_chat_template:
+            return
+        # What conversations with this system prompt have in common, whatever is asked.
+        one, other = (
+            engine.tokenizer.apply_chat_template(
+                [{"role": "system", "content": system}, {"role": "user", "content": question}]
+            )
+            for question in ("a", "b")
+        )
+        common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+        if not common:
+            return
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        group = engine.add_request(f"pin {time.monotonic_ns()}", one[:common], params, hold=True)
+        self._pinning = group, common
+
+    def _finish_pin(self, output: RequestOutput) -> None:
+        assert self._pinning is not None
+        sequence, self._pinning = self._pinning[0].sequences[0], None
+        if sequence.table is None:
+            return
+        try:
+            self.engine.pin(sequence)
+        except MinillmError as error:
+            self.engine.release(sequence)
+            self.send(Notice(f"the system prompt is not pinned: {error}"))
+        else:
+            self._pinned = sequence
+
+    # --- pictures -----------------------------------------------------------------------------------------------------
 
     def show_cache(self, *, now: bool = False) -> None:
-        """Send a picture of the pool, if it changed and the last one is not too recent."""
+        """Tell what changed in the pool and what the steps did, if the last picture is not too recent."""
         moment = time.monotonic()
-        if now or moment - self._last_picture >= _CACHE_INTERVAL:
+        if now or moment - self._last_picture >= _INTERVAL:
             picture = self._view.changes(self._owners())
+            if self._steps:
+                self.send(Stepped(self._steps[-_MOST_STEPS:]))
+                self._steps = []
             if picture is not None:
-                self._last_picture = moment
                 self.send(picture)
+            self._last_picture = moment
 
-    def _owners(self) -> dict[int, tuple[str, str]]:
-        owners = {sequence.seq_id: (name, "idle") for name, sequence in self.kept.items()}
-        for answer in self.answers.values():
+    def _owners(self) -> dict[int, Owner]:
+        owners = {}
+        for name, kept in self.kept.items():
+            for sequence in kept.sequences:
+                owners[sequence.seq_id] = Owner(name, sequence.index, "idle", sequence)
+        for name, answer in self.answers.items():
             for sequence in answer.group.sequences:
-                owners[sequence.seq_id] = (answer.command.request_id, "running")
+                owners[sequence.seq_id] = Owner(name, sequence.index, "running", sequence)
+        if self._pinned is not None:
+            owners[self._pinned.seq_id] = Owner("system prompt", 0, "pinned", self._pinned)
         return owners
+
+
+def _beam_views(outputs: list[CompletionOutput]) -> list[BeamView]:
+    views = [
+        BeamView(
+            text=output.text,
+            score=output.score or 0.0,
+            logprob=output.cumulative_logprob or 0.0,
+            num_tokens=len(output.token_ids),
+            finished=output.finish_reason is not None,
+        )
+        for output in outputs
+    ]
+    return sorted(views, key=lambda view: -view.score)
 
 
 def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) -> int:
@@ -224,6 +419,7 @@ def _load(command: Load, send: Callable[[Event], None]) -> Engine:
             max_model_len=engine.max_model_len,
             block_size=engine.cache.block_size,
             num_blocks=engine.cache.num_blocks,
+            num_host_blocks=engine.scheduler.swap.num_blocks,
             block_bytes=model.config.kv_bytes_per_token(itemsize) * engine.cache.block_size,
             has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,
             seconds=time.monotonic() - began,
