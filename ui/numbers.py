@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+
 
 def size(num_bytes: float) -> str:
     """``161 MB``: decimal units, as downloads are counted."""
@@ -35,3 +39,33 @@ def bar(fraction: float, width: int) -> str:
     if fraction > 0 and filled == 0 and width:
         filled = 1
     return "▰" * filled + "▱" * (width - filled)
+
+
+def sparkline(values: Sequence[float], width: int, most: float) -> str:
+    """The last ``width`` values as bars that rise to ``most``, the newest on the right; 0 is a blank."""
+    marks = [
+        " " if value <= 0 or most <= 0 else _LEVELS[min(len(_LEVELS) - 1, int(value / most * len(_LEVELS)))]
+        for value in values[max(0, len(values) - width) :]
+    ]
+    return "".join(marks).rjust(width)
+
+
+def spans(numbers: Sequence[int], most: int = 1_000) -> str:
+    """``3–7, 12``: the numbers as runs in their order; after ``most`` runs the rest is ``…``."""
+    parts: list[str] = []
+    start = previous = -2
+    for number in numbers:
+        if number == previous + 1:
+            previous = number
+            parts[-1] = span(start, previous - start + 1)
+        elif len(parts) == most:
+            return ", ".join([*parts, "…"])
+        else:
+            start = previous = number
+            parts.append(str(number))
+    return ", ".join(parts)
+
+
+def span(start: int, length: int) -> str:
+    """``5`` or ``5–8``."""
+    return str(start) if length == 1 else f"{start}–{start + length - 1}"

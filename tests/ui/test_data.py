@@ -4,33 +4,49 @@ from __future__ import annotations
 
 import pytest
 
-from minillm.errors import UsageError
-from minillm.service.messages import CacheChanged, Loading, TableView
-from ui.conversation import Conversation
+from minillm.service.messages import BlockChange, CacheChanged, Loading, LogEntry, PoolFigures, TableChange
 from ui.markdown import harmless_parser
 from ui.numbers import bar, duration, plural, size
 from ui.pool import BlockState, Pool, Run, contiguous_runs
-from ui.settings import CHAT_SAMPLING, read_sampling, sampling_summary, sampling_text
 from ui.widgets.block_table import runs_line
 from ui.widgets.loading_bar import progress_line
 from ui.widgets.message import shortened
 
 
-def changed(blocks: list[tuple[int, int, int]], tables: list[TableView], free: int) -> CacheChanged:
-    return CacheChanged(blocks, tables, free, 1, 5, 40, 2)
+def changed(blocks: list[BlockChange], tables: list[TableChange], gone: list[int] | None = None) -> CacheChanged:
+    log = [LogEntry(1.0, "allocate", 1, "c", [2])]
+    figures = PoolFigures(free_blocks=5, cached_blocks=1, logical_blocks=5, used_slots=20, num_copies=2)
+    return CacheChanged(blocks, tables, gone or [], figures, log, num_unlogged=3)
 
 
 def test_the_pool_follows_the_changes() -> None:
     pool = Pool(8, 16, 100)
-    table = TableView(1, "c", "idle", 20, [2, 3])
-    assert pool.apply(changed([(2, 2, 16), (3, 1, 4), (99, 1, 1)], [table], 6)) == [2, 3]
-    assert [pool.state(block) for block in (0, 2, 3)] == [BlockState.FREE, BlockState.SHARED, BlockState.OWNED]
-    assert (pool.used_blocks, pool.wasted_slots, pool.num_copies) == (2, -8, 2)
-    assert pool.table_of("x", "c") is table
-    assert pool.table_of("x") is None
+    blocks = [
+        BlockChange(2, 2, 16, "shared"),
+        BlockChange(3, 1, 4, "owned"),
+        BlockChange(5, 0, 16, "cached"),
+        BlockChange(99, 1, 1, "owned"),
+    ]
+    tables = [TableChange(1, "c", 1, "idle", 20, 0, [2, 3]), TableChange(2, "c", 0, "running", 16, 0, [2])]
+    assert pool.apply(changed(blocks, tables)) == [2, 3, 5]
+    states = [pool.state(block) for block in (0, 2, 3, 5)]
+    assert states == [BlockState.FREE, BlockState.SHARED, BlockState.OWNED, BlockState.CACHED]
+    assert (pool.used_blocks, pool.wasted_slots, pool.sharing_ratio, pool.figures.num_copies) == (2, 12, 2.5, 2)
+    assert [table.seq_id for table in pool.tables_of("c")] == [2, 1]
+    assert pool.tables_of("x") == []
+    assert [table.seq_id for table in pool.holders(2)] == [1, 2]
+    table = pool.tables[1]
     assert [pool.filled_slots(table, index) for index in (0, 1, 2)] == [16, 4, 0]
-    pool.apply(changed([(2, 0, 0)], [], 7))
+    pool.apply(changed([BlockChange(2, 0, 0, "free")], [TableChange(1, "c", 1, "idle", 40, 1, [6, 7])], gone=[2]))
     assert pool.state(2) is BlockState.FREE
+    assert {seq_id: table.blocks for seq_id, table in pool.tables.items()} == {1: [2, 6, 7]}
+    assert (len(pool.log), pool.num_logged, len(pool.history)) == (2, 8, 2)
+
+
+def test_a_swapped_table_holds_no_block_of_the_device() -> None:
+    pool = Pool(8, 16, 100)
+    pool.apply(changed([], [TableChange(1, "c", 0, "swapped", 20, 0, [2, 3])]))
+    assert pool.holders(2) == []
 
 
 def test_runs_of_a_block_table() -> None:
@@ -60,38 +76,6 @@ def test_characters_that_the_parser_makes_are_cleaned_too() -> None:
 def test_html_is_text() -> None:
     children = harmless_parser().parse("<b onclick=x>bold</b>")[1].children or []
     assert "".join(token.content for token in children) == "<b onclick=x>bold</b>"
-
-
-def test_sampling_fields_round_trip() -> None:
-    texts = sampling_text(CHAT_SAMPLING)
-    assert texts["temperature"] == "0.7"
-    assert texts["seed"] == ""
-    assert read_sampling(texts, CHAT_SAMPLING) == dict(CHAT_SAMPLING)
-    assert read_sampling({**texts, "seed": "5", "stop": "END"}, CHAT_SAMPLING)["seed"] == 5
-    assert sampling_summary({"temperature": 0.0, "seed": 3}) == "greedy · seed 3"
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("top_p", "2"), ("top_k", "1.5"), ("temperature", ""), ("max_tokens", "0"), ("min_p", "nan")]
-)
-def test_wrong_sampling_is_named(name: str, text: str) -> None:
-    with pytest.raises(UsageError, match=name):
-        read_sampling({**sampling_text(CHAT_SAMPLING), name: text}, CHAT_SAMPLING)
-
-
-def test_the_conversation_as_messages() -> None:
-    conversation = Conversation()
-    answer = conversation.ask("one?")
-    assert conversation.open_answer is answer
-    assert conversation.messages("brief") == [
-        {"role": "system", "content": "brief"},
-        {"role": "user", "content": "one?"},
-    ]
-    answer.text, answer.finish_reason = "one!", "stop"
-    conversation.ask("two?")
-    assert [message["role"] for message in conversation.messages()] == ["user", "assistant", "user"]
-    assert conversation.withdraw() == "two?"
-    assert conversation.open_answer is None
 
 
 def test_numbers_for_people() -> None:

@@ -1,0 +1,114 @@
+"""A small cache whose changes the views are shown: a pinned system prompt, two turns, four samples, three beams."""
+
+from __future__ import annotations
+
+from minillm.service.messages import (
+    BlockChange,
+    BlockFacts,
+    CacheChanged,
+    Holder,
+    LogEntry,
+    PoolFigures,
+    StepView,
+    TableChange,
+)
+from ui.pool import Pool
+
+SIZE = 16
+HOSTILE = "\x1b[31mred\x9b0m [bold]x[/] \u202e\r\n"
+
+
+def new_pool(num_blocks: int = 128, num_host_blocks: int = 32) -> Pool:
+    return Pool(num_blocks, SIZE, 2_048, num_host_blocks=num_host_blocks, max_model_len=1_024)
+
+
+def name(owner: str, index: int) -> str:
+    """As the chat names sequences."""
+    return owner if owner in ("system prompt", "turn 1") else f"{owner} · {index + 1}"
+
+
+def table(seq_id: int, owner: str, index: int, state: str, num_tokens: int, blocks: list[int]) -> TableChange:
+    return TableChange(seq_id, owner, index, state, num_tokens, 0, blocks)
+
+
+SAMPLES = [table(3 + i, "turn 2", i, "running", 90 + i, [0, 1, 2, 4, 5, 20 + i]) for i in range(4)]
+BEAMS = [
+    table(10, "turn 3", 0, "running", 84, [0, 1, 2, 30, 31, 32]),
+    table(11, "turn 3", 1, "running", 84, [0, 1, 2, 30, 31, 33]),
+    table(12, "turn 3", 2, "running", 84, [0, 1, 2, 30, 34, 35]),
+]
+TABLES = [
+    table(1, "system prompt", 0, "pinned", 48, [0, 1, 2]),
+    table(2, "turn 1", 0, "idle", 75, [0, 1, 2, 4, 8]),
+    *SAMPLES,
+    *BEAMS,
+    table(20, "turn 4", 0, "swapped", 40, [3, 4, 6]),
+]
+LOG = [
+    LogEntry(0.5, "allocate", 1, "", [0, 1, 2]),
+    LogEntry(1.2, "hit", 2, "", [0, 1, 2], detail=48),
+    LogEntry(1.3, "allocate", 2, "turn 1", [4, 8]),
+    LogEntry(2.0, "fork", 4, "turn 2", [0, 1, 2, 4, 5, 20], 3),
+    LogEntry(2.1, "copy", 4, "turn 2", [20, 21], detail=3),
+    LogEntry(3.0, "free", 77, "turn 9", [40, 41]),
+    LogEntry(3.5, "evict", -1, "", [50]),
+    LogEntry(4.0, "preempt", 20, "turn 4", [60, 61, 62]),
+    LogEntry(4.0, "swap_out", 20, "turn 4", [60, 61, 62]),
+    LogEntry(4.8, "swap_in", 20, "turn 4", [60, 61, 62]),
+]
+
+
+def block_changes(tables: list[TableChange]) -> list[BlockChange]:
+    """The looks of the blocks of these tables."""
+    holders: dict[int, list[int]] = {}
+    pinned: set[int] = set()
+    for one in tables:
+        if one.state == "swapped":
+            continue
+        for number, block in enumerate(one.blocks):
+            holders.setdefault(block, []).append(min(SIZE, one.num_tokens - number * SIZE))
+        if one.state == "pinned":
+            pinned.update(one.blocks)
+    return [
+        BlockChange(
+            block, len(fills), max(fills), "pinned" if block in pinned else "shared" if len(fills) > 1 else "owned"
+        )
+        for block, fills in holders.items()
+    ]
+
+
+def picture(tables: list[TableChange], num_blocks: int = 128, log: list[LogEntry] | None = None) -> CacheChanged:
+    """All of a cache at once: these tables, and two cached blocks."""
+    blocks = block_changes(tables)
+    figures = PoolFigures(
+        free_blocks=num_blocks - len(blocks) - 2,
+        cached_blocks=2,
+        shared_blocks=sum(block.ref_count > 1 for block in blocks),
+        pinned_blocks=sum(block.kind == "pinned" for block in blocks),
+        logical_blocks=sum(block.ref_count for block in blocks),
+        used_slots=sum(block.filled for block in blocks),
+        host_blocks_used=sum(len(one.blocks) for one in tables if one.state == "swapped"),
+        num_copies=7,
+        num_evictions=1,
+        num_hit_tokens=480,
+        num_looked_up_tokens=800,
+        num_preemptions=1,
+        num_swapped_out=3,
+        num_swapped_in=2,
+    )
+    cached = [BlockChange(50, 0, SIZE, "cached"), BlockChange(51, 0, SIZE, "cached")]
+    return CacheChanged([*blocks, *cached], tables, [], figures, log or [])
+
+
+def steps(num_steps: int) -> list[StepView]:
+    """A prefill of two chunks, then decodes, one of which had to swap."""
+    first = StepView(1, 2, 512, 0, 0, 0, 0, 0.25, 0.2)
+    rest = [StepView(number, 0, 0, 8, 0, 0, 0, 0.02, 0.015) for number in range(2, num_steps + 1)]
+    rest[1:2] = [StepView(3, 0, 0, 6, 1, 12, 4, 0.04, 0.01)]
+    return [first, *rest][:num_steps]
+
+
+def facts(block: int) -> BlockFacts:
+    """A block whose tokens and owner are a stranger's."""
+    holders = [Holder("turn 2", 1, 4, 3), Holder("turn 2", 2, 5, 3), Holder(HOSTILE, 0, 6, 3)]
+    return BlockFacts(block, "shared", 3, 12, holders, ["The", " quick", "\n", HOSTILE], 17, "16", 3.2)

@@ -1,0 +1,604 @@
+"""The six views of the memory, on an app that is nothing but their panel: what is fed, and what is seen."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import memory_script as script
+import pytest
+from memory_script import HOSTILE, TABLES, name, new_pool, picture, table
+from rich.segment import Segment
+from textual.app import App, ComposeResult
+from textual.containers import Container, Vertical
+from textual.pilot import Pilot
+
+import ui
+from minillm.service.messages import BlockChange, CacheChanged, LogEntry, PoolFigures, TableView
+from ui.block_tree import block_trees, tree_lines
+from ui.numbers import spans, sparkline
+from ui.pool import Pool
+from ui.theme import DARK
+from ui.widgets.block_table import BlockTableView
+from ui.widgets.event_log import EventLog, event_words
+from ui.widgets.memory_figures import memory_lines
+from ui.widgets.memory_panel import MemoryPanel
+from ui.widgets.pool_map import PoolMap
+from ui.widgets.step_list import StepList, split_bar
+from ui.widgets.view_tabs import tab_labels
+
+STYLES = Path(ui.__file__).with_name("styles")
+WIDE, NARROW = (120, 40), (80, 24)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class PanelApp(App[None]):
+    """The panel beside nothing."""
+
+    AUTO_FOCUS = None
+    CSS_PATH = [STYLES / "app.tcss", STYLES / "memory.tcss"]  # noqa: RUF012
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall")]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def compose(self) -> ComposeResult:
+        with Container(id="body"):
+            yield Vertical(id="talk")
+            yield MemoryPanel()
+
+    def on_mount(self) -> None:
+        self.register_theme(DARK)
+        self.theme = DARK.name
+        self.screen.add_class("-memory")
+
+    def on_memory_panel_inspect_asked(self, message: MemoryPanel.InspectAsked) -> None:
+        self.asked.append(message.block)
+
+
+@asynccontextmanager
+async def panel_of(
+    *pictures: CacheChanged, view: str = "pool", size: tuple[int, int] = WIDE, pool: Pool | None = None
+) -> AsyncIterator[tuple[Pilot, MemoryPanel, Pool]]:
+    """A panel that has been told these pictures, of a pool of 128 blocks unless another is given."""
+    app = PanelApp()
+    pool = pool or new_pool()
+    async with app.run_test(size=size) as pilot:
+        panel = app.screen.query_one(MemoryPanel)
+        panel.show_pool(pool)
+        panel.view = view
+        await pilot.pause()
+        for event in pictures:
+            feed(panel, pool, event)
+        await pilot.pause()
+        yield pilot, panel, pool
+
+
+def feed(panel: MemoryPanel, pool: Pool, event: CacheChanged) -> None:
+    panel.pool_changed(pool, pool.apply(event), name, "turn 2")
+
+
+def seen(pilot: Pilot) -> str:
+    """All text on the screen."""
+    lines = pilot.app.screen._compositor.render_strips(pilot.app.size)
+    return "\n".join("".join(segment.text for segment in strip) for strip in lines)
+
+
+def styled(pilot: Pilot, text: str) -> Segment:
+    """The segment on the screen that holds ``text``."""
+    lines = pilot.app.screen._compositor.render_strips(pilot.app.size)
+    return next(segment for strip in lines for segment in strip if text in segment.text)
+
+
+async def settle(pilot: Pilot) -> None:
+    """Longer than the panel waits before it asks for a block."""
+    await pilot.pause(0.15)
+    await pilot.pause()
+
+
+# --- the panel --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("size", [WIDE, NARROW, (250, 70)])
+async def test_every_view_shows_itself_and_names_the_others(size: tuple[int, int]) -> None:
+    expected = {
+        "pool": ("of 128 blocks", "ppp·54··", "turn 2 · 1"),
+        "tables": ("turn 2 · 1", "0 → 0", "×9"),
+        "tree": ("● 3 blocks ×9", "system prompt", "├─"),
+        "events": ("turn 4", "swap"),
+        "memory": ("used", "shared", "waste", "cached", "free", "paging", "sharing", "60%", "9,216"),
+        "steps": ("decoded", "prefilled", "20.0", "▒", "█"),
+    }
+    async with panel_of(picture(TABLES, log=script.LOG), size=size) as (pilot, panel, pool):
+        pool.steps.extend(script.steps(12))
+        panel.steps_changed(pool)
+        for view, words in expected.items():
+            panel.view = view
+            await pilot.pause()
+            await pilot.pause()
+            shown = seen(pilot)
+            for word in words:
+                assert word in shown, (view, word)
+            for key in ("F5", "6", "7", "8", "9", "10"):
+                assert key in shown, (view, key)
+            assert shown.count("▸") == 1
+
+
+@pytest.mark.anyio
+async def test_an_unknown_view_is_refused() -> None:
+    async with panel_of() as (_, panel, _):
+        with pytest.raises(ValueError, match="no view 'graph'"):
+            panel.view = "graph"
+
+
+@pytest.mark.anyio
+async def test_a_view_catches_up_when_it_is_opened() -> None:
+    async with panel_of(view="tree") as (pilot, panel, pool):
+        assert "no sequence holds a block" in seen(pilot)
+        panel.view = "tables"
+        await pilot.pause()
+        feed(panel, pool, picture(TABLES[:2]))
+        panel.view = "pool"
+        feed(panel, pool, picture(TABLES))
+        await pilot.pause()
+        assert "ppp·54··" in seen(pilot)
+        panel.view = "tree"
+        await pilot.pause()
+        await pilot.pause()
+        assert "turn 3 · 3" in seen(pilot)
+
+
+@pytest.mark.anyio
+async def test_the_tabs_open_views_with_the_mouse() -> None:
+    async with panel_of(picture(TABLES)) as (pilot, panel, _):
+        line = seen(pilot).splitlines()[panel.region.y]
+        await pilot.click(offset=(line.index("tree") + 1, panel.region.y))
+        assert panel.view == "tree"
+
+
+@pytest.mark.parametrize("width", [44, 46, 60, 78, 200])
+def test_the_tabs_fit(width: int) -> None:
+    labels, gap = tab_labels(width)
+    assert len(labels) == 6
+    assert sum(len(key) + 1 + len(title) for key, title in labels) + 5 * gap <= width
+
+
+@pytest.mark.anyio
+async def test_without_a_pool_every_view_is_empty_and_calm() -> None:
+    async with panel_of(picture(TABLES, log=script.LOG)) as (pilot, panel, _):
+        panel.show_pool(None)
+        for view in MemoryPanel.VIEWS:
+            panel.view = view
+            await pilot.pause()
+            await pilot.pause()
+            assert "turn 2" not in seen(pilot), view
+
+
+# --- pool map ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_every_state_of_a_block_is_a_letter_or_a_shape_of_its_own() -> None:
+    tables = [
+        table(1, "system prompt", 0, "pinned", 16, [0]),
+        table(2, "turn 1", 0, "idle", 32, [1, 2]),
+        table(3, "turn 2", 0, "running", 24, [1, 3]),
+        table(4, "turn 2", 1, "running", 24, [1, 3]),
+        table(5, "turn 4", 0, "swapped", 20, [4, 5]),
+    ]
+    blocks = [*picture(tables).blocks, BlockChange(6, 11, 16, "shared"), BlockChange(7, 1, 4, "owned")]
+    event = CacheChanged(blocks, tables, [], PoolFigures(host_blocks_used=2))
+    async with panel_of(event) as (pilot, _, _):
+        shown = seen(pilot)
+        # pinned, shared by 3, owned, shared and half full, free, free, shared by many, owned and a quarter full
+        assert "p3o▋··+▃" in shown
+        assert "cc" in shown
+        assert "host 2 of 32 blocks" in shown
+        assert "····ww··" in shown
+        for word in ("free", "owned", "shared by 2", "cached", "pinned", "partly filled", "swapped"):
+            assert word in shown, word
+
+
+@pytest.mark.anyio
+async def test_coloured_by_sequence_a_block_shows_its_sequences_letter() -> None:
+    async with panel_of(picture(TABLES)) as (pilot, panel, pool):
+        panel.focus_view()
+        await pilot.press("c")
+        await pilot.pause()
+        shown = seen(pilot)
+        assert "cdef" in shown
+        assert "ghii····" in shown
+        assert "b turn 1" in shown
+        assert "* several" in shown
+        panel.app.set_focus(None)
+        await pilot.pause()
+        # A block that changes hands looks the same by its state, so no change of it is told.
+        moved = [table(2, "turn 1", 0, "idle", 64, [0, 1, 2, 4]), table(40, "turn 5", 0, "running", 16, [8])]
+        feed(panel, pool, CacheChanged([], moved, [], pool.figures))
+        await pilot.pause()
+        assert "***·**·· k·······" in seen(pilot)
+
+
+@pytest.mark.anyio
+async def test_the_cursor_asks_for_a_block_and_shows_its_facts() -> None:
+    async with panel_of(picture(TABLES)) as (pilot, panel, pool):
+        panel.query_one(PoolMap).focus()
+        await pilot.press("right", "right", "right", "right")
+        await settle(pilot)
+        asked = pilot.app.asked  # type: ignore[attr-defined]
+        assert asked[-1] == 4
+        assert len(asked) < 5, "a block that is only passed over is not asked for"
+        panel.show_facts(script.facts(4), name)
+        await pilot.pause()
+        shown = seen(pilot)
+        for fact in (
+            "block 4",
+            "3 references",
+            "12 of 16 slots",
+            "turn 2 · 2",
+            "node 17",
+            "after 16",
+            "3.2 s",
+            "quick",
+        ):
+            assert fact in shown, fact
+        before = len(asked)
+        feed(panel, pool, CacheChanged([BlockChange(4, 2, 16, "shared")], [], [], pool.figures))
+        await settle(pilot)
+        assert asked[before:] == [4], "what has changed is asked for again"
+        await pilot.press("home")
+        await settle(pilot)
+        panel.show_facts(script.facts(4), name)
+        await pilot.pause()
+        assert "3 references" not in seen(pilot), "an answer that comes too late"
+        pilot.app.set_focus(None)
+        await pilot.pause()
+        assert "turn 2 · 1 (F6: 3 more)" in seen(pilot)
+
+
+@pytest.mark.anyio
+async def test_the_mouse_tells_blocks_of_the_device_and_of_the_host() -> None:
+    async with panel_of(picture(TABLES)) as (pilot, _, _):
+        lines = seen(pilot).splitlines()
+        row = next(number for number, line in enumerate(lines) if "ppp·54··" in line)
+        await pilot.hover(offset=(lines[row].index("ppp·54··") + 5, row))
+        await settle(pilot)
+        assert pilot.app.asked == [5]  # type: ignore[attr-defined]
+        assert "block 5 …" in seen(pilot)
+        row = next(number for number, line in enumerate(lines) if "···ww·w·" in line)
+        await pilot.hover(offset=(lines[row].index("ww") + 1, row))
+        await settle(pilot)
+        assert "host block 4" in seen(pilot)
+        assert "40 tokens in 3 blocks" in seen(pilot)
+        assert pilot.app.asked == [5]  # type: ignore[attr-defined]
+
+
+@pytest.mark.anyio
+async def test_tokens_and_names_of_strangers_are_shown_and_not_obeyed() -> None:
+    rude = [table(2, HOSTILE, 0, "idle", 75, [0, 1, 2]), table(3, HOSTILE, 1, "running", 20, [0, 4])]
+    log = [LogEntry(1.0, "copy\x1b[1m", 2, HOSTILE, [0]), LogEntry(1.0, "fork", 99, HOSTILE, [0], parent_id=2)]
+    async with panel_of(picture(rude, log=log)) as (pilot, panel, pool):
+        panel.pool_changed(pool, [], lambda owner, index: owner, HOSTILE)
+        panel.query_one(PoolMap).focus()
+        await pilot.press("right")
+        await settle(pilot)
+        panel.show_facts(script.facts(1), lambda owner, index: owner)
+        for view in MemoryPanel.VIEWS:
+            if view != "pool":
+                panel.view = view
+            await pilot.pause()
+            await pilot.pause()
+            shown = seen(pilot)
+            assert not {"\x1b", "\x9b", "\u202e", "\r"} & set(shown), view
+            if view in ("pool", "tables", "tree"):
+                assert "␛[31mred‹9B›0m" in shown, view
+            if view == "pool":
+                assert "[bold]x[/]" in shown
+                assert "↵" in shown
+
+
+@pytest.mark.anyio
+async def test_twenty_thousand_blocks_are_drawn_by_the_line() -> None:
+    pool = Pool(20_000, 16, 1_024)
+    async with panel_of(size=(200, 50), pool=pool) as (pilot, panel, _):
+        pool_map = panel.query_one(PoolMap)
+        assert pool_map.virtual_size.height == 625
+        assert len(list(pool_map.walk_children())) == 0
+        drawn: list[int] = []
+        line = pool_map.line
+        pool_map.line = lambda row, width: drawn.append(row) or line(row, width)  # type: ignore[func-returns-value, method-assign]
+        feed(panel, pool, CacheChanged([BlockChange(33, 1, 16, "owned")], [], [], PoolFigures(19_999)))
+        await pilot.pause()
+        assert drawn == [1], "only the row that changed"
+        feed(panel, pool, CacheChanged([BlockChange(19_999, 1, 16, "owned")], [], [], PoolFigures(19_998)))
+        await pilot.pause()
+        assert pool_map.scroll_offset.y > 500, "where something happens is brought into view"
+
+
+# --- block tables -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_tables_show_runs_fill_and_sharers() -> None:
+    async with panel_of(picture(TABLES), view="tables", size=(160, 70)) as (pilot, _, _):
+        pilot.app.screen.add_class("-expanded")
+        pilot.app.screen.query_one("#talk").display = False
+        await pilot.pause()
+        await pilot.pause()
+        lines = [line.strip("│ ") for line in seen(pilot).splitlines()]
+        start = next(i for i, line in enumerate(lines) if line.startswith("turn 2 · 1"))
+        assert "running · 90 tokens · 6 blocks · 3 runs" in lines[start]
+        brackets = [line[1:].lstrip()[0] for line in seen(pilot).splitlines() if "→" in line][:6]
+        assert brackets == ["┌", "│", "└", "┌", "└", "╶"]
+        rows = [line.split() for line in lines[start + 1 : start + 7]]
+        assert rows[5][1:] == ["5", "→", "20", "▰▰▱▱", "10/16", "×1"]
+        assert "×9 turn 2 · 2 +2, system prompt, turn 1, turn 3 · 1 +2" in lines[start + 1]
+        assert "×4 turn 2 · 2 +2" in lines[start + 5]
+        swapped = next(i for i, line in enumerate(lines) if line.startswith("turn 4 · 1"))
+        assert "swapped" in lines[swapped]
+        assert "on the host" in lines[swapped + 1]
+        assert start < next(i for i, line in enumerate(lines) if line.startswith("system prompt")), "the current first"
+
+
+@pytest.mark.anyio
+async def test_the_tokens_of_the_cursors_block_on_demand() -> None:
+    async with panel_of(picture(TABLES), view="tables") as (pilot, panel, _):
+        panel.focus_view()
+        asked = pilot.app.asked  # type: ignore[attr-defined]
+        await pilot.press("down", "down")
+        await settle(pilot)
+        assert asked == []
+        await pilot.press("t")
+        await settle(pilot)
+        assert asked == [1]
+        panel.show_facts(script.facts(1), name)
+        await pilot.pause()
+        assert "The│ quick│↵│" in seen(pilot)
+        await pilot.press("right", "down")
+        await settle(pilot)
+        assert asked[-1] == 0
+        view = panel.query_one("#view-tables BlockTableView", BlockTableView)
+        assert view._cursor == (4, 1), "the next sequence's first block"
+        await pilot.press("t")
+        await pilot.pause()
+        assert "block 0" not in seen(pilot)
+
+
+# --- fork tree --------------------------------------------------------------------------------------------------------
+
+
+def views(changes: list) -> list[TableView]:
+    return [TableView(c.seq_id, c.owner, c.index, c.state, c.num_tokens, c.blocks) for c in changes]
+
+
+def drawn(changes: list) -> list[str]:
+    lines = []
+    for line in tree_lines(block_trees(views(changes))):
+        blocks = line.node.blocks if line.node is not None else []
+        who = f"x{line.node.num_tables}" if line.table is None and line.node else f"{line.table.seq_id}"  # type: ignore[union-attr]
+        lines.append(f"{line.rails}{who} {blocks}")
+    return lines
+
+
+def test_a_tree_of_a_prompt_four_samples_and_three_beams() -> None:
+    assert drawn(TABLES) == [
+        "x9 [0, 1, 2]",
+        "├─ 1 []",
+        "├─ x5 [4]",
+        "│  ├─ 2 [8]",
+        "│  └─ x4 [5]",
+        "│     ├─ 3 [20]",
+        "│     ├─ 4 [21]",
+        "│     ├─ 5 [22]",
+        "│     └─ 6 [23]",
+        "└─ x3 [30]",
+        "   ├─ x2 [31]",
+        "   │  ├─ 10 [32]",
+        "   │  └─ 11 [33]",
+        "   └─ 12 [34, 35]",
+        "20 [3, 4, 6]",
+    ]
+
+
+def test_forks_that_have_not_been_written_to_end_at_the_same_node() -> None:
+    forks = [table(i, "a", i, "running", 20, [7, 9]) for i in range(3)]
+    assert drawn(forks) == ["x3 [7, 9]", "├─ 0 []", "├─ 1 []", "└─ 2 []"]
+
+
+def test_trees_come_in_the_order_of_their_tables_and_every_block_stands_once() -> None:
+    changes = [
+        table(1, "a", 0, "idle", 16, [50]),
+        table(2, "b", 0, "idle", 16, [3]),
+        table(3, "c", 0, "swapped", 16, [3]),
+        table(4, "d", 0, "idle", 32, [50, 51]),
+        table(5, "e", 0, "idle", 0, []),
+    ]
+    assert drawn(changes) == ["x2 [50]", "├─ 1 []", "└─ 4 [51]", "2 [3]", "3 [3]"]
+
+
+def test_a_deep_tree_needs_no_deep_stack() -> None:
+    changes = [table(i, "a", i, "idle", 16 * (i + 1), list(range(i + 1))) for i in range(2_000)]
+    assert len(drawn(changes)) == 3_999
+
+
+@pytest.mark.anyio
+async def test_the_tree_tells_what_is_shared_and_what_is_private() -> None:
+    async with panel_of(picture(TABLES), view="tree") as (pilot, _, _):
+        shown = seen(pilot)
+        for words in (
+            "● 3 blocks ×9  0–2",
+            "├─ system prompt pinned  0 own",
+            "│     └─ turn 2 · 4 running  1 own",
+            "└─ turn 3 · 3 running  2 own ▰▱▱▱ 34–35",
+            "turn 4 · 1 swapped  3 on the host",
+            "16 blocks for 9 sequences",
+            "50 without sharing: 68% saved",
+        ):
+            assert words in shown, words
+
+
+# --- event log --------------------------------------------------------------------------------------------------------
+
+
+def test_events_in_words() -> None:
+    who = {4: "turn 2 · 2", 3: "turn 2 · 1"}
+    told = [event_words(entry, lambda seq_id, owner: who.get(seq_id, owner or "?")) for entry in script.LOG]
+    assert told[1] == "saved 48 tokens (blocks 0–2) for ?"
+    assert told[3] == "turn 2 · 2 shares 6 blocks with turn 2 · 1: 0–2, 4–5, 20"
+    assert told[4] == "20 → 21  turn 2 · 2 writes to a block that 3 others hold"
+    assert told[6] == "a cached block makes room: 50"
+    assert "waits" in told[7]
+    assert "to" not in told[9].split()
+    short = event_words(script.LOG[4], lambda seq_id, owner: who.get(seq_id, ""), short=True)
+    assert short == "20→21 turn 2 · 2, 3 share"
+
+
+def allocations(start: int, number: int) -> CacheChanged:
+    log = [LogEntry(float(i), "allocate", 2, "turn 1", [i]) for i in range(start, start + number)]
+    return CacheChanged([], [], [], PoolFigures(128), log)
+
+
+@pytest.mark.anyio
+async def test_the_log_follows_the_newest_event_unless_scrolled() -> None:
+    async with panel_of(picture(TABLES), view="events") as (pilot, panel, pool):
+        feed(panel, pool, allocations(0, 500))
+        await pilot.pause()
+        assert "turn 1 +499" in seen(pilot)
+        log = panel.query_one(EventLog)
+        log.scroll_to(y=100, animate=False)
+        await pilot.pause()
+        feed(panel, pool, allocations(500, 20))
+        await pilot.pause()
+        assert log.scroll_offset.y == 100
+        assert "turn 1 +519" not in seen(pilot)
+        log.scroll_to(y=log.max_scroll_y, animate=False)
+        feed(panel, pool, allocations(520, 20))
+        await pilot.pause()
+        assert "turn 1 +539" in seen(pilot)
+
+
+@pytest.mark.anyio
+async def test_the_log_can_be_held_still() -> None:
+    async with panel_of(picture(TABLES), allocations(0, 5), view="events") as (pilot, panel, pool):
+        panel.focus_view()
+        await pilot.press("space")
+        feed(panel, pool, allocations(5, 7))
+        await pilot.pause()
+        assert "paused · 7 new" in seen(pilot)
+        assert "turn 1 +11" not in seen(pilot)
+        await pilot.press("x")
+        assert "turn 1 +11" not in seen(pilot), "a filter does not let go"
+        await pilot.press("space")
+        await pilot.pause()
+        assert "turn 1 +11" in seen(pilot)
+        assert "paused" not in seen(pilot)
+
+
+@pytest.mark.anyio
+async def test_the_log_is_filtered_by_kind() -> None:
+    async with panel_of(picture(TABLES, log=script.LOG), view="events") as (pilot, panel, pool):
+        panel.focus_view()
+        await pilot.press("a", "s")
+        await pilot.pause()
+        shown = seen(pilot)
+        assert "alloc  " not in shown
+        assert "swap in" not in shown
+        assert "20→21 turn 2 · 2" in shown
+        assert "6 match" in shown
+        assert "○a allocate" in shown
+        assert "●f fork" in shown
+        feed(panel, pool, allocations(0, 3))
+        await pilot.pause()
+        assert "6 match" in seen(pilot)
+        await pilot.press("/")
+        await pilot.pause()
+        assert "turn 1 +2" in seen(pilot)
+        assert "swap in" in seen(pilot)
+
+
+@pytest.mark.anyio
+async def test_an_event_keeps_the_name_of_a_sequence_that_is_gone() -> None:
+    async with panel_of(picture(TABLES), view="pool") as (pilot, panel, pool):
+        gone = [LogEntry(9.0, "free", 5, "", [22])]
+        feed(panel, pool, CacheChanged([], [], [5], pool.figures, gone))
+        panel.view = "events"
+        await pilot.pause()
+        await pilot.pause()
+        assert "turn 2 · 3 −22" in seen(pilot)
+
+
+@pytest.mark.anyio
+async def test_the_log_keeps_ten_thousand_lines() -> None:
+    async with panel_of(view="events") as (pilot, panel, pool):
+        for start in range(0, 24_000, 400):
+            feed(panel, pool, allocations(start, 400))
+        await pilot.pause()
+        log = panel.query_one(EventLog)
+        assert 10_000 <= log.virtual_size.height <= 11_000
+        assert "23999" in seen(pilot)
+        assert "14,000 not kept" in seen(pilot)
+
+
+# --- memory and steps -------------------------------------------------------------------------------------------------
+
+
+def figures_text(pool: Pool, width: int, height: int) -> list[str]:
+    return ["".join(text for text, _ in parts) for parts in memory_lines(pool, width, height)]
+
+
+@pytest.mark.parametrize(("width", "height"), [(42, 35), (78, 8), (240, 60)])
+def test_memory_figures_are_token_true_and_fit(width: int, height: int) -> None:
+    pool = new_pool()
+    pool.apply(picture(TABLES))
+    lines = figures_text(pool, width, height)
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= height
+    text = "\n".join(lines)
+    # 16 blocks of 16 slots hold 197 tokens; 7 of them are shared; 2 are cached; 50 entries in 9 tables.
+    for figure in ("197", "112", "59", "32", "1,760", "256", "800", "9,216", "480 of 800"):
+        assert figure in text, figure
+    assert pool.num_blocks * pool.block_size == 197 + 59 + 32 + 1_760
+
+
+def test_the_chart_shows_every_kind_that_is_there() -> None:
+    pool = new_pool()
+    for end in range(1, len(TABLES) + 1):
+        pool.apply(picture(TABLES[:end]))
+    chart = figures_text(pool, 42, 35)[-12:]
+    assert {"o", "s", "~", "c", "·"} == {line[-1] for line in chart}
+    assert chart[-1].endswith("o" * len(TABLES))
+
+
+@pytest.mark.anyio
+async def test_steps_show_what_they_did_and_where_their_time_went() -> None:
+    async with panel_of(view="steps") as (pilot, panel, pool):
+        pool.steps.extend(script.steps(8))
+        panel.steps_changed(pool)
+        await pilot.pause()
+        shown = seen(pilot)
+        for words in ("512/2", "250.0", "!1 ↓12 ↑4", "host ▒", "device █", "tok/s decoded"):
+            assert words in shown, words
+        pool.steps.extend(script.steps(200)[8:])
+        panel.steps_changed(pool)
+        await pilot.pause()
+        assert "200" in seen(pilot), "follows the newest"
+        assert panel.query_one(StepList).virtual_size.height == 200
+
+
+def test_the_bar_of_a_step_splits_its_time() -> None:
+    step = script.steps(2)[1]
+    assert split_bar(step, 8) == ("▒▒", "██████")
+
+
+def test_small_charts_and_spans() -> None:
+    assert sparkline([0, 1, 8, 4], 6, 8) == "   ▂█▅"
+    assert spans([3, 4, 5, 9, 11, 12]) == "3–5, 9, 11–12"
+    assert spans([3, 5, 7, 9], 2) == "3, 5, …"

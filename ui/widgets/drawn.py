@@ -1,0 +1,43 @@
+"""Text that is made when it is drawn, for the room that it has then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from textual.content import Content
+from textual.widget import Widget
+
+
+class Drawn(Widget):
+    """Shows what ``make`` returns for a width and a height in cells. `update` costs nothing where that is the same."""
+
+    def __init__(self, make: Callable[[int, int], Content], **options: str) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self._make = make
+        self._shown = Content("")
+
+    def update(self) -> None:
+        """Show it anew, in the same room."""
+        if not self._content().is_same(self._shown):
+            self.refresh()
+
+    def _content(self) -> Content:
+        width, height = self.content_size
+        return self._make(width, height) if width and height else Content("")
+
+    def render(self) -> Content:
+        self._shown = self._content()
+        return self._shown
+
+
+def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Content:
+    """Items side by side on at most ``num_lines`` lines; an item is not broken, and what does not fit is left out."""
+    lines: list[Content] = []
+    for item in items:
+        if lines and lines[-1].cell_length + gap + item.cell_length <= width:
+            lines[-1] = Content.assemble(lines[-1], " " * gap, item)
+        elif len(lines) == num_lines:
+            return Content.assemble(Content("\n").join(lines), " …" if lines[-1].cell_length + 2 <= width else "")
+        else:
+            lines.append(item)
+    return Content("\n").join(lines)

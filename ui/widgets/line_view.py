@@ -1,0 +1,90 @@
+"""Many lines, each made when it is seen: no widget per line, no list of what is out of sight."""
+
+from __future__ import annotations
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.geometry import Region, Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+
+class LineView(ScrollView, can_focus=True):
+    """Lines that a subclass draws in `line`.
+
+    With ``follows``, the last one stays in view unless the reader has scrolled up.
+    """
+
+    follows = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at_end = True
+        self._base: Style | None = None
+        self._parts: dict[str, Style] = {}
+        self._drawn: dict[int, list[Segment]] = {}  # what stands on each line of the screen
+
+    def line(self, row: int, width: int) -> list[Segment]:
+        """The segments of line ``row``; what goes beyond ``width`` cells is cut."""
+        raise NotImplementedError
+
+    def set_lines(self, num_lines: int, dropped: int = 0) -> None:
+        """There are ``num_lines`` now, after the first ``dropped`` ones have gone."""
+        if num_lines != self.virtual_size.height:
+            self.virtual_size = Size(0, num_lines)
+        if self.follows and self._at_end:
+            self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
+        elif dropped:
+            self.scroll_to(y=max(0, self.scroll_offset.y - dropped), animate=False, force=True)
+        self.refresh_changed()
+
+    def refresh_changed(self) -> None:
+        """Draw those lines in view that are other than what stands there: making a line costs far less than that."""
+        width, height = self.scrollable_content_region.width, self.size.height
+        changed = [y for y in range(height) if self._segments(y, width) != self._drawn.get(y)]
+        if len(changed) > height // 2:
+            self.refresh()
+        elif changed:
+            self.refresh(*(Region(0, y, width, 1) for y in changed))
+
+    def show_line(self, row: int) -> None:
+        """Bring a line into view."""
+        top, height = self.scroll_offset.y, self.size.height
+        if height and not top <= row < top + height:
+            self.scroll_to(y=row if row < top else row - height + 1, animate=False, force=True)
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self._at_end = round(new_value) >= self.max_scroll_y
+
+    def on_resize(self) -> None:
+        if self.follows and self._at_end:
+            self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
+
+    @property
+    def base(self) -> Style:
+        """The style of what has no other: Textual's own property walks the tree at each call."""
+        if self._base is None:
+            self._base = self.rich_style
+        return self._base
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._base = None
+        self._parts.clear()
+
+    def part(self, name: str) -> Style:
+        """The style of the component class ``name``."""
+        style = self._parts.get(name)
+        if style is None:
+            style = self._parts[name] = self.get_component_rich_style(name)
+        return style
+
+    def render_line(self, y: int) -> Strip:
+        width = self.scrollable_content_region.width
+        segments = self._drawn[y] = self._segments(y, width)
+        return Strip(segments).adjust_cell_length(width, self.base)
+
+    def _segments(self, y: int, width: int) -> list[Segment]:
+        row = y + self.scroll_offset.y
+        return self.line(row, width) if 0 <= row < self.virtual_size.height else []
