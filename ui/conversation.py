@@ -1,9 +1,30 @@
-"""The conversation as data: what was said, in order. No widget, no engine."""
+"""A conversation as data: a tree of turns, of which one path is shown. No widget, no engine.
+
+A question that is edited, or asked again, is a sibling of the first one: nothing that was said is lost, and the engine
+finds the blocks of what both have in common.
+"""
 
 from __future__ import annotations
 
+import time
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from minillm.service.messages import TokenChoice
+
+
+@dataclass
+class Candidate:
+    """One of several answers to choose from. ``score`` and ``logprob`` are a beam's; samples have none."""
+
+    text: str = ""
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    score: float | None = None
+    logprob: float | None = None
+    tokens: list[TokenChoice] = field(default_factory=list)
 
 
 @dataclass
@@ -11,7 +32,7 @@ class Answer:
     """What the model said, as it said it, and how it went. ``finish_reason`` is None while it goes on.
 
     ``finish_reason`` is "stop", "length" or "abort" as the engine has it, or "lost" where the engine's process ended.
-    Times are in seconds.
+    Times are in seconds. With ``candidates`` the text is that of the accepted one, empty before.
     """
 
     request_id: str
@@ -22,49 +43,192 @@ class Answer:
     num_output_tokens: int = 0
     time_to_first_token: float | None = None
     tokens_per_second: float = 0.0
+    in_reasoning: bool = False  # the text begins inside the model's <think> section
+    tokens: list[TokenChoice] = field(default_factory=list)  # of the text; not saved
+    candidates: list[Candidate] = field(default_factory=list)  # to choose from; not saved
 
     @property
     def num_context_tokens(self) -> int:
-        return self.num_prompt_tokens + self.num_output_tokens
+        longest = max((candidate.num_tokens for candidate in self.candidates), default=self.num_output_tokens)
+        return self.num_prompt_tokens + longest
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model is still at it."""
+        return self.finish_reason is None
+
+    def accept(self, index: int) -> None:
+        """Take a candidate for the answer; the others are gone."""
+        chosen = self.candidates[index]
+        self.text, self.tokens, self.num_output_tokens = chosen.text, chosen.tokens, chosen.num_tokens
+        self.candidates = []
 
 
-@dataclass
+@dataclass(eq=False)
 class Turn:
-    """A question and its answer."""
+    """A question and its answer; ``children`` are the turns that go on from there, the branches."""
 
     question: str
     answer: Answer
+    parent: Turn | None = None
+    children: list[Turn] = field(default_factory=list)
 
 
 @dataclass
 class Conversation:
-    """The turns so far. ``conversation_id`` is what the engine keeps its blocks under."""
+    """The tree of turns. ``conversation_id`` is what the engine keeps its blocks under."""
 
     conversation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    turns: list[Turn] = field(default_factory=list)
+    system: str = ""
+    model: str = ""
+    began: float = field(default_factory=time.time)
+    first: list[Turn] = field(default_factory=list)  # those without a parent
+    leaf: Turn | None = None  # the last turn that is shown
+    num_dropped: int = 0  # oldest turns of the path that the model is no longer told
+
+    # --- the path that is shown ---------------------------------------------------------------------------------------
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The turns that are shown, in order."""
+        path = []
+        turn = self.leaf
+        while turn is not None:
+            path.append(turn)
+            turn = turn.parent
+        return path[::-1]
+
+    def all_turns(self) -> Iterator[Turn]:
+        """Every turn, each before its children."""
+        stack = self.first[::-1]
+        while stack:
+            turn = stack.pop()
+            yield turn
+            stack += turn.children[::-1]
+
+    def siblings(self, turn: Turn) -> list[Turn]:
+        """The branches at this place, ``turn`` among them."""
+        return self.first if turn.parent is None else turn.parent.children
+
+    def switch(self, turn: Turn, step: int) -> Turn:
+        """Show the next (``step`` 1) or previous (-1) branch at the place of ``turn``, down to its latest turn."""
+        siblings = self.siblings(turn)
+        chosen = siblings[(siblings.index(turn) + step) % len(siblings)]
+        self.leaf = chosen
+        while self.leaf.children:
+            self.leaf = self.leaf.children[-1]
+        self.num_dropped = 0
+        return chosen
+
+    # --- growing ------------------------------------------------------------------------------------------------------
 
     def ask(self, question: str) -> Answer:
-        """A new turn; returns its answer, still empty."""
-        answer = Answer(request_id=f"{self.conversation_id}-{uuid.uuid4().hex[:8]}")
-        self.turns.append(Turn(question, answer))
-        return answer
+        """A new turn after the last one; returns its answer, still empty."""
+        return self._grow(self.leaf, question)
+
+    def ask_instead(self, turn: Turn, question: str) -> Answer:
+        """A branch beside ``turn``: another question at its place, or the same one once more."""
+        return self._grow(turn.parent, question)
+
+    def _grow(self, parent: Turn | None, question: str) -> Answer:
+        turn = Turn(question, Answer(self.new_request_id()), parent)
+        self.siblings(turn).append(turn)
+        self.leaf = turn
+        return turn.answer
+
+    def new_request_id(self) -> str:
+        return f"{self.conversation_id}-{uuid.uuid4().hex[:8]}"
 
     def withdraw(self) -> str:
         """Take the last turn back; returns its question."""
-        return self.turns.pop().question
+        turn = self.leaf
+        assert turn is not None
+        siblings = self.siblings(turn)
+        siblings.remove(turn)
+        self.leaf = turn.parent
+        if siblings:
+            self.switch(siblings[-1], 0)
+        return turn.question
 
     @property
     def open_answer(self) -> Answer | None:
         """The answer that is still being given."""
-        if self.turns and self.turns[-1].answer.finish_reason is None:
-            return self.turns[-1].answer
-        return None
+        return self.leaf.answer if self.leaf is not None and self.leaf.answer.is_open else None
 
     def messages(self, system: str = "") -> list[dict[str, str]]:
         """What the engine gets: roles alternate, and the open answer is what it is asked for."""
         messages = [{"role": "system", "content": system}] if system else []
-        for turn in self.turns:
+        for turn in self.turns[self.num_dropped :]:
             messages.append({"role": "user", "content": turn.question})
-            if turn.answer.finish_reason is not None:
+            if not turn.answer.is_open:
                 messages.append({"role": "assistant", "content": turn.answer.text})
         return messages
+
+    def drop_oldest(self) -> bool:
+        """Tell the model one turn less from now on; False where only the last question is left."""
+        if self.num_dropped + 1 >= len(self.turns):
+            return False
+        self.num_dropped += 1
+        return True
+
+    def name_of(self, request_id: str) -> str | None:
+        """``turn 2``, or ``turn 2b`` for its second branch; None for a request of another conversation."""
+        if not request_id.startswith(self.conversation_id):
+            return None
+        depths: dict[int, int] = {}
+        seen: dict[int, int] = {}
+        for turn in self.all_turns():
+            depth = depths[id(turn)] = 1 if turn.parent is None else depths[id(turn.parent)] + 1
+            seen[depth] = seen.get(depth, 0) + 1
+            if turn.answer.request_id == request_id:
+                number = seen[depth]
+                return f"turn {depth}" + ("" if number == 1 else chr(96 + min(number, 26)))
+        return None
+
+    # --- as plain data ------------------------------------------------------------------------------------------------
+
+    def to_data(self) -> dict[str, Any]:
+        """What `from_data` makes the conversation of again: numbers, texts, lists and dictionaries."""
+        turns = list(self.all_turns())
+        number = {id(turn): i for i, turn in enumerate(turns)}
+        return {
+            "id": self.conversation_id,
+            "model": self.model,
+            "system": self.system,
+            "began": self.began,
+            "leaf": None if self.leaf is None else number[id(self.leaf)],
+            "turns": [
+                {
+                    "parent": None if turn.parent is None else number[id(turn.parent)],
+                    "question": turn.question,
+                    "answer": {name: value for name, value in asdict(turn.answer).items() if name in _SAVED},
+                }
+                for turn in turns
+            ],
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Conversation:
+        """The conversation of `to_data`. An answer that was still open is lost; what was said of it stays.
+
+        Raises:
+            ValueError: the data is of no conversation.
+        """
+        try:
+            turns: list[Turn] = []
+            conversation = cls(str(data["id"]), str(data["system"]), str(data["model"]), float(data["began"]))
+            for item in data["turns"]:
+                answer = Answer(**{name: item["answer"][name] for name in _SAVED})
+                if not isinstance(answer.text, str) or not isinstance(item["question"], str):
+                    raise ValueError("a text is none")
+                answer.finish_reason = answer.finish_reason or "lost"
+                turn = Turn(item["question"], answer, None if item["parent"] is None else turns[item["parent"]])
+                conversation.siblings(turn).append(turn)
+                turns.append(turn)
+            conversation.leaf = None if data["leaf"] is None else turns[data["leaf"]]
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ValueError(f"not a conversation: {type(error).__name__} {error}") from None
+        return conversation
+
+
+_SAVED = frozenset(item.name for item in fields(Answer)) - {"tokens", "candidates"}

@@ -1,56 +1,87 @@
-"""What the user can change: the model, how it samples, and the system prompt."""
+"""What the user can change: the model, how it samples or searches, the system prompt, the theme."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minillm.decoding.params import SamplingParams
+from minillm.decoding.params import BeamSearchParams, SamplingParams
 from minillm.errors import UsageError
 
 # A chat wants calmer sampling and longer answers than the defaults of the API.
 CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}
+NUM_ALTERNATIVES = 5  # most probable tokens that every answer brings, for the view of probabilities
+# What a beam search takes over of the sampling parameters.
+_SHARED = ("max_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``engine`` holds options of EngineConfig, ``sampling`` those of SamplingParams that differ from its defaults."""
+    """``engine`` holds options of EngineConfig; ``sampling`` and ``beams`` those that differ from the defaults.
+
+    With a ``beam_width`` above 1 in ``beams`` answers are searched for, else they are sampled.
+    """
 
     model: str
     engine: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=lambda: dict(CHAT_SAMPLING))
+    beams: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
+    theme: str = ""  # "dark", "light", or as the terminal says
+
+    @property
+    def searches(self) -> bool:
+        return int(self.beams.get("beam_width", 1)) > 1
+
+    @property
+    def num_candidates(self) -> int:
+        """Answers that a question gets."""
+        return int(self.beams["beam_width"]) if self.searches else int(self.sampling.get("n", 1))
+
+    def request_params(self) -> dict[str, Any]:
+        """What the engine is told: of SamplingParams, or of BeamSearchParams where it has a ``beam_width``."""
+        if self.searches:
+            return {**{name: self.sampling[name] for name in _SHARED if name in self.sampling}, **self.beams}
+        return {"logprobs": NUM_ALTERNATIVES, **self.sampling}
 
 
 @dataclass(frozen=True)
-class SamplingField:
-    """One line of the sampling screen. ``kind`` is what its text is read as."""
+class ParamField:
+    """One line of the sampling screen. ``kind`` is what its text is read as; ``may_be_empty``: None is a value."""
 
     name: str
     kind: type[int] | type[float] | type[str]
     hint: str
+    may_be_empty: bool = False
 
 
 SAMPLING_FIELDS = (
-    SamplingField("temperature", float, "0 is greedy"),
-    SamplingField("top_k", int, "the k most probable; 0: all"),
-    SamplingField("top_p", float, "the most probable up to this"),
-    SamplingField("min_p", float, "at least this, beside the best"),
-    SamplingField("repetition_penalty", float, "above 1: repeat less"),
-    SamplingField("presence_penalty", float, "-2 to 2, once per token"),
-    SamplingField("frequency_penalty", float, "-2 to 2, per occurrence"),
-    SamplingField("max_tokens", int, "longest answer"),
-    SamplingField("seed", int, "same seed, same answer"),
-    SamplingField("stop", str, "end at this text"),
+    ParamField("temperature", float, "0 is greedy"),
+    ParamField("top_k", int, "the k most probable; 0: all"),
+    ParamField("top_p", float, "the most probable up to this"),
+    ParamField("min_p", float, "at least this, beside the best"),
+    ParamField("repetition_penalty", float, "above 1: repeat less"),
+    ParamField("presence_penalty", float, "-2 to 2, once per token"),
+    ParamField("frequency_penalty", float, "-2 to 2, per occurrence"),
+    ParamField("max_tokens", int, "longest answer"),
+    ParamField("seed", int, "same seed, same answer", may_be_empty=True),
+    ParamField("stop", str, "end at this text", may_be_empty=True),
+    ParamField("n", int, "answers to choose from"),
+)
+BEAM_FIELDS = (
+    ParamField("beam_width", int, "above 1: beam search, no sampling"),
+    ParamField("length_penalty", float, "above 0 favours long beams"),
 )
 
 
-def sampling_text(sampling: Mapping[str, Any]) -> dict[str, str]:
+def field_texts(settings: Settings) -> dict[str, str]:
     """What the sampling screen shows for each field."""
-    params = SamplingParams.from_mapping(sampling)
-    shown = {item.name: getattr(params, item.name) for item in SAMPLING_FIELDS}
+    params = SamplingParams.from_mapping(settings.sampling)
+    shown: dict[str, Any] = {item.name: getattr(params, item.name) for item in SAMPLING_FIELDS}
     shown["stop"] = params.stop[0] if params.stop else None
+    beams = {"beam_width": 1, "length_penalty": BeamSearchParams.length_penalty, **settings.beams}
+    shown |= {item.name: beams[item.name] for item in BEAM_FIELDS}
     return {name: "" if value is None else f"{value:g}" if type(value) is float else str(value)
             for name, value in shown.items()}  # fmt: skip
 
@@ -69,24 +100,62 @@ def read_sampling(texts: Mapping[str, str], base: Mapping[str, Any]) -> dict[str
                 sampling[item.name] = [text, *list(base.get("stop", ()))[1:]]
         elif text.strip():
             sampling[item.name] = _number(item.kind, text.strip())
-        elif item.name != "seed":
+        elif not item.may_be_empty and item.name in texts:
             raise UsageError(f"{item.name} must be a number, not empty")
     params = SamplingParams.from_mapping(sampling)
     defaults = SamplingParams()
     return {name: getattr(params, name) for name in sampling if getattr(params, name) != getattr(defaults, name)}
 
 
+def read_beams(texts: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
+    """The beam search that ``texts`` asks for; empty where the width is 1: then answers are sampled.
+
+    Raises:
+        UsageError: a value that `BeamSearchParams` refuses.
+    """
+    beams = dict(base)
+    for item in BEAM_FIELDS:
+        text = texts.get(item.name, "").strip()
+        if text:
+            beams[item.name] = _number(item.kind, text)
+        elif item.name in texts:
+            raise UsageError(f"{item.name} must be a number, not empty")
+    if beams.get("beam_width", 1) == 1:
+        return {}
+    BeamSearchParams.from_mapping(beams)
+    return beams
+
+
+def with_param(settings: Settings, name: str, text: str) -> Settings:
+    """The settings with one parameter changed, by its name.
+
+    Raises:
+        UsageError: there is no such parameter, or it cannot have this value.
+    """
+    texts = field_texts(settings)
+    if name not in texts:
+        raise UsageError(f"unknown parameter {name!r}; known: {', '.join(texts)}")
+    texts[name] = text
+    return replace(
+        settings,
+        sampling=read_sampling({item.name: texts[item.name] for item in SAMPLING_FIELDS}, settings.sampling),
+        beams=read_beams({item.name: texts[item.name] for item in BEAM_FIELDS}, settings.beams),
+    )
+
+
 def _number(kind: type, text: str) -> Any:
-    """The number, or the text itself: SamplingParams says what is wrong with it."""
+    """The number, or the text itself: the parameters' own check says what is wrong with it."""
     try:
         return kind(text)
     except ValueError:
         return text
 
 
-def sampling_summary(sampling: Mapping[str, Any]) -> str:
-    """In a few words: what differs from plain sampling."""
-    params = SamplingParams.from_mapping(sampling)
+def settings_summary(settings: Settings) -> str:
+    """In a few words: how answers come about."""
+    if settings.searches:
+        return f"{settings.beams['beam_width']} beams"
+    params = SamplingParams.from_mapping(settings.sampling)
     if params.temperature == 0:
         words = ["greedy"]
     else:
@@ -96,4 +165,5 @@ def sampling_summary(sampling: Mapping[str, Any]) -> str:
         words += [f"min-p {params.min_p:g}"] * (params.min_p > 0)
     words += [f"rep {params.repetition_penalty:g}"] * (params.repetition_penalty != 1)
     words += [f"seed {params.seed}"] * (params.seed is not None)
+    words += [f"n {params.n}"] * (params.n > 1)
     return " · ".join(words)

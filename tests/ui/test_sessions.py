@@ -1,0 +1,90 @@
+"""Saved conversations: whole at any moment, searched, exported."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from minillm.errors import MinillmError
+from ui.conversation import Conversation
+from ui.sessions import SessionStore, export, to_json, to_markdown
+
+
+def talk(question: str, text: str, reason: str | None = "stop") -> Conversation:
+    conversation = Conversation(model="m")
+    answer = conversation.ask(question)
+    answer.text, answer.finish_reason = text, reason
+    return conversation
+
+
+def test_saved_listed_searched_and_deleted(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path / "conversations")
+    store.save(Conversation())
+    assert not store.directory.exists(), "nothing was said: there is nothing to save"
+    one, two = talk("What is paging?", "Pages of memory."), talk("Hello", "Hi", reason=None)
+    store.save(one)
+    store.save(two)
+    os.utime(store.path_of(one), (1, 1))
+    assert [summary.title for summary in store.list()] == ["Hello", "What is paging?"]
+    assert [summary.interrupted for summary in store.list()] == [True, False]
+    assert [summary.title for summary in store.list("PAGES what")] == ["What is paging?"]
+    assert store.list("nowhere") == []
+    assert store.latest() == store.path_of(two)
+    assert store.load(store.path_of(one)).turns[0].answer.text == "Pages of memory."
+    store.delete(store.path_of(one))
+    assert len(store.list()) == 1
+    assert [path.name for path in store.directory.iterdir()] == [store.path_of(two).name], "no file is left behind"
+    assert (store.directory.stat().st_mode & 0o077) == 0
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SessionStore(tmp_path)
+    conversation = talk("q", "old")
+    store.save(conversation)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    conversation.turns[0].answer.text = "new"
+    with pytest.raises(MinillmError, match="No space left"):
+        store.save(conversation)
+    assert store.load(store.path_of(conversation)).turns[0].answer.text == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_broken_files_are_skipped_and_named_when_opened(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    (tmp_path / "a.json").write_text("{")
+    (tmp_path / "b.json").write_text('{"turns": []}')
+    (tmp_path / "c.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "d.json").write_text("[" * 100_000)
+    assert store.list() == []
+    for name in "abcd":
+        with pytest.raises(MinillmError, match=rf"{name}\.json cannot be opened"):
+            store.load(tmp_path / f"{name}.json")
+    with pytest.raises(MinillmError, match="no conversation is saved"):
+        store.latest()
+
+
+def test_export(tmp_path: Path) -> None:
+    conversation = talk("What is `x`?", "It is\n\n```\ncode\n```")
+    conversation.system = "be brief\nand kind"
+    markdown = to_markdown(conversation)
+    for part in (
+        "# What is `x`?",
+        "> be brief\n> and kind",
+        "## You\n\nWhat is `x`?",
+        "## m\n\nIt is\n\n```\ncode\n```",
+    ):
+        assert part in markdown
+    assert Conversation.from_data(json.loads(to_json(conversation))).turns[0].question == "What is `x`?"
+    assert export(conversation, tmp_path / "a.md").read_text() == markdown
+    assert export(conversation, tmp_path / "a.json").read_text() == to_json(conversation)
+    with pytest.raises(MinillmError, match="exists"):
+        export(conversation, tmp_path / "a.md")
+    with pytest.raises(MinillmError, match="cannot be written"):
+        export(conversation, tmp_path / "no" / "a.md")
