@@ -1,0 +1,100 @@
+"""``minillm chat --plain``: questions from a pipe, answers on standard output."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from minillm.llm import LLM
+from ui.plain import PlainChat
+from ui.sessions import SessionStore
+from ui.settings import Settings
+
+
+def plain(model: Path | str, directory: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "minillm.cli", "chat", "--model", str(model), "--device", "cpu", *options]
+    environment = {**os.environ, "MINILLM_DATA": str(directory), "MINILLM_CONFIG": str(directory)}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )  # fmt: skip
+
+
+@pytest.mark.weights
+def test_questions_from_a_pipe_are_answered(tmp_path: Path) -> None:
+    process = plain("smollm2-135m", tmp_path, "--temperature", "0", "--max-tokens", "24")
+    out, errors = process.communicate(b"What is the capital of France?\n\n/set temperature x\n/new\n", 120)
+    assert process.returncode == 0
+    assert b"Paris" in out
+    assert b"temperature" in errors
+    assert b"Traceback" not in errors
+    assert len(SessionStore(tmp_path / "conversations").list()) == 1
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(tiny_model: Path, tmp_path: Path) -> None:
+    process = plain(tiny_model, tmp_path, "--plain", "--max-tokens", "480", "--temperature", "0")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"hello\n")
+    process.stdin.flush()
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    out, errors = process.communicate(b"/quit\n", 60)
+    assert first
+    assert process.returncode == 0, errors
+    assert b"stopped" in errors or len(out) > 100, "it was stopped, unless it had ended"
+
+
+class Dialogue:
+    """A chat in this process, and what it prints."""
+
+    def __init__(self, model: Path, directory: Path, **sampling: object) -> None:
+        self.output, self.notes = io.StringIO(), io.StringIO()
+        llm = LLM(str(model), device="cpu", num_blocks=120)
+        settings = Settings(str(model), sampling={"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling})
+        self.chat = PlainChat(llm, settings, SessionStore(directory), self.output, self.notes)
+
+
+def test_candidates_are_numbered_and_accepted(tiny_model: Path, tmp_path: Path) -> None:
+    dialogue = Dialogue(tiny_model, tmp_path, n=2, temperature=1.0, seed=1)
+    assert dialogue.chat.handle("hello")
+    assert "1) " in dialogue.output.getvalue()
+    assert "2) " in dialogue.output.getvalue()
+    leaf = dialogue.chat.conversation.leaf
+    assert leaf is not None
+    second = leaf.answer.candidates[1].text
+    assert dialogue.chat.handle("/accept 3")
+    assert "/accept takes a number from 1 to 2" in dialogue.notes.getvalue()
+    assert dialogue.chat.handle("/accept 2")
+    assert leaf.answer.text == second
+    assert dialogue.chat.handle("/beams")
+    assert "there is no /beams here" in dialogue.notes.getvalue()
+    assert not dialogue.chat.handle("/quit")
+
+
+def test_commands_and_the_end_of_the_context(tiny_model: Path, tmp_path: Path) -> None:
+    dialogue = Dialogue(tiny_model, tmp_path)
+    chat = dialogue.chat
+    chat.handle("/system be brief")
+    assert chat.settings.system == "be brief"
+    for number in range(12):
+        assert chat.handle(f"{number} " + "word " * 12)
+    assert "the context is full" in dialogue.notes.getvalue()
+    assert len(chat.conversation.turns) == 12
+    chat.handle(f"/export {tmp_path}/talk.md")
+    assert (tmp_path / "talk.md").exists()
+    chat.handle("/new")
+    assert not chat.conversation.turns
+    chat.handle("//slash")
+    assert chat.conversation.turns[0].question == "/slash"
+    chat.handle("long " * 3000)
+    assert "context holds" in dialogue.notes.getvalue()
+    assert len(chat.conversation.turns) == 1, "the question that does not fit is taken back"
+    assert "\x1b" not in dialogue.output.getvalue()

@@ -1,0 +1,177 @@
+"""``minillm chat --plain``: a chat line by line, for pipes, screen readers and terminals that cannot move a cursor.
+
+Questions come from standard input, a line each; answers go to standard output, everything else to standard error. On a
+terminal a prompt asks for each line. ctrl-c stops an answer, and ends the chat where none is being given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from minillm.decoding.params import BeamSearchParams, SamplingParams
+from minillm.errors import MinillmError, UsageError
+from minillm.llm import LLM
+from minillm.text import clean, clean_line
+from ui.conversation import Candidate, Conversation
+from ui.sessions import SessionStore, export
+from ui.settings import Settings, with_param
+
+HELP = """\
+/new              begin a new conversation
+/set NAME VALUE   temperature, top_p, max_tokens, seed, n, beam_width, …
+/system [TEXT]    what the model is told first; without a text, nothing
+/accept N         of several answers take this one (else the first)
+/export FILE      write the conversation to a file, .md or .json
+/quit             leave; so does the end of the input"""
+
+
+class PlainChat:
+    """One conversation at a time with a model in this process."""
+
+    def __init__(self, llm: LLM, settings: Settings, store: SessionStore, output: TextIO, notes: TextIO) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.store = store
+        self.conversation = Conversation()
+        self._output = output
+        self._notes = notes
+
+    def handle(self, line: str) -> bool:
+        """One line of input. False where it ends the chat."""
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                name, _, argument = line[1:].partition(" ")
+                return self._command(name, argument.strip())
+            self._answer(line.removeprefix("/") if line.startswith("//") else line)
+        except MinillmError as error:
+            self.say(str(error))
+        return True
+
+    def _command(self, name: str, argument: str) -> bool:
+        if name == "quit":
+            return False
+        if name == "new":
+            self.conversation = Conversation()
+        elif name == "set":
+            parameter, _, value = argument.partition(" ")
+            self.settings = with_param(self.settings, parameter, value.strip())
+        elif name == "system":
+            self.settings = replace(self.settings, system=argument)
+        elif name == "accept":
+            self._accept(argument)
+        elif name == "export":
+            if not argument or self.conversation.leaf is None:
+                raise UsageError("/export needs a file's name, and something that was said")
+            self.say(f"written to {export(self.conversation, Path(argument))}")
+        elif name == "help":
+            print(HELP, file=self._notes)
+        else:
+            raise UsageError(f"there is no /{name} here; /help lists what there is")
+        return True
+
+    def _accept(self, number: str) -> None:
+        leaf = self.conversation.leaf
+        candidates = leaf.answer.candidates if leaf is not None else []
+        if not number.isdigit() or not 1 <= int(number) <= len(candidates):
+            raise UsageError(
+                f"/accept takes a number from 1 to {len(candidates)}" if candidates else "nothing to accept"
+            )
+        assert leaf is not None
+        leaf.answer.accept(int(number) - 1)
+        self.store.save(self.conversation)
+
+    def _answer(self, question: str) -> None:
+        conversation, settings = self.conversation, self.settings
+        leaf = conversation.leaf
+        if leaf is not None and leaf.answer.candidates:
+            leaf.answer.accept(0)
+        conversation.model, conversation.system = settings.model, settings.system
+        answer = conversation.ask(question)
+        try:
+            prompt = self._prompt()
+            values = {name: value for name, value in settings.request_params().items() if name != "logprobs"}
+            if settings.num_candidates > 1:
+                params: Any = (BeamSearchParams if settings.searches else SamplingParams).from_mapping(values)
+                [output] = self.llm.generate([prompt], params)
+                answer.candidates = [Candidate(each.text, len(each.token_ids)) for each in output.outputs]
+                for number, each in enumerate(output.outputs, 1):
+                    print(f"{number}) {clean(each.text).strip()}\n", file=self._output, flush=True)
+                answer.finish_reason = "stop"
+                self.say("the first is taken, unless /accept N says otherwise")
+            else:
+                for delta in self.llm.stream(prompt, SamplingParams.from_mapping(values)):
+                    answer.text += delta.text
+                    answer.finish_reason = delta.finish_reason
+                    print(clean(delta.text), end="", file=self._output, flush=True)
+                print("\n", file=self._output, flush=True)
+        except KeyboardInterrupt:
+            print(file=self._output, flush=True)
+            self.say("stopped")
+            answer.finish_reason = "abort"
+        except MinillmError:
+            conversation.withdraw()
+            raise
+        if answer.finish_reason == "abort" and not answer.text.strip():
+            conversation.withdraw()
+        self.store.save(conversation)
+
+    def _prompt(self) -> list[int]:
+        """The conversation as ids; where the context is full, without its oldest turns."""
+        tokenizer, longest = self.llm.tokenizer, self.llm.engine.max_model_len
+        room = min(256, longest // 8)
+        while True:
+            prompt = tokenizer.apply_chat_template(self.conversation.messages(self.settings.system))
+            if len(prompt) + room <= longest or not self.conversation.drop_oldest():
+                return prompt
+            self.say(f"the context is full: the oldest {self.conversation.num_dropped} turns are left out")
+
+    def say(self, text: str) -> None:
+        print(f"minillm: {clean_line(text, 1000)}", file=self._notes, flush=True)
+
+
+def _lines(source: TextIO) -> Iterator[str]:
+    """The questions; empty lines are none. On a terminal each is asked for, and can be edited."""
+    if not source.isatty():
+        for line in source:
+            if line.strip():
+                yield line.strip()
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  input() then edits lines and remembers them
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def run(settings: Settings, store: SessionStore, resumed: Conversation | None = None) -> int:
+    """Chat until the input ends. Returns the exit code.
+
+    Raises:
+        MinillmError: the model cannot be had, or has no chat template.
+    """
+    from minillm.commands.progress import loading_bar, say
+
+    with loading_bar() as report:
+        llm = LLM(settings.model, on_progress=report, on_message=say, **settings.engine)
+    if not llm.tokenizer.has_chat_template:
+        raise UsageError("this model has no chat template, so it cannot chat; use an instruct model")
+    chat = PlainChat(llm, settings, store, sys.stdout, sys.stderr)
+    if resumed is not None:
+        chat.conversation = resumed
+    if sys.stdin.isatty():
+        chat.say("type a question and Enter; /help lists the commands; ctrl-d ends")
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")
+    for line in _lines(sys.stdin):
+        if not chat.handle(line):
+            break
+    return 0
