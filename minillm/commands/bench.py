@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.workload == "ui":
+        from ui.bench import run as run_ui  # the app's process never imports torch
+
+        return run_ui(as_json=arguments.json)
     import_torch()
     workloads = {
         "latency": _latency,

@@ -1,0 +1,239 @@
+"""``minillm bench ui``: what the app costs, measured on the real app and the real engine.
+
+- *first paint*: from the start of the process to the first whole screen, on a pseudo-terminal.
+- *key to screen*: from a key to the screen that shows it, while a model generates on the same machine.
+- *drawing*: the processor time of the app's process with a pool of 20,000 blocks that changes ten times a second.
+- *generation*: tokens per second while the app watches such a pool, against those while nobody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from textual.drivers.headless_driver import HeadlessDriver
+from textual.pilot import Pilot
+
+from minillm.errors import MinillmError
+from minillm.service.client import EngineProcess
+from minillm.service.messages import (
+    BlockChange,
+    CacheChanged,
+    Event,
+    Finished,
+    Generate,
+    Load,
+    Loaded,
+    LogEntry,
+    PoolFigures,
+    Started,
+    TableChange,
+    TextDelta,
+)
+from minillm.weights.manifest import default_model
+from ui.app import ChatApp
+from ui.pool import Pool
+from ui.sessions import SessionStore
+from ui.settings import Settings
+from ui.widgets.prompt import PromptInput
+
+NUM_BLOCKS = 20_000
+FRAMES = 10  # a second
+_SECONDS = 6.0  # of drawing
+_TOKENS = 200  # of an answer whose speed is measured
+_KEYS = 40
+_QUESTION = "Tell me a long story about a lighthouse."
+_PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": _TOKENS, "ignore_eos": True}
+
+
+@dataclass(frozen=True)
+class UiFigures:
+    """What was measured; seconds unless the name says otherwise."""
+
+    first_paint: float
+    key_median: float
+    key_p95: float
+    drawing_share: float  # of one core
+    tokens_per_second_watched: float
+    tokens_per_second_alone: float
+
+    @property
+    def slowdown(self) -> float:
+        return 1 - self.tokens_per_second_watched / self.tokens_per_second_alone
+
+
+@asynccontextmanager
+async def _app(engine: Mapping[str, object]) -> AsyncIterator[Pilot[None]]:
+    with TemporaryDirectory() as directory:
+        settings = Settings(default_model(), engine=engine, sampling=dict(_PARAMS))
+        app = ChatApp(settings, SessionStore(Path(directory)), driver_class=HeadlessDriver)
+        async with app.run_test(size=(160, 50)) as pilot:
+            while app.engine_state.phase != "ready":
+                if app.engine_state.phase in ("failed", "crashed"):
+                    raise MinillmError(app.engine_state.error)
+                await asyncio.sleep(0.05)
+            yield pilot
+
+
+async def _first_paint() -> float:
+    """Of a fresh process on a pseudo-terminal: until the footer, the last line, is drawn."""
+    import pty
+
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "LINES": "50", "COLUMNS": "160"}
+    began = time.monotonic()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "minillm.cli", "chat", stdin=slave, stdout=slave, stderr=slave, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(slave)
+    os.set_blocking(master, False)
+    shown = b""
+    try:
+        while b"Help" not in shown:
+            try:
+                shown += os.read(master, 65536)
+            except BlockingIOError:
+                await asyncio.sleep(0.002)
+            if time.monotonic() - began > 30:
+                raise MinillmError("the app did not draw its screen within 30 s")
+        return time.monotonic() - began
+    finally:
+        process.kill()
+        await process.wait()
+        os.close(master)
+
+
+async def _keys() -> list[float]:
+    """Seconds from a key to the prompt that shows it, while an answer is generated."""
+    taken = []
+    async with _app({"num_blocks": 2000}) as pilot:
+        chat = pilot.app.screen
+        prompt = chat.query_one(PromptInput)
+        prompt.text = _QUESTION
+        await pilot.press("enter")
+        while pilot.app.chat.conversation.leaf is None or not pilot.app.chat.conversation.leaf.answer.text:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.02)
+        for number in range(_KEYS):
+            key = chr(97 + number % 26)
+            began = time.monotonic()
+            await pilot.press(key)
+            while not prompt.text.endswith(key):
+                await asyncio.sleep(0)
+            await pilot.pause(0)
+            taken.append(time.monotonic() - began)
+            await asyncio.sleep(0.03)
+    return taken
+
+
+async def _drawing() -> float:
+    """Part of one core that the app takes for a pool of `NUM_BLOCKS` that changes `FRAMES` times a second."""
+    blocks_of = 64  # sequences share the pool
+    async with _app({"num_blocks": 64}) as pilot:
+        chat = pilot.app.chat  # type: ignore[attr-defined]
+        chat._set_pool(Pool(NUM_BLOCKS, 16, 1 << 20))
+        filled = [0] * NUM_BLOCKS
+        events = []
+        for frame in range(int(FRAMES * _SECONDS)):
+            changes = []
+            for number in range(200):
+                block = (frame * 211 + number * 97) % NUM_BLOCKS
+                filled[block] = (filled[block] + 7) % 17
+                kind = ("free", "owned", "shared", "cached")[(block + frame) % 4]
+                changes.append(BlockChange(block, 1 + block % 3, filled[block], kind))
+            first = (frame % blocks_of) * (NUM_BLOCKS // blocks_of)
+            table = TableChange(
+                frame % blocks_of, "another", 0, "running", 16 * 300, 0, list(range(first, first + 300))
+            )  # fmt: skip
+            log = [LogEntry(frame / FRAMES, "allocate", table.seq_id, "another", [first])]
+            figures = PoolFigures(NUM_BLOCKS // 2, used_slots=16 * frame, logical_blocks=NUM_BLOCKS)
+            events.append(CacheChanged(changes, [table], [], figures, log))
+        began, used = time.monotonic(), time.process_time()
+        for number, event in enumerate(events):
+            chat._cache_changed(event)
+            await asyncio.sleep(max(0.0, began + (number + 1) / FRAMES - time.monotonic()))
+        return (time.process_time() - used) / (time.monotonic() - began)
+
+
+async def _rate(watched: bool) -> float:
+    """Tokens per second of an answer of the default model in a pool of `NUM_BLOCKS`: with the app, or without one."""
+    options = {"num_blocks": NUM_BLOCKS, "block_size": 1}
+    if watched:
+        async with _app(options) as pilot:
+            chat = pilot.app.chat  # type: ignore[attr-defined]
+            for number in (1, 2):
+                chat.query_one(PromptInput).text = _QUESTION
+                await pilot.press("enter")
+                while chat.num_answers < number:
+                    await asyncio.sleep(0.1)
+            return float(chat.conversation.leaf.answer.tokens_per_second)
+    with TemporaryDirectory() as directory:
+        engine = await EngineProcess.start(Path(directory) / "log")
+        try:
+            events = engine.events()
+            engine.send(Load(default_model(), options))
+            await _next(events, Loaded)
+            for number in (1, 2):
+                messages = [{"role": "user", "content": _QUESTION}]
+                engine.send(Generate(str(number), str(number), messages, {**_PARAMS, "logprobs": 5}))
+                await _next(events, Started)
+                finished = await _next(events, Finished)
+            assert isinstance(finished, Finished)
+            return finished.tokens_per_second
+        finally:
+            await engine.stop()
+
+
+async def _next(events: AsyncIterator[Event], kind: type[Event]) -> Event:
+    async for event in events:
+        if isinstance(event, kind):
+            return event
+        if not isinstance(event, (TextDelta, CacheChanged)) and type(event).__name__ == "LoadFailed":
+            raise MinillmError(event.error)  # type: ignore[attr-defined]
+    raise MinillmError("the engine ended")
+
+
+async def measure() -> UiFigures:
+    """All of it; takes about two minutes on a CPU."""
+    paints = [await _first_paint() for _ in range(3)]
+    keys = await _keys()
+    drawing = await _drawing()
+    alone, watched = [], []
+    for _ in range(3):  # by turns: the machine's speed drifts
+        alone.append(await _rate(watched=False))
+        watched.append(await _rate(watched=True))
+    return UiFigures(
+        first_paint=statistics.median(paints),
+        key_median=statistics.median(keys),
+        key_p95=sorted(keys)[int(0.95 * len(keys))],
+        drawing_share=drawing,
+        tokens_per_second_watched=statistics.median(watched),
+        tokens_per_second_alone=statistics.median(alone),
+    )
+
+
+def run(*, as_json: bool) -> int:
+    """Measure and print. Returns the exit code."""
+    figures = asyncio.run(measure())
+    if as_json:
+        print(json.dumps({**asdict(figures), "slowdown": figures.slowdown}))  # noqa: T201
+        return 0
+    for name, value in (
+        ("first paint", f"{1000 * figures.first_paint:.0f} ms"),
+        ("key to screen, median / p95", f"{1000 * figures.key_median:.0f} / {1000 * figures.key_p95:.0f} ms"),
+        (f"drawing {NUM_BLOCKS:,} blocks, {FRAMES} a second", f"{figures.drawing_share:.1%} of a core"),
+        ("generation, alone", f"{figures.tokens_per_second_alone:.1f} tok/s"),
+        ("generation, watched", f"{figures.tokens_per_second_watched:.1f} tok/s"),
+        ("slow-down", f"{figures.slowdown:.1%}"),
+    ):
+        print(f"{name:<40} {value}")  # noqa: T201
+    return 0
