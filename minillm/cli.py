@@ -66,7 +66,20 @@ def _parser() -> argparse.ArgumentParser:
     chat = command("chat", "talk to a model in the terminal, and watch its block tables")
     _add_model_options(chat)
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat.add_argument("--plain", action="store_true", help="line by line: for pipes and screen readers")
+    chat.add_argument("--resume", action="store_true", help="go on with the latest saved conversation")
+    chat.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
+    chat.add_argument("--config", metavar="FILE", help="settings (default: config.toml in the user's directory)")
     _add_sampling_options(chat, n=False)
+    chat_candidates = chat.add_argument_group("answers to choose from")
+    chat_candidates.add_argument("--n", type=int, metavar="N", help="sample N answers to every question (1)")
+    chat_candidates.add_argument("--beam-width", type=int, metavar="N", help="search with N beams instead of sampling")
+    chat_candidates.add_argument("--length-penalty", type=float, metavar="X", help="above 0 favours long beams (1)")
+
+    demo = command("demo", "a guided tour of the cache on the real engine, in the terminal")
+    demo.add_argument("--speed", type=float, default=1.0, metavar="X", help="above 1: faster (1)")
+    demo.add_argument("--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file")
+    demo.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
 
     generate = command("generate", "complete prompts: arguments, a file, or standard input")
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
@@ -159,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--device", metavar="DEVICE", help="where it is swapped from: cpu, cuda")
 
     workload("host", "what a step costs beside the device's work")
+    workload("ui", "what the chat app costs: first paint, keys, drawing, and the generation's slow-down")
     return parser
 
 

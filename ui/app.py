@@ -17,12 +17,15 @@ from textual.reactive import reactive
 from textual.screen import Screen
 from textual.worker import WorkerFailed
 
+from minillm.errors import UsageError
 from minillm.service.client import ENGINE_COMMAND, EngineProcess
 from minillm.service.messages import Load, Loaded, LoadFailed, Loading
 from minillm.text import clean, clean_line
+from ui.conversation import Conversation
 from ui.messages import EngineCommand, EngineEvent, EngineState
 from ui.screens.chat import ChatScreen
 from ui.screens.help import HelpScreen
+from ui.sessions import SessionStore
 from ui.settings import Settings
 from ui.terminal import TerminalDriver, check_terminal, ending_on_signals
 from ui.theme import DARK, LIGHT, preferred_theme
@@ -32,7 +35,7 @@ class ChatApp(App[None]):
     """``minillm chat``."""
 
     TITLE = "minillm"
-    CSS_PATH = Path(__file__).with_name("styles") / "app.tcss"
+    CSS_PATH = [Path(__file__).with_name("styles") / name for name in ("app.tcss", "memory.tcss")]  # noqa: RUF012
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall")]  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012
@@ -47,19 +50,24 @@ class ChatApp(App[None]):
     def __init__(
         self,
         settings: Settings,
+        store: SessionStore | None = None,
+        resumed: Conversation | None = None,
         *,
         engine_command: Sequence[str] = ENGINE_COMMAND,
         driver_class: type[Driver] = TerminalDriver,
     ) -> None:
-        """``engine_command`` is the program that plays the engine: tests bring their own."""
+        """``store``: where conversations are saved; ``resumed``: the one to go on with; ``engine_command``: the program
+        that plays the engine.
+        """
         super().__init__(driver_class=driver_class)
         self.set_reactive(ChatApp.settings, settings)
         self.register_theme(DARK)
         self.register_theme(LIGHT)
-        self.theme = preferred_theme().name
+        self.theme = preferred_theme(settings.theme).name
         self._engine_command = engine_command
         self._engine: EngineProcess | None = None
-        self.chat = ChatScreen()
+        self.chat = ChatScreen(store or SessionStore.of_user())
+        self._resumed = resumed
         self._files = tempfile.TemporaryDirectory(prefix="minillm-", ignore_cleanup_errors=True)
 
     # --- the engine's process -----------------------------------------------------------------------------------------
@@ -67,9 +75,11 @@ class ChatApp(App[None]):
     def get_default_screen(self) -> Screen:
         return self.chat
 
-    def on_mount(self) -> None:
+    async def on_mount(self) -> None:
         # Importing torch in the other process takes a whole core: the first paint goes first.
         self.call_after_refresh(self.load_model)
+        if self._resumed is not None:
+            self.call_later(self.chat.open_conversation, self._resumed)
 
     def load_model(self) -> None:
         """(Re)start the engine with the model of the settings. The conversation stays."""
@@ -123,6 +133,7 @@ class ChatApp(App[None]):
             self._engine.send(message.command)
 
     async def on_unmount(self) -> None:
+        self.chat.save()
         self.workers.cancel_all()
         if self._engine is not None:
             await self._engine.stop()
@@ -146,7 +157,18 @@ class ChatApp(App[None]):
             self.push_screen(HelpScreen())
 
     def action_toggle_theme(self) -> None:
-        self.theme = (LIGHT if self.current_theme.dark else DARK).name
+        self.set_theme("")
+
+    def set_theme(self, name: str) -> None:
+        """``light``, ``dark``, or empty: the other one.
+
+        Raises:
+            UsageError: no such theme.
+        """
+        themes = {"light": LIGHT, "dark": DARK, "": LIGHT if self.current_theme.dark else DARK}
+        if name not in themes:
+            raise UsageError(f"the theme is light or dark, not {name!r}")
+        self.theme = themes[name].name
 
     def action_help_quit(self) -> None:
         """ctrl+c where nothing else takes it: close what is open above the chat."""
@@ -154,9 +176,6 @@ class ChatApp(App[None]):
             self.pop_screen()
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
-        yield SystemCommand("Light or dark", "Switch the theme", self.action_toggle_theme)
-        yield SystemCommand("Help", "All keys", self.action_help)
-        yield SystemCommand("Quit", "Leave the chat", self.exit)
         if isinstance(screen, ChatScreen):
             yield from screen.commands()
 

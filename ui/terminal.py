@@ -35,18 +35,24 @@ _RESET = (
 )
 
 
+def is_plain_only() -> bool:
+    """Whether there is no terminal to draw on: a pipe or a file on either side, or a terminal of lines only."""
+    streams = (sys.__stdin__, sys.__stdout__)
+    is_terminal = all(stream is not None and stream.isatty() for stream in streams)
+    return not is_terminal or os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
+
+
 def check_terminal() -> None:
     """Raise UsageError unless the app can draw here and be typed at."""
     for stream, name in ((sys.__stdin__, "input"), (sys.__stdout__, "output"), (sys.__stderr__, "error")):
         if stream is None or not stream.isatty():
             raise UsageError(
-                f"minillm chat needs a terminal, and standard {name} is none; "
-                "run it in one, or use `minillm generate --chat` in pipes"
+                f"minillm chat needs a terminal, and standard {name} is none; run it in one, or with --plain"
             )
     if os.environ.get("TERM", "dumb") in ("dumb", "unknown", ""):
         raise UsageError(
             f"minillm chat needs a terminal that can move its cursor, and TERM is {os.environ.get('TERM', '')!r}; "
-            "set TERM (xterm-256color, say), or use `minillm generate --chat`"
+            "set TERM (xterm-256color, say), or use --plain"
         )
 
 

@@ -39,7 +39,11 @@ LIGHT = Theme(
 )
 
 
-def preferred_theme() -> Theme:
-    """By the background that the terminal reports in ``COLORFGBG`` (rxvt, Konsole, iTerm2); dark where it is silent."""
+def preferred_theme(name: str = "") -> Theme:
+    """The one called ``dark`` or ``light``; without a name by the background that the terminal reports in ``COLORFGBG``
+    (rxvt, Konsole, iTerm2); dark where it is silent.
+    """
+    if name:
+        return LIGHT if name == "light" else DARK
     background = os.environ.get("COLORFGBG", "").rpartition(";")[2]
     return LIGHT if background in ("7", "15") else DARK

@@ -1,28 +1,41 @@
-"""``minillm chat``: the terminal app. The one place of this package that names `ui`, which lies above it."""
+"""``minillm chat``: the terminal app, or a chat line by line. With `demo`, the one place here that names `ui`."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from minillm.cli import ENGINE_OPTIONS, SAMPLING_OPTIONS, given
-from minillm.config import EngineConfig
-from minillm.decoding.params import SamplingParams
+from minillm.weights.manifest import default_model
+
+_BEAM_OPTIONS = ("beam_width", "length_penalty")
 
 
 def run(arguments: argparse.Namespace) -> int:
     # Whatever is wrong with the options is said before the terminal changes.
-    from ui.terminal import check_terminal
+    from ui.config import config_path, load_settings
+    from ui.sessions import SessionStore
+    from ui.settings import Settings
+    from ui.terminal import check_terminal, is_plain_only
 
+    flags = Settings(
+        model=arguments.model or "",
+        engine=given(arguments, ENGINE_OPTIONS),
+        sampling=given(arguments, SAMPLING_OPTIONS),
+        beams=given(arguments, _BEAM_OPTIONS),
+        system=arguments.system or "",
+        theme=arguments.theme or "",
+    )
+    path = Path(arguments.config).expanduser() if arguments.config else config_path()
+    settings = load_settings(path, default_model(), flags, must_exist=bool(arguments.config))
+    store = SessionStore.of_user()
+    resumed = store.load(store.latest()) if arguments.resume else None
+    if arguments.plain or is_plain_only():
+        from ui.plain import run as run_plain
+
+        return run_plain(settings, store, resumed)
     check_terminal()
-    engine = given(arguments, ENGINE_OPTIONS)
-    EngineConfig(**engine)
-
-    from minillm.weights.manifest import default_model
-    from ui.settings import CHAT_SAMPLING, Settings
-
-    sampling = {**CHAT_SAMPLING, **given(arguments, SAMPLING_OPTIONS)}
-    SamplingParams.from_mapping(sampling)
 
     from ui.app import ChatApp, run
 
-    return run(ChatApp(Settings(arguments.model or default_model(), engine, sampling, arguments.system or "")))
+    return run(ChatApp(settings, store, resumed))

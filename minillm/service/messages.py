@@ -84,6 +84,13 @@ class Pin(Command):
 
 
 @dataclass(frozen=True)
+class Pace(Command):
+    """Take at most so many steps a second, so that people can watch; 0: as many as the machine can."""
+
+    steps_per_second: float
+
+
+@dataclass(frozen=True)
 class Inspect(Command):
     """Tell what is known of a block: `BlockFacts` answers."""
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from minillm.errors import MinillmError, UsageError
@@ -37,6 +37,7 @@ from minillm.service.messages import (
     LoadFailed,
     Loading,
     Notice,
+    Pace,
     Pin,
     RequestFailed,
     Started,
@@ -49,6 +50,7 @@ from minillm.service.messages import (
 )
 
 if TYPE_CHECKING:
+    from minillm.decoding.params import Params
     from minillm.engine import Engine
     from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs
     from minillm.sequence import Sequence, SequenceGroup
@@ -91,6 +93,8 @@ class Conversations:
         self._view = CacheView(self.engine)
         self._last_picture = 0.0
         self._steps: list[StepView] = []
+        self._pause = 0.0  # seconds from one step to the next, at least
+        self._next_step = 0.0
         self._pinning: tuple[SequenceGroup, int] | None = None  # a prefix being computed, and its length
         self._pinned: Sequence | None = None
 
@@ -117,6 +121,8 @@ class Conversations:
                 self._pin(command.system)
             except MinillmError as error:
                 self.send(Notice(f"the system prompt is not pinned: {error}"))
+        elif isinstance(command, Pace):
+            self._pause = 1 / command.steps_per_second if command.steps_per_second > 0 else 0.0
         elif isinstance(command, Inspect) and 0 <= command.block < self.engine.cache.num_blocks:
             self.send(self._view.facts(command.block))
 
@@ -131,7 +137,7 @@ class Conversations:
         if any(answer.command.conversation == command.conversation for answer in self.answers.values()):
             raise UsageError("an answer of this conversation is still being generated; stop it first")
         kind = BeamSearchParams if "beam_width" in command.params else SamplingParams
-        params = kind.from_mapping(command.params)
+        params: Params = kind.from_mapping(command.params)
         token_ids = engine.tokenizer.apply_chat_template(
             command.messages,
             add_generation_prompt=not command.continues,
@@ -140,14 +146,22 @@ class Conversations:
         if len(token_ids) + command.room > engine.max_model_len:
             self.send(ContextFull(command.request_id, len(token_ids), engine.max_model_len))
             return
+        params = replace(params, max_tokens=max(1, min(params.max_tokens, self._fitting(len(token_ids), params))))
         group = engine.add_request(
             command.request_id, token_ids, params, parent=self._nearest(command.conversation, token_ids), hold=True
         )
         opened = engine.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
         self.answers[command.request_id] = Answer(command, group, opened)
 
+    def _fitting(self, num_prompt_tokens: int, params: Params) -> int:
+        """Tokens that each completion can have at most in this pool: a chat cuts answers rather than refuse them."""
+        cache = self.engine.cache
+        shared = num_prompt_tokens // cache.block_size
+        blocks = (cache.num_blocks - self.engine.scheduler.num_pinned_blocks - shared) // params.num_sequences
+        return blocks * cache.block_size - num_prompt_tokens % cache.block_size
+
     def _nearest(self, conversation: str, token_ids: list[int]) -> Sequence | None:
-        """The kept sequence that has the most tokens in common with a prompt."""
+        """The kept sequence that has the most tokens in common with a prompt; the pinned system prompt is one."""
         sequences = [
             sequence
             for each in self.kept.values()
@@ -155,12 +169,17 @@ class Conversations:
             for sequence in each.sequences
             if sequence.table is not None
         ]
+        if self._pinned is not None:
+            sequences.append(self._pinned)
         return max(sequences, key=lambda sequence: shared_length(sequence, token_ids), default=None)
 
     def step(self) -> None:
         """Compute one step, if there is work, and tell what came of it."""
         engine = self.engine
         before = engine.last_step
+        if self._pause:
+            time.sleep(max(0.0, min(self._pause, self._next_step - time.monotonic())))
+            self._next_step = time.monotonic() + self._pause
         try:
             deltas = engine.step()
         except Exception as error:  # the engine has freed what the step held, and goes on
@@ -251,7 +270,8 @@ class Conversations:
 
     def _keep(self, answer: Answer, output: RequestOutput) -> None:
         sequences = [sequence for sequence in answer.group.sequences if sequence.table is not None]
-        kept = KeptAnswer(answer.command.conversation, sequences, output.outputs)
+        outputs = sorted(output.outputs, key=_by_score) if answer.group.searches else output.outputs
+        kept = KeptAnswer(answer.command.conversation, sequences, outputs)
         if answer.kept and sequences:
             self.kept[output.request_id] = kept
         else:
@@ -352,7 +372,7 @@ class Conversations:
 
 
 def _beam_views(outputs: list[CompletionOutput]) -> list[BeamView]:
-    views = [
+    return [
         BeamView(
             text=output.text,
             score=output.score or 0.0,
@@ -360,9 +380,12 @@ def _beam_views(outputs: list[CompletionOutput]) -> list[BeamView]:
             num_tokens=len(output.token_ids),
             finished=output.finish_reason is not None,
         )
-        for output in outputs
+        for output in sorted(outputs, key=_by_score)
     ]
-    return sorted(views, key=lambda view: -view.score)
+
+
+def _by_score(output: CompletionOutput) -> float:
+    return -(output.score or 0.0)
 
 
 def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) -> int:

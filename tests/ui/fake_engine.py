@@ -13,6 +13,10 @@ from dataclasses import asdict, replace
 
 from minillm.service.messages import (
     Abort,
+    BeamsChanged,
+    BeamView,
+    BlockChange,
+    BlockFacts,
     CacheChanged,
     Command,
     ContextFull,
@@ -20,15 +24,20 @@ from minillm.service.messages import (
     Finished,
     Forget,
     Generate,
+    Inspect,
+    Keep,
     Load,
     Loaded,
     LoadFailed,
     Loading,
+    LogEntry,
     Notice,
+    PoolFigures,
     RequestFailed,
     Started,
-    TableView,
+    TableChange,
     TextDelta,
+    TokenChoice,
     decode,
     encode,
 )
@@ -49,6 +58,7 @@ LOADED = Loaded(
     max_model_len=1000,
     block_size=16,
     num_blocks=64,
+    num_host_blocks=8,
     block_bytes=1024,
     has_chat_template=True,
     seconds=0.1,
@@ -68,21 +78,28 @@ def picture(owner: str, state: str, num_tokens: int) -> None:
     blocks = list(range(3, 3 + -(-num_tokens // 16)))
     send(
         CacheChanged(
-            changed=[(block, 1, min(16, num_tokens - 16 * i)) for i, block in enumerate(blocks)],
-            tables=[TableView(1, owner, state, num_tokens, blocks)] if blocks else [],
-            free_blocks=64 - len(blocks),
-            shared_blocks=0,
-            logical_blocks=len(blocks),
-            used_slots=num_tokens,
-            num_copies=0,
+            blocks=[BlockChange(block, 1, min(16, num_tokens - 16 * i), "owned") for i, block in enumerate(blocks)],
+            tables=[TableChange(1, owner, 0, state, num_tokens, 0, blocks)],
+            gone=[],
+            figures=PoolFigures(64 - len(blocks), logical_blocks=len(blocks), used_slots=num_tokens),
+            log=[LogEntry(1.0, "allocate", 1, owner, blocks[-1:])],
         )
     )
+
+
+def empty_pool() -> None:
+    blocks = [BlockChange(block, 0, 0, "free") for block in range(64)]
+    send(CacheChanged(blocks, [], [1], PoolFigures(64), []))
 
 
 def answer(command: Generate) -> None:
     name, question = command.request_id, command.messages[-1]["content"]
     word = question.split()[0]
-    if word == "crash":
+    if "beam_width" in command.params:
+        beams(name, command.params["beam_width"])
+    elif command.params.get("n", 1) > 1:
+        samples(name, command.params["n"])
+    elif word == "crash":
         print("out of luck", file=sys.stderr, flush=True)
         os._exit(3)
     elif word == "garbage":
@@ -92,6 +109,10 @@ def answer(command: Generate) -> None:
         send(RequestFailed(name, "the request \x1b[31mbroke"))
     elif word == "full":
         send(ContextFull(name, 1200, 1000))
+    elif word == "fit" and len(command.messages) > 1:
+        send(ContextFull(name, 990, 1000))
+    elif word == "think":
+        stream(name, ["<thi", "nk>let me ", "see</th", "ink>\n\nfour"])
     elif word == "slow":
         stream(name, ["word "] * 400, pause=0.02)
     elif word == "never":
@@ -109,7 +130,41 @@ def answer(command: Generate) -> None:
     else:
         stream(name, list(question.removeprefix("echo ")))
     if word not in ("garbage", "fail", "full", "never"):
-        picture(command.conversation, "idle", 40)
+        picture(name, "idle", 40)
+
+
+def samples(name: str, count: int) -> None:
+    """Each says its number, one word more than the one before it; until they are stopped if there are five."""
+    send(Started(name, 20, 4, 0.05))
+    ended: set[int] = set()
+    for round_number in range(1, 200):
+        for index in range(count):
+            if index in ended:
+                continue
+            if name in _aborted or (count < 5 and round_number > index + 1):
+                ended.add(index)
+                send(Finished(name, index, "abort" if name in _aborted else "stop", round_number, 50.0, 20))
+            else:
+                send(TextDelta(name, index, f"sample{index + 1} ", 1, choices()))
+        if len(ended) == count:
+            return
+        time.sleep(0.02)
+
+
+def beams(name: str, width: int) -> None:
+    """They overtake each other once."""
+    send(Started(name, 20, 4, 0.05))
+    views = [BeamView(f"beam {i}", -0.1 * i, -1.0 * i, 10, False) for i in range(1, width + 1)]
+    send(BeamsChanged(name, views))
+    time.sleep(0.2)
+    final = [BeamView(f"beam {i} ends", -0.1 * i, -1.0 * i, 12, True) for i in range(width, 0, -1)]
+    send(BeamsChanged(name, final))
+    for index in range(width):
+        send(Finished(name, index, "stop", 12, 50.0, 32))
+
+
+def choices() -> list[TokenChoice]:
+    return [TokenChoice("a\x1b[31m", -0.05, ["a\x1b[31m", "b"], [-0.05, -3.0])]
 
 
 def stream(name: str, pieces: list[str], pause: float = 0.0) -> None:
@@ -119,7 +174,7 @@ def stream(name: str, pieces: list[str], pause: float = 0.0) -> None:
             send(Finished(name, 0, "abort", number, 50.0, 20 + number))
             return
         picture(name, "running", 20 + min(number, 400))
-        send(TextDelta(name, 0, piece, 1))
+        send(TextDelta(name, 0, piece, 1, choices()))
         time.sleep(pause)
     send(Finished(name, 0, "stop", len(pieces), 50.0, 20 + len(pieces)))
 
@@ -135,7 +190,7 @@ def load(command: Load) -> bool:
     send(Notice("served \x1b[31mby a script"))
     template = command.model != "base"
     send(replace(LOADED, model=command.model, has_chat_template=template))
-    send(CacheChanged([], [], 64, 0, 0, 0, 0))
+    send(CacheChanged([], [], [], PoolFigures(64)))
     return True
 
 
@@ -153,7 +208,11 @@ def main() -> None:
         elif isinstance(command, Abort):
             _aborted.add(command.request_id)
         elif isinstance(command, Forget):
-            send(CacheChanged([(3, 0, 0), (4, 0, 0), (5, 0, 0)], [], 64, 0, 0, 0, 0))
+            empty_pool()
+        elif isinstance(command, Keep):
+            picture(command.request_id, "idle", 40)
+        elif isinstance(command, Inspect):
+            send(BlockFacts(command.block, "owned", 1, 16, [], ["to\x1b[31mken"], 7, "", 1.0))
         elif isinstance(command, Generate):
             threading.Thread(target=answer, args=(command,), daemon=True).start()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from ui.screens.help import HelpScreen
 from ui.screens.models import ModelScreen
 from ui.screens.sampling import SamplingScreen
 from ui.screens.system import SystemScreen
+from ui.sessions import SessionStore
 from ui.settings import Settings
 from ui.widgets.memory_panel import MemoryPanel
 from ui.widgets.message import AnswerView, Note, Question
@@ -39,11 +41,13 @@ def anyio_backend() -> str:
 
 @asynccontextmanager
 async def chat(model: str = "fake", size: tuple[int, int] = (120, 40), **settings: object) -> AsyncIterator[Pilot]:
-    app = ChatApp(Settings(model, **settings), engine_command=FAKE, driver_class=HeadlessDriver)  # type: ignore[arg-type]
-    async with app.run_test(size=size) as pilot:
-        if model == "fake":
-            await until(pilot, lambda: app.engine_state.phase == "ready")
-        yield pilot
+    with tempfile.TemporaryDirectory() as directory:
+        store = SessionStore(Path(directory))
+        app = ChatApp(Settings(model, **settings), store, engine_command=FAKE, driver_class=HeadlessDriver)  # type: ignore[arg-type]
+        async with app.run_test(size=size) as pilot:
+            if model == "fake":
+                await until(pilot, lambda: app.engine_state.phase == "ready")
+            yield pilot
 
 
 async def until(pilot: Pilot, condition: Callable[[], object], seconds: float = 20) -> None:
@@ -199,7 +203,7 @@ async def test_a_full_context_says_what_to_do() -> None:
         await say(pilot, "full")
         await until(pilot, lambda: notes(pilot))
         assert "1,200 tokens" in notes(pilot)[-1]
-        assert "ctrl+n" in notes(pilot)[-1]
+        assert "max-model-len" in notes(pilot)[-1]
 
 
 @pytest.mark.parametrize(("model", "words"), [("missing", "no such model"), ("base", "no chat template")])

@@ -1,4 +1,4 @@
-"""All keys, on one screen."""
+"""All keys and commands, on one screen."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from ui.screens.dialog import Dialog
+from ui.slash import COMMANDS
 
 KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
@@ -15,38 +16,51 @@ KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         (
             ("Enter", "send"),
             ("Ctrl+J, Alt+Enter", "new line; Shift+Enter in some terminals"),
-            ("Escape", "stop the answer, or cancel the loading"),
+            ("↑ ↓", "in the first and last line: what was sent before"),
+            ("Escape", "stop the answer, cancel the loading or the editing"),
             ("Ctrl+C", "copy what is selected; else stop; else quit"),
-            ("Ctrl+N", "new conversation; frees the blocks of this one"),
             ("Page Up, Page Down", "scroll by pages; Ctrl+↑ ↓ by lines"),
             ("Ctrl+Home, Ctrl+End", "to the beginning, to the end"),
         ),
     ),
     (
-        "Change",
+        "Turns",
         (
-            ("F2", "model: from the list, or a path"),
-            ("F3", "sampling: temperature, top-p, seed, …"),
-            ("F4", "system prompt"),
-            ("Ctrl+R", "load the model again"),
+            ("Alt+↑ ↓", "select a turn; without one, keys mean the last"),
+            ("Alt+E", "edit the question and ask again, as a branch"),
+            ("Alt+R", "regenerate the answer, as a branch"),
+            ("Alt+← →", "switch between branches"),
+            ("Alt+C", "continue the last answer"),
+            ("1 … 9", "accept a candidate, before anything is typed"),
+            ("Alt+Y", "copy the answer; /copy code: its last code block"),
+            ("Alt+P", "the answer's tokens by probability"),
         ),
     ),
     (
-        "See",
+        "Conversations and settings",
         (
-            ("F5", "show or hide the pool and the block table"),
-            ("Tab", "to the transcript, pool, table: arrows scroll"),
+            ("Ctrl+N, Ctrl+O", "a new one; a saved one"),
+            ("F2, F3, F4", "model, sampling and beams, system prompt"),
             ("Ctrl+T", "light or dark"),
-            ("Ctrl+P", "all commands"),
+            ("Ctrl+P, /", "all commands"),
             ("F1, or ? at first", "this help"),
             ("Ctrl+Q", "quit"),
+        ),
+    ),
+    (
+        "Memory",
+        (
+            ("F5, F6, F7", "pool, block tables, fork tree; again: hide"),
+            ("F8, F9, F10", "events, figures, steps"),
+            ("Alt+V", "the view on the whole screen, and back"),
+            ("Tab", "into the view: arrows move, its keys are shown there"),
         ),
     ),
 )
 
 
 class HelpScreen(Dialog[None]):
-    """The list of keys."""
+    """The list of keys, then that of commands."""
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="dialog", id="keys") as box:
@@ -60,10 +74,11 @@ class HelpScreen(Dialog[None]):
 
 
 def _listing() -> Content:
+    commands = tuple((command.usage, command.summary) for command in COMMANDS)
     lines = []
-    for title, keys in KEYS:
+    for title, keys in (*KEYS, ("Commands", commands)):
         lines.append(Content.styled(title, "bold $text-primary"))
         for key, meaning in keys:
-            lines.append(Content.assemble((f"  {key:<20} ", "$foreground"), (meaning, "$text-muted")))
+            lines.append(Content.assemble((f"  {key:<25} ", "$foreground"), (meaning, "$text-muted")))
         lines.append(Content(""))
     return Content("\n").join(lines)

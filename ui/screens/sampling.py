@@ -1,9 +1,8 @@
-"""How the model samples: a line per parameter, checked by `SamplingParams` itself."""
+"""How answers come about: a line per parameter of sampling and of beam search, checked by the parameters themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -14,11 +13,11 @@ from textual.widgets import Input, Label, Static
 from minillm.errors import UsageError
 from minillm.text import clean_line
 from ui.screens.dialog import Dialog
-from ui.settings import SAMPLING_FIELDS, read_sampling, sampling_text
+from ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, read_beams, read_sampling
 
 
-class SamplingScreen(Dialog[dict[str, Any]]):
-    """Gives back the parameters; a wrong one is named, and the screen stays."""
+class SamplingScreen(Dialog[Settings]):
+    """Gives back the changed settings; a wrong one is named, and the screen stays."""
 
     BINDINGS = [  # noqa: RUF012
         Binding("ctrl+s", "save", "Save", priority=True),
@@ -26,16 +25,16 @@ class SamplingScreen(Dialog[dict[str, Any]]):
         Binding("down", "app.focus_next", "Next", show=False),
     ]
 
-    def __init__(self, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self._sampling = sampling
+        self._settings = settings
 
     def compose(self) -> ComposeResult:
-        texts = sampling_text(self._sampling)
+        texts = field_texts(self._settings)
         with Vertical(classes="dialog") as box:
             box.border_title = "sampling"
             with VerticalScroll(id="rows", can_focus=False):
-                for item in SAMPLING_FIELDS:
+                for item in (*SAMPLING_FIELDS, *BEAM_FIELDS):
                     with Horizontal(classes="row"):
                         yield Label(item.name)
                         yield Input(texts[item.name], id=item.name, compact=True, select_on_focus=True)
@@ -50,8 +49,17 @@ class SamplingScreen(Dialog[dict[str, Any]]):
         self.action_save()
 
     def action_save(self) -> None:
-        texts = {item.name: self.query_one(f"#{item.name}", Input).value for item in SAMPLING_FIELDS}
+        sampling, beams = (
+            {item.name: self.query_one(f"#{item.name}", Input).value for item in group}
+            for group in (SAMPLING_FIELDS, BEAM_FIELDS)
+        )
         try:
-            self.dismiss(read_sampling(texts, self._sampling))
+            self.dismiss(
+                replace(
+                    self._settings,
+                    sampling=read_sampling(sampling, self._settings.sampling),
+                    beams=read_beams(beams, self._settings.beams),
+                )
+            )
         except UsageError as error:
             self.query_one(".problem", Static).update(Content(clean_line(str(error), 300)))

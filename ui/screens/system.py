@@ -11,7 +11,7 @@ from ui.screens.dialog import Dialog
 
 
 class SystemScreen(Dialog[str]):
-    """Gives back the new system prompt; the next answer is computed with it."""
+    """Gives back the new system prompt; the next answer is computed with it, and its blocks are pinned."""
 
     BINDINGS = [Binding("ctrl+s", "save", "Save", priority=True)]  # noqa: RUF012
 

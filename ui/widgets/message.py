@@ -5,11 +5,12 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
-from textual.widgets import Static
+from textual.widgets import Collapsible, Static
 
 from minillm.text import clean, clean_line
 from ui.conversation import Answer
 from ui.numbers import count, duration, plural, size
+from ui.reasoning import ReasoningSplitter
 from ui.widgets.markdown import ModelMarkdown
 
 _MOST_SHOWN = 4000  # characters of a question; a pasted book is not laid out again at every resize
@@ -40,19 +41,43 @@ class Note(Static):
         super().__init__(Content(f"{mark} {clean_line(text, 1000)}"), classes=f"-{kind}")
 
 
+class ReasoningView(Collapsible):
+    """What the model thinks before it answers, folded: a click or Enter opens it."""
+
+    def __init__(self) -> None:
+        self._markdown = ModelMarkdown()
+        self._num_words = 0
+        super().__init__(self._markdown, title="reasoning", collapsed=True)
+
+    async def append_text(self, text: str) -> None:
+        self._num_words += len(text.split())
+        self.title = f"reasoning · about {plural(self._num_words, 'word')}"
+        await self._markdown.append_text(text)
+
+
 class AnswerView(Vertical):
     """What the model says, growing, and one line below it about how it went."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()
         self.answer = answer
-        self._pending: list[str] = []
-        self._markdown = ModelMarkdown()
+        self._pending: list[str] = [answer.text] if answer.text else []
+        self._splitter = ReasoningSplitter(answer.in_reasoning)
+        self._part: ReasoningView | ModelMarkdown | None = None  # what grows now
         self._summary = Static(Content("…"), classes="summary")
 
     def compose(self) -> ComposeResult:
-        yield self._markdown
         yield self._summary
+
+    async def on_mount(self) -> None:
+        if self._pending:  # it was said before it is shown
+            await self.flush()
+            await self.end()
+            self.update_summary()
+
+    def begin(self, in_reasoning: bool) -> None:
+        """The prompt is computed; ``in_reasoning``: the template has opened the reasoning already."""
+        self._splitter.inside = in_reasoning
 
     def add(self, text: str) -> None:
         """More of the answer; it is shown by the next `flush`, so that many tokens cost one layout."""
@@ -64,8 +89,22 @@ class AnswerView(Vertical):
             return False
         text = "".join(self._pending)
         self._pending.clear()
-        await self._markdown.append_text(text)
+        await self._show(self._splitter.push(text))
         return True
+
+    async def end(self) -> None:
+        """No more will come."""
+        await self._show(self._splitter.finish())
+
+    async def _show(self, pieces: list[tuple[bool, str]]) -> None:
+        for reasoning, text in pieces:
+            if self._part is None or isinstance(self._part, ReasoningView) != reasoning:
+                text = text.lstrip()
+                if not text:
+                    continue
+                self._part = ReasoningView() if reasoning else ModelMarkdown()
+                await self.mount(self._part, before=self._summary)
+            await self._part.append_text(text)
 
     def update_summary(self) -> None:
         """Show how it went, or that it goes on."""

@@ -10,7 +10,7 @@ from textual.widget import Widget
 
 from ui.numbers import bar, count, duration
 
-_FULL = 0.8  # of the context: from here on it is shown as a warning
+FULL = 0.8  # of the context: from here on it is shown as a warning
 _MARKS = {
     "no model": "○",
     "loading": "◌",
@@ -74,4 +74,4 @@ def _context(status: Status, *, meter: bool) -> Content:
     fraction = status.context_used / status.context_size
     text = f"{count(status.context_used)}/{count(status.context_size)} ({fraction:.0%})"
     text = f"context {bar(fraction, 10)} {text}" if meter else f"context {text}"
-    return Content.styled(text + " !" if fraction > _FULL else text, "$text-warning bold" if fraction > _FULL else "")
+    return Content.styled(text + " !" if fraction > FULL else text, "$text-warning bold" if fraction > FULL else "")

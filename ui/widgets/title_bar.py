@@ -8,7 +8,7 @@ from textual.widget import Widget
 
 from minillm.text import clean_line
 from ui.messages import EngineState
-from ui.settings import Settings, sampling_summary
+from ui.settings import Settings, settings_summary
 
 _PHASES = {
     "off": "no model loaded",
@@ -45,7 +45,7 @@ class TitleBar(Widget):
         return words
 
     def _right(self) -> list[str]:
-        words = sampling_summary(self.settings.sampling).split(" · ")
+        words = settings_summary(self.settings).split(" · ")
         if self.settings.system:
             words.append("system prompt")
         return words

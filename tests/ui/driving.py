@@ -1,0 +1,92 @@
+"""How tests drive the app: with Textual's Pilot, on the scripted engine or on a real one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import anyio
+from textual.drivers.headless_driver import HeadlessDriver
+from textual.pilot import Pilot
+
+from ui.app import ChatApp
+from ui.conversation import Turn
+from ui.screens.chat import ChatScreen
+from ui.sessions import SessionStore
+from ui.settings import Settings
+from ui.widgets.message import Note
+from ui.widgets.prompt import PromptInput
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
+
+
+@asynccontextmanager
+async def chat(
+    model: str = "fake",
+    size: tuple[int, int] = (120, 40),
+    engine_command: Sequence[str] = FAKE,
+    store: SessionStore | None = None,
+    **settings: Any,
+) -> AsyncIterator[Pilot[None]]:
+    """The app with its engine ready, or with whatever comes of a model that is not called ``fake`` in the script."""
+    with TemporaryDirectory() as directory:
+        store = store or SessionStore(Path(directory))
+        app = ChatApp(
+            Settings(model, **settings), store, engine_command=engine_command, driver_class=HeadlessDriver
+        )  # fmt: skip
+        async with app.run_test(size=size) as pilot:
+            if model == "fake" or engine_command is not FAKE:
+                await until(pilot, lambda: app.engine_state.phase == "ready", 60)
+            yield pilot
+
+
+async def until(pilot: Pilot[Any], condition: Callable[[], object], seconds: float = 30) -> None:
+    with anyio.fail_after(seconds):
+        while not condition():
+            await pilot.pause(0.02)
+
+
+def screen(pilot: Pilot[Any]) -> ChatScreen:
+    chat_screen = pilot.app.screen_stack[0]
+    assert isinstance(chat_screen, ChatScreen)
+    return chat_screen
+
+
+async def say(pilot: Pilot[Any], text: str) -> None:
+    """Type something and send it."""
+    screen(pilot).query_one(PromptInput).text = text
+    await pilot.press("enter")
+    await pilot.pause()
+
+
+async def ask(pilot: Pilot[Any], text: str, seconds: float = 60) -> Turn:
+    """Ask, and wait until the answer has ended."""
+    before = screen(pilot).conversation.leaf
+    await say(pilot, text)
+    return await answered(pilot, before, seconds)
+
+
+async def answered(pilot: Pilot[Any], before: Turn | None, seconds: float = 60) -> Turn:
+    """Wait for the end of the answer of another turn than ``before``."""
+    chat_screen = screen(pilot)
+    await until(
+        pilot, lambda: chat_screen.conversation.leaf is not before and not chat_screen.is_answering, seconds
+    )  # fmt: skip
+    await pilot.pause()
+    leaf = chat_screen.conversation.leaf
+    assert leaf is not None
+    return leaf
+
+
+def seen(pilot: Pilot[Any]) -> str:
+    """All text on the screen."""
+    lines = pilot.app.screen._compositor.render_strips(pilot.app.size)
+    return "\n".join("".join(segment.text for segment in strip) for strip in lines)
+
+
+def notes(pilot: Pilot[Any]) -> list[str]:
+    return [str(note.render()) for note in screen(pilot).query(Note)]

@@ -1,0 +1,249 @@
+"""Branches, candidates, commands and saved conversations, driven on the scripted engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from driving import answered, ask, chat, notes, say, screen, seen, until
+from textual.widgets import Collapsible, Input, OptionList, Static
+
+from ui.screens.probabilities import ProbabilityScreen
+from ui.screens.sessions import SessionsScreen
+from ui.sessions import SessionStore
+from ui.widgets.candidates import CandidateCard, CandidatesView
+from ui.widgets.prompt import PromptInput
+from ui.widgets.transcript import Transcript
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def test_editing_a_question_begins_a_branch_and_keys_switch_back() -> None:
+    async with chat() as pilot:
+        first = await ask(pilot, "echo one")
+        await ask(pilot, "echo two")
+        await pilot.press("alt+up", "alt+up")
+        assert screen(pilot).query_one(Transcript).selected is first
+        await pilot.press("alt+e")
+        prompt = screen(pilot).query_one(PromptInput)
+        assert prompt.text == "echo one"
+        edited = await ask(pilot, "messages other")
+        assert edited.answer.text == "user=messages other;", "what came after the old question is not told"
+        assert "‹ 2/2 ›" in seen(pilot)
+        assert "echo two" not in seen(pilot)
+        await pilot.press("alt+left")
+        await until(pilot, lambda: "echo two" in seen(pilot))
+        assert "‹ 1/2 ›" in seen(pilot)
+        again = await ask(pilot, "messages now")
+        assert again.answer.text == "user=echo one;assistant=one;user=echo two;assistant=two;user=messages now;"
+
+
+async def test_escape_leaves_the_question_as_it_was() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        await pilot.press("alt+e", "escape")
+        assert screen(pilot).query_one(PromptInput).text == ""
+        await ask(pilot, "echo two")
+        assert len(screen(pilot).conversation.turns) == 2
+
+
+async def test_regenerating_is_a_branch_beside_the_first_answer() -> None:
+    async with chat() as pilot:
+        before = await ask(pilot, "echo one")
+        await pilot.press("alt+r")
+        again = await answered(pilot, before)
+        assert again.question == "echo one"
+        assert screen(pilot).conversation.siblings(again) == [before, again]
+
+
+async def test_continuing_adds_to_the_same_answer() -> None:
+    async with chat() as pilot:
+        turn = await ask(pilot, "echo one")
+        await pilot.press("alt+c")
+        # The script answers the last message, whoever said it.
+        await until(pilot, lambda: turn.answer.text == "oneone" and not turn.answer.is_open)
+        await until(pilot, lambda: "oneone" in seen(pilot))
+
+
+async def test_candidates_stream_side_by_side_and_one_is_accepted() -> None:
+    async with chat(sampling={"n": 3}) as pilot:
+        turn = await ask(pilot, "choose")
+        assert [card.index for card in screen(pilot).query(CandidateCard)] == [0, 1, 2]
+        assert "sample3 sample3 sample3" in seen(pilot)
+        await pilot.press("2")
+        await until(pilot, lambda: not turn.answer.candidates)
+        assert turn.answer.text == "sample2 sample2 "
+        await until(pilot, lambda: not screen(pilot).query(CandidatesView))
+        assert "sample2 sample2" in seen(pilot)
+        assert "sample3" not in seen(pilot)
+
+
+async def test_accepting_early_stops_the_others() -> None:
+    async with chat(sampling={"n": 5}) as pilot:
+        await say(pilot, "choose")
+        await until(pilot, lambda: "sample4 sample4" in seen(pilot))
+        await say(pilot, "/accept 4")
+        turn = screen(pilot).conversation.turns[0]
+        await until(pilot, lambda: turn.answer.text.startswith("sample4"))
+        assert not screen(pilot).is_answering
+
+
+async def test_who_goes_on_without_choosing_takes_the_first() -> None:
+    async with chat(sampling={"n": 2}) as pilot:
+        turn = await ask(pilot, "choose")
+        await say(pilot, "/n 1")
+        await ask(pilot, "messages")
+        assert turn.answer.text == "sample1 "
+        last = screen(pilot).conversation.turns[-1]
+        assert last.answer.text == "user=choose;assistant=sample1 ;user=messages;"
+
+
+async def test_beams_show_their_log_probability_and_change_places() -> None:
+    async with chat(beams={"beam_width": 3}) as pilot:
+        await say(pilot, "search")
+        await until(pilot, lambda: "beam 1" in seen(pilot))
+        turn = await answered(pilot, None)
+        assert [candidate.text for candidate in turn.answer.candidates] == ["beam 3 ends", "beam 2 ends", "beam 1 ends"]
+        assert "log p -3.0" in seen(pilot)
+        await pilot.press("1")
+        await until(pilot, lambda: turn.answer.text == "beam 3 ends")
+
+
+async def test_reasoning_is_folded() -> None:
+    async with chat() as pilot:
+        turn = await ask(pilot, "think")
+        assert turn.answer.text == "<think>let me see</think>\n\nfour"
+        assert "four" in seen(pilot)
+        assert "let me see" not in seen(pilot)
+        assert "reasoning" in seen(pilot)
+        screen(pilot).query_one(Collapsible).collapsed = False
+        await until(pilot, lambda: "let me see" in seen(pilot))
+
+
+async def test_the_oldest_turns_go_when_the_context_is_full_and_that_is_said() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        await ask(pilot, "echo two")
+        turn = await ask(pilot, "fit into it")
+        assert turn.answer.text == "fit into it"
+        assert any("no longer told the oldest 2 turns" in note for note in notes(pilot))
+        assert len(screen(pilot).conversation.turns) == 3, "they stay on the screen"
+
+
+async def test_wrong_commands_are_explained() -> None:
+    async with chat() as pilot:
+        for text in ("/modle", "/set heat 3", "/copy"):
+            await say(pilot, text)
+        await until(pilot, lambda: len(pilot.app._notifications) == 3)
+        told = " ".join(note.message for note in pilot.app._notifications)
+        for words in ("did you mean /model", "unknown parameter", "nothing has been said"):
+            assert words in told
+        assert screen(pilot).query_one(PromptInput).text == ""
+        await say(pilot, "/set temperature 0.25")
+        assert screen(pilot).settings.sampling["temperature"] == 0.25
+        turn = await ask(pilot, "//echo slash")
+        assert turn.question == "/echo slash", "two slashes: a text that begins with one"
+
+
+async def test_commands_are_hinted_and_completed_while_typed() -> None:
+    async with chat() as pilot:
+        await pilot.press("slash", "b", "e")
+        await until(pilot, lambda: "/beams N" in seen(pilot))
+        await pilot.press("tab")
+        assert screen(pilot).query_one(PromptInput).text == "/beams "
+        await pilot.press("4", "enter")
+        await until(pilot, lambda: screen(pilot).settings.num_candidates == 4)
+
+
+async def test_what_was_sent_comes_back_with_the_arrow_keys() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        await ask(pilot, "echo two")
+        prompt = screen(pilot).query_one(PromptInput)
+        prompt.text = "draft"
+        await pilot.press("up")
+        assert prompt.text == "echo two"
+        await pilot.press("up")
+        assert prompt.text == "echo one"
+        await pilot.press("down", "down")
+        assert prompt.text == "draft"
+
+
+async def test_probabilities_show_alternatives_and_no_control_character() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo xyz")
+        await pilot.press("alt+p")
+        await until(pilot, lambda: isinstance(pilot.app.screen, ProbabilityScreen))
+        await pilot.pause()
+        text = seen(pilot)
+        assert "token 1 of 3" in text
+        assert "95.1%" in text
+        assert "\x1b" not in text
+        assert "␛[31m" in text
+        await pilot.press("right", "right", "right")
+        assert "token 3 of 3" in str(pilot.app.screen.query_one("#alternatives", Static).render())
+
+
+async def test_a_conversation_is_saved_as_it_grows_and_resumed(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    async with chat(store=store) as pilot:
+        first = await ask(pilot, "echo one")
+        await pilot.press("alt+r")
+        await answered(pilot, first)
+        await say(pilot, "slow")
+        await until(pilot, lambda: "word word" in seen(pilot))
+        [path] = tmp_path.glob("*.json")
+        assert [turn["question"] for turn in json.loads(path.read_text())["turns"]] == ["echo one", "echo one", "slow"]
+        await pilot.press("escape")
+        await until(pilot, lambda: not screen(pilot).is_answering)
+    async with chat(store=store) as pilot:
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: isinstance(pilot.app.screen, SessionsScreen))
+        pilot.app.screen.query_one(Input).value = "nowhere"
+        await until(pilot, lambda: not pilot.app.screen.query_one(OptionList).option_count)
+        pilot.app.screen.query_one(Input).value = "ECHO"
+        await until(pilot, lambda: pilot.app.screen.query_one(OptionList).option_count == 1)
+        await pilot.press("enter")
+        await until(pilot, lambda: len(screen(pilot).conversation.turns) == 2)
+        await until(pilot, lambda: "echo one" in seen(pilot) and "stopped" in seen(pilot))
+        turn = await ask(pilot, "messages")
+        assert turn.answer.text.startswith("user=echo one;assistant=one;user=slow;assistant=word ")
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: isinstance(pilot.app.screen, SessionsScreen))
+        await pilot.press("delete")
+        assert len(list(tmp_path.glob("*.json"))) == 1
+        await pilot.press("delete")
+        assert not list(tmp_path.glob("*.json"))
+
+
+async def test_exporting_and_copying(tmp_path: Path) -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo Here:\n```python\nprint(1)\n```\nand\n~~~\nlast\n~~~\n")
+        await say(pilot, f"/export {tmp_path}/talk.md")
+        await until(pilot, lambda: (tmp_path / "talk.md").exists())
+        assert "print(1)" in (tmp_path / "talk.md").read_text()
+        await say(pilot, "/copy code")
+        await until(pilot, lambda: pilot.app.clipboard == "last\n")
+        await pilot.press("alt+y")
+        await until(pilot, lambda: "print(1)" in pilot.app.clipboard)
+
+
+async def test_every_view_opens_with_its_key_and_closes_with_it() -> None:
+    async with chat(size=(150, 44)) as pilot:
+        await ask(pilot, "echo one")
+        for key, view in (("f6", "tables"), ("f7", "tree"), ("f8", "events"), ("f9", "memory"), ("f10", "steps")):
+            await pilot.press(key)
+            assert screen(pilot).memory_view == view
+        await pilot.press("f10")
+        assert screen(pilot).memory_view == ""
+        await pilot.press("alt+v")
+        assert screen(pilot).memory_view == "steps"
+        assert not screen(pilot).query_one("#talk").display
+        await pilot.press("alt+v")
+        assert screen(pilot).query_one("#talk").display

@@ -1,0 +1,136 @@
+"""The app on a real engine: a small random model for speed, and the default weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import answered, ask, chat, notes, say, screen, seen, until
+from textual.drivers.headless_driver import HeadlessDriver
+
+from minillm.service.client import ENGINE_COMMAND
+from minillm.weights.manifest import default_model
+from ui.demo import STOPS, DemoApp, Narration, demo_settings
+from ui.pool import Pool
+from ui.sessions import SessionStore
+from ui.settings import Settings
+
+pytestmark = pytest.mark.anyio
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def engine(model: str, **options: Any) -> dict[str, Any]:
+    """The app's settings for a real engine on the CPU."""
+    return {
+        "model": model,
+        "engine_command": ENGINE_COMMAND,
+        "engine": {"device": "cpu", "num_blocks": 120, **options},
+    }
+
+
+async def test_branches_candidates_and_beams_share_blocks_and_give_them_back(tiny_model: Path) -> None:
+    async with chat(**engine(str(tiny_model)), sampling={**GREEDY, "ignore_eos": True}, size=(160, 50)) as pilot:
+        first = await ask(pilot, "hello there")
+        second = await ask(pilot, "and again")
+        assert 0 < second.answer.num_cached_tokens < second.answer.num_prompt_tokens
+        await pilot.press("alt+r")
+        again = await answered(pilot, second)
+        assert again.answer.num_cached_tokens == again.answer.num_prompt_tokens - 1
+        assert again.answer.text == second.answer.text
+
+        def pool() -> Pool:
+            found = screen(pilot).pool
+            assert found is not None
+            return found
+
+        await say(pilot, "/n 3")
+        chosen = await ask(pilot, "pick one")
+        await until(pilot, lambda: [t.state for t in pool().tables_of(chosen.answer.request_id)] == ["idle"] * 3)
+        assert pool().figures.shared_blocks > 0
+        await pilot.press("f7")
+        await until(pilot, lambda: "turn 3 · 3" in seen(pilot))
+        await pilot.press("3")
+        await until(pilot, lambda: len(pool().tables_of(chosen.answer.request_id)) == 1)
+        await say(pilot, "/beams 4")
+        beams = await ask(pilot, "search")
+        assert len(beams.answer.candidates) == 4
+        assert all(candidate.logprob is not None for candidate in beams.answer.candidates)
+        await pilot.press("1")
+        await until(pilot, lambda: len(pool().tables_of(beams.answer.request_id)) == 1)
+        assert len(pool().tables_of(first.answer.request_id)) == 1, "earlier turns keep theirs"
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: not pool().tables and pool().used_blocks == 0)
+        kinds = {entry.kind for entry in pool().log}
+        assert {"allocate", "fork", "copy", "free"} <= kinds
+
+
+async def test_an_engine_that_fails_leaves_the_conversation(tiny_model: Path) -> None:
+    async with chat(**engine(str(tiny_model)), sampling={**GREEDY, "ignore_eos": True}) as pilot:
+        await ask(pilot, "hello")
+        await say(pilot, "long " * 2000)
+        await until(pilot, lambda: any("context holds" in note for note in notes(pilot)))
+        assert not screen(pilot).is_answering
+        await ask(pilot, "again")
+        pool = screen(pilot).pool
+        assert pool is not None
+        await until(pilot, lambda: {table.state for table in pool.tables.values()} == {"idle"})
+
+
+async def test_the_tour_shows_all_that_it_promises(tiny_model: Path, tmp_path: Path) -> None:
+    settings = demo_settings(Settings(str(tiny_model), engine={"device": "cpu"}))
+    app = DemoApp(settings, SessionStore(tmp_path), speed=100.0, driver_class=HeadlessDriver)
+    async with app.run_test(size=(150, 44)) as pilot:
+        await until(pilot, lambda: app.number >= 1, 60)
+        await pilot.press("p")
+        assert app.paused
+        await pilot.press("space")
+        assert not app.paused
+        speed = app.speed
+        await pilot.press("minus")
+        assert app.speed < speed
+        await pilot.press(*["plus"] * 6)
+        app.speed = 100.0
+        app._set_pace()
+        await until(pilot, lambda: app.over, 120)
+        assert app.number == len(STOPS)
+        assert "The tour is over" in str(app.chat.query_one(Narration).render())
+        pool = app.chat.pool
+        assert pool is not None
+        figures = pool.figures
+        assert figures.num_copies
+        assert figures.num_hit_tokens
+        assert figures.num_evictions
+        assert figures.num_preemptions
+        assert figures.num_swapped_in
+        await pilot.press("p")
+        await until(pilot, lambda: app.chat.query_one("PromptInput").text == "p")
+
+
+@pytest.mark.weights
+async def test_the_default_model_talks(tmp_path: Path) -> None:
+    sampling = {"temperature": 0.0, "max_tokens": 40}
+    async with chat(
+        **engine(default_model()), sampling=sampling, system="You are a helpful assistant.", size=(160, 50)
+    ) as pilot:
+        pool = screen(pilot).pool
+        assert pool is not None
+        await until(pilot, lambda: pool.figures.pinned_blocks > 0)
+        turn = await ask(pilot, "What is the capital of France?")
+        assert "Paris" in turn.answer.text
+        assert turn.answer.num_cached_tokens > 0, "the system prompt was computed when it was pinned"
+        assert len(turn.answer.tokens) == turn.answer.num_output_tokens
+        await say(pilot, "/set temperature 0.9")
+        await say(pilot, "/set seed 3")
+        await say(pilot, "/n 3")
+        chosen = await ask(pilot, "Name an animal.", 120)
+        assert len({candidate.text for candidate in chosen.answer.candidates}) > 1
+        await pilot.press("2")
+        await until(pilot, lambda: chosen.answer.text != "")
+        follow = await ask(pilot, "Why that one?", 120)
+        assert follow.answer.num_cached_tokens > 0.5 * follow.answer.num_prompt_tokens

@@ -1,0 +1,258 @@
+"""``minillm demo``: a tour of the cache on the real engine, a line of explanation for every step.
+
+The tour uses the chat like a person would, with a pool so small that everything happens within a few minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from textual import work
+from textual.binding import Binding
+from textual.content import Content
+from textual.widgets import Static
+
+from minillm.service.messages import Abort, Forget, Generate, Pace
+from ui.app import ChatApp
+from ui.numbers import plural
+from ui.pool import Pool
+from ui.screens.chat import ChatScreen
+from ui.sessions import SessionStore
+from ui.settings import Settings, with_param
+from ui.widgets.prompt import PromptInput
+
+# 16 x 64 = 1,024 tokens: enough for the tour's conversations, too few for all of them at once.
+DEMO_ENGINE = {"num_blocks": 64, "block_size": 16, "max_model_len": 512, "admission": "optimistic"}
+DEMO_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 48, "seed": 1}
+_STEPS_PER_SECOND = 10.0  # of the engine, at speed 1
+_READING = 6.0  # seconds for a line of explanation, at speed 1
+_PATIENCE = 120.0  # seconds for what a step waits for; then the tour goes on without it
+_SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+
+
+class Narration(Static):
+    """What happens now, above the chat."""
+
+    def tell(self, number: int, total: int, text: str, speed: float, paused: bool) -> None:
+        state = "paused" if paused else f"speed {speed:g}"
+        keys = "space: on · p: pause · + −: speed · ctrl+q: leave"
+        self.update(Content.assemble((f"{number}/{total}  {text}", "bold"), (f"\n{state} · {keys}", "$text-muted")))
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One stop of the tour: what is said, which view is shown, and what is done."""
+
+    text: str
+    view: str
+    act: Callable[[Tour], Awaitable[None]]
+
+
+class Tour:
+    """What the stops can do: ask like a person, and wait for what the pool shows."""
+
+    def __init__(self, app: DemoApp) -> None:
+        self.app = app
+        self._others = 0
+
+    @property
+    def chat(self) -> ChatScreen:
+        return self.app.chat
+
+    @property
+    def pool(self) -> Pool:
+        assert self.chat.pool is not None
+        return self.chat.pool
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for something, but not for ever."""
+        end = time.monotonic() + _PATIENCE
+        while not condition() and time.monotonic() < end and self.app.engine_state.phase == "ready":
+            await asyncio.sleep(0.05)
+
+    async def ask(self, question: str, **params: Any) -> None:
+        """Ask in the chat, and wait until the answer has ended."""
+        for name, value in {"n": 1, "beam_width": 1, **params}.items():
+            self.app.settings = with_param(self.app.settings, name, str(value))
+        self.chat.query_one(PromptInput).text = question
+        self.chat.query_one(PromptInput).post_message(PromptInput.Submitted(question))
+        await self.until(lambda: self.chat.is_answering)
+        await self.until(lambda: not self.chat.is_answering)
+
+    async def command(self, name: str, argument: str = "") -> None:
+        await self.chat.run_command(name, argument)
+
+    def generate(self, question: str, max_tokens: int) -> str:
+        """A request beside the chat, of somebody else."""
+        self._others += 1
+        name = f"another-{self._others}"
+        params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}
+        self.chat.send(Generate(name, name, [{"role": "user", "content": question}], params))
+        return name
+
+
+async def _first_question(tour: Tour) -> None:
+    await tour.ask("What is a page table, in one sentence?")
+
+
+async def _second_question(tour: Tour) -> None:
+    await tour.ask("And what is a fork?")
+
+
+async def _samples(tour: Tour) -> None:
+    await tour.ask("Name an animal and say why you like it.", n=4)
+
+
+async def _accept(tour: Tour) -> None:
+    await tour.command("accept", "2")
+    await asyncio.sleep(1.0)
+
+
+async def _beams(tour: Tour) -> None:
+    await tour.ask("Write one sentence about the sea.", beam_width=4)
+    await tour.command("accept", "1")
+
+
+async def _prefix_hit(tour: Tour) -> None:
+    before = tour.pool.figures.num_hit_tokens
+    await tour.command("new")
+    await tour.ask("What is a page table, in one sentence?")
+    await tour.until(lambda: tour.pool.figures.num_hit_tokens > before)
+
+
+async def _eviction(tour: Tour) -> None:
+    before = tour.pool.figures.num_evictions
+    for number in range(12):
+        name = tour.generate(f"Tell me a long story about the number {number * 37 + 11}. " * 4, 60)
+        await tour.until(lambda name=name: any(t.state == "idle" for t in tour.pool.tables_of(name)))  # type: ignore[misc]
+        tour.chat.send(Forget(name))
+        if tour.pool.figures.num_evictions > before:
+            return
+
+
+async def _preemption(tour: Tour) -> None:
+    before = tour.pool.figures
+    names = [tour.generate(f"Write a poem about {what}. " * 3, 330) for what in ("rain", "iron", "bread")]
+    await tour.until(lambda: tour.pool.figures.num_preemptions > before.num_preemptions)
+    await tour.until(lambda: tour.pool.figures.num_swapped_in > before.num_swapped_in)
+    for name in names:
+        tour.chat.send(Abort(name))
+        tour.chat.send(Forget(name))
+    await tour.until(lambda: not any(table.owner in names for table in tour.pool.tables.values()))
+
+
+STOPS = (
+    Stop("A question is computed. Its tokens fill blocks of 16 slots, taken from the pool as they are needed.", "pool",
+         _first_question),
+    Stop("The next turn is a fork of the last one: it shares all full blocks, and writes only what is new.", "tables",
+         _second_question),
+    Stop("Four answers to one question: the prompt is computed once, and forked. The first write of each to the shared "
+         "last block copies it: copy on write.", "tree", _samples),
+    Stop("One answer is accepted. The blocks that only the others held are free again.", "pool", _accept),
+    Stop("Beam search: at every step the best beams fork and the worst are freed. No key and no value moves.", "tree",
+         _beams),
+    Stop("A new conversation begins like an old one: the prefix cache has its blocks, and nothing is computed twice.",
+         "events", _prefix_hit),
+    Stop("The pool fills with other work. What nobody holds any more is evicted, the longest unused first.", "pool",
+         _eviction),
+    Stop("Three long answers need more blocks than there are. The latest waits: its blocks are swapped to the host, "
+         "and come back when there is room.", "events", _preemption),
+)  # fmt: skip
+
+
+class DemoApp(ChatApp):
+    """The chat app with a guide."""
+
+    BINDINGS: ClassVar[list[Binding]] = [  # type: ignore[assignment]
+        Binding("space", "tour('next')", "On", priority=True),
+        Binding("p", "tour('pause')", "Pause", priority=True),
+        Binding("plus,equals_sign", "tour('faster')", "Faster", priority=True, show=False),
+        Binding("minus", "tour('slower')", "Slower", priority=True, show=False),
+    ]
+
+    def __init__(self, settings: Settings, store: SessionStore, speed: float = 1.0, **options: Any) -> None:
+        super().__init__(settings, store, **options)
+        self.speed = speed
+        self.paused = False
+        self.number = 0  # of the stop; 0 before the first one
+        self.over = False
+        self._go_on = asyncio.Event()
+
+    async def on_mount(self) -> None:
+        await super().on_mount()
+        self.call_after_refresh(self._begin)
+
+    async def _begin(self) -> None:
+        await self.chat.mount(Narration(), before="#body")
+        self.chat.query_one(PromptInput).disabled = True
+        self._play()
+
+    @work(group="tour")
+    async def _play(self) -> None:
+        """All stops, then the chat is the viewer's."""
+        tour = Tour(self)
+        self._tell("The model is being loaded.")
+        while self.engine_state.phase != "ready" or self.chat.pool is None:
+            await asyncio.sleep(0.05)
+        self._set_pace()
+        for self.number, stop in enumerate(STOPS, 1):
+            if self.chat.memory_view != stop.view:
+                self.chat.action_view(stop.view)
+            self._tell(stop.text)
+            await self._pause()
+            await stop.act(tour)
+            await self._pause()
+        figures = self.chat.pool.figures
+        self.over = True
+        self.chat.send(Pace(0))
+        self.chat.query_one(Narration).update(
+            Content(
+                f"The tour is over: {plural(figures.num_copies, 'block')} copied on write, "
+                f"{plural(figures.num_hit_tokens, 'token')} found in the cache, "
+                f"{plural(figures.num_evictions, 'eviction')}, {plural(figures.num_preemptions, 'preemption')}. "
+                "The chat is yours."
+            )
+        )
+        prompt = self.chat.query_one(PromptInput)
+        prompt.disabled = False
+        prompt.focus()
+
+    def _tell(self, text: str) -> None:
+        self.chat.query_one(Narration).tell(self.number, len(STOPS), text, self.speed, self.paused)
+
+    def _set_pace(self) -> None:
+        self.chat.send(Pace(_STEPS_PER_SECOND * self.speed))
+
+    async def _pause(self) -> None:
+        """Time to read, or until the viewer goes on."""
+        self._go_on.clear()
+        end = time.monotonic() + _READING / self.speed
+        while not self._go_on.is_set() and (self.paused or time.monotonic() < end):
+            await asyncio.sleep(0.05)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        # After the tour its keys are letters again.
+        return not (action == "tour" and self.over)
+
+    def action_tour(self, what: str) -> None:
+        if what == "next":
+            self.paused = False
+            self._go_on.set()
+        elif what == "pause":
+            self.paused = not self.paused
+        else:
+            at = min(range(len(_SPEEDS)), key=lambda i: abs(_SPEEDS[i] - self.speed))
+            self.speed = _SPEEDS[max(0, min(len(_SPEEDS) - 1, at + (1 if what == "faster" else -1)))]
+            self._set_pace()
+        if self.number:
+            self._tell(STOPS[self.number - 1].text)
+
+
+def demo_settings(settings: Settings) -> Settings:
+    """The settings of the tour for the model of ``settings``."""
+    engine = {**settings.engine, **DEMO_ENGINE}
+    return replace(settings, engine=engine, sampling=dict(DEMO_SAMPLING), beams={}, system="")
