@@ -15,7 +15,7 @@ before it merges. The first is busy computing, the second reading.
 
 Grids: (kv heads, items) and (kv heads, sequences, splits), by the number of sequences alone; a program without work
 ends at once. The plan lies on the device, so sharing may change from step to step under one CUDA graph. Tiles: 64 rows
-(what Hopper's matrix unit takes at least) and 16 rows, times 16 kB of K.
+(what Hopper's matrix unit takes at least) times 16 kB of K, and 16 rows times 8 or 16 kB.
 
 Bytes: each node's blocks once for every 64 rows (from the L2 but for the first time), each tail once, and 8 x head_dim
 for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.

@@ -276,7 +276,9 @@ def _cut(tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int
         num_items = sum(map(int.__mul__, parts, chunks))
         num_results = sum(count * node.count for count, node in zip(parts, tree.nodes, strict=True))
         fits = num_items <= shape.max_items(num_rows) and num_results <= shape.max_results(num_rows)
-        if fits and (num_items <= at_a_time or longest >= deepest):
+        # A few items more than the chip works on at a time would double the time. Short ones fill the gaps.
+        long = sum(p * c for p, c, count in zip(parts, chunks, tiles, strict=True) if 2 * count > longest)
+        if fits and (long <= at_a_time or longest >= deepest):
             break
         if longest >= deepest:
             return None

@@ -174,8 +174,8 @@ def _chunk_attention(arguments: argparse.Namespace) -> int:
         results.append(result)
         if not arguments.json:
             print(
-                f"prompt {result.prompt:>5}, completion {result.completion:>5}   us: paged, copied {result.copied:.1f}, "
-                f"shared {result.shared:.1f}, prefix {result.ours:.1f}   "
+                f"prompt {result.prompt:>5}, completion {result.completion:>5}   "
+                f"us: paged, copied {result.copied:.1f}, shared {result.shared:.1f}, prefix {result.ours:.1f}   "
                 f"speed-up {result.speedup:.1f}, {result.speedup_over_shared:.1f}",
                 flush=True,
             )

@@ -189,6 +189,19 @@ def test_plans_fit_the_grid() -> None:
             assert sorted(plan.order) == list(range(n + 3))
 
 
+def test_a_long_run_is_split_whatever_else_there_is() -> None:
+    """256 sequences behind one prompt, in 64 groups of four that share a little more."""
+    shape = shape_of(32, 8, 128, torch.bfloat16, processors=132)
+    tables = [[*range(512), *range(1000 + 9 * (i // 4), 1008 + 9 * (i // 4)), 10**5 + i] for i in range(256)]
+    plan = plan_attention(tables, [521 * 16] * 256, 16, shape, 256, FREE)
+    assert plan is not None
+    items = [plan.items[at : at + ITEM_WORDS] for at in range(0, len(plan.items), ITEM_WORDS)]
+    lengths = [end - begin for _, _, _, begin, end, _ in items]
+    assert lengths == sorted(lengths, reverse=True), "the longest first"
+    # 16 tiles of rows for each part of the root, in two parts: 2 x 16 x 8 kv heads are just below 2 x 132.
+    assert sorted(lengths) == [128] * 64 + [4096] * 32
+
+
 def test_a_list_that_does_not_fit_is_refused() -> None:
     shape = shape_of(4, 2, 16, torch.float32)
     q, pool = randn(2, 4, 16), randn(2, 3, 4, 2, 16)
