@@ -75,7 +75,7 @@ def build_engine(
     reserved = 0
     if device.type == "cuda":
         reserved = activation_bytes(model, tokens, config.max_num_seqs) + _GRAPH_BYTES
-        reserved += decode_bytes(model_config, dtype, config.max_num_seqs, longest, config.block_size)
+        reserved += decode_bytes(model, config.max_num_seqs, longest, config.block_size)
     pool = size_pool(config, model_config, device, dtype.itemsize, reserved)
     cache = BlockManager(pool.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
     num_host_blocks = 0

@@ -27,7 +27,6 @@ from minillm.decoding.params import SamplingParams
 from minillm.decoding.processors import needs_host, process_logits
 from minillm.decoding.sampler import SampleRow, draw
 from minillm.model.batch import Batch
-from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.scheduler import ScheduledChunk
 from minillm.sequence import Sequence as TokenSequence
@@ -51,12 +50,11 @@ def attention_shape(model: Llama) -> AttentionShape:
     return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, model.dtype.itemsize, processors)
 
 
-def decode_bytes(
-    config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, max_model_len: int, block_size: int
-) -> int:
-    """The memory of a `DecodeSteps`: logits, penalties' counts, and block tables twice."""
-    rows, width = padded_size(max_num_seqs), -(-max_model_len // block_size)
-    return rows * (config.vocab_size * (dtype.itemsize + 4 + 4) + 2 * 4 * (Field.TABLE + width))
+def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """The memory of a `DecodeSteps`: logits, penalties' counts, block tables twice, and attention's partial results."""
+    c, rows, width = model.config, padded_size(max_num_seqs), -(-max_model_len // block_size)
+    partial = attention_shape(model).max_results(rows) * c.num_heads * (c.head_dim + 1) * 4
+    return rows * (c.vocab_size * (model.dtype.itemsize + 4 + 4) + 2 * 4 * (Field.TABLE + width)) + partial
 
 
 @dataclass(slots=True)
@@ -105,7 +103,7 @@ class DecodeSteps:
         self._sharing = sharing
         self._work = WorkList.allocate(capacity, attention_shape(model), self._device)
         self._planned: list[int] = []  # the rows, padding included, that the work list is for
-        self._replan = True  # their tables have changed since, other than by growing
+        self._replan = True  # tables have changed since, other than by growing
         self._shares = False  # the work list holds a plan: sharing is worth it
         self._held: dict[int, _Row] = {}  # by seq_id
         self._free = list(range(max_num_seqs - 1, -1, -1))
