@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import cpu, reference
+from kernels.prefix_plan import AttentionShape, Costs, WorkList, plan_attention
 from kernels.reference import DecodeInputs, Field, log_probabilities
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
@@ -22,15 +23,18 @@ if torch.cuda.is_available():  # Triton is not imported where nothing can run it
         decode_rows,
         matvec,
         norm,
+        prefix_decode_attention,
         rotary,
         sampling,
-        shared_decode_attention,
     )
 
 __all__ = [
+    "AttentionShape",
+    "Costs",
     "DecodeInputs",
     "Field",
     "LinearWeight",
+    "WorkList",
     "add_rms_norm",
     "begin_decode",
     "block_copy",
@@ -43,13 +47,14 @@ __all__ = [
     "norm_linear",
     "paged_attention",
     "penalise",
+    "plan_attention",
     "prefill_attention",
+    "prefix_attention",
     "rms_norm",
     "rotary_write_kv",
     "sample",
     "sample_with_logprobs",
     "scatter_blocks",
-    "shared_attention",
     "silu_mul",
     "top_log_probabilities",
 ]
@@ -140,12 +145,25 @@ def paged_attention(
     return op(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)
 
 
-def shared_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, softmax_scale: float
+def prefix_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float,
+    work: WorkList,
 ) -> Tensor:
-    """`paged_attention` of a batch whose neighbours share blocks: the same result, shared blocks are read once."""
-    op = shared_decode_attention.shared_attention if q.is_cuda else cpu.paged_attention
-    return op(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)
+    """`paged_attention` of sequences that share blocks: the same result, and shared blocks are read once.
+
+    Args:
+        work: filled with a plan (`plan_attention`) for the same tables.
+    """
+    if q.is_cuda:
+        return prefix_decode_attention.prefix_attention(
+            q, k_cache, v_cache, block_tables, context_lens, softmax_scale, work
+        )
+    return cpu.paged_attention(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)
 
 
 def prefill_attention(

@@ -37,6 +37,17 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def wait_then_release(PDL: tl.constexpr):
+    """`wait_for_inputs` the other way round: the next kernel is brought in when all earlier work is done.
+
+    So the next one may read what that work wrote before it waits for this kernel.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Launch options: a kernel may be brought in before the one in front of it has ended, where the GPU can (9.0)."""
     if INTERPRETED.value or device.type != "cuda" or _capability(device.index or 0) < (9, 0):

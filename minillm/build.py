@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kernels import Costs
 from minillm.cache import BlockManager, SwapSpace
 from minillm.config import EngineConfig, choose_device, choose_dtype
 from minillm.decode import decode_bytes
@@ -74,7 +75,7 @@ def build_engine(
     reserved = 0
     if device.type == "cuda":
         reserved = activation_bytes(model, tokens, config.max_num_seqs) + _GRAPH_BYTES
-        reserved += decode_bytes(model_config, dtype, config.max_num_seqs, longest, config.block_size)
+        reserved += decode_bytes(model, config.max_num_seqs, longest, config.block_size)
     pool = size_pool(config, model_config, device, dtype.itemsize, reserved)
     cache = BlockManager(pool.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
     num_host_blocks = 0
@@ -89,7 +90,12 @@ def build_engine(
         eos.add(tokenizer.eos_token_id)
     runner = Runner(model, pool.num_blocks, config.block_size, num_host_blocks)
     if device.type == "cuda" and not model.rotary.dynamic:  # whose angles the host computes at every step
-        runner.decode_on_device(config.max_num_seqs, pool.max_model_len, graphs=not config.enforce_eager)
+        runner.decode_on_device(
+            config.max_num_seqs,
+            pool.max_model_len,
+            graphs=not config.enforce_eager,
+            sharing=Costs() if config.enable_prefix_attention else None,
+        )
     return Engine(
         runner=runner,
         cache=cache,

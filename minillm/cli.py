@@ -162,6 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     matvec = workload("matvec", "the tiles of the one-token products, measured anew on a GPU")
     matvec.add_argument("--shape", metavar="NAME", help="of this model (smollm2-135m)")
 
+    workload("chunk-attention", "decode attention over a shared prompt: the ChunkAttention paper's table, on a GPU")
+
     kernels = workload("kernels", "every kernel against the copy bandwidth and the matmul rate of this GPU")
     kernels.add_argument("--op", metavar="NAME", help="only this op")
 
@@ -192,6 +194,13 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory-utilization", type=float, metavar="X", help="part of the GPU's memory that may be taken (0.9)"
     )
     group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
+    group.add_argument(
+        "--no-prefix-attention",
+        dest="enable_prefix_attention",
+        action="store_false",
+        default=None,
+        help="read shared blocks once for each sequence",
+    )
 
 
 def _add_sampling_options(parser: argparse.ArgumentParser, *, n: bool) -> None:
@@ -225,6 +234,7 @@ ENGINE_OPTIONS = (
     "prefill_chunk",
     "gpu_memory_utilization",
     "enforce_eager",
+    "enable_prefix_attention",
     "preemption",
 )
 SAMPLING_OPTIONS = (

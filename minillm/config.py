@@ -35,6 +35,8 @@ class EngineConfig:
             wait for their next token. At least max_num_seqs. None: no bound on a CPU, about 45 ms of work on a GPU.
         gpu_memory_utilization: the part of the GPU's memory that weights, activations and pool may take together.
         enable_prefix_caching: keep the full blocks of what was computed, to be found where a prompt begins alike.
+        enable_prefix_attention: on a GPU, read blocks that decoding sequences share once for all of them, where that is
+            faster.
         preemption: what happens to a request when blocks run out: ``"swap"`` moves its blocks to the host (and falls
             back to the other where the host is full), ``"recompute"`` computes them again.
         swap_space_gb: room on the host for swapped blocks, in 10^9 bytes.
@@ -59,6 +61,7 @@ class EngineConfig:
     prefill_chunk: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    enable_prefix_attention: bool = True
     preemption: str = "swap"
     swap_space_gb: float = 4.0
     admission: str = "predicted"
@@ -79,7 +82,7 @@ class EngineConfig:
         for name, allowed in (("preemption", PREEMPTIONS), ("admission", ADMISSIONS)):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}")
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        for name in ("enable_prefix_caching", "enable_prefix_attention", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
         space = self.swap_space_gb

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import DecodeInputs, Field
+from kernels import AttentionShape, Costs, DecodeInputs, Field, WorkList
 from minillm.cache import BlockTable
 from minillm.decoding.params import SamplingParams
 from minillm.decoding.processors import needs_host, process_logits
 from minillm.decoding.sampler import SampleRow, draw
 from minillm.model.batch import Batch
-from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.scheduler import ScheduledChunk
 from minillm.sequence import Sequence as TokenSequence
@@ -43,25 +42,19 @@ def padded_size(n: int) -> int:
     return -(-n // step) * step
 
 
-def decode_bytes(
-    config: ModelConfig, dtype: torch.dtype, max_num_seqs: int, max_model_len: int, block_size: int
-) -> int:
-    """The memory of a `DecodeSteps`: logits, penalties' counts, and block tables twice."""
-    rows, width = padded_size(max_num_seqs), -(-max_model_len // block_size)
-    return rows * (config.vocab_size * (dtype.itemsize + 4 + 4) + 2 * 4 * (Field.TABLE + width))
+def attention_shape(model: Llama) -> AttentionShape:
+    """What of a model and its device decides how attention is cut up."""
+    c, processors = model.config, 1
+    if model.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(model.device).multi_processor_count
+    return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, model.dtype.itemsize, processors)
 
 
-def shares_blocks(sequences: Sequence[TokenSequence]) -> bool:
-    """Whether most neighbours have the first half of their blocks in common, so that reading it once is worth it."""
-    together = 0
-    before: list[int] = []
-    for sequence in sequences:
-        assert sequence.table is not None
-        blocks = sequence.table.blocks
-        half = len(blocks) // 2
-        together += half > 0 and half < len(before) and before[half - 1] == blocks[half - 1]
-        before = blocks
-    return 2 * together >= len(sequences) > 1
+def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """The memory of a `DecodeSteps`: logits, penalties' counts, block tables twice, and attention's partial results."""
+    c, rows, width = model.config, padded_size(max_num_seqs), -(-max_model_len // block_size)
+    partial = attention_shape(model).max_results(rows) * c.num_heads * (c.head_dim + 1) * 4
+    return rows * (c.vocab_size * (model.dtype.itemsize + 4 + 4) + 2 * 4 * (Field.TABLE + width)) + partial
 
 
 @dataclass(slots=True)
@@ -82,10 +75,19 @@ class DecodeSteps:
     Args:
         max_model_len: longest sequence in tokens; a row has room for its block table.
         graphs: capture CUDA graphs; without, the same operations run one by one.
+        sharing: what reading shared blocks once must be worth; None: never do it.
     """
 
     def __init__(
-        self, model: Llama, kv_cache: Tensor, block_size: int, max_num_seqs: int, max_model_len: int, *, graphs: bool
+        self,
+        model: Llama,
+        kv_cache: Tensor,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        *,
+        graphs: bool,
+        sharing: Costs | None,
     ) -> None:
         self._model, self._kv_cache, self._block_size = model, kv_cache, block_size
         self._device, self._graphs = model.device, graphs
@@ -98,6 +100,11 @@ class DecodeSteps:
         # For penalties: how often each token occurred, `kernels.reference.penalise` says how it is counted.
         self._counts = torch.zeros(max_num_seqs, model.config.vocab_size, dtype=torch.int32, device=self._device)
         self.logits = torch.zeros(capacity, model.config.vocab_size, dtype=model.dtype, device=self._device)
+        self._sharing = sharing
+        self._work = WorkList.allocate(capacity, attention_shape(model), self._device)
+        self._planned: list[int] = []  # the rows, padding included, that the work list is for
+        self._replan = True  # tables have changed since, other than by growing
+        self._shares = False  # the work list holds a plan: sharing is worth it
         self._held: dict[int, _Row] = {}  # by seq_id
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._changes: dict[int, int] = {}  # index into the words -> value
@@ -113,18 +120,20 @@ class DecodeSteps:
         """Compute one token of each sequence; `logits` then holds a row for each, in their order."""
         n = len(chunks)
         size = self._size = padded_size(n)
-        self._send(self._rows_of(chunks), size)
+        rows = self._rows_of(chunks)
+        self._send(rows, size)
+        shared = self._shared(chunks, rows, size)
         if self.marks is not None:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.marks.append((begin, end))
             begin.record()
-        shares = shares_blocks([chunk.sequence for chunk in chunks])
         if not self._graphs:
-            self._forward(size, shares)
+            self._forward(size, shared)
         else:
-            if (size, shares) not in self._forward_graphs:
-                self._forward_graphs[size, shares], _ = self._capture(lambda: self._forward(size, shares))
-            self._forward_graphs[size, shares].replay()
+            key = size, shared is not None
+            if key not in self._forward_graphs:
+                self._forward_graphs[key], _ = self._capture(lambda: self._forward(size, shared))
+            self._forward_graphs[key].replay()
         self._mark_end()
 
     def join(self, chunks: Sequence[ScheduledChunk], prefill: Batch) -> Batch:
@@ -134,7 +143,8 @@ class DecodeSteps:
         """
         n, p = len(chunks), prefill.context_lens.shape[0]
         size = self._size = padded_size(n)
-        self._send(self._rows_of(chunks), size)
+        rows = self._rows_of(chunks)
+        self._send(rows, size)
         kernels.begin_decode(self._words, self._rows[:size], self._block_size, self._inputs.first(size))
         inputs = self._inputs.first(n + p)
         inputs.block_tables[n:, : prefill.block_tables.shape[1]] = prefill.block_tables
@@ -150,7 +160,7 @@ class DecodeSteps:
             context_lens=inputs.context_lens,
             num_decodes=n,
             cu_seqlens=prefill.cu_seqlens,
-            shares_blocks=shares_blocks([chunk.sequence for chunk in chunks]),
+            shared=self._shared(chunks, rows, n),
             logit_rows=logit_rows,
         )
 
@@ -206,6 +216,7 @@ class DecodeSteps:
         self._changes.clear()
         self._free = list(range(self._words.shape[0] - 1, -1, -1))
         self._sent_rows = [-2]
+        self._replan = True
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -220,18 +231,22 @@ class DecodeSteps:
             if row is None:
                 current = current or {each.sequence.seq_id for each in chunks}
                 row = self._take(sequence, chunk.group.params, current)
+                self._replan = True
             table = sequence.table
             assert table is not None
             blocks = table.blocks
             if row.table is not table:
                 row.table, row.num_blocks = table, 0
+                self._replan = True
             if len(blocks) != row.num_blocks or blocks[-1] != row.last_block:
                 first = max(0, row.num_blocks - 1)  # the last one may have been copied on write
+                self._replan |= len(blocks) <= first or blocks[first] != row.last_block
                 at = row.index * width + Field.TABLE + first
                 changes.update(zip(range(at, at + len(blocks) - first), blocks[first:], strict=True))
                 row.num_blocks, row.last_block = len(blocks), blocks[-1]
             if row.position != sequence.num_computed:
                 changes[row.index * width + Field.POSITION] = row.position = sequence.num_computed
+                self._replan = True
             if not row.has_token:
                 assert not sequence.num_pending, f"nobody knows the last token of sequence {sequence.seq_id}"
                 changes[row.index * width + Field.TOKEN] = sequence.token_ids[-1]
@@ -290,9 +305,26 @@ class DecodeSteps:
             self._words.view(-1)[at] = values.to(torch.int32)
             self._changes.clear()
 
+    def _shared(self, chunks: Sequence[ScheduledChunk], rows: list[int], size: int) -> WorkList | None:
+        """What the sequences of a step share, for a batch of ``size``; None where reading that once is not worth it.
+
+        A plan stays good while its sequences only grow, so it is made anew when others decode or when a table changes.
+        """
+        if self._sharing is None:
+            return None
+        padded = rows + [-1] * (size - len(rows))
+        if self._replan or padded != self._planned:
+            tables = [chunk.sequence.table.blocks for chunk in chunks if chunk.sequence.table is not None]
+            lens = [chunk.sequence.num_computed + 1 for chunk in chunks]
+            plan = kernels.plan_attention(tables, lens, self._block_size, self._work.shape, size, self._sharing)
+            if plan is not None:
+                self._work.first(size).fill(plan)
+            self._planned, self._replan, self._shares = padded, False, plan is not None
+        return self._work.first(size) if self._shares else None
+
     # --- what the graphs hold -----------------------------------------------------------------------------------------
 
-    def _forward(self, size: int, shares: bool) -> None:
+    def _forward(self, size: int, shared: WorkList | None) -> None:
         inputs, rows = self._inputs.first(size), self._rows[:size]
         kernels.begin_decode(self._words, rows, self._block_size, inputs)
         batch = Batch(
@@ -303,7 +335,7 @@ class DecodeSteps:
             context_lens=inputs.context_lens,
             num_decodes=size,
             cu_seqlens=inputs.context_lens[:0],
-            shares_blocks=shares,
+            shared=shared,
         )
         self._model.forward(batch, self._kv_cache, out=self.logits[:size])
 

@@ -34,10 +34,12 @@ class Runner:
         self._num_host_blocks = num_host_blocks
         self._host_pool: Tensor | None = None  # [num_host_blocks, layers, 2, block_size, kv heads, head_dim]
 
-    def decode_on_device(self, max_num_seqs: int, max_model_len: int, *, graphs: bool) -> None:
+    def decode_on_device(
+        self, max_num_seqs: int, max_model_len: int, *, graphs: bool, sharing: kernels.Costs | None
+    ) -> None:
         """Keep the state of decoding sequences on the device: see `DecodeSteps`."""
         self.decoder = DecodeSteps(
-            self.model, self.kv_cache, self.block_size, max_num_seqs, max_model_len, graphs=graphs
+            self.model, self.kv_cache, self.block_size, max_num_seqs, max_model_len, graphs=graphs, sharing=sharing
         )
 
     @torch.inference_mode()

@@ -11,6 +11,8 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from kernels import Costs
+from kernels.prefix_plan import FREE
 from minillm.cache import BlockManager, SwapSpace
 from minillm.engine import Engine
 from minillm.model.batch import Batch
@@ -117,13 +119,17 @@ def engine_for(
     host_blocks: int = 0,
     admission: str = "predicted",
     on_device: bool | None = None,
+    sharing: Costs | None = FREE,
 ) -> Engine:
-    """An engine of its own; ``on_device`` keeps the state of decoding sequences there (by default: on a GPU)."""
+    """An engine of its own; ``on_device`` keeps the state of decoding sequences there (by default: on a GPU).
+
+    There blocks that sequences share are read once wherever there are any, unless ``sharing`` says otherwise.
+    """
     cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
     runner = Runner(model, num_blocks, block_size, host_blocks)
     max_model_len = min(model.rotary.cos.shape[0], num_blocks * block_size)
     if (model.device.type == "cuda" if on_device is None else on_device) and not model.rotary.dynamic:
-        runner.decode_on_device(max_num_seqs, max_model_len, graphs=model.device.type == "cuda")
+        runner.decode_on_device(max_num_seqs, max_model_len, graphs=model.device.type == "cuda", sharing=sharing)
     return Engine(
         runner=runner,
         cache=cache,

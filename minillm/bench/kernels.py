@@ -22,6 +22,8 @@ from minillm.errors import MinillmError, UsageError
 _DEVICE = torch.device("cuda")
 _DTYPE = torch.bfloat16
 HEAD_SHAPES = ((32, 8, 128), (32, 8, 64), (32, 32, 128))  # query heads, kv heads, head dimension
+# Sequences, tokens that all of them share, tokens of each one's own.
+SHARED_CASES = ((32, 1024, 64), (32, 2048, 64), (32, 4096, 64), (256, 1024, 128), (256, 2048, 128), (256, 8192, 128))
 DECODE_CASES = ((1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192), (64, 1024), (64, 4096), (256, 1024))
 
 
@@ -237,6 +239,57 @@ def _paged_attention() -> Iterator[Case]:
         yield _decode_case(*heads, 64, 4096, 16, "contiguous")
 
 
+def shared_inputs(  # type: ignore[no-untyped-def]
+    heads: int, kv_heads: int, dim: int, seqs: int, prefix: int, tail: int, *, planned_tail: int | None = None
+):
+    """q, k, v, tables ``[copies, seqs, blocks]``, lengths, a filled work list, and the bytes of one launch.
+
+    Args:
+        planned_tail: tokens of the tails when the plan was made; by default as now.
+    """
+    from kernels import AttentionShape, WorkList, plan_attention
+    from kernels.prefix_plan import FREE
+
+    block_size = 16
+    shared, own = prefix // block_size, -(-tail // block_size)
+    blocks = shared + seqs * own
+    moved = blocks * block_size * kv_heads * dim * 2 * 2
+    copies = min(24, copies_for_cold_l2(moved))
+    k, v = (_random(copies * blocks, block_size, kv_heads, dim) for _ in range(2))
+    ids = torch.randperm(copies * blocks, device=_DEVICE).int().view(copies, blocks)
+    prefixes = ids[:, None, :shared].expand(copies, seqs, shared)
+    tables = torch.cat((prefixes, ids[:, shared:].view(copies, seqs, own)), dim=2)
+    processors = torch.cuda.get_device_properties(_DEVICE).multi_processor_count
+    shape = AttentionShape(heads, kv_heads, dim, _DTYPE.itemsize, processors)
+    then = prefix + (tail if planned_tail is None else planned_tail)
+    plan = plan_attention(tables[0].tolist(), [then] * seqs, block_size, shape, costs=FREE)  # of every copy alike
+    assert plan is not None
+    work = WorkList.allocate(seqs, shape, _DEVICE)
+    work.fill(plan)
+    lens = torch.full((seqs,), prefix + tail, device=_DEVICE, dtype=torch.int32)
+    return _random(seqs, heads, dim), k, v, tables, lens, work, moved
+
+
+def _prefix_attention() -> Iterator[Case]:
+    from kernels.decode_attention import paged_attention
+    from kernels.prefix_decode_attention import prefix_attention
+
+    for heads, kv_heads, dim in HEAD_SHAPES:
+        for seqs, prefix, tail in SHARED_CASES:
+            q, k, v, tables, lens, work, moved = shared_inputs(heads, kv_heads, dim, seqs, prefix, tail)
+
+            def launch(i: int, arguments: Any = (q, k, v, tables, lens, work), dim: int = dim) -> Tensor:
+                q, k, v, tables, lens, work = arguments
+                return prefix_attention(q, k, v, tables[i % len(tables)], lens, dim**-0.5, work)
+
+            def check(go: Any = launch, arguments: Any = (q, k, v, tables[0], lens, dim**-0.5)) -> float:
+                return relative_error(go(0), paged_attention(*arguments))  # which float64 has checked
+
+            name = f"{heads}/{kv_heads} x {dim}, B{seqs} {prefix}+{tail}"
+            flops = 4 * seqs * (prefix + tail) * heads * dim
+            yield Case("prefix_attention", name, moved, flops, launch, check)
+
+
 def _prefill_attention() -> Iterator[Case]:
     from kernels.chunked_prefill import prefill_attention
 
@@ -374,6 +427,7 @@ OPS: dict[str, Callable[[], Iterator[Case]]] = {
     "silu_mul": _silu_mul,
     "rotary_write_kv": _rotary,
     "paged_attention": _paged_attention,
+    "prefix_attention": _prefix_attention,
     "prefill_attention": _prefill_attention,
     "block_copy": _blocks("block_copy"),
     "gather_blocks": _blocks("gather_blocks"),

@@ -26,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         "serve": _serve,
         "profile": _profile,
         "matvec": _matvec,
+        "chunk-attention": _chunk_attention,
         "kernels": _kernels,
         "memory": _memory,
         "host": _host,
@@ -162,6 +163,24 @@ def _matvec(arguments: argparse.Namespace) -> int:
                 f"{result.op:10}{result.features:>7} x {result.columns:<7} floor {result.floor:>7.1f} us   "
                 f"cuBLAS {result.cublas:>7.1f}   ours {result.ours:>7.1f}   tile {result.tile}, "
                 f"recorded {result.recorded}",
+                flush=True,
+            )
+    if arguments.json:
+        print(json.dumps([asdict(result) for result in results]))
+    return 0
+
+
+def _chunk_attention(arguments: argparse.Namespace) -> int:
+    from minillm.bench.chunk_attention import measure
+
+    results = []
+    for result in measure():
+        results.append(result)
+        if not arguments.json:
+            print(
+                f"prompt {result.prompt:>5}, completion {result.completion:>5}   "
+                f"us: paged, copied {result.copied:.1f}, shared {result.shared:.1f}, prefix {result.ours:.1f}   "
+                f"speed-up {result.speedup:.1f}, {result.speedup_over_shared:.1f}",
                 flush=True,
             )
     if arguments.json:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels import WorkList
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -22,5 +24,5 @@ class Batch:
     num_decodes: int
     cu_seqlens: Tensor  # [num_seqs - num_decodes + 1] int32, starts of the chunks, counted from the first chunk
     logit_rows: Tensor | None = None  # [num_logits] int64, the tokens whose logits are wanted; None: of all
-    shares_blocks: bool = False  # neighbours among the decoding sequences begin with the same blocks
+    shared: WorkList | None = None  # what the decoding sequences have in common, where reading that once is worth it
     rope_lengths: list[int] | None = None  # per token, for dynamic rope scaling only: see RotaryTable.rows

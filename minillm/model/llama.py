@@ -97,8 +97,11 @@ class Llama:
         n = batch.num_decodes
         outputs = []
         if n:
-            attend = kernels.shared_attention if batch.shares_blocks else kernels.paged_attention
-            outputs.append(attend(q[:n], k_cache, v_cache, batch.block_tables[:n], batch.context_lens[:n], scale))
+            decodes = (q[:n], k_cache, v_cache, batch.block_tables[:n], batch.context_lens[:n], scale)
+            if batch.shared is None:
+                outputs.append(kernels.paged_attention(*decodes))
+            else:
+                outputs.append(kernels.prefix_attention(*decodes, batch.shared))
         if n < q.shape[0]:
             outputs.append(
                 kernels.prefill_attention(

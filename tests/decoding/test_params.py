@@ -87,6 +87,7 @@ def test_unknown_names_and_contradictions() -> None:
         ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "below max_num_seqs"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": NAN}, "gpu_memory_utilization"),
+        ({"enable_prefix_attention": 1}, "enable_prefix_attention"),
         ({"load_format": "pt"}, "load_format"),
         ({"seed": "x"}, "seed"),
     ],

@@ -6,8 +6,12 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from support import engine_for, hf_model, ours, run
+from torch import Tensor
 
+import kernels
+from kernels import WorkList
 from minillm.decode import padded_size
 from minillm.decoding.params import BeamSearchParams, SamplingParams
 from minillm.engine import Engine
@@ -78,6 +82,76 @@ def test_running_ahead_changes_no_token(model: Llama, seed: int) -> None:
         indices = [requests.index(each) for each in fitting]
         for number, output in zip(indices, run(tight, fitting), strict=True):
             assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected[number].outputs], options
+
+
+def attend_by_list(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor, scale: float, work: WorkList
+) -> Tensor:
+    """`kernels.prefix_attention`, token by token as the work list says: a list of other tables gives other tokens."""
+    out = torch.zeros_like(q)
+    block_size = k_cache.shape[1]
+    for place, seq in enumerate(work.order.tolist()):
+        runs = [
+            (begin, end, lead)
+            for count, lead, first, begin, end, _ in work.items.tolist()
+            if count and first <= place < first + count
+        ]
+        runs = sorted([*runs, (int(work.tails[place]), int(lens[seq]), seq)])
+        slots = [int(tables[r, t // block_size]) * block_size + t % block_size for b, e, r in runs for t in range(b, e)]
+        assert [t for begin, end, _ in runs for t in range(begin, end)] == list(range(int(lens[seq])))
+        if slots:
+            k, v = (cache.flatten(0, 1)[slots].double() for cache in (k_cache, v_cache))
+            k, v = (each.repeat_interleave(q.shape[1] // k_cache.shape[2], dim=1) for each in (k, v))
+            weights = torch.einsum("hd,thd->ht", q[seq].double() * scale, k).softmax(-1)
+            out[seq] = torch.einsum("ht,thd->hd", weights, v).to(q.dtype)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_sequences_share_is_known_at_every_step(model: Llama, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples, beams, prefix hits, preemption by swap and recompute, prompts between: never a list gone stale."""
+    rng = random.Random(seed)
+    requests = [each for each in everything(rng, 20) if not getattr(each[1], "logprobs", None)]
+    expected = run(engine_for(model, num_blocks=400, on_device=False), requests)
+    used: list[int] = []
+
+    def attend(*arguments: Any) -> Tensor:
+        used.append(arguments[0].shape[0])
+        return attend_by_list(*arguments)
+
+    if not torch.cuda.is_available():  # there the kernel itself is compared
+        monkeypatch.setattr(kernels, "prefix_attention", attend)
+    cases: list[dict[str, Any]] = [
+        {"num_blocks": 400},
+        {"num_blocks": 100, "host_blocks": 80, "max_num_seqs": 9, "admission": "optimistic"},
+        {"num_blocks": 400, "block_size": 1, "max_num_batched_tokens": 11, "max_num_seqs": 8},
+    ]
+    for options in cases:
+        outputs = run(engine_for(model, **options, on_device=True), requests)
+        assert told(outputs) == told(expected), options
+        unshared = run(engine_for(model, **options, on_device=True, sharing=None), requests)
+        assert told(unshared) == told(expected), options
+    assert used or torch.cuda.is_available()
+
+
+def test_a_plan_is_made_when_tables_change_and_not_when_they_grow(
+    model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Any] = []
+    plan_attention = kernels.plan_attention
+
+    def noted(*arguments: Any) -> Any:
+        plans.append(plan_attention(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(kernels, "plan_attention", noted)
+    engine = engine_for(model, on_device=True)
+    engine.add_request("0", list(range(3, 23)), SamplingParams(n=3, seed=0, max_tokens=30))
+    while engine.has_work:
+        engine.step()
+    assert 1 <= len(plans) <= 3, "the prompt's samples, and their first copies on write"
+    assert plans[0] is not None
+    assert plans[0].tails[:3] == [20, 20, 20]
 
 
 def test_the_next_step_is_launched_before_the_host_has_seen_this_one(model: Llama) -> None:

@@ -15,7 +15,8 @@ from shapes import DEVICE, make_pool, randn
 from kernels import DecodeInputs, Field, activation, blocks, decode_rows, matvec, norm, rotary, sampling
 from kernels.chunked_prefill import prefill_attention
 from kernels.decode_attention import paged_attention, paged_attention_with_lse
-from kernels.shared_decode_attention import shared_attention
+from kernels.prefix_decode_attention import prefix_attention
+from kernels.prefix_plan import FREE, AttentionShape, WorkList, plan_attention
 
 
 def main() -> None:
@@ -30,7 +31,15 @@ def main() -> None:
             for splits in (1, 3):
                 paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
                 paged_attention_with_lse(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
-                shared_attention(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
+            chosen = torch.tensor([3, 3, 1, 2], device=DEVICE)  # two of them share all of their full blocks
+            tables, lens = pool.tables[chosen], pool.lens[chosen]
+            for processors in (1, 132):
+                shape = AttentionShape(heads, kv_heads, dim, dtype.itemsize, processors)
+                plan = plan_attention(tables.tolist(), lens.tolist(), block_size, shape, 4, FREE)
+                assert plan is not None
+                work = WorkList.allocate(4, shape, DEVICE)
+                work.fill(plan)
+                prefix_attention(q, pool.k, pool.v, tables, lens, 0.1, work)
             starts = torch.tensor([0, 1, 20, 20, 90], dtype=torch.int32, device=DEVICE)
             chunk = randn(90, heads, dim, dtype=dtype)
             prefill_attention(chunk, pool.k, pool.v, pool.tables, pool.lens, starts, 0.1)

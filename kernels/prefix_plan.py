@@ -1,0 +1,311 @@
+"""What the sequences of a batch have in common, as a list of work for `kernels.prefix_decode_attention`.
+
+Samples of one prompt, beams, branches, requests behind one system prompt: their block tables begin with the same block
+ids. Seen together the tables are a *prefix tree* (ChunkAttention, Ye et al. 2024): a node is a run of blocks that some
+sequences share and no others, its children are what they go on with, and below them are the sequences' own tails.
+`prefix_tree` finds it from the tables alone; `plan_attention` cuts its nodes into items of about the same cost, so that
+few sequences fill the chip as well as many; a `WorkList` holds the items on the device, where a captured CUDA graph
+finds them. Where a tail ends is read from the context lengths there, so a list stays valid while sequences only grow.
+
+Plain Python but for the `WorkList`: no kernel is launched here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Of an item: how many sequences (0: no work), one of them, the first one's place in the order, the first token, the one
+# behind the last, and where its result stands among those of each of its sequences.
+ITEM_WORDS = 6
+
+_PROGRAMS = 2  # items that a multiprocessor works on at a time: what a tile's shared memory allows
+_TAIL_PROGRAMS = 4  # tails, or parts of them, that a multiprocessor should have
+
+
+@dataclass(frozen=True)
+class Costs:
+    """When reading shared blocks once is worth it: times in microseconds, rates in bytes per microsecond.
+
+    What is spared are reads that mostly hit the L2; what is paid are one or two launches more, results that are written
+    and merged, and tails that a kernel made for short ones reads. The defaults were measured on an H200 (`minillm bench
+    kernels --op prefix_attention` and grids of batches around the point where both ways take the same time).
+    """
+
+    launch: float = 3.0
+    spared_rate: float = 7e6
+    tail_rate: float = 4.3e6
+    tail_loss: float = 0.15  # of the time that tails take
+    node_bytes: float = 1e6  # that a node must spare to be worth its results
+
+    def worth(self, spared: int, tails: int) -> bool:
+        """Whether to spare reading so many bytes, next to tails of so many."""
+        return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
+
+
+MEASURED = Costs()
+FREE = Costs(launch=0, tail_loss=0, node_bytes=0)  # sharing is always worth it
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What of a model and a device decides how attention is cut up."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    element_size: int  # bytes
+    num_processors: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of a token."""
+        return 2 * self.num_kv_heads * self.head_dim * self.element_size
+
+    @property
+    def dim_tile(self) -> int:
+        return max(16, _power_of_two(self.head_dim))
+
+    @property
+    def tile(self) -> int:
+        """Tokens a tile: 16 kB of K keep memory busy without filling shared memory."""
+        widest = 32 if self.element_size == 4 else 128  # full float32 has no matrix unit: small, or registers overflow
+        return max(16, min(widest, 16384 // (self.dim_tile * self.element_size)))
+
+    @property
+    def rows(self) -> int:
+        """Of a node's tile: what Hopper's matrix unit takes at least."""
+        return max(16 if self.element_size == 4 else 64, _power_of_two(self.group))
+
+    @property
+    def seqs(self) -> int:
+        """Sequences whose queries fit a node's tile."""
+        return self.rows // self.group
+
+    def tail_splits(self, num_seqs: int) -> int:
+        """How many parts the tails of a batch are cut into: by shapes alone, for a captured graph has one grid."""
+        return max(1, min(64, _TAIL_PROGRAMS * self.num_processors // (num_seqs * self.num_kv_heads)))
+
+    def max_items(self, num_seqs: int) -> int:
+        """Items of a batch, at most: the grid."""
+        return num_seqs // 4 + 4 * self.num_processors // self.num_kv_heads + 4
+
+    def max_results(self, num_seqs: int) -> int:
+        """Partial results of all sequences of a batch, at most."""
+        return 4 * (num_seqs + self.num_processors)
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """A plan on the device, for a batch of n sequences; slices of one buffer that never moves."""
+
+    order: Tensor  # [n] int32, the sequences so that those of a node are neighbours
+    tails: Tensor  # [n] int32, in that order: the first token of what a sequence reads on its own
+    starts: Tensor  # [n + 1] int32, in that order: where a sequence's results begin
+    items: Tensor  # [max_items(n), ITEM_WORDS] int32
+    shape: AttentionShape
+    words: Tensor  # int32, all of them for as many sequences as there is room for
+    capacity: int
+
+    @classmethod
+    def allocate(cls, num_seqs: int, shape: AttentionShape, device: torch.device) -> WorkList:
+        """Room for plans of up to ``num_seqs`` sequences; `fill` it before it is used."""
+        size = 3 * num_seqs + 1 + shape.max_items(num_seqs) * ITEM_WORDS
+        return cls._view(torch.zeros(size, dtype=torch.int32, device=device), num_seqs, num_seqs, shape)
+
+    @classmethod
+    def _view(cls, words: Tensor, capacity: int, num_seqs: int, shape: AttentionShape) -> WorkList:
+        items = words[3 * capacity + 1 :][: shape.max_items(num_seqs) * ITEM_WORDS]
+        return cls(
+            order=words[:num_seqs],
+            tails=words[capacity:][:num_seqs],
+            starts=words[2 * capacity :][: num_seqs + 1],
+            items=items.view(-1, ITEM_WORDS),
+            shape=shape,
+            words=words,
+            capacity=capacity,
+        )
+
+    def first(self, num_seqs: int) -> WorkList:
+        """The list of a smaller batch, in the same memory."""
+        return self._view(self.words, self.capacity, num_seqs, self.shape)
+
+    def fill(self, plan: Plan) -> None:
+        """Send a plan for as many sequences to the device, in one copy."""
+        room = [0] * (self.capacity - len(plan.order))
+        words = plan.order + room + plan.tails + room + plan.starts + room + plan.items
+        words += [0] * (self.items.numel() - len(plan.items))
+        sent = torch.tensor(words, dtype=torch.int32, pin_memory=self.words.is_cuda)
+        self.words[: len(words)].copy_(sent, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Node:
+    """Blocks ``begin … end - 1`` of ``count`` sequences, neighbours from ``first`` on in the tree's order."""
+
+    first: int
+    count: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """The runs that sequences share, and where each one's own tail begins."""
+
+    order: list[int]  # the sequences
+    tails: list[int]  # in that order: the first block of the tail
+    nodes: list[Node]  # parents before their children
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A work list before it is sent: see `WorkList`."""
+
+    order: list[int]
+    tails: list[int]
+    starts: list[int]
+    items: list[int]
+
+
+def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_blocks: int = 1) -> PrefixTree:
+    """The prefix tree of block tables.
+
+    Args:
+        tables: block ids of each sequence, logical order.
+        num_full: of each table, how many of its first blocks are full: the others belong to the tail.
+        min_blocks: a run becomes a node if its blocks times its sequences but one are as many; else each of its
+            sequences, or of the nodes below, reads it for itself.
+    """
+    order: list[int] = []
+    tails: list[int] = []
+    nodes: list[Node] = []
+    # (sequences that agree up to a block, that block, the first block that no node above holds)
+    stack = [(list(range(len(tables))), 0, 0)] if tables else []
+    while stack:
+        members, depth, unread = stack.pop()
+        if len(members) == 1:
+            order.append(members[0])
+            tails.append(unread)
+            continue
+        groups: dict[int, list[int]] = {}
+        for member in members:
+            # A sequence that ends here is a group of its own: its key is no block's id.
+            key = tables[member][depth] if num_full[member] > depth else -1 - member
+            groups.setdefault(key, []).append(member)
+        if len(groups) > 1:
+            stack += [(group, depth, unread) for group in reversed(groups.values())]
+            continue
+        end = _common_blocks(tables, members, depth, min(num_full[member] for member in members))
+        if (end - unread) * (len(members) - 1) >= min_blocks:
+            nodes.append(Node(len(order), len(members), unread, end))
+            unread = end
+        stack.append((members, end, unread))
+    return PrefixTree(order, tails, nodes)
+
+
+def _common_blocks(tables: Sequence[Sequence[int]], members: list[int], begin: int, end: int) -> int:
+    """Up to which block, at most ``end``, the members' tables agree from ``begin`` on.
+
+    All blocks are compared: tables may hold the same block behind different ones, where two sequences computed the same
+    tokens at the same time and the prefix cache kept one block of each.
+    """
+    lead = tables[members[0]]
+    run = lead[begin:end]
+    for member in members[1:]:
+        table = tables[member]
+        if table[begin:end] != run:
+            end = next(i for i in range(begin, end) if table[i] != lead[i])
+            run = lead[begin:end]
+    return end
+
+
+def plan_attention(
+    tables: Sequence[Sequence[int]],
+    context_lens: Sequence[int],
+    block_size: int,
+    shape: AttentionShape,
+    num_rows: int | None = None,
+    costs: Costs = MEASURED,
+) -> Plan | None:
+    """Cut up the attention of a batch; None where its sequences share nothing that is worth it.
+
+    Args:
+        tables: block ids of each sequence.
+        context_lens: tokens of each sequence.
+        num_rows: of the batch, with the padding behind the sequences; by default there is none.
+    """
+    num_rows = len(tables) if num_rows is None else num_rows
+    total = sum(context_lens) * shape.token_bytes
+    if not costs.worth(total, 0):
+        return None  # even if all were shared
+    num_full = [length // block_size for length in context_lens]
+    min_blocks = max(1, math.ceil(costs.node_bytes / (shape.token_bytes * block_size)))
+    while True:
+        tree = prefix_tree(tables, num_full, min_blocks)
+        shared = sum((node.end - node.begin) * node.count for node in tree.nodes) * block_size * shape.token_bytes
+        once = sum(node.end - node.begin for node in tree.nodes) * block_size * shape.token_bytes
+        if not tree.nodes or not costs.worth(shared - once, total - shared):
+            return None
+        plan = _cut(tree, block_size, shape, num_rows)
+        if plan is not None:
+            return plan
+        min_blocks *= 4
+
+
+def _cut(tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int) -> Plan | None:
+    """Split a tree's nodes into items of at most as many tiles; None if these are too many even unsplit."""
+    tiles = [-(-(node.end - node.begin) * block_size // shape.tile) for node in tree.nodes]
+    chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
+    deepest = max(tiles)
+    # Where tails are whole each of them merges its nodes' results one after another: a tile costs about as much as a
+    # result to merge, so a node of n tiles in parts of t takes t + n / t.
+    longest = 1 if shape.tail_splits(num_rows) > 1 else math.isqrt(deepest - 1) + 1
+    at_a_time = _PROGRAMS * shape.num_processors // shape.num_kv_heads
+    while True:
+        parts = [-(-count // longest) for count in tiles]
+        num_items = sum(map(int.__mul__, parts, chunks))
+        num_results = sum(count * node.count for count, node in zip(parts, tree.nodes, strict=True))
+        fits = num_items <= shape.max_items(num_rows) and num_results <= shape.max_results(num_rows)
+        # A few items more than the chip works on at a time would double the time. Short ones fill the gaps.
+        long = sum(p * c for p, c, count in zip(parts, chunks, tiles, strict=True) if 2 * count > longest)
+        if fits and (long <= at_a_time or longest >= deepest):
+            break
+        if longest >= deepest:
+            return None
+        longest += -(-longest // 8)
+    results = [0] * len(tree.order)  # of each sequence, from the nodes so far
+    items: list[tuple[int, list[int]]] = []
+    for node, num_tiles, num_parts in zip(tree.nodes, tiles, parts, strict=True):
+        last, end = node.first + node.count, node.end * block_size
+        step = -(-num_tiles // num_parts) * shape.tile
+        for part, begin in enumerate(range(node.begin * block_size, end, step)):
+            for first in range(node.first, last, shape.seqs):
+                words = [min(shape.seqs, last - first), tree.order[first], first, begin, min(begin + step, end)]
+                items.append((min(begin + step, end) - begin, [*words, results[node.first] + part]))
+        results[node.first : last] = [results[node.first] + part + 1] * node.count
+    items.sort(key=lambda item: -item[0])  # the longest first, so that none begins when the others end
+    starts = [0]
+    for count in results:
+        starts.append(starts[-1] + count)
+    padding = num_rows - len(results)
+    return Plan(
+        order=tree.order + list(range(len(results), num_rows)),
+        tails=[block * block_size for block in tree.tails] + [0] * padding,
+        starts=starts + [starts[-1]] * padding,
+        items=[word for _, words in items for word in words],
+    )
+
+
+def _power_of_two(n: int) -> int:
+    """The least that is not below n."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,76 @@
+"""``chunk-attention``: the table of the ChunkAttention paper (Ye et al. 2024, section 4.1) on our kernels.
+
+32 sequences whose prompts are one and the same generate 512 or 2,048 tokens each. 32 heads of 128, no grouped queries,
+blocks of 16, bfloat16. Measured is decode attention alone, at points spread evenly over the generation; a figure is
+their mean. The work list is the one that was made before the first token, as in the engine.
+
+The paper compares with a paged kernel over tables of which each has its own copy of the prompt (its PagedAttn), and
+with the same kernel over tables that share the prompt's blocks, so that the L2 helps (its PagedAttn*).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from minillm.bench.kernels import shared_inputs
+from minillm.bench.timing import graph_microseconds
+from minillm.errors import MinillmError
+
+_SEQS, _HEADS, _DIM = 32, 32, 128
+_POINTS = 4  # of a generation
+
+
+@dataclass(frozen=True)
+class ChunkAttentionResult:
+    """Mean microseconds of decode attention over a generation."""
+
+    prompt: int  # tokens, the same for all sequences
+    completion: int  # tokens that each generates
+    copied: float  # the paged kernel, each sequence with a copy of the prompt
+    shared: float  # the paged kernel, one prompt
+    ours: float  # the prefix kernel
+
+    @property
+    def speedup(self) -> float:
+        """Over the paged kernel with copies, which is what the paper's headline compares with."""
+        return self.copied / self.ours
+
+    @property
+    def speedup_over_shared(self) -> float:
+        return self.shared / self.ours
+
+
+def measure() -> Iterator[ChunkAttentionResult]:
+    """All rows of the table.
+
+    Raises:
+        MinillmError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise MinillmError("bench chunk-attention needs a CUDA GPU, and torch finds none here")
+    for prompt in (1024, 2048, 4096):
+        for completion in (512, 2048):
+            points = [_measure(prompt, completion * (2 * i + 1) // (2 * _POINTS)) for i in range(_POINTS)]
+            copied, shared, ours = (statistics.mean(times) for times in zip(*points, strict=True))
+            yield ChunkAttentionResult(prompt, completion, copied, shared, ours)
+
+
+def _measure(prompt: int, generated: int) -> tuple[float, float, float]:
+    from kernels.decode_attention import paged_attention
+    from kernels.prefix_decode_attention import prefix_attention
+
+    scale = _DIM**-0.5
+    q, k, v, tables, lens, work, _ = shared_inputs(_HEADS, _HEADS, _DIM, _SEQS, prompt, generated, planned_tail=1)
+    count = len(tables)
+    ours = graph_microseconds(lambda i: prefix_attention(q, k, v, tables[i % count], lens, scale, work), 8)
+    shared = graph_microseconds(lambda i: paged_attention(q, k, v, tables[i % count], lens, scale), 8)
+    width = tables.shape[2]
+    shape = (_SEQS * width, *k.shape[1:])
+    k, v = (torch.randn(shape, device=k.device, dtype=k.dtype) for _ in range(2))
+    own = torch.randperm(_SEQS * width, device=k.device).int().view(_SEQS, width)
+    copied = graph_microseconds(lambda i: paged_attention(q, k, v, own, lens, scale), 8)
+    return copied, shared, ours
