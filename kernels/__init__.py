@@ -70,6 +70,8 @@ def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor
     if weight.packed:
         result = cpu.packed_linear(x, weight.weight, weight.bias)
         return result if out is None else out.copy_(result)
+    if out is None and x.is_cuda and x.shape[0] == 1:
+        return matvec.matvec(x, weight.weight, weight.bias)
     if out is None:
         return functional.linear(x, weight.weight, weight.bias)
     if weight.bias is None:

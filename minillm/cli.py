@@ -177,6 +177,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gpu-memory-utilization", type=float, metavar="X", help="part of the GPU's memory that may be taken (0.9)"
     )
+    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model (1)")
     group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
 
 
@@ -210,6 +211,7 @@ ENGINE_OPTIONS = (
     "max_num_batched_tokens",
     "prefill_chunk",
     "gpu_memory_utilization",
+    "tensor_parallel_size",
     "enforce_eager",
     "preemption",
 )

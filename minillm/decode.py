@@ -7,6 +7,12 @@ into the rows. The next step can be launched before the host has seen them.
 
 Graphs are captured for padded numbers of sequences, when a number is first met: their shapes are fixed, everything
 else, sharing and lengths included, is data. Padding rows write nowhere.
+
+Where several ranks share the model, rank 0 keeps the books and draws; the others hold the same rows, hear what has
+changed (`DecodeWork`) and replay graphs of their own. What was drawn lies on rank 0's device, perhaps before its host
+knows: each step begins with a broadcast of its token ids, inside the graph, so that no rank but rank 0 needs to know of
+sampling. (All ranks could draw the same tokens from the same logits and seeds; then all would need every request's
+parameters, and one differing bit would part them for good.)
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.scheduler import ScheduledChunk
 from minillm.sequence import Sequence as TokenSequence
+from minillm.work import DecodeWork
 
 Result = TypeVar("Result")
 
@@ -94,10 +101,12 @@ class DecodeSteps:
         self._words = torch.zeros(max_num_seqs, Field.TABLE + width, dtype=torch.int32, device=self._device)
         self._inputs = DecodeInputs.allocate(capacity, width, self._device)
         self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=self._device)
-        self._sent_rows: list[int] = [-1] * capacity
+        self._told_rows: list[int] = []
+        draws = model.ranks is None or model.ranks.rank == 0
+        vocab = model.config.vocab_size if draws else 0
         # For penalties: how often each token occurred, `kernels.reference.penalise` says how it is counted.
-        self._counts = torch.zeros(max_num_seqs, model.config.vocab_size, dtype=torch.int32, device=self._device)
-        self.logits = torch.zeros(capacity, model.config.vocab_size, dtype=model.dtype, device=self._device)
+        self._counts = torch.zeros(max_num_seqs, vocab, dtype=torch.int32, device=self._device)
+        self.logits = torch.zeros(capacity, vocab, dtype=model.dtype, device=self._device)
         self._held: dict[int, _Row] = {}  # by seq_id
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._changes: dict[int, int] = {}  # index into the words -> value
@@ -109,16 +118,24 @@ class DecodeSteps:
         # For measurements: (begin, end) of each step on the device, noted where this is a list.
         self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event] | None] | None = None
 
-    def forward(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Compute one token of each sequence; `logits` then holds a row for each, in their order."""
+    def work_for(self, chunks: Sequence[ScheduledChunk]) -> DecodeWork:
+        """What `forward` or `join` has to be told to compute one token of each sequence."""
         n = len(chunks)
-        size = self._size = padded_size(n)
-        self._send(self._rows_of(chunks), size)
+        rows = self._rows_of(chunks)
+        rows += [-1] * (padded_size(n) - n)
+        changes, self._changes = self._changes, {}
+        same = rows == self._told_rows
+        self._told_rows = rows
+        shares = shares_blocks([chunk.sequence for chunk in chunks])
+        return DecodeWork(n, None if same else rows, list(changes), list(changes.values()), shares)
+
+    def forward(self, work: DecodeWork) -> None:
+        """Compute one token of each sequence; `logits` then holds a row for each, in their order."""
+        size, shares = self._begin(work), work.shares_blocks
         if self.marks is not None:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.marks.append((begin, end))
             begin.record()
-        shares = shares_blocks([chunk.sequence for chunk in chunks])
         if not self._graphs:
             self._forward(size, shares)
         else:
@@ -127,15 +144,13 @@ class DecodeSteps:
             self._forward_graphs[size, shares].replay()
         self._mark_end()
 
-    def join(self, chunks: Sequence[ScheduledChunk], prefill: Batch) -> Batch:
+    def join(self, work: DecodeWork, prefill: Batch) -> Batch:
         """One batch of decoding sequences and of chunks of prompts, to be computed without a graph.
 
         The weights are read once for both, which is what a small batch of decodes would cost.
         """
-        n, p = len(chunks), prefill.context_lens.shape[0]
-        size = self._size = padded_size(n)
-        self._send(self._rows_of(chunks), size)
-        kernels.begin_decode(self._words, self._rows[:size], self._block_size, self._inputs.first(size))
+        n, p = work.num_seqs, prefill.context_lens.shape[0]
+        self._gather_inputs(self._begin(work))
         inputs = self._inputs.first(n + p)
         inputs.block_tables[n:, : prefill.block_tables.shape[1]] = prefill.block_tables
         inputs.context_lens[n:] = prefill.context_lens
@@ -150,7 +165,7 @@ class DecodeSteps:
             context_lens=inputs.context_lens,
             num_decodes=n,
             cu_seqlens=prefill.cu_seqlens,
-            shares_blocks=shares_blocks([chunk.sequence for chunk in chunks]),
+            shares_blocks=work.shares_blocks,
             logit_rows=logit_rows,
         )
 
@@ -181,7 +196,8 @@ class DecodeSteps:
         """`draw` for any rows of logits: first tokens of prompts, and requests whose logits the host has to change."""
         current = {row.sequence.seq_id for row in rows}
         held = [self._held.get(row.sequence.seq_id) or self._take(row.sequence, row.params, current) for row in rows]
-        self._send_changes()
+        changes, self._changes = self._changes, {}
+        self._change(list(changes), list(changes.values()))
         hosted = [i for i, row in enumerate(rows) if needs_host(row.params, row.sequence)]
         raw = processed = logits[self._tensor([row.logits_row for row in rows], torch.int64)]
         if hosted or any(row.params.has_penalties for row in rows):
@@ -205,7 +221,7 @@ class DecodeSteps:
         self._held.clear()
         self._changes.clear()
         self._free = list(range(self._words.shape[0] - 1, -1, -1))
-        self._sent_rows = [-2]
+        self._told_rows = []
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -276,25 +292,31 @@ class DecodeSteps:
     def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, pin_memory=self._graphs).to(self._device, non_blocking=True)
 
-    def _send(self, rows: list[int], size: int) -> None:
-        self._send_changes()
-        rows = rows + [-1] * (size - len(rows))
-        if rows != self._sent_rows:
-            self._rows[:size].copy_(self._tensor(rows, torch.int32))
-            self._sent_rows = rows
+    def _begin(self, work: DecodeWork) -> int:
+        """Write down what has changed. Returns the number of rows, padding included."""
+        self._change(work.changed, work.values)
+        if work.rows is not None:
+            self._size = len(work.rows)
+            self._rows[: self._size].copy_(self._tensor(work.rows, torch.int32))
+        return self._size
 
-    def _send_changes(self) -> None:
-        if self._changes:
-            source = torch.tensor([list(self._changes), list(self._changes.values())], pin_memory=self._graphs)
-            at, values = source.to(self._device, non_blocking=True)
-            self._words.view(-1)[at] = values.to(torch.int32)
-            self._changes.clear()
+    def _change(self, places: list[int], values: list[int]) -> None:
+        if places:
+            source = torch.tensor([places, values], pin_memory=self._graphs)
+            at, words = source.to(self._device, non_blocking=True)
+            self._words.view(-1)[at] = words.to(torch.int32)
 
     # --- what the graphs hold -----------------------------------------------------------------------------------------
 
+    def _gather_inputs(self, size: int) -> DecodeInputs:
+        inputs = self._inputs.first(size)
+        kernels.begin_decode(self._words, self._rows[:size], self._block_size, inputs)
+        if self._model.ranks is not None:
+            self._model.ranks.broadcast(inputs.token_ids)
+        return inputs
+
     def _forward(self, size: int, shares: bool) -> None:
-        inputs, rows = self._inputs.first(size), self._rows[:size]
-        kernels.begin_decode(self._words, rows, self._block_size, inputs)
+        inputs = self._gather_inputs(size)
         batch = Batch(
             token_ids=inputs.token_ids,
             positions=inputs.positions,

@@ -75,6 +75,14 @@ class LLM:
             raise UsageError("this model has no tokenizer (load_format='dummy'); give token ids instead of text")
         return self.engine.tokenizer
 
+    def close(self) -> None:
+        """End the other processes of a model that several share; nothing can be generated after that.
+
+        Without it they end with this object, or with this process.
+        """
+        with self._lock:
+            self.engine.runner.close()
+
     # --- generation ---------------------------------------------------------------------------------------------------
 
     def generate(
