@@ -111,6 +111,8 @@ def follow(
         runner, _ = _build_runner(_describe(name, config), config, device, ranks)
         for message in follower.messages():
             runner.compute(StepWork.from_message(message))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the others may still need what is under way
     except Exception as error:
         follower.fail(str(error) if isinstance(error, MinillmError) else f"{type(error).__name__}: {error}")
         status = 1

@@ -79,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="wrap each prompt as a user's message of a chat")
     generate.add_argument("--system", metavar="TEXT", help="system prompt; implies --chat")
     generate.add_argument("--json", action="store_true", help="write one JSON object per prompt")
+    generate.add_argument(
+        "-o", "--output", metavar="FILE", help="write JSON objects to FILE; a run that was stopped goes on from there"
+    )
+    generate.add_argument(
+        "--data-parallel", action="store_true", help="share the prompts among the replicas that torchrun has started"
+    )
     generate.add_argument("--quiet", action="store_true", help="no progress bar")
     _add_model_options(generate)
     _add_sampling_options(generate, n=True)
@@ -114,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
     latency = workload("latency", "how fast a few sequences decode together")
     latency.add_argument(
-        "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b or llama-8b"
+        "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b, -8b or -70b"
     )
     latency.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that decode together")
     latency.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens of each")
@@ -129,15 +135,18 @@ def _parser() -> argparse.ArgumentParser:
         ("beam", "beam search of width 4 over 8 prompts"),
         ("stall", "how long running answers wait while a prompt of 8,000 tokens arrives"),
         ("serve", "requests that arrive by chance, at a given rate"),
+        ("share", "the requests of throughput, shared by the replicas that torchrun has started"),
     ):
         whole = workload(name, summary)
         whole.add_argument(
-            "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b or llama-8b"
+            "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b, -8b or -70b"
         )
         whole.add_argument("--scale", type=float, default=1.0, metavar="X", help="shorten all prompts and answers (1)")
         if name == "serve":
             whole.add_argument("--rate", type=float, default=4.0, metavar="X", help="requests per second (4)")
             whole.add_argument("--num-requests", type=int, default=256, metavar="N", help="in all (256)")
+        if name == "share":
+            whole.add_argument("--num-requests", type=int, default=256, metavar="N", help="for each replica (256)")
         _add_model_options(whole)
 
     profile = workload("profile", "where a decode step's time goes on a GPU, kernel by kernel")
@@ -148,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
 
     matvec = workload("matvec", "the tiles of the one-token products, measured anew on a GPU")
     matvec.add_argument("--shape", metavar="NAME", help="of this model (smollm2-135m)")
+    matvec.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="of a rank's part of it (1)")
 
     kernels = workload("kernels", "every kernel against the copy bandwidth and the matmul rate of this GPU")
     kernels.add_argument("--op", metavar="NAME", help="only this op")

@@ -216,6 +216,11 @@ class DecodeSteps:
         if self.marks and self.marks[-1] is not None:
             self.marks[-1][1].record()
 
+    def drop_graphs(self) -> None:
+        """Forget the captured graphs; those that are needed again are captured again."""
+        self._forward_graphs.clear()
+        self._draw_graphs.clear()
+
     def forget(self) -> None:
         """Give every row up: nobody knows what the device holds, after a failure."""
         self._held.clear()

@@ -10,6 +10,8 @@ computes it on its own part of the model and of the pool, under the same block i
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -43,6 +45,10 @@ class Runner:
         self.block_size = block_size
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
         self.decoder: DecodeSteps | None = None
+        self._endings: list[Callable[[], object]] = []
+        if leader is not None and model.ranks is not None:
+            self._endings += [leader.close, model.ranks.close]
+        self._end = weakref.finalize(self, _call_all, self._endings)  # at the latest when the interpreter ends
         self._num_host_blocks = num_host_blocks
         self._host_pool: Tensor | None = None  # [num_host_blocks, layers, 2, block_size, kv heads, head_dim]
 
@@ -51,6 +57,7 @@ class Runner:
         self.decoder = DecodeSteps(
             self.model, self.kv_cache, self.block_size, max_num_seqs, max_model_len, graphs=graphs
         )
+        self._endings.insert(1, self.decoder.drop_graphs)  # they hold the ranks' collectives
 
     @torch.inference_mode()
     def run(self, schedule: Schedule, copies: list[tuple[int, int]]) -> tuple[Tensor, list[ScheduledChunk]]:
@@ -101,8 +108,7 @@ class Runner:
 
     def close(self) -> None:
         """Let the other ranks go, where there are any; nothing can be computed after that."""
-        if self.leader is not None:
-            self.leader.close()
+        self._end()
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, rows: list[SampleRow], num_decodes: int, keeps_tokens: bool) -> Drawn:
@@ -204,6 +210,11 @@ class Runner:
             logit_rows=tensor(logit_rows, torch.int64),
             rope_lengths=_rope_lengths(chunks) if self.model.rotary.dynamic else None,
         )
+
+
+def _call_all(endings: list[Callable[[], object]]) -> None:
+    for end in endings:
+        end()
 
 
 def _runs(blocks: tuple[int, ...]) -> list[tuple[int, int, int]]:

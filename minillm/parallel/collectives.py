@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 # Whether the others are still there is seen by `minillm.parallel.channel`, within seconds. This only has to be longer
 # than the slowest rank takes to load.
 _TIMEOUT = timedelta(hours=6)
+_PATIENCE = 5.0  # seconds
 
 
 class Ranks:
@@ -61,8 +63,19 @@ class Ranks:
 
     def abort(self) -> None:
         """Give up whatever is under way, so that nothing on the device waits for a rank that is gone."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self._group is not None:
             self._group.abort()
+
+    def close(self) -> None:
+        """Leave the group; no graph may hold one of its collectives any more. Its threads must not outlive Python."""
+        if self.device.type == "cuda":
+            # Unlike NCCL's orderly end this waits for no other rank; and if it did, it must not hold us up.
+            ending = threading.Thread(target=self.abort, daemon=True)
+            ending.start()
+            ending.join(_PATIENCE)
+            if ending.is_alive():
+                return
+        self._group = None
 
 
 def _wait(work: Any) -> None:

@@ -7,6 +7,7 @@ with more processes than a model takes, every ``tensor_parallel_size`` successiv
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -169,6 +170,7 @@ def _start(task: Mapping[str, object]) -> subprocess.Popen:
         stdout=2,  # ours is for answers
     )
     assert process.stdin is not None
-    with process.stdin:
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, which `lead` sees
         process.stdin.write(json.dumps(task).encode())
+        process.stdin.close()
     return process
