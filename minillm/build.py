@@ -171,6 +171,8 @@ def _build_runner(
 ) -> tuple[Runner, _Limits]:
     """Load the weights, or this rank's part of them, and allocate the pool: what every rank does."""
     dtype, model_config = choose_dtype(config, device), description.config
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one
 
     def layers_loaded(done: int, total: int) -> None:
         on_progress(Progress("loading weights", done, total, "layers"))

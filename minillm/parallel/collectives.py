@@ -87,7 +87,6 @@ def _new_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
     if device.type == "cuda":
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
-        torch.cuda.set_device(device)
         options = ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
         return ProcessGroupNCCL(store, rank, size, options)
