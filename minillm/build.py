@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -106,6 +108,8 @@ def follow(
     What goes wrong is reported to rank 0, which raises it.
     """
     status = 0
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # under torchrun ctrl-c reaches all; this one ends with rank 0
     try:
         ranks = Ranks(store, rank, config.tensor_parallel_size, device)
         runner, _ = _build_runner(_describe(name, config), config, device, ranks)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from minillm.parallel.collectives import Ranks
 
-_TIMEOUT = timedelta(hours=6)  # to wait for a rank that is still fetching the model; one that has died is noticed
+PATIENCE = timedelta(hours=6)  # to wait for a rank that is still fetching the model; one that has died is noticed
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Torchrun:
         """What all processes see."""
         from torch.distributed import rendezvous
 
-        store: Store = next(rendezvous("env://", timeout=_TIMEOUT))[0]
+        store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
         return store
 
 
@@ -89,7 +89,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
         host, port = socket.getfqdn() if spread else "127.0.0.1", server.getsockname()[1]
         try:
             if torchrun is None:
-                store: Store = TCPStore("127.0.0.1", 0, None, True, _TIMEOUT, wait_for_workers=False)
+                store: Store = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
                 address = {"host": host, "port": port, "secret": secret, "store": store.port}  # type: ignore[attr-defined]
                 for rank in range(1, size):
                     processes[rank] = _start({**address, "rank": rank, "model": model, "config": asdict(config)})
@@ -168,6 +168,7 @@ def _start(task: Mapping[str, object]) -> subprocess.Popen:
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads())},
         stdin=subprocess.PIPE,
         stdout=2,  # ours is for answers
+        process_group=0,  # ctrl-c is rank 0's to interpret: the others end with it
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already, which `lead` sees

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is rank 0's to interpret: this process ends with it
     task = json.loads(sys.stdin.read())
-    from minillm.parallel.launch import connect
+    from minillm.parallel.launch import PATIENCE, connect
 
     follower = connect(task, task["rank"])  # first: from here on each end sees the other die
 
@@ -20,7 +18,7 @@ def main() -> None:
     from minillm.config import EngineConfig, choose_device
 
     config = EngineConfig(**task["config"])
-    store = TCPStore(task["host"], task["store"])
+    store = TCPStore(task["host"], task["store"], timeout=PATIENCE)
     device = choose_device(config, task["rank"])
     follow(follower, PrefixStore("collectives", store), task["rank"], task["model"], config, device)
 

@@ -118,8 +118,9 @@ def _stopped(llm: Any, take: Any) -> Any:
     yield
 
 
+@pytest.mark.slow
 def test_nothing_that_was_finished_is_lost_with_a_replica(tiny_model: Path, tmp_path: Path) -> None:
-    source, output, plain = requests_file(tmp_path, 16, 60), tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
+    source, output, plain = requests_file(tmp_path, 16, 40), tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "minillm"]
     arguments = [*launcher, *command(tiny_model, source, output), "--data-parallel"]
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)

@@ -373,6 +373,7 @@ def test_a_rank_that_never_starts_is_reported(tiny_model: Path, monkeypatch: pyt
         LLM(str(tiny_model), device="cpu", tensor_parallel_size=2)
 
 
+@pytest.mark.slow
 def test_the_other_ranks_end_when_rank_0_is_killed(tiny_model: Path) -> None:
     program = f"""
 from minillm import LLM
@@ -391,6 +392,44 @@ input()
     process.wait()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["starting", "running"])
+def test_ctrl_c_ends_all_ranks(tiny_model: Path, when: str) -> None:
+    arguments = ["generate", "x", "y", "--model", str(tiny_model), "--device", "cpu", "--tensor-parallel-size", "2"]
+    arguments += ["--num-blocks", "64", "--max-tokens", "100", "--ignore-eos", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "minillm", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    while not (workers := _workers_of(process.pid)):
+        time.sleep(0.01)
+    if when == "running":
+        process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    errors = process.communicate()[1]
+    if when == "starting":  # else it may have been through
+        assert process.returncode == 130, errors
+    for pid in workers:
+        wait_until_gone(pid)
+
+
+def _workers_of(parent: int) -> list[int]:
+    """The ranks that a process has started, ready to take signals."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            ours = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent
+            if ours and b"minillm.parallel.worker" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.slow
 def test_a_process_that_waits_for_a_dead_rank_is_ended() -> None:
     """What a device's wait looks like from here: a call that does not return and hears no signal."""
     program = """
@@ -418,6 +457,7 @@ def torchrun(count: int, *arguments: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_torchrun_joins_its_processes(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), device="cpu", num_blocks=64)
     [expected] = llm.generate("one two", SamplingParams(temperature=0, max_tokens=9))
