@@ -67,7 +67,7 @@ def metered(engine: Engine, ceilings: Ceilings) -> Iterator[Meter]:
     """Measure what ``engine`` does inside the ``with``."""
     meter = Meter(ceilings)
     runner, run = engine.runner, engine.runner.run
-    decoder = runner.decoder
+    decoder = runner.decoder if runner.model.device.type == "cuda" else None  # whose clock there is
 
     def counting(schedule: Schedule, copies: list[tuple[int, int]]) -> Any:
         meter.add(engine, schedule)
