@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import cpu, reference
-from kernels.prefix_plan import AttentionShape, Costs, WorkList, plan_attention
+from kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
 from kernels.reference import DecodeInputs, Field, log_probabilities
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
@@ -34,6 +34,7 @@ __all__ = [
     "DecodeInputs",
     "Field",
     "LinearWeight",
+    "Plan",
     "WorkList",
     "add_rms_norm",
     "begin_decode",
@@ -75,6 +76,8 @@ def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor
     if weight.packed:
         result = cpu.packed_linear(x, weight.weight, weight.bias)
         return result if out is None else out.copy_(result)
+    if out is None and x.is_cuda and x.shape[0] == 1:
+        return matvec.matvec(x, weight.weight, weight.bias)
     if out is None:
         return functional.linear(x, weight.weight, weight.bias)
     if weight.bias is None:

@@ -1,5 +1,6 @@
-"""A weight matrix times one token's activations, with the norm before it or the addition behind it fused.
+"""A weight matrix times one token's activations; the norm before it or the addition behind it may be fused.
 
+    matvec             y = W x + b
     norm_matvec        y = W rms_norm(x) + b
     norm_gated_matvec  y = silu(G rms_norm(x)) * (U rms_norm(x))     G, U: the halves of the packed projection
     matvec_add         residual += W x + b
@@ -15,7 +16,7 @@ Arithmetic is float32 throughout; unlike `norm` and `linear` apart, nothing is r
 
 `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
 
-Reference: `kernels.reference.norm_linear`, `norm_gated_linear`, `linear_add`.
+Reference: `kernels.reference.norm_linear`, `norm_gated_linear`, `linear_add`; of `matvec`, torch's own linear.
 """
 
 from __future__ import annotations
@@ -100,6 +101,18 @@ def _matvec_kernel(
     tl.store(out_ptr + rows, total.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
+def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``weight @ x + bias``, ``[1, out]``, of x ``[1, in]`` and weight ``[out, in]``, contiguous.
+
+    Raises:
+        ValueError: wrong shape or layout.
+    """
+    _check(x, weight)
+    out = x.new_empty(1, weight.shape[0])
+    launch(out, x, weight, bias, None, 0.0, gated=False, add=False)
+    return out
+
+
 def norm_matvec(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -162,7 +175,7 @@ def launch(
     add: bool,
     tile: tuple[int, int, int] | None = None,
 ) -> None:
-    """Any of the three, with ``tile`` (rows, columns, warps) or the recorded one."""
+    """Any of the four, with ``tile`` (rows, columns, warps) or the recorded one."""
     features, columns = weight.shape
     rows, width, warps = tile or TILES.get((features, columns)) or _tile_for(features, columns)
     num_rows = features // 2 if gated else features

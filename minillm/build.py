@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.distributed import Store
 
 from kernels import Costs
 from minillm.cache import BlockManager, SwapSpace
 from minillm.config import EngineConfig, choose_device, choose_dtype
 from minillm.decode import decode_bytes
 from minillm.engine import Engine
-from minillm.errors import WeightsError
+from minillm.errors import MinillmError, UsageError, WeightsError
 from minillm.memory import activation_bytes, check_weights_fit, free_bytes, size_pool
 from minillm.model.config import ModelConfig
 from minillm.model.loader import RandomTensors, TensorSource, load_llama
 from minillm.model.shapes import SHAPES
+from minillm.model.shard import check_size, shard_of
+from minillm.parallel.channel import Follower, Leader
+from minillm.parallel.collectives import Ranks
+from minillm.parallel.launch import Torchrun, join, lead
 from minillm.progress import OnProgress, Progress, ignore_progress
 from minillm.runner import Runner
 from minillm.scheduler import Scheduler
@@ -25,6 +36,7 @@ from minillm.tokenizer import Tokenizer
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.files import OnMessage
 from minillm.weights.resolve import resolve
+from minillm.work import StepWork
 
 _CPU_BATCHED_TOKENS = 512  # a step of a 135M model then takes about a second
 _GPU_BATCHED_TOKENS = 8192
@@ -40,34 +52,147 @@ def build_engine(
 ) -> Engine:
     """Load model ``name`` and make an engine for it.
 
+    With ``tensor_parallel_size`` N, N - 1 more processes are started, which end with the engine. Under torchrun they
+    are there already: in those that are not rank 0 of a model this call never returns; it ends the process when rank 0
+    has no more work.
+
     Raises:
         MinillmError: the model cannot be found, fetched, read or held in memory.
     """
-    device = choose_device(config)
-    dtype = choose_dtype(config, device)
-    tokenizer: Tokenizer | None = None
+    torchrun, size = Torchrun.from_environment(), config.tensor_parallel_size
+    device = choose_device(config, 0 if torchrun is None else torchrun.local_rank)
+    if size > 1:
+        if torchrun is not None:
+            torchrun.num_replicas(size)
+            if torchrun.rank % size:
+                follow(*join(torchrun, size), name, config, device)
+        elif device.type == "cuda" and size > torch.cuda.device_count():
+            raise UsageError(
+                f"tensor_parallel_size {size} needs {size} GPUs, and this machine has {torch.cuda.device_count()}"
+            )
+    description = _describe(name, config, on_progress, on_message)
+    leader: Leader | None = None
+    ranks: Ranks | None = None
+    if size > 1:
+        check_size(description.config, size)
+        if device.type == "cpu" and torchrun is None:
+            torch.set_num_threads(max(1, torch.get_num_threads() // size))
+        ranks, leader = lead(name, config, device, torchrun)
+    with nullcontext() if leader is None else leader.watched():
+        runner, limits = _build_runner(description, config, device, ranks, leader, on_progress)
+    tokenizer = description.tokenizer
+    eos = set(description.config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    cache = BlockManager(limits.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
+    prefill_chunk = config.prefill_chunk
+    if prefill_chunk is None and device.type == "cuda":
+        prefill_chunk = max(config.max_num_seqs, _tokens_in_a_stall(runner.model.local, device))
+    swap = SwapSpace(limits.num_host_blocks)
+    return Engine(
+        runner=runner,
+        cache=cache,
+        scheduler=Scheduler(cache, config.max_num_seqs, limits.num_tokens, swap, config.admission, prefill_chunk),
+        tokenizer=tokenizer,
+        max_model_len=limits.max_model_len,
+        eos_token_ids=frozenset(eos),
+        source=description.served_by,
+        seed=config.seed,
+    )
+
+
+def follow(
+    follower: Follower, store: Store, rank: int, name: str, config: EngineConfig, device: torch.device
+) -> NoReturn:
+    """Be rank ``rank`` of a model, until rank 0 has no more work; then end the process.
+
+    What goes wrong is reported to rank 0, which raises it.
+    """
+    status = 0
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # under torchrun ctrl-c reaches all; this one ends with rank 0
+    try:
+        ranks = Ranks(store, rank, config.tensor_parallel_size, device)
+        runner, _ = _build_runner(_describe(name, config), config, device, ranks)
+        for message in follower.messages():
+            runner.compute(StepWork.from_message(message))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the others may still need what is under way
+    except Exception as error:
+        follower.fail(str(error) if isinstance(error, MinillmError) else f"{type(error).__name__}: {error}")
+        status = 1
+    # Not sys.exit: what waits for other ranks, on the device or in a thread of the process group, must not hold it up.
+    sys.stderr.flush()
+    os._exit(status)
+
+
+@dataclass(frozen=True)
+class _Description:
+    """All that is known of a model before its weights are read."""
+
+    config: ModelConfig
+    open_source: Callable[[torch.device], TensorSource]
+    served_by: str
+    tokenizer: Tokenizer | None
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What fits."""
+
+    num_blocks: int
+    max_model_len: int
+    num_host_blocks: int
+    num_tokens: int  # of a step
+
+
+def _describe(
+    name: str,
+    config: EngineConfig,
+    on_progress: OnProgress = ignore_progress,
+    on_message: OnMessage = lambda message: None,
+) -> _Description:
+    def random_tensors(model: ModelConfig) -> Callable[[torch.device], TensorSource]:
+        return lambda device: RandomTensors(model, device, config.seed)
+
+    if config.load_format == "dummy" and name in SHAPES:
+        return _Description(SHAPES[name], random_tensors(SHAPES[name]), "random weights", None)
+    files = resolve(name, on_progress=on_progress, on_message=on_message)
+    checkpoint = open_checkpoint(files)
+    model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+    if config.load_format == "dummy":
+        return _Description(model, random_tensors(model), "random weights", None)
+    tokenizer = _load_tokenizer(checkpoint.tokenizer_source, model)
+    return _Description(model, lambda device: checkpoint, files.source, tokenizer)
+
+
+def _build_runner(
+    description: _Description,
+    config: EngineConfig,
+    device: torch.device,
+    ranks: Ranks | None,
+    leader: Leader | None = None,
+    on_progress: OnProgress = ignore_progress,
+) -> tuple[Runner, _Limits]:
+    """Load the weights, or this rank's part of them, and allocate the pool: what every rank does."""
+    dtype, model_config = choose_dtype(config, device), description.config
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one
 
     def layers_loaded(done: int, total: int) -> None:
         on_progress(Progress("loading weights", done, total, "layers"))
 
-    source: TensorSource
-    served_by = "random weights"
-    if config.load_format == "dummy" and name in SHAPES:
-        model_config = SHAPES[name]
-        source = RandomTensors(model_config, device, config.seed)
-    else:
-        files = resolve(name, on_progress=on_progress, on_message=on_message)
-        checkpoint = open_checkpoint(files)
-        model_config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-        if config.load_format == "dummy":
-            source = RandomTensors(model_config, device, config.seed)
-        else:
-            source, served_by = checkpoint, files.source
-            tokenizer = _load_tokenizer(checkpoint.tokenizer_source, model_config)
     longest = max(config.max_model_len or 0, model_config.max_position_embeddings)
-    check_weights_fit(model_config, device, dtype.itemsize)
+    shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
+    check_weights_fit(shard.local(model_config), device, dtype.itemsize)
     model = load_llama(
-        source, model_config, device=device, dtype=dtype, max_positions=longest, on_progress=layers_loaded
+        description.open_source(device),
+        model_config,
+        device=device,
+        dtype=dtype,
+        max_positions=longest,
+        ranks=ranks,
+        on_progress=layers_loaded,
     )
     tokens = config.max_num_batched_tokens
     if tokens is None:
@@ -76,38 +201,27 @@ def build_engine(
     if device.type == "cuda":
         reserved = activation_bytes(model, tokens, config.max_num_seqs) + _GRAPH_BYTES
         reserved += decode_bytes(model, config.max_num_seqs, longest, config.block_size)
-    pool = size_pool(config, model_config, device, dtype.itemsize, reserved)
-    cache = BlockManager(pool.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
+    pool = size_pool(config, model.local, device, dtype.itemsize, reserved, ranks)
     num_host_blocks = 0
     if config.preemption == "swap":
         space = min(config.swap_space_gb * 1e9, 0.5 * free_bytes(torch.device("cpu")))
+        # By the bytes of the whole model: all ranks of a machine swap to the same memory.
         num_host_blocks = int(space / (model_config.kv_bytes_per_token(dtype.itemsize) * config.block_size))
-    prefill_chunk = config.prefill_chunk
-    if prefill_chunk is None and device.type == "cuda":
-        prefill_chunk = max(config.max_num_seqs, _tokens_in_a_stall(model_config, device))
-    eos = set(model_config.eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos.add(tokenizer.eos_token_id)
-    runner = Runner(model, pool.num_blocks, config.block_size, num_host_blocks)
-    if device.type == "cuda" and not model.rotary.dynamic:  # whose angles the host computes at every step
+        if ranks is not None:
+            num_host_blocks = ranks.least(num_host_blocks)
+    runner = Runner(model, pool.num_blocks, config.block_size, num_host_blocks, leader)
+    # The angles of dynamic rope scaling are computed by the host at every step. Ranks on a CPU send each other as
+    # little as those on GPUs do.
+    if (device.type == "cuda" or ranks is not None) and not model.rotary.dynamic:
+        # One plan for all ranks: it fits where they hold as many heads each.
+        even = ranks is None or model.local.num_heads * ranks.size == model_config.num_heads
         runner.decode_on_device(
             config.max_num_seqs,
             pool.max_model_len,
-            graphs=not config.enforce_eager,
-            sharing=Costs() if config.enable_prefix_attention else None,
+            graphs=device.type == "cuda" and not config.enforce_eager,
+            sharing=Costs() if config.enable_prefix_attention and even else None,
         )
-    return Engine(
-        runner=runner,
-        cache=cache,
-        scheduler=Scheduler(
-            cache, config.max_num_seqs, tokens, SwapSpace(num_host_blocks), config.admission, prefill_chunk
-        ),
-        tokenizer=tokenizer,
-        max_model_len=pool.max_model_len,
-        eos_token_ids=frozenset(eos),
-        source=served_by,
-        seed=config.seed,
-    )
+    return runner, _Limits(pool.num_blocks, pool.max_model_len, num_host_blocks, tokens)
 
 
 def _tokens_in_a_stall(config: ModelConfig, device: torch.device) -> int:

@@ -92,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--chat", action="store_true", help="wrap each prompt as a user's message of a chat")
     generate.add_argument("--system", metavar="TEXT", help="system prompt; implies --chat")
     generate.add_argument("--json", action="store_true", help="write one JSON object per prompt")
+    generate.add_argument(
+        "-o", "--output", metavar="FILE", help="write JSON objects to FILE; a run that was stopped goes on from there"
+    )
+    generate.add_argument(
+        "--data-parallel", action="store_true", help="share the prompts among the replicas that torchrun has started"
+    )
     generate.add_argument("--quiet", action="store_true", help="no progress bar")
     _add_model_options(generate)
     _add_sampling_options(generate, n=True)
@@ -127,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
     latency = workload("latency", "how fast a few sequences decode together")
     latency.add_argument(
-        "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b or llama-8b"
+        "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b, -8b or -70b"
     )
     latency.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that decode together")
     latency.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens of each")
@@ -142,15 +148,18 @@ def _parser() -> argparse.ArgumentParser:
         ("beam", "beam search of width 4 over 8 prompts"),
         ("stall", "how long running answers wait while a prompt of 8,000 tokens arrives"),
         ("serve", "requests that arrive by chance, at a given rate"),
+        ("share", "the requests of throughput, shared by the replicas that torchrun has started"),
     ):
         whole = workload(name, summary)
         whole.add_argument(
-            "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b or llama-8b"
+            "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b, -8b or -70b"
         )
         whole.add_argument("--scale", type=float, default=1.0, metavar="X", help="shorten all prompts and answers (1)")
         if name == "serve":
             whole.add_argument("--rate", type=float, default=4.0, metavar="X", help="requests per second (4)")
             whole.add_argument("--num-requests", type=int, default=256, metavar="N", help="in all (256)")
+        if name == "share":
+            whole.add_argument("--num-requests", type=int, default=256, metavar="N", help="for each replica (256)")
         _add_model_options(whole)
 
     profile = workload("profile", "where a decode step's time goes on a GPU, kernel by kernel")
@@ -161,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
 
     matvec = workload("matvec", "the tiles of the one-token products, measured anew on a GPU")
     matvec.add_argument("--shape", metavar="NAME", help="of this model (smollm2-135m)")
+    matvec.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="of a rank's part of it (1)")
 
     workload("chunk-attention", "decode attention over a shared prompt: the ChunkAttention paper's table, on a GPU")
 
@@ -193,6 +203,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--gpu-memory-utilization", type=float, metavar="X", help="part of the GPU's memory that may be taken (0.9)"
     )
+    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model (1)")
     group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
     group.add_argument(
         "--no-prefix-attention",
@@ -233,6 +244,7 @@ ENGINE_OPTIONS = (
     "max_num_batched_tokens",
     "prefill_chunk",
     "gpu_memory_utilization",
+    "tensor_parallel_size",
     "enforce_eager",
     "enable_prefix_attention",
     "preemption",

@@ -42,6 +42,8 @@ class EngineConfig:
         swap_space_gb: room on the host for swapped blocks, in 10^9 bytes.
         admission: ``"predicted"`` admits a request when the peak that all are heading for fits, ``"optimistic"`` when
             its prompt does.
+        tensor_parallel_size: processes that share the model, each on a GPU of its own (or all on this CPU): they are
+            started with it, or, under torchrun, are there already. At most as many as the model has heads.
         enforce_eager: on a GPU, launch every kernel of a decode step by itself instead of replaying CUDA graphs: starts
             sooner, takes less memory, and is slower.
         load_format: ``"auto"``, or ``"dummy"`` for random weights.
@@ -65,6 +67,7 @@ class EngineConfig:
     preemption: str = "swap"
     swap_space_gb: float = 4.0
     admission: str = "predicted"
+    tensor_parallel_size: int = 1
     enforce_eager: bool = False
     load_format: str = "auto"
     seed: int = 0
@@ -88,9 +91,10 @@ class EngineConfig:
         space = self.swap_space_gb
         if isinstance(space, bool) or not isinstance(space, (int, float)) or not 0 <= space <= 1e6:
             raise UsageError(f"swap_space_gb must be from 0 to 1000000, not {space!r}")
-        for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk"):
+        counts = ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "prefill_chunk")
+        for name in (*counts, "tensor_parallel_size"):
             value = getattr(self, name)
-            if value is None and name != "max_num_seqs":
+            if value is None and name not in ("max_num_seqs", "tensor_parallel_size"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 40:
                 raise UsageError(f"{name} must be a positive whole number, not {value!r}")
@@ -101,6 +105,8 @@ class EngineConfig:
                     f"{name} {tokens} is below max_num_seqs {self.max_num_seqs}: "
                     "every running sequence needs one token a step; lower max_num_seqs"
                 )
+        if self.tensor_parallel_size > 1 and index:
+            raise UsageError(f"device {self.device!r}: with tensor_parallel_size each rank takes a GPU; say 'cuda'")
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization!r}")
@@ -108,8 +114,11 @@ class EngineConfig:
             raise UsageError(f"seed must be a whole number, not {self.seed!r}")
 
 
-def choose_device(config: EngineConfig) -> torch.device:
+def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:
     """The device that ``config`` asks for.
+
+    Args:
+        local_rank: of this process among those on this machine; where ``config`` names no GPU it takes that one.
 
     Raises:
         UsageError: a GPU was asked for and there is none, or not that one.
@@ -127,7 +136,12 @@ def choose_device(config: EngineConfig) -> torch.device:
     device = torch.device("cuda" if config.device == "auto" else config.device)
     if device.index is not None and device.index >= torch.cuda.device_count():
         raise UsageError(f"device {config.device}: this machine has {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", device.index or 0)
+    if device.index is None and local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"rank {local_rank} would take GPU {local_rank}, and this machine has {torch.cuda.device_count()}; "
+            "start fewer ranks (tensor_parallel_size, or torchrun's --nproc-per-node)"
+        )
+    return torch.device("cuda", local_rank if device.index is None else device.index)
 
 
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:

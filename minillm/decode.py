@@ -7,6 +7,12 @@ into the rows. The next step can be launched before the host has seen them.
 
 Graphs are captured for padded numbers of sequences, when a number is first met: their shapes are fixed, everything
 else, sharing and lengths included, is data. Padding rows write nowhere.
+
+Where several ranks share the model, rank 0 keeps the books and draws; the others hold the same rows, hear what has
+changed (`DecodeWork`) and replay graphs of their own. What was drawn lies on rank 0's device, perhaps before its host
+knows: each step begins with a broadcast of its token ids, inside the graph, so that no rank but rank 0 needs to know of
+sampling. (All ranks could draw the same tokens from the same logits and seeds; then all would need every request's
+parameters, and one differing bit would part them for good.)
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import AttentionShape, Costs, DecodeInputs, Field, WorkList
+from kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
 from minillm.cache import BlockTable
 from minillm.decoding.params import SamplingParams
 from minillm.decoding.processors import needs_host, process_logits
@@ -30,6 +36,7 @@ from minillm.model.batch import Batch
 from minillm.model.llama import Llama
 from minillm.scheduler import ScheduledChunk
 from minillm.sequence import Sequence as TokenSequence
+from minillm.work import DecodeWork
 
 Result = TypeVar("Result")
 
@@ -43,8 +50,8 @@ def padded_size(n: int) -> int:
 
 
 def attention_shape(model: Llama) -> AttentionShape:
-    """What of a model and its device decides how attention is cut up."""
-    c, processors = model.config, 1
+    """What of a model, or of a rank's part of it, and its device decides how attention is cut up."""
+    c, processors = model.local, 1
     if model.device.type == "cuda":
         processors = torch.cuda.get_device_properties(model.device).multi_processor_count
     return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, model.dtype.itemsize, processors)
@@ -52,9 +59,10 @@ def attention_shape(model: Llama) -> AttentionShape:
 
 def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
     """The memory of a `DecodeSteps`: logits, penalties' counts, block tables twice, and attention's partial results."""
-    c, rows, width = model.config, padded_size(max_num_seqs), -(-max_model_len // block_size)
-    partial = attention_shape(model).max_results(rows) * c.num_heads * (c.head_dim + 1) * 4
-    return rows * (c.vocab_size * (model.dtype.itemsize + 4 + 4) + 2 * 4 * (Field.TABLE + width)) + partial
+    rows, width = padded_size(max_num_seqs), -(-max_model_len // block_size)
+    partial = attention_shape(model).max_results(rows) * model.local.num_heads * (model.local.head_dim + 1) * 4
+    words = 2 * 4 * (Field.TABLE + width)
+    return rows * (model.config.vocab_size * (model.dtype.itemsize + 4 + 4) + words) + partial
 
 
 @dataclass(slots=True)
@@ -96,15 +104,17 @@ class DecodeSteps:
         self._words = torch.zeros(max_num_seqs, Field.TABLE + width, dtype=torch.int32, device=self._device)
         self._inputs = DecodeInputs.allocate(capacity, width, self._device)
         self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=self._device)
-        self._sent_rows: list[int] = [-1] * capacity
+        self._told_rows: list[int] = []
+        draws = model.ranks is None or model.ranks.rank == 0
+        vocab = model.config.vocab_size if draws else 0
         # For penalties: how often each token occurred, `kernels.reference.penalise` says how it is counted.
-        self._counts = torch.zeros(max_num_seqs, model.config.vocab_size, dtype=torch.int32, device=self._device)
-        self.logits = torch.zeros(capacity, model.config.vocab_size, dtype=model.dtype, device=self._device)
+        self._counts = torch.zeros(max_num_seqs, vocab, dtype=torch.int32, device=self._device)
+        self.logits = torch.zeros(capacity, vocab, dtype=model.dtype, device=self._device)
         self._sharing = sharing
         self._work = WorkList.allocate(capacity, attention_shape(model), self._device)
-        self._planned: list[int] = []  # the rows, padding included, that the work list is for
+        self._planned: tuple[list[int], int] = ([], 0)  # the rows, and the size of the batch, that the plan is for
         self._replan = True  # tables have changed since, other than by growing
-        self._shares = False  # the work list holds a plan: sharing is worth it
+        self._shares = False  # there is a plan: sharing is worth it
         self._held: dict[int, _Row] = {}  # by seq_id
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._changes: dict[int, int] = {}  # index into the words -> value
@@ -116,13 +126,21 @@ class DecodeSteps:
         # For measurements: (begin, end) of each step on the device, noted where this is a list.
         self.marks: list[tuple[torch.cuda.Event, torch.cuda.Event] | None] | None = None
 
-    def forward(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Compute one token of each sequence; `logits` then holds a row for each, in their order."""
+    def work_for(self, chunks: Sequence[ScheduledChunk], *, joins: bool) -> DecodeWork:
+        """What `forward`, or `join` if it ``joins`` prompts, has to be told to compute one token of each sequence."""
         n = len(chunks)
-        size = self._size = padded_size(n)
         rows = self._rows_of(chunks)
-        self._send(rows, size)
-        shared = self._shared(chunks, rows, size)
+        rows += [-1] * (padded_size(n) - n)
+        plan = self._plan(chunks, rows, n if joins else len(rows))
+        changes, self._changes = self._changes, {}
+        same = rows == self._told_rows
+        self._told_rows = rows
+        return DecodeWork(n, None if same else rows, list(changes), list(changes.values()), self._shares, plan)
+
+    def forward(self, work: DecodeWork) -> None:
+        """Compute one token of each sequence; `logits` then holds a row for each, in their order."""
+        size = self._begin(work)
+        shared = self._shared(work, size)
         if self.marks is not None:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.marks.append((begin, end))
@@ -136,16 +154,13 @@ class DecodeSteps:
             self._forward_graphs[key].replay()
         self._mark_end()
 
-    def join(self, chunks: Sequence[ScheduledChunk], prefill: Batch) -> Batch:
+    def join(self, work: DecodeWork, prefill: Batch) -> Batch:
         """One batch of decoding sequences and of chunks of prompts, to be computed without a graph.
 
         The weights are read once for both, which is what a small batch of decodes would cost.
         """
-        n, p = len(chunks), prefill.context_lens.shape[0]
-        size = self._size = padded_size(n)
-        rows = self._rows_of(chunks)
-        self._send(rows, size)
-        kernels.begin_decode(self._words, self._rows[:size], self._block_size, self._inputs.first(size))
+        n, p = work.num_seqs, prefill.context_lens.shape[0]
+        self._gather_inputs(self._begin(work))
         inputs = self._inputs.first(n + p)
         inputs.block_tables[n:, : prefill.block_tables.shape[1]] = prefill.block_tables
         inputs.context_lens[n:] = prefill.context_lens
@@ -160,7 +175,7 @@ class DecodeSteps:
             context_lens=inputs.context_lens,
             num_decodes=n,
             cu_seqlens=prefill.cu_seqlens,
-            shared=self._shared(chunks, rows, n),
+            shared=self._shared(work, n),
             logit_rows=logit_rows,
         )
 
@@ -191,7 +206,8 @@ class DecodeSteps:
         """`draw` for any rows of logits: first tokens of prompts, and requests whose logits the host has to change."""
         current = {row.sequence.seq_id for row in rows}
         held = [self._held.get(row.sequence.seq_id) or self._take(row.sequence, row.params, current) for row in rows]
-        self._send_changes()
+        changes, self._changes = self._changes, {}
+        self._change(list(changes), list(changes.values()))
         hosted = [i for i, row in enumerate(rows) if needs_host(row.params, row.sequence)]
         raw = processed = logits[self._tensor([row.logits_row for row in rows], torch.int64)]
         if hosted or any(row.params.has_penalties for row in rows):
@@ -210,12 +226,17 @@ class DecodeSteps:
         if self.marks and self.marks[-1] is not None:
             self.marks[-1][1].record()
 
+    def drop_graphs(self) -> None:
+        """Forget the captured graphs; those that are needed again are captured again."""
+        self._forward_graphs.clear()
+        self._draw_graphs.clear()
+
     def forget(self) -> None:
         """Give every row up: nobody knows what the device holds, after a failure."""
         self._held.clear()
         self._changes.clear()
         self._free = list(range(self._words.shape[0] - 1, -1, -1))
-        self._sent_rows = [-2]
+        self._told_rows = []
         self._replan = True
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -291,42 +312,50 @@ class DecodeSteps:
     def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, pin_memory=self._graphs).to(self._device, non_blocking=True)
 
-    def _send(self, rows: list[int], size: int) -> None:
-        self._send_changes()
-        rows = rows + [-1] * (size - len(rows))
-        if rows != self._sent_rows:
-            self._rows[:size].copy_(self._tensor(rows, torch.int32))
-            self._sent_rows = rows
+    def _begin(self, work: DecodeWork) -> int:
+        """Write down what has changed. Returns the number of rows, padding included."""
+        self._change(work.changed, work.values)
+        if work.rows is not None:
+            self._size = len(work.rows)
+            self._rows[: self._size].copy_(self._tensor(work.rows, torch.int32))
+        return self._size
 
-    def _send_changes(self) -> None:
-        if self._changes:
-            source = torch.tensor([list(self._changes), list(self._changes.values())], pin_memory=self._graphs)
-            at, values = source.to(self._device, non_blocking=True)
-            self._words.view(-1)[at] = values.to(torch.int32)
-            self._changes.clear()
+    def _change(self, places: list[int], values: list[int]) -> None:
+        if places:
+            source = torch.tensor([places, values], pin_memory=self._graphs)
+            at, words = source.to(self._device, non_blocking=True)
+            self._words.view(-1)[at] = words.to(torch.int32)
 
-    def _shared(self, chunks: Sequence[ScheduledChunk], rows: list[int], size: int) -> WorkList | None:
-        """What the sequences of a step share, for a batch of ``size``; None where reading that once is not worth it.
+    def _plan(self, chunks: Sequence[ScheduledChunk], rows: list[int], size: int) -> list[list[int]] | None:
+        """What the sequences of a step share, for a batch of ``size``, where that has to be told anew.
 
         A plan stays good while its sequences only grow, so it is made anew when others decode or when a table changes.
         """
-        if self._sharing is None:
+        if self._sharing is None or (not self._replan and (rows, size) == self._planned):
             return None
-        padded = rows + [-1] * (size - len(rows))
-        if self._replan or padded != self._planned:
-            tables = [chunk.sequence.table.blocks for chunk in chunks if chunk.sequence.table is not None]
-            lens = [chunk.sequence.num_computed + 1 for chunk in chunks]
-            plan = kernels.plan_attention(tables, lens, self._block_size, self._work.shape, size, self._sharing)
-            if plan is not None:
-                self._work.first(size).fill(plan)
-            self._planned, self._replan, self._shares = padded, False, plan is not None
-        return self._work.first(size) if self._shares else None
+        tables = [chunk.sequence.table.blocks for chunk in chunks if chunk.sequence.table is not None]
+        lens = [chunk.sequence.num_computed + 1 for chunk in chunks]
+        plan = kernels.plan_attention(tables, lens, self._block_size, self._work.shape, size, self._sharing)
+        self._planned, self._replan, self._shares = (rows, size), False, plan is not None
+        return None if plan is None else [plan.order, plan.tails, plan.starts, plan.items]
+
+    def _shared(self, work: DecodeWork, size: int) -> WorkList | None:
+        """The step's work list, on the device; None where reading shared blocks once is not worth it."""
+        if work.plan is not None:
+            self._work.first(size).fill(Plan(*work.plan))
+        return self._work.first(size) if work.shares_blocks else None
 
     # --- what the graphs hold -----------------------------------------------------------------------------------------
 
+    def _gather_inputs(self, size: int) -> DecodeInputs:
+        inputs = self._inputs.first(size)
+        kernels.begin_decode(self._words, self._rows[:size], self._block_size, inputs)
+        if self._model.ranks is not None:
+            self._model.ranks.broadcast(inputs.token_ids)
+        return inputs
+
     def _forward(self, size: int, shared: WorkList | None) -> None:
-        inputs, rows = self._inputs.first(size), self._rows[:size]
-        kernels.begin_decode(self._words, rows, self._block_size, inputs)
+        inputs = self._gather_inputs(size)
         batch = Batch(
             token_ids=inputs.token_ids,
             positions=inputs.positions,

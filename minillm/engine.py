@@ -264,8 +264,15 @@ class Engine:
         """Compute one step, and perhaps launch the next; returns what it added to each completion.
 
         If the device fails, every request that was part of the step ends with the error, its blocks are freed, and the
-        exception is raised: the engine itself stays usable.
+        exception is raised: the engine itself stays usable, unless several ranks share the model.
+
+        Raises:
+            RankDied: another rank has ended; every later step raises it, too.
         """
+        with self.runner.watched():
+            return self._step()
+
+    def _step(self) -> list[Delta]:
         began, self._device_seconds = time.monotonic(), 0.0
         deltas, self._undelivered = self._undelivered + self.carry_out_aborts(), []
         step = self._under_way if self._under_way is not None and self._under_way.is_wanted else self._launch()

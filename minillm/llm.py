@@ -6,7 +6,7 @@ import difflib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -75,6 +75,14 @@ class LLM:
             raise UsageError("this model has no tokenizer (load_format='dummy'); give token ids instead of text")
         return self.engine.tokenizer
 
+    def close(self) -> None:
+        """End the other processes of a model that several share; nothing can be generated after that.
+
+        Without it they end with this object, or with this process.
+        """
+        with self._lock:
+            self.engine.runner.close()
+
     # --- generation ---------------------------------------------------------------------------------------------------
 
     def generate(
@@ -120,6 +128,39 @@ class LLM:
                     refused.append((index, _refusal(request_id, prompt, error)))
             yield from refused
             while pending:
+                self._step()
+                for request_id in [name for name in pending if name in self.engine.finished]:
+                    yield pending.pop(request_id), self.engine.finished.pop(request_id)
+        finally:
+            self._abort_now(pending)
+
+    def work_off(
+        self, take: Callable[[int], Sequence[tuple[int, Prompt, Params]]]
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """Complete prompts that somebody else hands out, as (index, output) in the order in which they finish.
+
+        Args:
+            take: given how many sequences there is room for, the next (index, prompt, parameters): as many as it likes,
+                and none when there will be no more. It is asked whenever no request waits for its turn.
+        """
+        pending: dict[str, int] = {}
+        more = True
+        try:
+            while more or pending:
+                scheduler = self.engine.scheduler
+                room = scheduler.max_num_seqs - sum(group.num_seqs for group in scheduler.running)
+                if more and room > 0 and not scheduler.waiting:
+                    taken = take(room)
+                    more = bool(taken)
+                    for index, prompt, params in taken:
+                        request_id = f"request-{next(self._ids)}"
+                        try:
+                            self._add(request_id, prompt, params)
+                            pending[request_id] = index
+                        except MinillmError as error:
+                            yield index, _refusal(request_id, prompt, error)
+                if not pending:
+                    continue
                 self._step()
                 for request_id in [name for name in pending if name in self.engine.finished]:
                     yield pending.pop(request_id), self.engine.finished.pop(request_id)

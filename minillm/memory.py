@@ -13,6 +13,7 @@ from minillm.errors import CapacityError
 from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
+from minillm.parallel.collectives import Ranks
 
 # On a CPU the pool is capped: memory is shared with all else that runs, and few sequences run at a time there.
 _CPU_POOL_TOKENS = 32768
@@ -43,7 +44,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def check_weights_fit(model: ModelConfig, device: torch.device, element_size: int) -> None:
-    """Raise CapacityError where a GPU has no room for the weights, before they are read."""
+    """Raise CapacityError where a GPU has no room for the weights (this rank's part of them), before they are read."""
     needed, free = model.num_parameters * element_size, free_bytes(device)
     if device.type == "cuda" and needed > free:
         raise CapacityError(
@@ -86,12 +87,19 @@ def activation_bytes(model: Llama, num_tokens: int, num_logits: int) -> int:
 
 
 def size_pool(
-    config: EngineConfig, model: ModelConfig, device: torch.device, element_size: int, reserved: int = 0
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    element_size: int,
+    reserved: int = 0,
+    ranks: Ranks | None = None,
 ) -> PoolSize:
     """Size the pool by ``config`` and by the memory left once the weights are loaded.
 
     Args:
+        model: the part of it whose K and V lie on ``device``.
         reserved: bytes that the steps take beside weights and pool.
+        ranks: those that share the model: the one with the least room decides for all.
 
     Raises:
         CapacityError: not one block fits, or the pool asked for does not.
@@ -110,6 +118,8 @@ def size_pool(
         if device.type == "cpu":
             wanted = -(-max(_CPU_POOL_TOKENS, config.max_model_len or 0) // config.block_size)
             num_blocks = min(num_blocks, wanted)
+        if ranks is not None:
+            num_blocks = ranks.least(num_blocks)
     if num_blocks < 1 or num_blocks * block_bytes > max(room, free_bytes(device)):
         asked = "one block" if config.num_blocks is None else f"num_blocks={num_blocks}"
         raise CapacityError(

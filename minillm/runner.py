@@ -2,9 +2,17 @@
 
 With `DecodeSteps` (on a GPU) the decoding sequences' state is on the device already, and a step without prompts is the
 replay of a graph. Without (on a CPU, where a launch costs nothing) the host sends all of it.
+
+A step is first written down (`StepWork`), then computed. Where several ranks share the model, that is the seam: rank 0
+alone has requests, scheduler, block manager and sampling; it sends each step's work to the others, and every rank
+computes it on its own part of the model and of the pool, under the same block ids.
 """
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,7 +23,9 @@ from minillm.decoding.processors import needs_host
 from minillm.decoding.sampler import Drawn, SampleRow, sample_tokens
 from minillm.model.batch import Batch
 from minillm.model.llama import Llama
+from minillm.parallel.channel import Leader
 from minillm.scheduler import Schedule, ScheduledChunk
+from minillm.work import ChunkWork, Pairs, StepWork
 
 _STAGED_BLOCKS = 256  # moved between host and device at a time: the room that it takes on the device
 
@@ -23,14 +33,22 @@ _STAGED_BLOCKS = 256  # moved between host and device at a time: the room that i
 class Runner:
     """The model and its pool of blocks, allocated once.
 
-    ``decoder`` computes decode steps whose tokens the host need not see before the next step is launched.
+    ``decoder`` computes decode steps whose tokens the host need not see before the next step is launched. ``leader`` is
+    the line to the other ranks of the model, where there are any.
     """
 
-    def __init__(self, model: Llama, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, model: Llama, num_blocks: int, block_size: int, num_host_blocks: int = 0, leader: Leader | None = None
+    ) -> None:
         self.model = model
+        self.leader = leader
         self.block_size = block_size
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
         self.decoder: DecodeSteps | None = None
+        self._endings: list[Callable[[], object]] = []
+        if leader is not None and model.ranks is not None:
+            self._endings += [leader.close, model.ranks.close]
+        self._end = weakref.finalize(self, _call_all, self._endings)  # at the latest when the interpreter ends
         self._num_host_blocks = num_host_blocks
         self._host_pool: Tensor | None = None  # [num_host_blocks, layers, 2, block_size, kv heads, head_dim]
 
@@ -41,6 +59,7 @@ class Runner:
         self.decoder = DecodeSteps(
             self.model, self.kv_cache, self.block_size, max_num_seqs, max_model_len, graphs=graphs, sharing=sharing
         )
+        self._endings.insert(1, self.decoder.drop_graphs)  # they hold the ranks' collectives
 
     @torch.inference_mode()
     def run(self, schedule: Schedule, copies: list[tuple[int, int]]) -> tuple[Tensor, list[ScheduledChunk]]:
@@ -50,24 +69,49 @@ class Runner:
             Logits ``[n, vocab]``, valid until the next step, and the n chunks that they belong to: those that computed
             a sequence's last token.
         """
-        self.move_to_host(schedule.swap_out)
-        self.move_from_host(schedule.swap_in)
-        if copies:
-            kernels.block_copy(self.kv_cache, torch.tensor(copies, device=self.model.device))
         if self.decoder is None:
             sampled = [chunk for chunk in schedule.chunks if reaches_the_end(chunk)]
-            batch = self._batch(schedule.chunks, len(schedule.decodes))
-            return self.model.forward(batch, self.kv_cache).float(), sampled
-        sampled = schedule.decodes + [chunk for chunk in schedule.prefills if reaches_the_end(chunk)]
-        logits = self.decoder.logits[: len(sampled)]
-        if not schedule.prefills:
-            self.decoder.forward(schedule.decodes)
+            decode, chunks, num_decodes = None, schedule.chunks, len(schedule.decodes)
         else:
-            batch = self._batch(schedule.prefills, 0)
-            if schedule.decodes:
-                batch = self.decoder.join(schedule.decodes, batch)
+            sampled = schedule.decodes + [chunk for chunk in schedule.prefills if reaches_the_end(chunk)]
+            joins = bool(schedule.prefills)
+            decode = self.decoder.work_for(schedule.decodes, joins=joins) if schedule.decodes else None
+            chunks, num_decodes = schedule.prefills, 0
+        work = StepWork(
+            schedule.swap_out, schedule.swap_in, copies, decode, [self._chunk(each) for each in chunks], num_decodes
+        )
+        if self.leader is not None:
+            self.leader.send(work.encode())
+        return self.compute(work), sampled
+
+    @torch.inference_mode()
+    def compute(self, work: StepWork) -> Tensor:
+        """Do on this rank's device what a step asks for; returns the logits ``[n, vocab]``, which only rank 0 has."""
+        self.move_to_host(work.swap_out)
+        self.move_from_host(work.swap_in)
+        if work.copies:
+            kernels.block_copy(self.kv_cache, torch.tensor(work.copies, device=self.model.device))
+        if self.decoder is None:
+            return self.model.forward(self._batch(work.chunks, work.num_decodes), self.kv_cache).float()
+        num_logits = sum(chunk.wants_logits for chunk in work.chunks) + (work.decode.num_seqs if work.decode else 0)
+        logits = self.decoder.logits[:num_logits]
+        if not work.chunks:
+            assert work.decode is not None, "a step without any token"
+            self.decoder.forward(work.decode)
+        else:
+            batch = self._batch(work.chunks, 0)
+            if work.decode is not None:
+                batch = self.decoder.join(work.decode, batch)
             self.model.forward(batch, self.kv_cache, out=logits)
-        return logits, sampled
+        return logits
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Around a step: where another rank dies, the block ends with an error within seconds."""
+        return nullcontext() if self.leader is None else self.leader.watched()
+
+    def close(self) -> None:
+        """Let the other ranks go, where there are any; nothing can be computed after that."""
+        self._end()
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, rows: list[SampleRow], num_decodes: int, keeps_tokens: bool) -> Drawn:
@@ -92,7 +136,7 @@ class Runner:
         if self.decoder is not None:
             self.decoder.forget()
 
-    def move_to_host(self, pairs: list[tuple[int, int]]) -> None:
+    def move_to_host(self, pairs: Pairs) -> None:
         """Save (block, host block) pairs.
 
         All moves are queued on one stream, between pinned memory and the device: each sees what those before it wrote,
@@ -109,7 +153,7 @@ class Runner:
             for first, host, count in _runs(hosts):
                 self._host_pool[host : host + count].copy_(staging[first : first + count], non_blocking=True)
 
-    def move_from_host(self, pairs: list[tuple[int, int]]) -> None:
+    def move_from_host(self, pairs: Pairs) -> None:
         """Bring (host block, block) pairs back."""
         for start in range(0, len(pairs), _STAGED_BLOCKS):
             hosts, blocks = zip(*pairs[start : start + _STAGED_BLOCKS], strict=True)
@@ -119,7 +163,19 @@ class Runner:
                 staging[first : first + count].copy_(self._host_pool[host : host + count], non_blocking=True)
             kernels.scatter_blocks(self.kv_cache, torch.tensor(blocks, device=self.model.device), staging)
 
-    def _batch(self, chunks: list[ScheduledChunk], num_decodes: int) -> Batch:
+    def _chunk(self, chunk: ScheduledChunk) -> ChunkWork:
+        sequence, first = chunk.sequence, chunk.sequence.num_computed
+        end = first + chunk.count
+        assert sequence.table is not None
+        return ChunkWork(
+            token_ids=sequence.token_ids[first:end],
+            first=first,
+            blocks=sequence.table.blocks[: -(-end // self.block_size)],
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            wants_logits=reaches_the_end(chunk),
+        )
+
+    def _batch(self, chunks: list[ChunkWork], num_decodes: int) -> Batch:
         """The chunks' tensors; the first ``num_decodes`` chunks decode."""
         size = self.block_size
         token_ids: list[int] = []
@@ -129,22 +185,18 @@ class Runner:
         starts = [0]
         logit_rows: list[int] = []
         for number, chunk in enumerate(chunks):
-            sequence, first = chunk.sequence, chunk.sequence.num_computed
-            end = first + chunk.count
-            assert sequence.table is not None
-            blocks = sequence.table.blocks
-            token_ids += sequence.token_ids[first:end]
+            first, blocks = chunk.first, chunk.blocks
+            end = first + len(chunk.token_ids)
+            token_ids += chunk.token_ids
             positions += range(first, end)
             slots += [blocks[i // size] * size + i % size for i in range(first, end)]
             lengths.append(end)
             if number >= num_decodes:
-                starts.append(starts[-1] + chunk.count)
-            if reaches_the_end(chunk):
+                starts.append(starts[-1] + end - first)
+            if chunk.wants_logits:
                 logit_rows.append(len(token_ids) - 1)
         width = max(-(-length // size) for length in lengths)
-        tables = [
-            (chunk.sequence.table.blocks[:width] if chunk.sequence.table else []) + [0] * width for chunk in chunks
-        ]
+        tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
         device = self.model.device
 
         def tensor(values: list, dtype: torch.dtype) -> Tensor:
@@ -154,13 +206,18 @@ class Runner:
             token_ids=tensor(token_ids, torch.int64),
             positions=tensor(positions, torch.int64),
             slot_mapping=tensor(slots, torch.int64),
-            block_tables=tensor([table[:width] for table in tables], torch.int32),
+            block_tables=tensor(tables, torch.int32),
             context_lens=tensor(lengths, torch.int32),
             num_decodes=num_decodes,
             cu_seqlens=tensor(starts, torch.int32),
             logit_rows=tensor(logit_rows, torch.int64),
             rope_lengths=_rope_lengths(chunks) if self.model.rotary.dynamic else None,
         )
+
+
+def _call_all(endings: list[Callable[[], object]]) -> None:
+    for end in endings:
+        end()
 
 
 def _runs(blocks: tuple[int, ...]) -> list[tuple[int, int, int]]:
@@ -180,10 +237,10 @@ def reaches_the_end(chunk: ScheduledChunk) -> bool:
     return chunk.sequence.num_computed + chunk.count == chunk.sequence.num_tokens
 
 
-def _rope_lengths(chunks: list[ScheduledChunk]) -> list[int]:
+def _rope_lengths(chunks: list[ChunkWork]) -> list[int]:
     """For dynamic rope scaling: a prompt token goes by the prompt's length, a generated one by its own position."""
     return [
-        max(chunk.sequence.num_prompt_tokens, position + 1)
+        max(chunk.num_prompt_tokens, position + 1)
         for chunk in chunks
-        for position in range(chunk.sequence.num_computed, chunk.sequence.num_computed + chunk.count)
+        for position in range(chunk.first, chunk.first + len(chunk.token_ids))
     ]

@@ -55,8 +55,9 @@ class StateDict:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
-    def tensor(self, name: str) -> Tensor:
-        return self.tensors[name]
+    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        part = self.tensors[name][rows or slice(None)]
+        return part if columns is None else part[:, columns]
 
 
 def hf_model(seed: int = 0, kind: str = "Llama", **overrides: Any) -> Any:

@@ -4,7 +4,8 @@ Protocol: random weights in a model's shape (or real ones with ``--model``), ``b
 random tokens, greedy, end-of-sequence ignored, ``output_len`` tokens each, one warm-up run, then ``RUNS`` runs of which
 the median counts. With a peer, its runs alternate with ours in the same process.
 
-The floor is the time to read the weights once per step at the bandwidth measured in the same run.
+The floor is the time to read the weights once per step at the bandwidth measured in the same run; where several ranks
+share the model, rank 0's part of them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def measure(
     bandwidth = read_bandwidth(model.device)
     with metered(llm.engine, Ceilings(bandwidth, None)) as meter:
         _run(llm, prompts, output_len)
-    weight_bytes = model.config.num_parameters * model.dtype.itemsize
+    weight_bytes = model.local.num_parameters * model.dtype.itemsize
     floor_rate = batch_size * bandwidth / weight_bytes
     results = [_result(label, runs, batch_size, output_len, floor_rate) for label, runs in timings.items()]
     peak = meter.peak_blocks * llm.engine.cache.block_size

@@ -28,7 +28,7 @@ class MatvecResult:
 
 
 def measure(config: ModelConfig) -> Iterator[MatvecResult]:
-    """Each of a model's five products, over all sensible tiles."""
+    """Each of the five products of a model, or of a rank's part of it, over all sensible tiles."""
     from kernels import matvec
 
     device, dtype, c = torch.device("cuda"), torch.bfloat16, config

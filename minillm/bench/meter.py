@@ -37,9 +37,12 @@ class Meter:
     _marks: list[Any] = field(default_factory=list)
 
     def add(self, engine: Engine, schedule: Schedule) -> None:
-        """Count a step: the weights and each block in use are read once, or the prompts' products take longer."""
+        """Count a step: the weights and each block in use are read once, or the prompts' products take longer.
+
+        Where several ranks share the model, rank 0's part of that.
+        """
         model, cache = engine.runner.model, engine.cache
-        config, size = model.config, model.dtype.itemsize
+        config, size = model.local, model.dtype.itemsize
         bytes_read = config.num_parameters * size
         if schedule.decodes:
             used = cache.num_blocks - cache.num_free
@@ -64,7 +67,7 @@ def metered(engine: Engine, ceilings: Ceilings) -> Iterator[Meter]:
     """Measure what ``engine`` does inside the ``with``."""
     meter = Meter(ceilings)
     runner, run = engine.runner, engine.runner.run
-    decoder = runner.decoder
+    decoder = runner.decoder if runner.model.device.type == "cuda" else None  # whose clock there is
 
     def counting(schedule: Schedule, copies: list[tuple[int, int]]) -> Any:
         meter.add(engine, schedule)

@@ -48,11 +48,11 @@ def measure(llm: LLM, batch_size: int, context: int) -> Profile:
         raise UsageError(f"at most {engine.scheduler.max_num_seqs} sequences of {engine.max_model_len - 64} tokens")
     if model.device.type != "cuda":
         raise UsageError("bench profile needs a GPU")
-    rng, c = random.Random(0), model.config
+    rng, c = random.Random(0), model.local
     params = SamplingParams(temperature=0.7, max_tokens=engine.max_model_len - context, ignore_eos=True, seed=0)
     llm.reset_prefix_cache()
     for number in range(batch_size):
-        engine.add_request(str(number), [rng.randrange(c.vocab_size) for _ in range(context)], params)
+        engine.add_request(str(number), [rng.randrange(model.config.vocab_size) for _ in range(context)], params)
     last = engine.groups[str(batch_size - 1)].sequences[0]
     while last.num_output_tokens < 8:
         engine.step()

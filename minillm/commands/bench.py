@@ -24,6 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     workloads = {
         "latency": _latency,
         "serve": _serve,
+        "share": _share,
         "profile": _profile,
         "matvec": _matvec,
         "chunk-attention": _chunk_attention,
@@ -66,7 +67,8 @@ def _model(arguments: argparse.Namespace) -> tuple[LLM, str]:
 
 def _say_model(llm: LLM, what: str) -> None:
     model = llm.engine.runner.model
-    print(f"{what}, {model.device}, {str(model.dtype).removeprefix('torch.')}")
+    ranks = "" if model.ranks is None else f", {model.ranks.size} ranks"
+    print(f"{what}, {model.device}{ranks}, {str(model.dtype).removeprefix('torch.')}")
 
 
 def _workload(arguments: argparse.Namespace) -> int:
@@ -122,6 +124,26 @@ def _serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _share(arguments: argparse.Namespace) -> int:
+    _check_scale(arguments)
+    if arguments.num_requests < 1:
+        raise UsageError(f"--num-requests must be at least 1, not {arguments.num_requests}")
+    from minillm.bench.share import measure
+
+    llm, name = _model(arguments)
+    result = measure(llm, arguments.num_requests, arguments.scale)
+    if result is None:
+        return 0
+    if arguments.json:
+        print(json.dumps(asdict(result)))
+        return 0
+    _say_model(llm, f"share: {name}, {result.num_requests} requests, {result.num_replicas} replicas")
+    print(f"  {'tokens per second':32}{result.rate:,.0f}")
+    print(f"  {'output tokens':32}{result.output_tokens:,}")
+    print(f"  {'seconds':32}{result.seconds:.2f}")
+    return 0
+
+
 def _profile(arguments: argparse.Namespace) -> int:
     for name in ("batch_size", "context"):
         if getattr(arguments, name) < 1:
@@ -151,12 +173,15 @@ def _matvec(arguments: argparse.Namespace) -> int:
 
     from minillm.bench.matvec import measure
     from minillm.model.shapes import SHAPES
+    from minillm.model.shard import shard_of
 
-    name = _shape(arguments)
+    shape = SHAPES[_shape(arguments)]
     if not torch.cuda.is_available():
         raise UsageError("bench matvec needs a GPU")
+    if arguments.tensor_parallel_size < 1:
+        raise UsageError(f"--tensor-parallel-size must be at least 1, not {arguments.tensor_parallel_size}")
     results = []
-    for result in measure(SHAPES[name]):
+    for result in measure(shard_of(shape, 0, arguments.tensor_parallel_size).local(shape)):
         results.append(result)
         if not arguments.json:
             print(

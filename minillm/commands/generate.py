@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ class Request:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    _check_output(arguments)
     requests = _read_requests(arguments)
     # Everything that can be wrong with the request is said before the model is loaded.
     from minillm.decoding.params import BeamSearchParams, Params, SamplingParams
@@ -55,17 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         llm = LLM(
             arguments.model or default_model(), on_progress=report, on_message=say, **given(arguments, ENGINE_OPTIONS)
         )
-    prompts: list[Any] = []
-    for request in requests:
-        messages = request.messages
-        if messages is None and (arguments.chat or arguments.system):
-            if not isinstance(request.prompt, str):
-                raise UsageError(f"{request.where}: --chat needs text, not token ids")
-            messages = [{"role": "user", "content": request.prompt}]
-        if messages is not None and arguments.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": arguments.system}, *messages]
-        prompts.append(request.prompt if messages is None else llm.tokenizer.apply_chat_template(messages))
-
+    if arguments.output:
+        return _run_to_file(arguments, llm, requests, all_params)
+    prompts = [_prompt_of(request, arguments, llm) for request in requests]
     if len(requests) == 1 and not arguments.json and all_params[0].num_sequences == 1:
         return _stream(llm, prompts[0], all_params[0])
     failed = 0
@@ -84,6 +79,86 @@ def run(arguments: argparse.Namespace) -> int:
     if failed:
         say(f"{failed} of {len(requests)} prompts failed")
     return 1 if failed else 0
+
+
+def _prompt_of(request: Request, arguments: argparse.Namespace, llm: Any) -> Any:
+    """Text or token ids; of a conversation, the text of the model's template."""
+    messages = request.messages
+    if messages is None and (arguments.chat or arguments.system):
+        if not isinstance(request.prompt, str):
+            raise UsageError(f"{request.where}: --chat needs text, not token ids")
+        messages = [{"role": "user", "content": request.prompt}]
+    if messages is not None and arguments.system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": arguments.system}, *messages]
+    return request.prompt if messages is None else llm.tokenizer.apply_chat_template(messages)
+
+
+def _check_output(arguments: argparse.Namespace) -> None:
+    """Raise UsageError where several replicas would do the same work, or have nowhere to put it."""
+    from minillm.parallel.launch import Torchrun
+
+    torchrun = Torchrun.from_environment()
+    count = 1 if torchrun is None else torchrun.num_replicas(max(1, arguments.tensor_parallel_size or 1))
+    if arguments.data_parallel and torchrun is None:
+        raise UsageError("--data-parallel: torchrun starts the replicas (torchrun --nproc-per-node 4 -m minillm …)")
+    if arguments.data_parallel and not (arguments.output and arguments.file not in (None, "-")):
+        raise UsageError("--data-parallel needs the prompts in a --file and an --output, which all replicas can reach")
+    if count > 1 and not arguments.data_parallel:
+        raise UsageError(
+            f"torchrun has started {count} replicas, and each would complete every prompt; "
+            "say --data-parallel to share them, or raise --tensor-parallel-size"
+        )
+
+
+def _run_to_file(arguments: argparse.Namespace, llm: Any, requests: list[Request], all_params: list[Any]) -> int:
+    """Answers to a file, by one replica or several; what is finished is never computed again."""
+    from minillm.parallel.shared_work import PartFiles, Replicas, SharedQueue
+
+    replicas = Replicas.find(llm.config.tensor_parallel_size)
+    parts = PartFiles(Path(arguments.output), _job_of(arguments, requests, all_params))
+    total = len(requests)
+    left = replicas.agreed("left", lambda: sorted(set(range(total)) - set(parts.finished())))
+    parts.open(replicas.index)
+    queue = SharedQueue(replicas, len(left))
+
+    def take(room: int) -> list[tuple[int, Any, Any]]:
+        return [
+            (i, _prompt_of(requests[i], arguments, llm), all_params[i]) for i in (left[n] for n in queue.take(room))
+        ]
+
+    replicas.meet("ready")
+    began, count = time.monotonic(), 0
+    with GenerationBar(len(left), enabled=not arguments.quiet and replicas.count == 1) as bar:
+        try:
+            for index, output in llm.work_off(take):
+                parts.add(_as_json(index, requests[index], output))
+                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+                count += num_tokens
+                bar.advance(num_tokens)
+        except KeyboardInterrupt:
+            say(f"stopped; what is finished is kept beside {arguments.output}: the same command goes on from there")
+            return 130
+    replicas.store.add("tokens", count)
+    replicas.arrive("done")
+    if replicas.index:
+        return 0
+    replicas.wait_for_all("done")
+    seconds = time.monotonic() - began
+    failed = parts.merge(total)
+    count = replicas.store.add("tokens", 0)
+    say(
+        f"{len(left)} prompts ({total - len(left)} were finished before), {count:,} tokens in {seconds:.1f} s by "
+        f"{replicas.count} replicas: {count / max(seconds, 1e-9):,.0f} tokens a second"
+    )
+    if failed:
+        say(f"{failed} of {total} prompts failed")
+    return 1 if failed else 0
+
+
+def _job_of(arguments: argparse.Namespace, requests: list[Request], all_params: list[Any]) -> str:
+    """What tells these requests from others."""
+    about = [arguments.model, arguments.chat, arguments.system, *zip(requests, all_params, strict=True)]
+    return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
 def _stream(llm: Any, prompt: Any, params: Any) -> int:
@@ -138,8 +213,7 @@ def _as_json(index: int, request: Request, output: Any) -> dict[str, Any]:
     """The fields of RequestOutput, with durations in place of clock readings."""
     result = asdict(output)
     result["index"] = index
-    if request.name is not None:
-        result["request_id"] = request.name
+    result["request_id"] = f"request-{index}" if request.name is None else request.name
     metrics = result.pop("metrics")
     if metrics is not None and metrics["finished_time"] is not None:
         began = metrics["arrival_time"]

@@ -1,6 +1,7 @@
 """From a checkpoint's tensors to a `Llama`: every parameter is written exactly once, or loading fails.
 
-Fused matrices are allocated at their full size and filled slice by slice from the checkpoint's separate ones.
+Fused matrices are allocated at their full size and filled slice by slice from the checkpoint's separate ones. Of a
+model that several ranks share, only this rank's rows and columns are read.
 """
 
 from __future__ import annotations
@@ -16,25 +17,29 @@ from minillm.errors import WeightsError
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Layer, Llama
 from minillm.model.rope import RotaryTable
+from minillm.model.shard import shard_of
+from minillm.parallel.collectives import Ranks
 
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
 
+_EMBEDDING = "model.embed_tokens.weight"
 # Buffers that old checkpoints store and that are computed here.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 
 
 class TensorSource(Protocol):
-    """What the loader needs of a checkpoint: tensors by their Hugging Face names."""
+    """What the loader needs of a checkpoint: tensors by their Hugging Face names, or rows and columns of them."""
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
-    def tensor(self, name: str) -> Tensor: ...
+    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor: ...
 
 
 class RandomTensors:
     """Random weights in a checkpoint's shapes (``load_format="dummy"``): for speed tests, where the values are noise.
 
-    Scaled like a trained model's, so that activations stay finite in half precision through any number of layers.
+    Scaled like a trained model's, so that activations stay finite in half precision through any number of layers. A
+    part of a tensor is cut out of the whole one, so that any number of ranks hold the same model.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
@@ -48,18 +53,19 @@ class RandomTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
-        return torch.randn(shape, generator=self._generator, device=self._device) * 0.02
+        values = torch.randn(shape, generator=self._generator, device=self._device)[rows or slice(None)]
+        return (values if columns is None else values[:, columns]) * 0.02
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The Hugging Face name and shape of every parameter of a model; a tied head is not among them."""
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
+    yield _EMBEDDING, (c.vocab_size, c.hidden_size)
     for i in range(c.num_layers):
         prefix = f"model.layers.{i}."
         yield prefix + "input_layernorm.weight", (c.hidden_size,)
@@ -89,30 +95,37 @@ def load_llama(
     device: torch.device,
     dtype: torch.dtype,
     max_positions: int,
+    ranks: Ranks | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> Llama:
     """Build the model from ``source``.
 
+    Args:
+        ranks: those that share the model; this one's part of it is loaded.
+
     Raises:
         WeightsError: a tensor is missing, unknown or of the wrong shape.
+        UsageError: there are more ranks than the model has heads.
     """
     expected = dict(parameter_shapes(config))
     _check_names(source, expected)
+    shard = shard_of(config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
+    held = {name: shape for name, shape in parameter_shapes(shard.local(config)) if shard.holds(name)}
     taken: set[str] = set()
 
     def take(name: str) -> Tensor:
         assert name not in taken, f"{name} is loaded twice"
         taken.add(name)
-        return source.tensor(name)
+        return source.tensor(name, *shard.part_of(name, config))
 
     def fused(*names: str) -> LinearWeight:
         """One matrix of the rows of several, and their biases where the model has them."""
         parts = [f"{name}.weight" for name in names]
-        rows = sum(expected[part][0] for part in parts)
-        weight = torch.empty(rows, expected[parts[0]][1], dtype=dtype, device=device)
+        rows = sum(held[part][0] for part in parts)
+        weight = torch.empty(rows, held[parts[0]][1], dtype=dtype, device=device)
         _fill(weight, [take(part) for part in parts])
         bias = None
-        if f"{names[0]}.bias" in expected:
+        if f"{names[0]}.bias" in held:
             bias = torch.empty(rows, dtype=dtype, device=device)
             _fill(bias, [take(f"{name}.bias") for name in names])
         return LinearWeight(weight, bias)
@@ -120,7 +133,13 @@ def load_llama(
     def vector(name: str) -> Tensor:
         return take(name).to(device=device, dtype=dtype, copy=True)
 
-    embedding = vector("model.embed_tokens.weight")
+    def vocabulary(rows: Tensor) -> Tensor:
+        """Rows of the vocabulary, filled up with zeros to what every rank holds."""
+        whole = torch.zeros(held[_EMBEDDING], dtype=dtype, device=device)
+        whole[: rows.shape[0]].copy_(rows)
+        return whole
+
+    embedding = vocabulary(take(_EMBEDDING))
     layers = []
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
@@ -137,24 +156,17 @@ def load_llama(
         )
         on_progress(index + 1, config.num_layers)
     norm = vector("model.norm.weight")
-    head = LinearWeight(_head(source, config, embedding, take))
-    assert taken == set(expected), f"not loaded: {sorted(set(expected) - taken)}"
-    return Llama(config, embedding, layers, norm, head, RotaryTable(config, max_positions, device))
-
-
-def _head(source: TensorSource, config: ModelConfig, embedding: Tensor, take: Callable[[str], Tensor]) -> Tensor:
-    """The output matrix: the embedding where they are tied.
-
-    Some checkpoints say that they are tied and store a head all the same. Where it differs from the embedding it is
-    used, as transformers does.
-    """
+    # Some checkpoints say that they are tied and store a head all the same. Where it differs from the embedding it is
+    # used, as transformers does.
+    head = embedding
     if not config.tie_word_embeddings:
-        return take("lm_head.weight").to(embedding, copy=True)
-    if "lm_head.weight" in source.names():
-        head = source.tensor("lm_head.weight").to(embedding)
-        if head.shape == embedding.shape and not torch.equal(head, embedding):
-            return head
-    return embedding
+        head = vocabulary(take("lm_head.weight"))
+    elif "lm_head.weight" in source.names() and source.shape("lm_head.weight") == source.shape(_EMBEDDING):
+        stored = vocabulary(source.tensor("lm_head.weight", *shard.part_of("lm_head.weight", config)))
+        head = embedding if torch.equal(stored, embedding) else stored
+    assert taken == set(held), f"not loaded: {sorted(set(held) - taken)}"
+    rotary = RotaryTable(config, max_positions, device)
+    return Llama(config, shard, embedding, layers, norm, LinearWeight(head), rotary, ranks)
 
 
 def _fill(target: Tensor, parts: list[Tensor]) -> None:

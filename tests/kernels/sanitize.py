@@ -50,6 +50,7 @@ def main() -> None:
         one, residual = x[:1], randn(1, 90, dtype=dtype)
         matvec.norm_matvec(one, weight, 1e-5, randn(91, 577, dtype=dtype), randn(91, dtype=dtype))
         matvec.norm_gated_matvec(one, weight, 1e-5, randn(2 * 91, 577, dtype=dtype))
+        matvec.matvec(one, randn(90, 577, dtype=dtype))
         matvec.matvec_add(one, randn(90, 577, dtype=dtype), None, residual)
         cache = randn(2, 2, 5, 4, 3, 64, dtype=dtype)
         blocks.block_copy(cache, torch.tensor([[0, 4], [1, 2]], device=DEVICE))

@@ -503,6 +503,8 @@ def test_matvec(dtype: torch.dtype, bias: bool, features: int, columns: int) -> 
     out = residual.clone()
     assert matvec.matvec_add(x, weight, offset, out) is out
     assert relative_error(out, exact) < TOLERANCE[dtype]
+    exact = torch.nn.functional.linear(wide[0], wide[2], wide[3])  # type: ignore[arg-type]
+    assert relative_error(matvec.matvec(x, weight, offset), exact) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -523,3 +525,5 @@ def test_fused_projections_are_their_parts(rows: int, bias: bool) -> None:
     exact = reference.linear_add(wide[0], wide[2], wide[3], wide[4])  # type: ignore[arg-type]
     assert kernels.linear_add(x, linear, residual) is residual
     assert relative_error(residual, exact) < 1e-5
+    exact = torch.nn.functional.linear(wide[0], wide[2], wide[3])  # type: ignore[arg-type]
+    assert relative_error(kernels.linear(x, linear), exact) < 1e-5

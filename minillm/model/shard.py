@@ -1,0 +1,123 @@
+"""The part of a model that one rank holds (tensor parallelism, Shoeybi et al. 2019).
+
+    q, k, v, gate, up   split by rows: a rank computes its heads, and its columns of the gated product
+    o, down             split by columns: each rank's product is a part of the sum, and the ranks add theirs up
+    embedding, head     split by the vocabulary
+    norms               everywhere
+
+Nothing has to divide. Ranks get whole KV heads with the query heads that read them, some one more than others; where
+there are more ranks than KV heads, several ranks keep the same KV head and share its query heads. The vocabulary is cut
+into equal parts, the last one filled up with zeros, because the ranks' logits are gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from minillm.errors import UsageError
+from minillm.model.config import ModelConfig
+
+_INTERMEDIATE_UNIT = 64  # columns of the gated product that stay together: whole 128-byte lines
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What rank ``rank`` of ``size`` holds, in heads, columns and tokens of the whole model.
+
+    ``vocab`` may reach beyond the vocabulary: the rows there are zeros.
+    """
+
+    rank: int
+    size: int
+    heads: slice
+    kv_heads: slice
+    intermediate: slice
+    vocab: slice
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """The shape of this rank's part, as if it were a model of its own."""
+        return replace(
+            config,
+            num_heads=_length(self.heads),
+            num_kv_heads=_length(self.kv_heads),
+            intermediate_size=_length(self.intermediate),
+            vocab_size=_length(self.vocab),
+        )
+
+    def part_of(self, name: str, config: ModelConfig) -> tuple[slice | None, slice | None]:
+        """The rows and columns of the parameter ``name`` that this rank holds; None: all of them."""
+        if self.size == 1:
+            return None, None
+        layer, dim = name.split(".")[-2], config.head_dim
+        if layer in ("embed_tokens", "lm_head"):
+            return slice(*(min(end, config.vocab_size) for end in (self.vocab.start, self.vocab.stop))), None
+        if layer in ("gate_proj", "up_proj"):
+            return self.intermediate, None
+        if layer in ("q_proj", "k_proj", "v_proj"):
+            heads = self.heads if layer == "q_proj" else self.kv_heads
+            return slice(heads.start * dim, heads.stop * dim), None
+        if layer == "o_proj" and name.endswith(".weight"):
+            return None, slice(self.heads.start * dim, self.heads.stop * dim)
+        if layer == "down_proj" and name.endswith(".weight"):
+            return None, self.intermediate
+        return None, None
+
+    def holds(self, name: str) -> bool:
+        """Whether the parameter is this rank's: the bias of a product that the ranks add up is added by rank 0."""
+        return self.rank == 0 or not name.endswith(("o_proj.bias", "down_proj.bias"))
+
+
+def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
+    """The part of rank ``rank`` among ``size``.
+
+    Raises:
+        UsageError: there are more ranks than the model has heads.
+    """
+    check_size(config, size)
+    heads, kv_heads = _heads(config, rank, size)
+    unit = _INTERMEDIATE_UNIT
+    while config.intermediate_size % unit or config.intermediate_size // unit < size:
+        unit //= 2
+    columns = _share(config.intermediate_size // unit, rank, size)
+    rows = -(-config.vocab_size // size)
+    return Shard(
+        rank,
+        size,
+        heads,
+        kv_heads,
+        slice(columns.start * unit, columns.stop * unit),
+        slice(rank * rows, (rank + 1) * rows),
+    )
+
+
+def check_size(config: ModelConfig, size: int) -> None:
+    """Raise UsageError where the model has too few heads for ``size`` ranks."""
+    most = min(config.num_heads, config.intermediate_size)
+    if size > most:
+        raise UsageError(f"tensor_parallel_size {size} is too much: the model has {most} heads to share; take fewer")
+
+
+def _heads(config: ModelConfig, rank: int, size: int) -> tuple[slice, slice]:
+    """Query heads and KV heads of a rank: each of its KV heads is read by the same number of its query heads."""
+    group = config.num_heads // config.num_kv_heads
+    if size <= config.num_kv_heads:
+        kv = _share(config.num_kv_heads, rank, size)
+        return slice(kv.start * group, kv.stop * group), kv
+    for kv_head in range(config.num_kv_heads):
+        owners = _share(size, kv_head, config.num_kv_heads)
+        if owners.start <= rank < owners.stop:
+            part = _share(group, rank - owners.start, _length(owners))
+            first = kv_head * group
+            return slice(first + part.start, first + part.stop), slice(kv_head, kv_head + 1)
+    raise AssertionError(f"rank {rank} is not below {size}")
+
+
+def _share(count: int, index: int, parts: int) -> slice:
+    """The ``index``-th of ``parts`` runs of ``count`` things, as equal as can be, the longer ones first."""
+    each, more = divmod(count, parts)
+    start = index * each + min(index, more)
+    return slice(start, start + each + (index < more))
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

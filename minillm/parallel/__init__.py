@@ -1,0 +1,1 @@
+"""A model over several processes, and a file of prompts over several models."""

@@ -1,0 +1,218 @@
+"""The line between rank 0 and the others: each step's work goes down it, and each end sees at once when the other dies.
+
+Plain TCP connections, one for each rank; a message is its length and so many bytes. Nobody answers a step: what the
+others send is only ever the reason why they give up. A process that dies closes its connection, by whatever means it
+dies, and that is how the others learn of it: a collective would wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from minillm.errors import MinillmError
+
+_LENGTH = struct.Struct("<I")
+_GRACE = 5.0  # seconds that a process which waits for a dead one is given to notice
+
+
+class RankDied(MinillmError):
+    """One of the processes that share the model has ended; the model is gone with it."""
+
+
+def send_message(connection: socket.socket, data: bytes) -> None:
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_message(connection: socket.socket) -> bytes:
+    """The next message.
+
+    Raises:
+        EOFError: the other end has closed the connection, or died.
+    """
+    return _receive(connection, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0])
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        try:
+            part = connection.recv(min(count - len(data), 1 << 20))
+        except OSError:
+            part = b""
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+@dataclass
+class _Lines:
+    """Rank 0's connections, and what has become of them."""
+
+    connections: Mapping[int, socket.socket]  # by rank
+    processes: Mapping[int, subprocess.Popen]  # those of them that we have started
+    on_death: Callable[[], None]
+    at_work: bool = False  # the main thread may be waiting for another rank
+    failure: str | None = None
+    ended: threading.Event = field(default_factory=threading.Event)  # there is a failure, or it is closed
+
+    def fail(self, reason: str) -> None:
+        if not self.ended.is_set():
+            self.failure = reason
+            self.ended.set()
+
+    def close(self) -> None:
+        """Let the other ranks go; those that do not end by themselves are killed."""
+        orderly = not self.ended.is_set()
+        self.ended.set()
+        for connection in self.connections.values():
+            if orderly:
+                with contextlib.suppress(OSError):
+                    send_message(connection, b"")
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        for process in self.processes.values():
+            try:
+                process.wait(_GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class Leader:
+    """Rank 0's end.
+
+    Args:
+        connections: to each other rank; closed with this object.
+        processes: those of the ranks that are children of this process.
+        on_death: called, in another thread, when a rank has died: it ends whatever waits for that rank on the device.
+    """
+
+    def __init__(
+        self,
+        connections: Mapping[int, socket.socket],
+        processes: Mapping[int, subprocess.Popen],
+        on_death: Callable[[], None],
+    ) -> None:
+        self._lines = _Lines(connections, processes, on_death)
+        self.close = weakref.finalize(self, self._lines.close)  # at the latest when the interpreter ends
+        threading.Thread(target=_watch, args=(self._lines,), daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        """Give every other rank the same message.
+
+        Raises:
+            RankDied: one of them is gone.
+        """
+        try:
+            for connection in self._lines.connections.values():
+                send_message(connection, data)
+        except OSError:
+            self._raise_failure()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around all that may wait for another rank. If one dies, the block ends within seconds, or the process does.
+
+        Raises:
+            RankDied: a rank has died, inside the block or before it.
+        """
+        lines = self._lines
+        if lines.ended.is_set():
+            self._raise_failure()
+        lines.at_work = True
+        try:
+            yield
+        except BaseException as error:
+            lines.at_work = False
+            if isinstance(error, Exception):
+                lines.ended.wait(1)  # it may be the consequence of a death
+            ours = not lines.ended.is_set()
+            lines.fail("rank 0 has failed")  # and the other ranks would now wait for it in vain
+            self.close()
+            if ours or lines.failure is None:
+                raise
+            raise RankDied(lines.failure) from None
+        finally:
+            lines.at_work = False
+        if lines.ended.is_set():
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        self._lines.ended.wait(1)
+        self.close()
+        raise RankDied(self._lines.failure or "the other ranks have been let go; load the model anew")
+
+
+def _watch(lines: _Lines) -> None:
+    """Wait for a rank to die, and see to it that this process does not wait for it."""
+    ranks = {connection: rank for rank, connection in lines.connections.items()}
+    try:
+        ready, _, _ = select.select(list(ranks), [], [])
+    except (OSError, ValueError):  # closed
+        return
+    if lines.ended.is_set():
+        return
+    rank = ranks[ready[0]]
+    try:
+        reason = receive_message(ready[0]).decode()
+    except EOFError:
+        reason = "it died" + _exit_status(lines.processes.get(rank))
+    lines.fail(f"rank {rank} of {len(ranks) + 1} is gone: {reason}")
+    threading.Thread(target=lines.on_death, daemon=True).start()
+    threading.Event().wait(_GRACE)
+    if lines.at_work:
+        sys.stderr.write(f"minillm: error: {lines.failure}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _exit_status(process: subprocess.Popen | None) -> str:
+    if process is None:
+        return ""
+    try:
+        status = process.wait(1)
+    except subprocess.TimeoutExpired:
+        return ""
+    return f" of signal {-status}" if status < 0 else f" with exit code {status}"
+
+
+class Follower:
+    """The end of any other rank. The process ends when rank 0 does."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def messages(self) -> Iterator[bytes]:
+        """Rank 0's messages, until it says that there will be no more."""
+        while message := self._messages.get():
+            yield message
+
+    def fail(self, reason: str) -> None:
+        """Tell rank 0 why this rank gives up."""
+        with contextlib.suppress(OSError):
+            send_message(self._connection, reason.encode())
+
+    def _read(self) -> None:
+        try:
+            while message := receive_message(self._connection):
+                self._messages.put(message)
+        except EOFError:
+            os._exit(1)  # rank 0 is gone, and the main thread may be waiting for it on the device
+        self._messages.put(b"")
+        threading.Event().wait(_GRACE)
+        os._exit(0)

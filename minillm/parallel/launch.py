@@ -1,0 +1,177 @@
+"""How the processes that share a model find each other.
+
+Rank 0 starts the others, or `torchrun` has started all of them. Either way rank 0 listens, the others connect
+(`minillm.parallel.channel`), and then all of them join a process group (`minillm.parallel.collectives`). Under torchrun
+with more processes than a model takes, every ``tensor_parallel_size`` successive ones are a *replica*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minillm.config import EngineConfig
+from minillm.errors import UsageError
+from minillm.parallel.channel import Follower, Leader, RankDied, receive_message, send_message
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from minillm.parallel.collectives import Ranks
+
+PATIENCE = timedelta(hours=6)  # to wait for a rank that is still fetching the model; one that has died is noticed
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """This process among those that `torchrun` has started."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Torchrun | None:
+        """None where this process was started otherwise."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return None
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return cls(*(int(os.environ[name]) for name in names))
+
+    def num_replicas(self, tensor_parallel_size: int) -> int:
+        """How many models all processes make.
+
+        Raises:
+            UsageError: some processes would be left over.
+        """
+        if self.world_size % tensor_parallel_size:
+            raise UsageError(
+                f"torchrun has started {self.world_size} processes, which is no multiple of tensor_parallel_size "
+                f"{tensor_parallel_size}; start another number of them"
+            )
+        return self.world_size // tensor_parallel_size
+
+    def store(self) -> Store:
+        """What all processes see."""
+        from torch.distributed import rendezvous
+
+        store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
+        return store
+
+
+def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
+    """Bring the ranks of ``model`` together, as rank 0: start the others, unless torchrun has.
+
+    Raises:
+        RankDied: another rank ended before it was ready.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    from minillm.parallel.collectives import Ranks
+
+    size, secret = config.tensor_parallel_size, secrets.token_hex(16)
+    processes: dict[int, subprocess.Popen] = {}
+    connections: dict[int, socket.socket] = {}
+    spread = torchrun is not None and torchrun.local_world_size < torchrun.world_size
+    with socket.create_server(("" if spread else "127.0.0.1", 0)) as server:
+        host, port = socket.getfqdn() if spread else "127.0.0.1", server.getsockname()[1]
+        try:
+            if torchrun is None:
+                store: Store = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
+                address = {"host": host, "port": port, "secret": secret, "store": store.port}  # type: ignore[attr-defined]
+                for rank in range(1, size):
+                    processes[rank] = _start({**address, "rank": rank, "model": model, "config": asdict(config)})
+            else:
+                store = PrefixStore(f"minillm/{torchrun.rank}", torchrun.store())
+                store.set("address", json.dumps({"host": host, "port": port, "secret": secret}))
+            server.settimeout(0.2)
+            while len(connections) < size - 1:
+                _accept(server, secret, connections)
+                for rank, process in processes.items():
+                    if process.poll() is not None and rank not in connections:
+                        raise RankDied(
+                            f"rank {rank} of {size} ended with exit code {process.returncode} before it was ready"
+                        )
+        except BaseException:
+            for process in processes.values():
+                process.kill()
+            raise
+    ranks: list[Ranks] = []
+    leader = Leader(connections, processes, lambda: ranks[0].abort() if ranks else None)
+    with leader.watched():
+        ranks.append(Ranks(PrefixStore("collectives", store), 0, size, device))
+    return ranks[0], leader
+
+
+def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
+    """Connect to this replica's rank 0; returns the connection, the replica's store, and this process's rank in it."""
+    from torch.distributed import PrefixStore
+
+    rank = torchrun.rank % size
+    store = PrefixStore(f"minillm/{torchrun.rank - rank}", torchrun.store())
+    address = json.loads(store.get("address"))
+    return connect(address, rank), PrefixStore("collectives", store), rank
+
+
+def connect(address: Mapping[str, str | int], rank: int) -> Follower:
+    """Connect to rank 0 at ``address``."""
+    connection = socket.create_connection((str(address["host"]), int(address["port"])), timeout=30)
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    send_message(connection, json.dumps({"rank": rank, "secret": address["secret"]}).encode())
+    return Follower(connection)
+
+
+def _accept(server: socket.socket, secret: str, connections: dict[int, socket.socket]) -> None:
+    """Take one connection, if one comes; a stranger's is dropped."""
+    try:
+        connection, _ = server.accept()
+    except TimeoutError:
+        return
+    connection.settimeout(5)
+    try:
+        hello = json.loads(receive_message(connection))
+        rank = int(hello["rank"])
+        known = secrets.compare_digest(hello["secret"], secret) and rank not in connections
+    except (EOFError, ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        connection.close()
+        return
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connections[rank] = connection
+
+
+def _start(task: Mapping[str, object]) -> subprocess.Popen:
+    """Start another rank: `minillm.parallel.worker`, which reads its task from standard input."""
+    import torch
+
+    home = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+    process = subprocess.Popen(
+        # -P: a module of the current directory must not stand in for one of the standard library.
+        (sys.executable, "-P", "-m", "minillm.parallel.worker"),
+        # Ranks on one CPU share its cores: more threads than cores make all of them many times slower.
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        stdin=subprocess.PIPE,
+        stdout=2,  # ours is for answers
+        process_group=0,  # ctrl-c is rank 0's to interpret: the others end with it
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended already, which `lead` sees
+        process.stdin.write(json.dumps(task).encode())
+        process.stdin.close()
+    return process

@@ -1,0 +1,178 @@
+"""Replicas share a list of requests, and what is finished stays finished.
+
+A replica takes the next requests whenever it has room: nobody decides beforehand who computes what. Each writes what it
+has finished to a part file of its own, line by line; when all have come to the end, the first one merges the parts in
+the order of the requests. Whatever dies meanwhile, the next run reads the parts and computes what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minillm.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_POLL = 0.02  # seconds
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """This process among ``count`` replicas; only rank 0 of each replica has one of these.
+
+    ``store`` is common to all of them. A replica that dies takes the others with it: torchrun sees to that.
+    """
+
+    store: Store
+    index: int
+    count: int
+
+    @classmethod
+    def find(cls, tensor_parallel_size: int) -> Replicas:
+        """Those that torchrun has started; without it, this process alone."""
+        from torch.distributed import HashStore, PrefixStore
+
+        from minillm.parallel.launch import Torchrun
+
+        torchrun = Torchrun.from_environment()
+        if torchrun is None:
+            return cls(HashStore(), 0, 1)
+        count = torchrun.num_replicas(tensor_parallel_size)
+        return cls(PrefixStore("minillm/replicas", torchrun.store()), torchrun.rank // tensor_parallel_size, count)
+
+    def meet(self, where: str) -> None:
+        """Wait until all replicas have come here."""
+        self.arrive(where)
+        self.wait_for_all(where)
+
+    def arrive(self, where: str) -> None:
+        self.store.add(where, 1)
+
+    def wait_for_all(self, where: str) -> None:
+        while self.store.add(where, 0) < self.count:
+            time.sleep(_POLL)
+
+    def agreed(self, name: str, value: Callable[[], Sequence[int]]) -> list[int]:
+        """What ``value`` gives on the first replica."""
+        if self.index == 0:
+            self.store.set(name, json.dumps(list(value())))
+        return json.loads(self.store.get(name))
+
+
+class SharedQueue:
+    """Hands each of ``total`` things out once, to whoever asks first."""
+
+    def __init__(self, replicas: Replicas, total: int) -> None:
+        self._replicas, self._total = replicas, total
+
+    def take(self, room: int) -> range:
+        """The next ones, ``room`` at most; none where all are taken.
+
+        As long as there are many left a replica takes many, in the end one at a time, so that all end together (guided
+        self-scheduling, Polychronopoulos and Kuck 1987).
+        """
+        store, total = self._replicas.store, self._total
+        left = total - store.add("taken", 0)
+        if left <= 0 or room <= 0:
+            return range(0)
+        count = max(1, min(room, left // (2 * self._replicas.count)))
+        end = store.add("taken", count)
+        return range(min(end - count, total), min(end, total))
+
+
+class PartFiles:
+    """The lines that the replicas have finished, each a JSON object with its ``index``.
+
+    Args:
+        output: the file that they are merged into; the parts lie beside it.
+        job: tells these requests from others, whose parts must not be taken for theirs.
+    """
+
+    def __init__(self, output: Path, job: str) -> None:
+        self._output, self._job = output, job
+        self._stream: int | None = None
+
+    def finished(self) -> dict[int, bytes]:
+        """The lines that are there, by index, those of requests that failed excepted.
+
+        Raises:
+            UsageError: the parts belong to another job.
+        """
+        return {index: line for index, line in self._lines().items() if json.loads(line).get("error") is None}
+
+    def open(self, replica: int) -> None:
+        """Begin, or go on with, the part of this replica.
+
+        Raises:
+            UsageError: the file cannot be written.
+        """
+        path = self._part(replica)
+        try:
+            known = path.read_bytes() if path.exists() else b""
+            self._stream = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}") from None
+        whole = known.rfind(b"\n") + 1  # a line that was being written when the replica died is gone
+        os.ftruncate(self._stream, whole)
+        os.lseek(self._stream, whole, os.SEEK_SET)
+        if not whole:
+            self._write({"job": self._job})
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Keep a finished request: it survives this process from here on."""
+        self._write(line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        assert self._stream is not None, "not open"
+        data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        while data:
+            data = data[os.write(self._stream, data) :]
+
+    def merge(self, total: int) -> int:
+        """Write all lines to the output, in order and at once, and remove the parts. Returns how many failed.
+
+        Raises:
+            UsageError: some are missing.
+        """
+        lines = self._lines()
+        missing = total - len(lines)
+        if missing:
+            raise UsageError(f"{missing} of {total} prompts are not finished; run the same command again")
+        temporary = self._output.with_name(self._output.name + ".merging")
+        temporary.write_bytes(b"".join(lines[index] for index in range(total)))
+        temporary.replace(self._output)
+        for part in self._parts():
+            part.unlink()
+        return sum(json.loads(line).get("error") is not None for line in lines.values())
+
+    def _part(self, replica: int) -> Path:
+        return self._output.with_name(f"{self._output.name}.part{replica}")
+
+    def _parts(self) -> list[Path]:
+        prefix = self._output.name + ".part"
+        beside = self._output.parent.iterdir() if self._output.parent.is_dir() else []
+        return sorted(path for path in beside if path.name.startswith(prefix) and path.name[len(prefix) :].isdecimal())
+
+    def _lines(self) -> dict[int, bytes]:
+        """All whole lines; where a request failed and was finished later, the later one."""
+        found: dict[int, bytes] = {}
+        for path in self._parts():
+            whole = path.read_bytes().split(b"\n")[:-1]
+            if not whole:
+                continue
+            header, *lines = whole
+            if json.loads(header).get("job") != self._job:
+                raise UsageError(f"{path} holds answers to other requests; remove it, or choose another --output")
+            for line in lines:
+                value = json.loads(line)
+                known = found.get(value["index"])
+                if known is None or json.loads(known).get("error") is not None:
+                    found[value["index"]] = line + b"\n"
+        return found

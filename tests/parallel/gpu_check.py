@@ -1,0 +1,135 @@
+"""Several ranks on GPUs, checked and measured by hand: ``python tests/parallel/gpu_check.py --sizes 2 4``.
+
+Not a test that pytest collects: it wants several GPUs, and prints figures.
+
+1. The same tokens on N ranks as on one, float32, random weights: greedy, seeded samples, n = 4, penalties, beams, with
+   CUDA graphs and without, and with a pool that preempts (swap and recompute).
+2. A rank that is killed in the middle ends the run with its name.
+3. `llama-8b` (or ``--shape``): latency at batch 1 and throughput, and the speed-up over one card.
+4. With ``--large``: a 70B shape loads and decodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from minillm import LLM, BeamSearchParams, SamplingParams
+from minillm.decoding.params import Params
+from minillm.parallel.channel import RankDied
+
+
+def requests(count: int) -> tuple[list[list[int]], list[Params]]:
+    rng = random.Random(0)
+    prompts, params = [], []
+    for number in range(count):
+        prompts.append([rng.randrange(3, 49152) for _ in range(rng.randint(3, 200))])
+        length = rng.randint(20, 60)
+        kinds: list[Params] = [
+            SamplingParams(temperature=0, max_tokens=length, ignore_eos=True),
+            SamplingParams(temperature=0.8, top_p=0.9, seed=number, max_tokens=length, ignore_eos=True),
+            SamplingParams(temperature=1.0, n=4, seed=number, max_tokens=length, ignore_eos=True),
+            SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=length, ignore_eos=True),
+            BeamSearchParams(beam_width=4, max_tokens=length, ignore_eos=True),
+        ]
+        params.append(kinds[number % len(kinds)])
+    return prompts, params
+
+
+def check_tokens(sizes: list[int]) -> None:
+    prompts, params = requests(40)
+    options: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "device": "cuda", "max_model_len": 1024}
+
+    def tokens(**changes: Any) -> tuple[list[list[list[int]]], int]:
+        llm = LLM("smollm2-135m", **{**options, "num_blocks": 2000, **changes})
+        outputs = llm.generate(prompts, params)
+        preemptions = llm.cache_stats().num_preemptions
+        llm.close()
+        return [[completion.token_ids for completion in output.outputs] for output in outputs], preemptions
+
+    expected, _ = tokens()
+    for size in sizes:
+        for changes in (
+            {},
+            {"enforce_eager": True},
+            {"num_blocks": 120, "admission": "optimistic"},
+            {"num_blocks": 120, "admission": "optimistic", "preemption": "recompute"},
+        ):
+            began = time.monotonic()
+            got, preemptions = tokens(tensor_parallel_size=size, **changes)
+            same = sum(a == b for a, b in zip(got, expected, strict=True))
+            print(
+                f"{size} ranks, {changes or 'graphs'}: {same} of {len(expected)} requests have the same tokens, "
+                f"{preemptions} preemptions, {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+
+
+def check_death(size: int) -> None:
+    llm = LLM("llama-1b", load_format="dummy", device="cuda", tensor_parallel_size=size)
+    leader = llm.engine.runner.leader
+    assert leader is not None
+    stream = llm.stream([5, 6, 7], SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True))
+    for _ in range(20):
+        next(stream)
+    os.kill(leader._lines.processes[size - 1].pid, signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        for _ in stream:
+            pass
+        print("NOT NOTICED: the run went on to its end")
+    except RankDied as error:
+        print(f"noticed after {time.monotonic() - began:.1f} s: {error}", flush=True)
+
+
+def bench(*arguments: str) -> Any:
+    command = [sys.executable, "-m", "minillm", "bench", *arguments, "--device", "cuda", "--json"]
+    home = str(Path(__file__).resolve().parents[2])
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, cwd=home, env={**os.environ, "PYTHONPATH": home}
+    )
+    if result.returncode:
+        print(f"FAILED with {result.returncode}: {' '.join(command)}", flush=True)
+        return None
+    return json.loads(result.stdout)
+
+
+def measure(shape: str, sizes: list[int]) -> None:
+    first: dict[str, float] = {}
+    for size in sizes:
+        for workload in ("latency", "throughput"):
+            found = bench(workload, "--shape", shape, "--tensor-parallel-size", str(size))
+            if found is None:
+                continue
+            rate = found[0]["decode_rate"] if workload == "latency" else found["rate"]
+            first.setdefault(workload, rate)
+            print(f"{shape}, {size} ranks, {workload}: {rate:,.1f} tok/s, {rate / first[workload]:.2f}x", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2], help="numbers of ranks (2)")
+    parser.add_argument("--shape", default="llama-8b", help="what is measured (llama-8b)")
+    parser.add_argument("--skip", nargs="*", default=[], choices=("tokens", "death", "speed"), help="leave out")
+    parser.add_argument("--large", action="store_true", help="a 70B shape, too")
+    arguments = parser.parse_args()
+    if "tokens" not in arguments.skip:
+        check_tokens(arguments.sizes)
+    if "death" not in arguments.skip:
+        check_death(max(arguments.sizes))
+    if "speed" not in arguments.skip:
+        measure(arguments.shape, [1, *arguments.sizes])
+    if arguments.large:
+        measure("llama-70b", arguments.sizes)
+
+
+if __name__ == "__main__":
+    main()

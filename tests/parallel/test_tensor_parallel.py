@@ -1,0 +1,484 @@
+"""Several ranks compute what one computes: in threads over small random models, and in processes over real weights."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import StateDict, hf_model, run
+from torch import Tensor
+
+from kernels.prefix_plan import FREE
+from minillm import LLM, BeamSearchParams, MinillmError, SamplingParams
+from minillm.cache import BlockManager, SwapSpace
+from minillm.decoding.params import Params
+from minillm.engine import Engine
+from minillm.errors import UsageError
+from minillm.model.config import ModelConfig
+from minillm.model.llama import Llama
+from minillm.model.loader import load_llama, parameter_shapes
+from minillm.model.shapes import SHAPES
+from minillm.model.shard import shard_of
+from minillm.outputs import RequestOutput
+from minillm.parallel.channel import RankDied
+from minillm.parallel.collectives import Ranks
+from minillm.parallel.launch import Torchrun
+from minillm.runner import Runner
+from minillm.scheduler import Scheduler
+from minillm.work import ChunkWork, DecodeWork, StepWork
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Ranks share the cores; whoever comes after them gets them back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- who holds what ---------------------------------------------------------------------------------------------------
+
+
+@given(
+    kv_heads=st.integers(1, 12),
+    group=st.integers(1, 8),
+    intermediate=st.integers(16, 4000),
+    vocab=st.integers(1, 5000),
+    size=st.integers(1, 16),
+)
+def test_every_head_column_and_token_has_one_owner(
+    kv_heads: int, group: int, intermediate: int, vocab: int, size: int
+) -> None:
+    config = ModelConfig(
+        "LlamaForCausalLM", vocab, 8 * kv_heads * group, 1, kv_heads * group, kv_heads, 8, intermediate, 1e-5, 64,
+        rope=SHAPES["llama-8b"].rope,
+    )  # fmt: skip
+    if size > config.num_heads:
+        with pytest.raises(UsageError, match="heads"):
+            shard_of(config, 0, size)
+        return
+    shards = [shard_of(config, rank, size) for rank in range(size)]
+    for part, count in (("heads", config.num_heads), ("intermediate", intermediate)):
+        owned = [i for shard in shards for i in range(count)[getattr(shard, part)]]
+        assert owned == list(range(count)), part
+    assert {shard.vocab.stop - shard.vocab.start for shard in shards} == {-(-vocab // size)}
+    assert [i for shard in shards for i in range(vocab)[shard.vocab]] == list(range(vocab))
+    for shard in shards:
+        local = shard.local(config)
+        assert local.num_heads > 0
+        assert local.num_heads % local.num_kv_heads == 0, "the kernels want as many query heads for each KV head"
+        read = {head // group for head in range(config.num_heads)[shard.heads]}
+        assert read == set(range(kv_heads)[shard.kv_heads])
+        ratio = local.num_heads // local.num_kv_heads
+        for i, head in enumerate(range(config.num_heads)[shard.heads]):
+            assert head // group == shard.kv_heads.start + i // ratio, "a query head reads another KV head than its own"
+
+
+def test_the_parts_of_a_large_model_are_equal() -> None:
+    for name, size in (("llama-8b", 2), ("llama-8b", 4), ("llama-70b", 4), ("llama-70b", 8)):
+        config = SHAPES[name]
+        local = [shard_of(config, rank, size).local(config) for rank in range(size)]
+        assert all(part == local[0] for part in local)
+        assert (local[0].num_heads * size, local[0].intermediate_size * size) == (
+            config.num_heads,
+            config.intermediate_size,
+        )
+        assert local[0].vocab_size * size == config.vocab_size
+
+
+def test_a_step_survives_the_line() -> None:
+    chunk = ChunkWork([5, 6], 3, [7, 8], 9, True)
+    decode = DecodeWork(2, [1, 0], [12, 13], [-5, 1 << 30], True, [[0, 1], [4, 4], [0, 1, 2], [1, 0, 0, 0, 4, 0]])
+    for work in (
+        StepWork([(1, 2)], [(3, 4)], [(5, 6)], decode, [chunk], 0),
+        StepWork([], [], [], DecodeWork(1, None, [], [], False, None), [], 0),
+        StepWork([], [], [], None, [chunk, chunk], 1),
+    ):
+        back = StepWork.from_message(work.encode())
+        assert back.encode() == work.encode()
+        assert (back.decode, back.chunks, back.num_decodes) == (work.decode, work.chunks, work.num_decodes)
+        assert [tuple(pair) for pair in back.swap_out + back.swap_in + back.copies] == [
+            *work.swap_out, *work.swap_in, *work.copies,
+        ]  # fmt: skip
+
+
+# --- ranks in threads -------------------------------------------------------------------------------------------------
+
+
+class Line:
+    """`Leader`, to ranks that are threads of this process."""
+
+    def __init__(self, count: int) -> None:
+        self.queues: list[queue.SimpleQueue[bytes]] = [queue.SimpleQueue() for _ in range(count)]
+        self.sizes: list[int] = []  # of the messages
+
+    def send(self, data: bytes) -> None:
+        self.sizes.append(len(data))
+        for each in self.queues:
+            each.put(data)
+
+    def close(self) -> None:
+        for each in self.queues:
+            each.put(b"")
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class Recorder(StateDict):
+    """Notes how much of each tensor is read."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.read: dict[str, int] = {}
+
+    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        part = super().tensor(name, rows, columns)
+        self.read[name] = part.numel()
+        return part
+
+
+def tensors_of(model: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
+    config = ModelConfig.from_hf(model.config.to_dict())
+    tied = config.tie_word_embeddings
+    return config, {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+
+
+def engine_over(model: Llama, line: Line | None, *, num_blocks: int, host_blocks: int = 0, **options: Any) -> Engine:
+    runner = Runner(model, num_blocks, 4, host_blocks, line)  # type: ignore[arg-type]
+    if not model.rotary.dynamic:
+        runner.decode_on_device(32, 256, graphs=False, sharing=FREE)
+    cache = BlockManager(num_blocks, 4)
+    scheduler = Scheduler(cache, 32, 48, SwapSpace(host_blocks), **options)
+    return Engine(runner, cache, scheduler, None, min(256, num_blocks * 4), frozenset([2]))
+
+
+@contextlib.contextmanager
+def team(model: Any, size: int, *, num_blocks: int, host_blocks: int = 0, **options: Any) -> Iterator[Engine]:
+    """An engine over ``size`` ranks, of which all but rank 0 are threads that do what a follower does."""
+    config, tensors = tensors_of(model)
+    store, line = torch.distributed.HashStore(), Line(size - 1)
+
+    def load(rank: int) -> Llama:
+        ranks = Ranks(store, rank, size, CPU)
+        return load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256, ranks=ranks)
+
+    def follow(rank: int) -> None:
+        try:
+            engine = engine_over(load(rank), None, num_blocks=num_blocks, host_blocks=host_blocks, **options)
+            while message := line.queues[rank - 1].get():
+                engine.runner.compute(StepWork.from_message(message))
+        except BaseException as error:
+            os.write(2, f"rank {rank}: {error!r}\n".encode())
+            os._exit(1)  # the others would wait for it for ever
+
+    threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, size)]
+    for thread in threads:
+        thread.start()
+    engine = engine_over(load(0), line, num_blocks=num_blocks, host_blocks=host_blocks, **options)
+    try:
+        yield engine
+    finally:
+        line.close()
+        for thread in threads:
+            thread.join()
+
+
+def mixed(rng: random.Random, vocab: int, count: int) -> list[tuple[list[int], Params]]:
+    """Requests of every kind; some prompts begin alike."""
+    prefix = [rng.randrange(3, vocab) for _ in range(13)]
+    requests: list[tuple[list[int], Params]] = []
+    for number in range(count):
+        prompt = (prefix if number % 3 == 0 else []) + [rng.randrange(3, vocab) for _ in range(rng.randint(1, 15))]
+        length = rng.randint(2, 14)
+        kinds: list[Params] = [
+            SamplingParams(temperature=0, max_tokens=length),
+            SamplingParams(temperature=0.8, seed=number, n=3, top_p=0.9, max_tokens=length),
+            SamplingParams(temperature=0, repetition_penalty=1.4, frequency_penalty=0.3, max_tokens=length),
+            SamplingParams(temperature=0, min_tokens=2, logit_bias={5: 1.0}, max_tokens=length),
+            BeamSearchParams(beam_width=3, max_tokens=length),
+        ]
+        requests.append((prompt, kinds[number % len(kinds)]))
+    return requests
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "3 KV heads, uneven": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72},
+    "2 KV heads, 6 heads, tied": {"tie_word_embeddings": True},
+    "odd vocabulary and intermediate": {"vocab_size": 97, "intermediate_size": 83},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "one KV head": {"num_attention_heads": 6, "num_key_value_heads": 1},
+    "dynamic rope": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        "max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", MODELS)
+def test_ranks_compute_what_one_rank_computes(kind: str, size: int) -> None:
+    model = hf_model(**MODELS[kind])
+    requests = mixed(random.Random(size), model.config.vocab_size, 15)
+    config, tensors = tensors_of(model)
+    whole = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256)
+    expected = tokens(run(engine_over(whole, None, num_blocks=200), requests))
+    with team(model, size, num_blocks=200) as engine:
+        assert tokens(run(engine, requests)) == expected
+
+
+@pytest.mark.parametrize("host_blocks", [0, 60])
+def test_a_pool_that_preempts_changes_no_token(host_blocks: int) -> None:
+    model = hf_model(**MODELS["3 KV heads, uneven"])
+    requests = mixed(random.Random(7), 96, 20)
+    config, tensors = tensors_of(model)
+    whole = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256)
+    expected = tokens(run(engine_over(whole, None, num_blocks=300), requests))
+    with team(model, 2, num_blocks=40, host_blocks=host_blocks, admission="optimistic") as engine:
+        assert tokens(run(engine, requests)) == expected
+        stats = engine.cache_stats()
+        assert stats.num_preemptions > 0
+        assert (stats.num_swapped_in > 0) == (host_blocks > 0)
+
+
+def test_a_steady_step_sends_next_to_nothing() -> None:
+    model = hf_model()
+    with team(model, 2, num_blocks=64) as engine:
+        run(engine, [([5, 6, 7 + i], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)) for i in range(8)])
+        sizes = engine.runner.leader.sizes  # type: ignore[union-attr]
+    assert engine.num_steps == len(sizes)
+    assert sorted(sizes)[len(sizes) // 2] < 60, "most steps change nothing but what every rank can count itself"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_reads_only_its_part(size: int) -> None:
+    config, tensors = tensors_of(hf_model(attention_bias=True, mlp_bias=True))
+
+    class Alone:
+        """A rank that does nothing together with others."""
+
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size = rank, size
+
+    total: dict[str, int] = {}
+    for rank in range(size):
+        source = Recorder(tensors)
+        load_llama(
+            source, config, device=CPU, dtype=torch.float32, max_positions=64, ranks=Alone(rank),  # type: ignore[arg-type]
+        )  # fmt: skip
+        for name, count in source.read.items():
+            total[name] = total.get(name, 0) + count
+    for name, shape in parameter_shapes(config):
+        times = total[name] / torch.Size(shape).numel()
+        if "norm" in name:
+            assert times == size
+        elif "k_proj" in name or "v_proj" in name:
+            assert times == size / min(size, config.num_kv_heads)
+        else:
+            assert times == 1, name
+
+
+# --- ranks in processes -----------------------------------------------------------------------------------------------
+
+PROMPTS = ["The capital of France is", "Once upon a time", "def fibonacci(n):", "Water boils at"]
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=8)
+
+
+@pytest.mark.weights
+def test_two_processes_say_what_one_says() -> None:
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
+    params: list[Params] = [GREEDY, GREEDY, BEAMS, GREEDY]
+    one = LLM("smollm2-135m", **options, num_blocks=200)
+    expected = tokens(one.generate(PROMPTS, params))
+    del one
+    # A pool for one request, and room on the host for a part of another: some are swapped and some computed again.
+    llm = LLM(
+        "smollm2-135m", **options, tensor_parallel_size=2, block_size=4, num_blocks=12, swap_space_gb=0.0021,
+        admission="optimistic",
+    )  # fmt: skip
+    outputs = llm.generate(PROMPTS, params)
+    assert tokens(outputs) == expected
+    stats = llm.cache_stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_swapped_in > 0
+    llm.close()
+    with pytest.raises(RankDied, match="load the model anew"):
+        llm.generate(PROMPTS[0], GREEDY)
+
+
+def other_ranks(llm: LLM) -> list[int]:
+    leader = llm.engine.runner.leader
+    assert leader is not None
+    return [process.pid for process in leader._lines.processes.values()]
+
+
+def wait_until_gone(pid: int) -> None:
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.05)
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_its_name(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), device="cpu", tensor_parallel_size=2, num_blocks=64)
+    [pid] = other_ranks(llm)
+    stream = llm.stream("hello", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+    next(stream)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankDied, match="rank 1 of 2 is gone: it died of signal 9"):
+        list(stream)
+    with pytest.raises(RankDied, match="rank 1 of 2 is gone"):
+        llm.generate("hello", GREEDY)
+    assert llm.cache_stats().used_blocks == 0
+
+
+def test_a_rank_that_fails_says_why(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), device="cpu", tensor_parallel_size=2, num_blocks=64)
+    leader = llm.engine.runner.leader
+    assert leader is not None
+    leader.send(b"[]")
+    wait_until_gone(other_ranks(llm)[0])
+    with pytest.raises(RankDied, match="rank 1 of 2 is gone: ValueError: not enough values to unpack"):
+        llm.generate("hello", GREEDY)
+
+
+def test_a_rank_that_never_starts_is_reported(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minillm.parallel.launch.sys.executable", "/bin/false")
+    with pytest.raises(MinillmError, match="rank 1 of 2 ended with exit code 1 before it was ready"):
+        LLM(str(tiny_model), device="cpu", tensor_parallel_size=2)
+
+
+@pytest.mark.slow
+def test_the_other_ranks_end_when_rank_0_is_killed(tiny_model: Path) -> None:
+    program = f"""
+from minillm import LLM
+llm = LLM({str(tiny_model)!r}, device="cpu", tensor_parallel_size=2, num_blocks=64)
+print(llm.engine.runner.leader._lines.processes[1].pid, flush=True)
+input()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    os.kill(pid, 0)
+    process.kill()
+    wait_until_gone(pid)
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["starting", "running"])
+def test_ctrl_c_ends_all_ranks(tiny_model: Path, when: str) -> None:
+    arguments = ["generate", "x", "y", "--model", str(tiny_model), "--device", "cpu", "--tensor-parallel-size", "2"]
+    arguments += ["--num-blocks", "64", "--max-tokens", "100", "--ignore-eos", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "minillm", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    while not (workers := _workers_of(process.pid)):
+        time.sleep(0.01)
+    if when == "running":
+        process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    errors = process.communicate()[1]
+    if when == "starting":  # else it may have been through
+        assert process.returncode == 130, errors
+    for pid in workers:
+        wait_until_gone(pid)
+
+
+def _workers_of(parent: int) -> list[int]:
+    """The ranks that a process has started, ready to take signals."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            ours = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent
+            if ours and b"minillm.parallel.worker" in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_a_dead_rank_is_ended() -> None:
+    """What a device's wait looks like from here: a call that does not return and hears no signal."""
+    program = """
+import ctypes, socket
+from minillm.parallel.channel import Leader
+ours, theirs = socket.socketpair()
+leader = Leader({1: ours}, {}, lambda: None)
+with leader.watched():
+    theirs.close()
+    while True:
+        ctypes.CDLL(None).sleep(60)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr == "minillm: error: rank 1 of 2 is gone: it died\n"
+
+
+# --- torchrun ---------------------------------------------------------------------------------------------------------
+
+
+def torchrun(count: int, *arguments: str) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m", "minillm",
+        *arguments,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_torchrun_joins_its_processes(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), device="cpu", num_blocks=64)
+    [expected] = llm.generate("one two", SamplingParams(temperature=0, max_tokens=9))
+    arguments = ["generate", "one two", "--model", str(tiny_model), "--device", "cpu", "--num-blocks", "64"]
+    arguments += ["--temperature", "0", "--max-tokens", "9", "--tensor-parallel-size", "2"]
+    result = subprocess.run(torchrun(2, *arguments), capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == expected.outputs[0].text + "\n"
+
+
+def test_processes_must_fill_whole_replicas() -> None:
+    assert Torchrun(0, 6, 0, 6).num_replicas(2) == 3
+    with pytest.raises(UsageError, match="no multiple of tensor_parallel_size 4"):
+        Torchrun(0, 6, 0, 6).num_replicas(4)
+
+
+def test_too_many_ranks_are_refused_in_one_line(tiny_model: Path) -> None:
+    with pytest.raises(UsageError, match="tensor_parallel_size 7 is too much: the model has 6 heads"):
+        LLM(str(tiny_model), device="cpu", tensor_parallel_size=7)
+    with pytest.raises(UsageError, match="each rank takes a GPU"):
+        LLM(str(tiny_model), device="cuda:1", tensor_parallel_size=2)
+    with pytest.raises(UsageError, match="tensor_parallel_size must be a positive whole number"):
+        LLM(str(tiny_model), device="cpu", tensor_parallel_size=0)
