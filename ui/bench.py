@@ -84,55 +84,74 @@ async def _app(engine: Mapping[str, object]) -> AsyncIterator[Pilot[None]]:
             yield pilot
 
 
-async def _first_paint() -> float:
-    """Of a fresh process on a pseudo-terminal: until the footer, the last line, is drawn."""
-    import pty
+class _Terminal:
+    """`minillm chat` in a process of its own, on a pseudo-terminal."""
 
-    master, slave = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "LINES": "50", "COLUMNS": "160"}
-    began = time.monotonic()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "minillm.cli", "chat", stdin=slave, stdout=slave, stderr=slave, env=environment,
-        start_new_session=True,
-    )  # fmt: skip
-    os.close(slave)
-    os.set_blocking(master, False)
-    shown = b""
-    try:
-        while b"Help" not in shown:
+    def __init__(self, process: asyncio.subprocess.Process, master: int) -> None:
+        self._process, self._master = process, master
+        self._shown = b""
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, directory: str) -> AsyncIterator[_Terminal]:
+        import pty
+
+        master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm-256color", "LINES": "50", "COLUMNS": "160"}
+        environment |= {"MINILLM_DATA": directory, "MINILLM_CONFIG": directory}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "minillm.cli", "chat", stdin=slave, stdout=slave, stderr=slave, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(slave)
+        os.set_blocking(master, False)
+        try:
+            yield cls(process, master)
+        finally:
+            process.kill()
+            await process.wait()
+            os.close(master)
+
+    async def until(self, text: str, seconds: float = 120) -> float:
+        """Wait until the screen has been sent ``text`` since the last call; returns the seconds that took."""
+        began = time.monotonic()
+        while text.encode() not in self._shown:
             try:
-                shown += os.read(master, 65536)
+                self._shown += os.read(self._master, 1 << 16)
             except BlockingIOError:
-                await asyncio.sleep(0.002)
-            if time.monotonic() - began > 30:
-                raise MinillmError("the app did not draw its screen within 30 s")
+                await asyncio.sleep(0.001)
+            if time.monotonic() - began > seconds:
+                raise MinillmError(f"the app did not show {text!r} within {seconds:.0f} s")
+        self._shown = b""
         return time.monotonic() - began
-    finally:
-        process.kill()
-        await process.wait()
-        os.close(master)
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+
+async def _first_paint() -> float:
+    """Of a fresh process: until the footer, the last line, is drawn."""
+    with TemporaryDirectory() as directory:
+        began = time.monotonic()
+        async with _Terminal.running(directory) as terminal:
+            await terminal.until("Help")
+            return time.monotonic() - began
 
 
 async def _keys() -> list[float]:
-    """Seconds from a key to the prompt that shows it, while an answer is generated."""
-    taken = []
-    async with _app({"num_blocks": 2000}) as pilot:
-        chat = pilot.app.screen
-        prompt = chat.query_one(PromptInput)
-        prompt.text = _QUESTION
-        await pilot.press("enter")
-        while pilot.app.chat.conversation.leaf is None or not pilot.app.chat.conversation.leaf.answer.text:  # type: ignore[attr-defined]
-            await asyncio.sleep(0.02)
-        for number in range(_KEYS):
-            key = chr(97 + number % 26)
-            began = time.monotonic()
-            await pilot.press(key)
-            while not prompt.text.endswith(key):
-                await asyncio.sleep(0)
-            await pilot.pause(0)
-            taken.append(time.monotonic() - began)
-            await asyncio.sleep(0.03)
-    return taken
+    """Seconds from a key to the screen that shows it, while an answer is generated."""
+    with TemporaryDirectory() as directory:
+        async with _Terminal.running(directory) as terminal:
+            await terminal.until("ready in")
+            terminal.type(f"{_QUESTION}\r")
+            await terminal.until("tok/s")
+            taken = []
+            for number in range(_KEYS):
+                key = chr(0x4E00 + number)  # which the model does not write
+                terminal.type(key)
+                taken.append(await terminal.until(key))
+                await asyncio.sleep(0.05)
+            return taken
 
 
 async def _drawing() -> float:
