@@ -320,6 +320,8 @@ class Engine:
         schedule = self.scheduler.schedule()
         chunks = schedule.chunks
         if not chunks:
+            # A group that had to go while all others only wait for their last token: its blocks must be saved now.
+            self.runner.move(schedule)
             return None
         used = self.cache.num_blocks - self.cache.num_free
         self._peak_used, self._sum_used = max(self._peak_used, used), self._sum_used + used

@@ -85,12 +85,23 @@ class Runner:
         return self.compute(work), sampled
 
     @torch.inference_mode()
+    def move(self, schedule: Schedule) -> None:
+        """Of a schedule that computes nothing: move blocks to and from the host."""
+        if schedule.swap_out or schedule.swap_in:
+            work = StepWork(schedule.swap_out, schedule.swap_in, [], None, [], 0)
+            if self.leader is not None:
+                self.leader.send(work.encode())
+            self.compute(work)
+
+    @torch.inference_mode()
     def compute(self, work: StepWork) -> Tensor:
         """Do on this rank's device what a step asks for; returns the logits ``[n, vocab]``, which only rank 0 has."""
         self.move_to_host(work.swap_out)
         self.move_from_host(work.swap_in)
         if work.copies:
             kernels.block_copy(self.kv_cache, torch.tensor(work.copies, device=self.model.device))
+        if work.decode is None and not work.chunks:
+            return self.kv_cache.new_empty(0, 0)  # blocks were moved, that was all
         if self.decoder is None:
             return self.model.forward(self._batch(work.chunks, work.num_decodes), self.kv_cache).float()
         num_logits = sum(chunk.wants_logits for chunk in work.chunks) + (work.decode.num_seqs if work.decode else 0)

@@ -1,12 +1,13 @@
 """The picture of the README, made by the app itself: ``python -m ui.screenshot ui/picture.svg``.
 
-It asks the default model two questions and exports what the screen shows then.
+It asks the default model a question, then another one for three answers, and exports what the screen shows then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 from pathlib import Path
 
 from textual.drivers.headless_driver import HeadlessDriver
@@ -14,13 +15,11 @@ from textual.drivers.headless_driver import HeadlessDriver
 from minillm.errors import MinillmError
 from minillm.weights.manifest import default_model
 from ui.app import ChatApp
-from ui.settings import Settings
+from ui.sessions import SessionStore
+from ui.settings import Settings, with_param
 from ui.widgets.prompt import PromptInput
 
-QUESTIONS = (
-    "Explain the Fibonacci sequence in two sentences.",
-    "Now write it as a short Python function.",
-)
+QUESTIONS = (("Explain the Fibonacci sequence in two sentences.", 1), ("Name a use of it, in one sentence.", 3))
 SIZE = (132, 38)  # columns and rows
 _PATIENCE = 120.0  # seconds for each step
 
@@ -32,14 +31,21 @@ async def take(target: Path) -> None:
         MinillmError: the model does not load.
         TimeoutError: it does not answer.
     """
-    sampling = {"temperature": 0.0, "max_tokens": 200, "repetition_penalty": 1.1}
-    app = ChatApp(Settings(default_model(), sampling=sampling), driver_class=HeadlessDriver)
+    sampling = {"temperature": 0.6, "seed": 4, "max_tokens": 120, "repetition_penalty": 1.1}
+    settings = Settings(default_model(), {"num_blocks": 512}, sampling)
+    with tempfile.TemporaryDirectory() as directory:
+        app = ChatApp(settings, SessionStore(Path(directory)), driver_class=HeadlessDriver)
+        await _talk(app, target)
+
+
+async def _talk(app: ChatApp, target: Path) -> None:
     async with app.run_test(size=SIZE) as pilot, asyncio.timeout(_PATIENCE):
         while app.engine_state.phase != "ready":
             if app.engine_state.phase in ("failed", "crashed"):
                 raise MinillmError(app.engine_state.error)
             await pilot.pause(0.1)
-        for number, question in enumerate(QUESTIONS, 1):
+        for number, (question, num_answers) in enumerate(QUESTIONS, 1):
+            app.settings = with_param(app.settings, "n", str(num_answers))
             app.screen.query_one(PromptInput).text = question
             await pilot.press("enter")
             while app.chat.num_answers < number:

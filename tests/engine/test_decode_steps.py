@@ -17,6 +17,7 @@ from minillm.decoding.params import BeamSearchParams, SamplingParams
 from minillm.engine import Engine
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
+from minillm.scheduler import Schedule
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +193,39 @@ def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
     assert output.num_cached_tokens == len(held.token_ids) - 1
     engine.release(held)
     assert engine.cache.num_free == engine.cache.num_blocks
+
+
+def test_blocks_are_saved_in_a_step_that_computes_nothing(model: Llama) -> None:
+    """The first request waits for its last token, and the only other one has to go: nothing is left to compute."""
+    requests = [
+        ([5, 6, 7], SamplingParams(temperature=0, max_tokens=17)),
+        ([8] * 9, SamplingParams(temperature=0, max_tokens=24)),
+    ]
+    expected = [output.outputs[0].token_ids for output in run(engine_for(model, on_device=False), requests)]
+    moved = 0
+    for num_blocks in range(9, 13):
+        for late in range(1, 12):
+            engine = engine_for(model, on_device=True, block_size=4, num_blocks=num_blocks, host_blocks=40,
+                                admission="optimistic")  # fmt: skip
+            move = engine.runner.move
+
+            def count(schedule: Schedule, move: Any = move) -> None:
+                nonlocal moved
+                moved += len(schedule.swap_out)
+                move(schedule)
+
+            engine.runner.move = count  # type: ignore[method-assign]
+            engine.add_request("0", *requests[0])
+            for _ in range(late):
+                engine.step()
+            engine.add_request("1", *requests[1])
+            while engine.has_work:
+                engine.step()
+            outputs = {output.request_id: output.outputs[0].token_ids for output in engine.take_finished()}
+            assert [outputs["0"], outputs["1"]] == expected
+        if moved:
+            break
+    assert moved
 
 
 def test_a_failure_between_two_steps_loses_no_finished_answer(model: Llama) -> None:

@@ -54,7 +54,6 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, shared: int, own: list[int], kind: Any, hold: bool) -> None:
         name, prompt = str(self.number), PREFIX[:shared] + own
         self.number += 1
-        hold = hold and isinstance(kind, SamplingParams)
         try:
             group = self.engine.add_request(name, prompt, kind, hold=hold)
         except CapacityError:
@@ -77,8 +76,8 @@ class EngineMachine(RuleBasedStateMachine):
                 assert all(completion.finish_reason != "abort" for completion in output.outputs)
                 assert [c.token_ids for c in output.outputs] == answer(prompt, kind), (prompt, kind)
             group = self.groups.pop(output.request_id, None)
-            if group is not None and group.sequences[0].seq_id in self.engine.scheduler.idle:
-                self.idle.append(group.sequences[0])
+            if group is not None:
+                self.idle += [each for each in group.sequences if each.seq_id in self.engine.scheduler.idle]
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())

@@ -1,0 +1,60 @@
+"""The main screens as pictures, small and large. ``UPDATE_SNAPSHOTS=1`` takes them anew: look at them then."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from driving import ask, chat, screen, seen, until
+
+from ui.app import ChatApp
+from ui.widgets.prompt import PromptInput
+
+pytestmark = pytest.mark.anyio
+SNAPSHOTS = Path(__file__).with_name("snapshots")
+SIZES = [(80, 24), (160, 50)]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def normal(svg: str) -> str:
+    """Without what differs from run to run, and from one release of Textual's exporter to the next: ids, the cursor."""
+    return re.sub(r"terminal-\d+", "terminal-0", svg)
+
+
+def compare(app: ChatApp, name: str) -> None:
+    path = SNAPSHOTS / f"{name}-{app.size.width}x{app.size.height}.svg"
+    taken = normal(app.export_screenshot(title="minillm", simplify=True))
+    if os.environ.get("UPDATE_SNAPSHOTS"):
+        SNAPSHOTS.mkdir(exist_ok=True)
+        path.write_text(taken, encoding="utf-8")
+    assert path.exists(), f"{path} is missing: UPDATE_SNAPSHOTS=1 takes it"
+    assert taken == path.read_text(encoding="utf-8"), f"{path.name} looks other than it did"
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_main_screens_look_as_they_did(size: tuple[int, int]) -> None:
+    async with chat(size=size, theme="dark") as pilot:
+        app = pilot.app
+        assert isinstance(app, ChatApp)
+        prompt = screen(pilot).query_one(PromptInput)
+        prompt.cursor_blink = False
+        await ask(pilot, "echo A list:\n\n- **one**\n- two\n\n```python\nprint(1)\n```")
+        await until(pilot, lambda: "idle" in seen(pilot) or size[0] < 100)
+        await pilot.pause(0.3)
+        compare(app, "chat")
+        await pilot.press("f7")
+        await pilot.pause(0.3)
+        compare(app, "tree")
+        await pilot.press("f1")
+        await pilot.pause(0.3)
+        compare(app, "help")
+        await pilot.press("escape", "f3")
+        await until(pilot, lambda: "beam_width" in seen(pilot) or "temperature" in seen(pilot))
+        await pilot.pause(0.3)
+        compare(app, "sampling")
