@@ -45,6 +45,10 @@ class Settings:
             return {**{name: self.sampling[name] for name in _SHARED if name in self.sampling}, **self.beams}
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling}
 
+    def params_to_continue(self) -> dict[str, Any]:
+        """What the engine is told when one answer goes on: a single sample, even where answers are searched for."""
+        return {"logprobs": NUM_ALTERNATIVES, **self.sampling, "n": 1}
+
 
 @dataclass(frozen=True)
 class ParamField:

@@ -71,6 +71,17 @@ async def test_continuing_adds_to_the_same_answer() -> None:
         await until(pilot, lambda: "oneone" in seen(pilot))
 
 
+async def test_an_answer_that_fills_the_context_cannot_be_continued_and_stays() -> None:
+    async with chat(beams={"beam_width": 2}) as pilot:
+        await say(pilot, "/beams 1")
+        turn = await ask(pilot, "echo fit more")
+        await pilot.press("alt+c")
+        await until(pilot, lambda: any("cannot go on" in note for note in notes(pilot)))
+        assert turn.answer.text == "fit more"
+        assert screen(pilot).conversation.turns == [turn]
+        assert not screen(pilot).is_answering
+
+
 async def test_candidates_stream_side_by_side_and_one_is_accepted() -> None:
     async with chat(sampling={"n": 3}) as pilot:
         turn = await ask(pilot, "choose")

@@ -277,7 +277,9 @@ class ChatScreen(ChatCommands):
         """Go on without the oldest turns; only where the last question alone does not fit is it an error."""
         turn = self._open
         assert turn is not None
-        if self.conversation.drop_oldest():
+        if self._superseded:
+            await self._fail_answer("the context is full: this answer cannot go on")
+        elif self.conversation.drop_oldest():
             self._generate(turn, room=_ROOM)
         elif event.num_tokens + 1 < event.max_model_len:
             self._generate(turn, room=1)
@@ -377,10 +379,8 @@ class ChatScreen(ChatCommands):
         answer.finish_reason = answer.time_to_first_token = None
         self._begin(turn)
         # Several answers to choose from would begin with the same text: one goes on.
-        params = {**self.settings.request_params(), "n": 1} if not self.settings.searches else {}
-        self.send(
-            Generate(answer.request_id, self.conversation.conversation_id, messages, params, continues=True)
-        )  # fmt: skip
+        params = self.settings.params_to_continue()
+        self.send(Generate(answer.request_id, self.conversation.conversation_id, messages, params, continues=True))
         self._refresh_status()
 
     def _begin(self, turn: Turn) -> None:
