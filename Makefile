@@ -37,10 +37,11 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Two processes of one thread each: small tensors gain nothing from two threads, and lose by waiting for each other.
 # The default weights are fetched first, so that a failed download reads as one and not as fifty failed tests.
 test: lint
 	$(BIN)/minillm pull
-	$(BIN)/python -m pytest -m "not parity and not soak and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not parity and not soak and not gpu"
 
 test-fast: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "not slow and not weights and not parity and not soak and not gpu"
