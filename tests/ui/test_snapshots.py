@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from driving import ask, chat, screen, seen, until
+from driving import ask, chat, seen, until
+from textual.pilot import Pilot
 
 from ui.app import ChatApp
-from ui.widgets.prompt import PromptInput
 
 pytestmark = pytest.mark.anyio
 SNAPSHOTS = Path(__file__).with_name("snapshots")
@@ -27,7 +28,9 @@ def normal(svg: str) -> str:
     return re.sub(r"terminal-\d+", "terminal-0", svg)
 
 
-def compare(app: ChatApp, name: str) -> None:
+async def compare(pilot: Pilot[Any], app: ChatApp, name: str) -> None:
+    app.set_focus(None)  # a cursor that blinks is there or not
+    await pilot.pause(0.3)
     path = SNAPSHOTS / f"{name}-{app.size.width}x{app.size.height}.svg"
     taken = normal(app.export_screenshot(title="minillm", simplify=True))
     if os.environ.get("UPDATE_SNAPSHOTS"):
@@ -42,19 +45,17 @@ async def test_the_main_screens_look_as_they_did(size: tuple[int, int]) -> None:
     async with chat(size=size, theme="dark") as pilot:
         app = pilot.app
         assert isinstance(app, ChatApp)
-        prompt = screen(pilot).query_one(PromptInput)
-        prompt.cursor_blink = False
         await ask(pilot, "echo A list:\n\n- **one**\n- two\n\n```python\nprint(1)\n```")
         await until(pilot, lambda: "idle" in seen(pilot) or size[0] < 100)
         await pilot.pause(0.3)
-        compare(app, "chat")
+        await compare(pilot, app, "chat")
         await pilot.press("f7")
         await pilot.pause(0.3)
-        compare(app, "tree")
+        await compare(pilot, app, "tree")
         await pilot.press("f1")
         await pilot.pause(0.3)
-        compare(app, "help")
+        await compare(pilot, app, "help")
         await pilot.press("escape", "f3")
         await until(pilot, lambda: "beam_width" in seen(pilot) or "temperature" in seen(pilot))
         await pilot.pause(0.3)
-        compare(app, "sampling")
+        await compare(pilot, app, "sampling")
