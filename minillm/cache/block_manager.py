@@ -327,6 +327,6 @@ class BlockManager:
             assert states == 1, f"block {block} is in {states} of the states owned, free and cached"
             assert block not in self._cached or block in self._prefixes, f"block {block} is cached and cannot be found"
         for destination, source in self._copies.items():
-            assert self.ref_counts[destination] == 1, f"copy to block {destination}, which has not one owner"
+            assert self.ref_counts[destination] >= 1, f"copy to block {destination}, which nobody holds"
             assert source in self._copy_sources, f"copy from block {source}, which may be handed out"
             assert source not in self._copies, f"copy from block {source}, which waits for its own copy"
