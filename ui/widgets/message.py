@@ -108,7 +108,7 @@ class AnswerView(Vertical):
 
     def update_summary(self) -> None:
         """Show how it went, or that it goes on."""
-        self._summary.update(Content(summary(self.answer)), layout=False)  # one line it was, one line it is
+        self._summary.update(Content(summary(self.answer)))
 
 
 def summary(answer: Answer) -> str:
