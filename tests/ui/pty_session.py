@@ -36,6 +36,7 @@ class Session:
     def __init__(self, process: subprocess.Popen[bytes], master: int, slave: int) -> None:
         self.process = process
         self.output = b""
+        self._typed = 0
         self._master, self._slave = master, slave
         self.before = termios.tcgetattr(slave)
 
@@ -43,9 +44,7 @@ class Session:
         """What comes within this time."""
         end = time.monotonic() + seconds
         start = len(self.output)
-        while (left := end - time.monotonic()) > 0:
-            if not select.select([self._master], [], [], left)[0]:
-                break
+        while select.select([self._master], [], [], max(0.0, end - time.monotonic()))[0]:
             try:
                 data = os.read(self._master, 65536)
             except OSError:
@@ -56,18 +55,21 @@ class Session:
         return self.output[start:]
 
     def wait_for(self, text: str, seconds: float = 30) -> None:
-        """Read until ``text`` has been written, since the last such wait."""
+        """Read until ``text`` has been written since something was last typed.
+
+        What two waits after one input look for may come in either order: one redraw writes all of the screen.
+        """
         wanted, end = text.encode(), time.monotonic() + seconds
-        start = getattr(self, "_seen", 0)
-        while wanted not in self.output[start:]:
+        while wanted not in self.output[self._typed :]:
             assert time.monotonic() < end, f"{text!r} did not come; the last was {self.output[-600:]!r}"
             self.read(0.05)
-        self._seen = len(self.output)
 
     def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
+        self.type_bytes(text.encode())
 
     def type_bytes(self, data: bytes) -> None:
+        self.read(0)
+        self._typed = len(self.output)
         os.write(self._master, data)
 
     def resize(self, columns: int, rows: int) -> None:
