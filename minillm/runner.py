@@ -21,6 +21,7 @@ import kernels
 from minillm.decode import DecodeSteps
 from minillm.decoding.processors import needs_host
 from minillm.decoding.sampler import Drawn, SampleRow, sample_tokens
+from minillm.ids import contiguous_runs
 from minillm.model.batch import Batch
 from minillm.model.llama import Llama
 from minillm.parallel.channel import Leader
@@ -161,7 +162,7 @@ class Runner:
             assert self._host_pool is not None
             staging = self._host_pool.new_empty((len(blocks), *self._host_pool.shape[1:]), device=self.model.device)
             kernels.gather_blocks(self.kv_cache, torch.tensor(blocks, device=self.model.device), staging)
-            for first, host, count in _runs(hosts):
+            for first, host, count in contiguous_runs(hosts):
                 self._host_pool[host : host + count].copy_(staging[first : first + count], non_blocking=True)
 
     def move_from_host(self, pairs: Pairs) -> None:
@@ -170,7 +171,7 @@ class Runner:
             hosts, blocks = zip(*pairs[start : start + _STAGED_BLOCKS], strict=True)
             assert self._host_pool is not None
             staging = self._host_pool.new_empty((len(blocks), *self._host_pool.shape[1:]), device=self.model.device)
-            for first, host, count in _runs(hosts):
+            for first, host, count in contiguous_runs(hosts):
                 staging[first : first + count].copy_(self._host_pool[host : host + count], non_blocking=True)
             kernels.scatter_blocks(self.kv_cache, torch.tensor(blocks, device=self.model.device), staging)
 
@@ -229,18 +230,6 @@ class Runner:
 def _call_all(endings: list[Callable[[], object]]) -> None:
     for end in endings:
         end()
-
-
-def _runs(blocks: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Consecutive ids as (index of the first, its id, how many)."""
-    runs: list[tuple[int, int, int]] = []
-    for index, block in enumerate(blocks):
-        if runs and runs[-1][1] + runs[-1][2] == block:
-            first, start, count = runs[-1]
-            runs[-1] = (first, start, count + 1)
-        else:
-            runs.append((index, block, 1))
-    return runs
 
 
 def reaches_the_end(chunk: ScheduledChunk) -> bool:

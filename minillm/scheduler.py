@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from minillm.cache import BlockManager, BlockTable, CacheEvent, OutOfBlocks, SwapSpace
 from minillm.errors import CapacityError
+from minillm.ids import common_length
 from minillm.sequence import Sequence, SequenceGroup
 
 
@@ -402,7 +403,4 @@ def _table(sequence: Sequence) -> BlockTable:
 def shared_length(parent: Sequence, ours: list[int]) -> int:
     """How many of these tokens ``parent`` has computed, the last one excepted: its logits are needed."""
     limit = min(parent.num_computed, len(ours) - 1)
-    theirs = parent.token_ids
-    if ours[:limit] == theirs[:limit]:
-        return limit
-    return next(i for i in range(limit) if ours[i] != theirs[i])
+    return common_length(ours[:limit], parent.token_ids[:limit])

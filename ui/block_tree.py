@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minillm.ids import common_length
 from minillm.service.messages import TableView
 
 
@@ -58,7 +59,7 @@ def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
             stop = begin + 1
             while stop < end and device[stop].blocks[depth] == head:
                 stop += 1
-            length = _common_length(device[begin].blocks, device[stop - 1].blocks, depth)
+            length = common_length(device[begin].blocks, device[stop - 1].blocks, depth)
             first = min(order[table.seq_id] for table in device[begin:stop])
             child = BlockNode(depth, device[begin].blocks[depth:length], stop - begin, first)
             node.children.append(child)
@@ -69,12 +70,6 @@ def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
         if table.blocks and table.state == "swapped":
             top.children.append(BlockNode(0, list(table.blocks), 1, order[table.seq_id], [table]))
     return sorted(top.children, key=lambda root: root.first)
-
-
-def _common_length(one: list[int], other: list[int], start: int) -> int:
-    """How many first blocks both have, ``start`` of which are known to be the same."""
-    length = min(len(one), len(other))
-    return next((i for i in range(start, length) if one[i] != other[i]), length)
 
 
 def tree_lines(roots: Sequence[BlockNode]) -> list[TreeLine]:

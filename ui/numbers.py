@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
+
+from minillm.ids import contiguous_runs
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 
@@ -52,18 +55,8 @@ def sparkline(values: Sequence[float], width: int, most: float) -> str:
 
 def spans(numbers: Sequence[int], most: int = 1_000) -> str:
     """``3–7, 12``: the numbers as runs in their order; after ``most`` runs the rest is ``…``."""
-    parts: list[str] = []
-    start = previous = -2
-    for number in numbers:
-        if number == previous + 1:
-            previous = number
-            parts[-1] = span(start, previous - start + 1)
-        elif len(parts) == most:
-            return ", ".join([*parts, "…"])
-        else:
-            start = previous = number
-            parts.append(str(number))
-    return ", ".join(parts)
+    parts = [span(first, length) for _, first, length in islice(contiguous_runs(numbers), most + 1)]
+    return ", ".join([*parts[:most], "…"] if len(parts) > most else parts)
 
 
 def span(start: int, length: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -27,15 +26,6 @@ class BlockState(Enum):
 
 _STATES = {state.name.lower(): number for number, state in enumerate(BlockState)}
 _BY_NUMBER = tuple(BlockState)
-
-
-@dataclass(frozen=True)
-class Run:
-    """Logical blocks ``start … start + length - 1`` of a table lie in physical blocks ``block, block + 1, …``."""
-
-    start: int
-    block: int
-    length: int
 
 
 @dataclass
@@ -107,21 +97,6 @@ class Pool:
         """The tables of one request, by the number of the completion."""
         return sorted((table for table in self.tables.values() if table.owner == owner), key=lambda table: table.index)
 
-    def holders(self, block: int) -> list[TableView]:
-        """The tables that list a block of the device."""
-        return [table for table in self.tables.values() if table.state != "swapped" and block in table.blocks]
-
     def filled_slots(self, table: TableView, index: int) -> int:
         """Slots of the table's logical block ``index`` that hold one of its tokens."""
         return max(0, min(self.block_size, table.num_tokens - index * self.block_size))
-
-
-def contiguous_runs(blocks: Sequence[int]) -> list[Run]:
-    """A block table as runs of consecutive physical blocks."""
-    runs: list[Run] = []
-    for index, block in enumerate(blocks):
-        if runs and runs[-1].block + runs[-1].length == block:
-            runs[-1] = Run(runs[-1].start, runs[-1].block, runs[-1].length + 1)
-        else:
-            runs.append(Run(index, block, 1))
-    return runs

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minillm.ids import common_length
+
 Node = int | str | None  # a block's number, or the salt that a chain begins with
 
 
@@ -112,7 +114,7 @@ class PrefixCache:
         best, expected = 0, None
         for before, tokens in self._blocks:
             if before == last and type(before) is type(last):
-                same = next((i for i, (a, b) in enumerate(zip(tokens, rest, strict=False)) if a != b), len(rest))
+                same = common_length(tokens, rest)
                 if same > best or expected is None:
                     best, expected = same, tokens[same] if same < len(tokens) else None
         matching = start + best

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from minillm.cache.block_manager import BlockManager, BlockTable
 from minillm.cache.events import CacheEvent
+from minillm.ids import common_length
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class SwapSpace:
         for saved in sorted((self.saved[seq_id] for seq_id in seq_ids), key=lambda saved: -saved.num_tokens):
             parent, shared = None, 0
             for other, table in restored.values():
-                common = _common_length(saved.blocks, other.blocks)
+                common = common_length(saved.blocks, other.blocks)
                 tokens = min(common * size, saved.num_tokens, other.num_tokens)
                 if tokens > shared:
                     parent, shared = table, tokens
@@ -122,8 +123,3 @@ class SwapSpace:
         free = set(self._free)
         assert len(free) == len(self._free), "a host block is free twice"
         assert all((host in free) == (not count) for host, count in enumerate(held)), "a host block leaked"
-
-
-def _common_length(one: list[int], other: list[int]) -> int:
-    length = min(len(one), len(other))
-    return next((i for i in range(length) if one[i] != other[i]), length)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from minillm.cache import CacheEvent
+from minillm.ids import common_length
 from minillm.service.messages import (
     BlockChange,
     BlockFacts,
@@ -150,7 +151,7 @@ class CacheView:
             if shown is not None and (shown.change.state == "swapped") != (state == "swapped"):
                 self._let_go(seq_id, shown)
                 before = []
-            keep = len(before) if blocks[: len(before)] == before else _common_length(blocks, before)
+            keep = common_length(blocks, before)
             change = TableChange(seq_id, name, index, state, num_tokens, keep, blocks[keep:])
             if shown is not None and keep == len(before) == len(blocks) and _same(shown.change, change):
                 continue
@@ -260,8 +261,3 @@ class CacheView:
 
 def _same(one: TableChange, other: TableChange) -> bool:
     return replace(one, keep=0, blocks=[]) == replace(other, keep=0, blocks=[])
-
-
-def _common_length(one: list[int], other: list[int]) -> int:
-    length = min(len(one), len(other))
-    return next((i for i in range(length) if one[i] != other[i]), length)

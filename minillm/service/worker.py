@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from minillm.errors import MinillmError, UsageError
+from minillm.ids import common_length
 from minillm.scheduler import shared_length
 from minillm.service.cache_view import CacheView, Owner
 from minillm.service.messages import (
@@ -285,8 +286,7 @@ class Conversations:
 
         def in_common(sequence: Sequence) -> int:
             """Tokens of the chosen candidate that a sequence holds: a finished beam's own are gone by now."""
-            pairs = zip(sequence.output_token_ids, chosen, strict=False)
-            return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(chosen))
+            return common_length(sequence.output_token_ids, chosen)
 
         best = max(kept.sequences, key=in_common)
         self._release(kept, best)
@@ -324,8 +324,8 @@ class Conversations:
             )
             for question in ("a", "b")
         )
-        common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-        if not common:
+        common = common_length(one, other)
+        if not 0 < common < min(len(one), len(other)):  # all of it: the template leaves the question out
             return
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         group = engine.add_request(f"pin {time.monotonic_ns()}", one[:common], params, hold=True)

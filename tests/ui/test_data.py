@@ -7,7 +7,7 @@ import pytest
 from minillm.service.messages import BlockChange, CacheChanged, Loading, LogEntry, PoolFigures, TableChange
 from ui.markdown import harmless_parser
 from ui.numbers import bar, duration, plural, size
-from ui.pool import BlockState, Pool, Run, contiguous_runs
+from ui.pool import BlockState, Pool
 from ui.widgets.block_table import runs_line
 from ui.widgets.loading_bar import progress_line
 from ui.widgets.message import shortened
@@ -34,7 +34,6 @@ def test_the_pool_follows_the_changes() -> None:
     assert (pool.used_blocks, pool.wasted_slots, pool.sharing_ratio, pool.figures.num_copies) == (2, 12, 2.5, 2)
     assert [table.seq_id for table in pool.tables_of("c")] == [2, 1]
     assert pool.tables_of("x") == []
-    assert [table.seq_id for table in pool.holders(2)] == [1, 2]
     table = pool.tables[1]
     assert [pool.filled_slots(table, index) for index in (0, 1, 2)] == [16, 4, 0]
     pool.apply(changed([BlockChange(2, 0, 0, "free")], [TableChange(1, "c", 1, "idle", 40, 1, [6, 7])], gone=[2]))
@@ -43,15 +42,7 @@ def test_the_pool_follows_the_changes() -> None:
     assert (len(pool.log), pool.num_logged, len(pool.history)) == (2, 8, 2)
 
 
-def test_a_swapped_table_holds_no_block_of_the_device() -> None:
-    pool = Pool(8, 16, 100)
-    pool.apply(changed([], [TableChange(1, "c", 0, "swapped", 20, 0, [2, 3])]))
-    assert pool.holders(2) == []
-
-
-def test_runs_of_a_block_table() -> None:
-    assert contiguous_runs([]) == []
-    assert contiguous_runs([4, 5, 6, 2, 9, 10]) == [Run(0, 4, 3), Run(3, 2, 1), Run(4, 9, 2)]
+def test_runs_of_a_block_table_in_one_line() -> None:
     assert runs_line([4, 5, 6, 2], 80) == "0–2 → 4–6, 3 → 2"
     assert runs_line([1, 3, 5, 7, 9], 20) == "0 → 1, and 4 more"
 

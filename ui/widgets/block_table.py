@@ -12,10 +12,11 @@ from textual import events
 from textual.binding import Binding
 from textual.message import Message
 
+from minillm.ids import contiguous_runs
 from minillm.service.messages import TableView
 from ui.names import Names, table_name
 from ui.numbers import bar, count, plural, span
-from ui.pool import Pool, contiguous_runs
+from ui.pool import Pool
 from ui.widgets.line_view import LineView
 
 HEADING = "  logical  physical   filled    ×"
@@ -182,7 +183,7 @@ class BlockTableView(LineView):
 
     def _header(self, table: TableView, width: int) -> list[Segment]:
         name = table_name(table, self._names)
-        blocks, runs = len(table.blocks), len(contiguous_runs(table.blocks))
+        blocks, runs = len(table.blocks), len(list(contiguous_runs(table.blocks)))
         sizes = (plural(table.num_tokens, "token"), plural(blocks, "block"), plural(runs, "run"))
         facts = " · ".join((table.state, *sizes))
         if len(name) + len(facts) + 3 > width:
@@ -238,7 +239,7 @@ def _bracket(blocks: Sequence[int], index: int) -> str:
 
 def runs_line(blocks: Sequence[int], width: int) -> str:
     """All runs in one line: ``0–3 → 12–15, 4 → 90``; what does not fit is counted."""
-    parts = [f"{span(run.start, run.length)} → {span(run.block, run.length)}" for run in contiguous_runs(blocks)]
+    parts = [f"{span(start, length)} → {span(block, length)}" for start, block, length in contiguous_runs(blocks)]
     line = ""
     for number, part in enumerate(parts):
         rest = len(parts) - number - 1

@@ -13,10 +13,11 @@ from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widget import Widget
 
+from minillm.ids import contiguous_runs
 from minillm.service.messages import BlockFacts, TableView
 from ui.names import Names, clean_names, table_name
 from ui.numbers import count, plural, size
-from ui.pool import Pool, contiguous_runs
+from ui.pool import Pool
 from ui.widgets.block_facts import block_facts, host_block_facts
 from ui.widgets.block_table import HEADING, BlockTableView, runs_line
 from ui.widgets.drawn import Drawn
@@ -311,7 +312,7 @@ class MemoryPanel(Vertical):
         table, more = tables[0], len(tables) - 1
         name = table_name(table, self._names) + (f" (F6: {more} more)" if more else "")
         facts = f"{table.state} · {plural(table.num_tokens, 'token')} in {plural(len(table.blocks), 'block')}"
-        runs = plural(len(contiguous_runs(table.blocks)), "contiguous run")
+        runs = plural(len(list(contiguous_runs(table.blocks))), "contiguous run")
         where = runs_line(table.blocks, width - len(runs) - 2)
         if "→" in where:
             runs += f": {where}"
