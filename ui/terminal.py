@@ -39,7 +39,7 @@ def is_plain_only() -> bool:
     """Whether there is no terminal to draw on: a pipe or a file on either side, or a terminal of lines only."""
     streams = (sys.__stdin__, sys.__stdout__)
     is_terminal = all(stream is not None and stream.isatty() for stream in streams)
-    return not is_terminal or os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
+    return not is_terminal or _draws_lines_only()
 
 
 def check_terminal() -> None:
@@ -49,11 +49,16 @@ def check_terminal() -> None:
             raise UsageError(
                 f"minillm chat needs a terminal, and standard {name} is none; run it in one, or with --plain"
             )
-    if os.environ.get("TERM", "dumb") in ("dumb", "unknown", ""):
+    if _draws_lines_only():
         raise UsageError(
             f"minillm chat needs a terminal that can move its cursor, and TERM is {os.environ.get('TERM', '')!r}; "
             "set TERM (xterm-256color, say), or use --plain"
         )
+
+
+def _draws_lines_only() -> bool:
+    """Whether the terminal cannot move its cursor, or does not say what it is."""
+    return os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
 
 
 class TerminalDriver(LinuxDriver):
