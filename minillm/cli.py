@@ -7,7 +7,6 @@ Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 stopped with ctrl-c.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import os
 import sys
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 
 from minillm.errors import MinillmError, UsageError
 from minillm.text import clean_line
+from minillm.wording import nearest
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,13 +25,11 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             unknown = message.removeprefix("unrecognized arguments: ").split()[0]
             known = sorted(_option_strings(self))
-            message = f"unknown option {unknown!r}" + _nearest(unknown.split("=")[0], known)
+            message = f"unknown option {unknown!r}" + _meant(unknown.split("=")[0], known)
         elif "invalid choice: " in message:
             choice = message.split("invalid choice: ")[1].split(" (")[0].strip("'\"")
             choices = [str(c) for action in self._actions for c in action.choices or ()]
-            message = f"unknown {message.split(':')[0].removeprefix('argument ')} {choice!r}" + _nearest(
-                choice, choices
-            )
+            message = f"unknown {message.split(':')[0].removeprefix('argument ')} {choice!r}" + _meant(choice, choices)
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
@@ -46,9 +44,9 @@ def _option_strings(parser: argparse.ArgumentParser) -> set[str]:
     return found
 
 
-def _nearest(word: str, words: list[str]) -> str:
-    close = difflib.get_close_matches(word, words, 1, 0.5)
-    return f", did you mean {close[0]}?" if close else ""
+def _meant(word: str, words: list[str]) -> str:
+    close = nearest(word, words)
+    return f", did you mean {close}?" if close else ""
 
 
 def _parser() -> argparse.ArgumentParser:

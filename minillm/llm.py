@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import threading
 from collections import deque
@@ -23,6 +22,7 @@ from minillm.progress import OnProgress, ignore_progress
 from minillm.sequence import Sequence as TokenSequence
 from minillm.tokenizer import Tokenizer
 from minillm.weights.files import OnMessage
+from minillm.wording import nearest
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -377,8 +377,8 @@ def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
     known = [field.name for field in fields(EngineConfig)]
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            close = nearest(name, known)
+            hint = f"did you mean {close}?" if close else f"known: {', '.join(known)}"
             raise UsageError(f"unknown option {name!r}; {hint}")
     return EngineConfig(**options)
 

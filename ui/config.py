@@ -17,7 +17,6 @@ num_blocks = 2000
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from minillm.config import EngineConfig
 from minillm.decoding.params import BeamSearchParams, SamplingParams
 from minillm.errors import MinillmError, UsageError
 from minillm.paths import config_dir
+from minillm.wording import nearest
 from ui.settings import CHAT_SAMPLING, Settings
 
 _TABLES = ("engine", "sampling", "beams")
@@ -98,6 +98,6 @@ def _read(path: Path) -> dict[str, Any]:
 def _known(path: Path, table: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in table:
         if name not in names:
-            close = difflib.get_close_matches(name, names, 1, 0.5)
-            meant = f", did you mean {close[0]}?" if close else f"; known: {', '.join(names)}"
+            close = nearest(name, names)
+            meant = f", did you mean {close}?" if close else f"; known: {', '.join(names)}"
             raise UsageError(f"{path}: unknown setting {name!r}{meant}")

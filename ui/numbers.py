@@ -10,15 +10,6 @@ from minillm.ids import contiguous_runs
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def size(num_bytes: float) -> str:
-    """``161 MB``: decimal units, as downloads are counted."""
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
-
-
 def count(number: int) -> str:
     """``12,345``."""
     return f"{number:,}"

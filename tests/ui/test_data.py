@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from minillm.service.messages import BlockChange, CacheChanged, Loading, LogEntry, PoolFigures, TableChange
+from minillm.wording import size
 from ui.markdown import harmless_parser
-from ui.numbers import bar, duration, plural, size
+from ui.numbers import bar, duration, plural
 from ui.pool import BlockState, Pool
 from ui.widgets.block_table import runs_line
 from ui.widgets.loading_bar import progress_line

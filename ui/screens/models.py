@@ -12,7 +12,7 @@ from minillm.errors import MinillmError
 from minillm.text import clean_line
 from minillm.weights.files import find_downloaded
 from minillm.weights.manifest import ModelEntry, load_manifest
-from ui.numbers import size
+from minillm.wording import size
 from ui.screens.dialog import Dialog
 
 

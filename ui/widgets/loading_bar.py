@@ -10,7 +10,8 @@ from textual.widget import Widget
 
 from minillm.service.messages import Loading
 from minillm.text import clean_line
-from ui.numbers import bar, count, duration, size
+from minillm.wording import size
+from ui.numbers import bar, count, duration
 
 
 class LoadingBar(Widget):

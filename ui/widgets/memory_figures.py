@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from rich.segment import Segment
 
 from minillm.service.messages import PoolFigures
-from ui.numbers import bar, count, size, sparkline
+from minillm.wording import size
+from ui.numbers import bar, count, sparkline
 from ui.pool import Pool
 from ui.widgets.line_view import LineView
 

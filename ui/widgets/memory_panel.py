@@ -15,8 +15,9 @@ from textual.widget import Widget
 
 from minillm.ids import contiguous_runs
 from minillm.service.messages import BlockFacts, TableView
+from minillm.wording import size
 from ui.names import Names, clean_names, table_name
-from ui.numbers import count, plural, size
+from ui.numbers import count, plural
 from ui.pool import Pool
 from ui.widgets.block_facts import block_facts, host_block_facts
 from ui.widgets.block_table import HEADING, BlockTableView, runs_line

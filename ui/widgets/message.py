@@ -8,8 +8,9 @@ from textual.content import Content
 from textual.widgets import Collapsible, Static
 
 from minillm.text import clean, clean_line
+from minillm.wording import size
 from ui.conversation import Answer
-from ui.numbers import count, duration, plural, size
+from ui.numbers import count, duration, plural
 from ui.reasoning import ReasoningSplitter
 from ui.widgets.markdown import ModelMarkdown
 
