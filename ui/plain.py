@@ -20,6 +20,7 @@ from minillm.text import clean, clean_line
 from ui.conversation import Candidate, Conversation
 from ui.sessions import SessionStore, export
 from ui.settings import Settings, with_param
+from ui.slash import is_command, unescaped
 
 HELP = """\
 /new              begin a new conversation
@@ -44,10 +45,10 @@ class PlainChat:
     def handle(self, line: str) -> bool:
         """One line of input. False where it ends the chat."""
         try:
-            if line.startswith("/") and not line.startswith("//"):
+            if is_command(line):
                 name, _, argument = line[1:].partition(" ")
                 return self._command(name, argument.strip())
-            self._answer(line.removeprefix("/") if line.startswith("//") else line)
+            self._answer(unescaped(line))
         except MinillmError as error:
             self.say(str(error))
         return True

@@ -41,7 +41,7 @@ from ui.pool import Pool
 from ui.screens.commands import ChatCommands
 from ui.sessions import SessionStore
 from ui.settings import Settings
-from ui.slash import COMMANDS, completions, parse
+from ui.slash import COMMANDS, completions, is_command, parse, unescaped
 from ui.widgets.candidates import CandidateCard, CandidatesView
 from ui.widgets.loading_bar import LoadingBar
 from ui.widgets.memory_panel import MemoryPanel
@@ -326,7 +326,7 @@ class ChatScreen(ChatCommands):
 
     @on(PromptInput.Submitted)
     async def _submitted(self, message: PromptInput.Submitted) -> None:
-        if message.text.startswith("/") and not message.text.startswith("//"):
+        if is_command(message.text):
             prompt = self.query_one(PromptInput)
             try:
                 command, argument = parse(message.text)
@@ -337,13 +337,12 @@ class ChatScreen(ChatCommands):
             await self.run_command(command.name, argument)
         elif self.can_ask():
             self.query_one(PromptInput).take()
-            question = message.text.removeprefix("/") if message.text.startswith("//") else message.text
             editing, self.editing = self.editing, None
             await self.accept_best()
             if editing is None:
-                self.conversation.ask(question)
+                self.conversation.ask(unescaped(message.text))
             else:
-                self.conversation.ask_instead(editing, question)
+                self.conversation.ask_instead(editing, unescaped(message.text))
             await self.request_answer()
 
     def can_ask(self) -> bool:
