@@ -20,3 +20,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What tests marked ``anyio`` run on: Textual knows no other."""
+    return "asyncio"

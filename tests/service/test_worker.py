@@ -52,11 +52,6 @@ pytestmark = pytest.mark.anyio
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Engine:
     """The process, and every event that it has sent."""
 

@@ -19,11 +19,6 @@ from ui.widgets.transcript import Transcript
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def test_editing_a_question_begins_a_branch_and_keys_switch_back() -> None:
     async with chat() as pilot:
         first = await ask(pilot, "echo one")

@@ -2,91 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
-
-import anyio
 import pytest
+from driving import ask, chat, notes, say, screen, seen, until
 from textual import events
-from textual.drivers.headless_driver import HeadlessDriver
-from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static, TextArea
 
-from ui.app import ChatApp
 from ui.screens.chat import ChatScreen
 from ui.screens.help import HelpScreen
 from ui.screens.models import ModelScreen
 from ui.screens.sampling import SamplingScreen
 from ui.screens.system import SystemScreen
-from ui.sessions import SessionStore
-from ui.settings import Settings
 from ui.widgets.memory_panel import MemoryPanel
-from ui.widgets.message import AnswerView, Note, Question
+from ui.widgets.message import AnswerView, Question
 from ui.widgets.pool_map import PoolMap
 from ui.widgets.prompt import PromptInput
 from ui.widgets.status_bar import StatusBar
 from ui.widgets.transcript import Transcript
 
-FAKE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@asynccontextmanager
-async def chat(model: str = "fake", size: tuple[int, int] = (120, 40), **settings: object) -> AsyncIterator[Pilot]:
-    with tempfile.TemporaryDirectory() as directory:
-        store = SessionStore(Path(directory))
-        app = ChatApp(Settings(model, **settings), store, engine_command=FAKE, driver_class=HeadlessDriver)  # type: ignore[arg-type]
-        async with app.run_test(size=size) as pilot:
-            if model == "fake":
-                await until(pilot, lambda: app.engine_state.phase == "ready")
-            yield pilot
-
-
-async def until(pilot: Pilot, condition: Callable[[], object], seconds: float = 20) -> None:
-    with anyio.fail_after(seconds):
-        while not condition():
-            await pilot.pause(0.02)
-
-
-def screen(pilot: Pilot) -> ChatScreen:
-    chat_screen = pilot.app.screen_stack[0]
-    assert isinstance(chat_screen, ChatScreen)
-    return chat_screen
-
-
-async def say(pilot: Pilot, text: str) -> None:
-    """Type a question and send it."""
-    screen(pilot).query_one(PromptInput).text = text
-    await pilot.press("enter")
-
-
-async def ask(pilot: Pilot, text: str) -> AnswerView:
-    """Ask and wait until the answer has ended."""
-    before = len(screen(pilot).query(AnswerView))
-    await say(pilot, text)
-    await until(pilot, lambda: len(screen(pilot).query(AnswerView)) > before)
-    view = screen(pilot).query(AnswerView).last()
-    await until(pilot, lambda: view.answer.finish_reason is not None)
-    await pilot.pause()
-    return view
-
-
-def seen(pilot: Pilot) -> str:
-    """All text on the screen."""
-    lines = pilot.app.screen._compositor.render_strips(pilot.app.size)
-    return "\n".join("".join(segment.text for segment in strip) for strip in lines)
-
-
-def notes(pilot: Pilot) -> list[str]:
-    return [str(note.render()) for note in screen(pilot).query(Note)]
 
 
 async def test_an_answer_streams_into_the_transcript() -> None:

@@ -20,11 +20,6 @@ pytestmark = pytest.mark.anyio
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def engine(model: str, **options: Any) -> dict[str, Any]:
     """The app's settings for a real engine on the CPU."""
     return {

@@ -18,11 +18,6 @@ SNAPSHOTS = Path(__file__).with_name("snapshots")
 SIZES = [(80, 24), (160, 50)]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def normal(svg: str) -> str:
     """Without what differs from run to run, and from one release of Textual's exporter to the next: ids, the cursor."""
     return re.sub(r"terminal-\d+", "terminal-0", svg)
