@@ -81,12 +81,6 @@ def _ordered(x):
 
 
 @triton.jit
-def _unordered(key):
-    bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF)
-    return bits.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _scan_kernel(
     parts_ptr, maxima_ptr,
     logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, positions_ptr,

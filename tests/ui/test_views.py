@@ -8,11 +8,13 @@ from pathlib import Path
 
 import memory_script as script
 import pytest
+from driving import seen
 from memory_script import HOSTILE, TABLES, name, new_pool, picture, table
 from rich.segment import Segment
 from textual.app import App, ComposeResult
 from textual.containers import Container, Vertical
 from textual.pilot import Pilot
+from textual.widget import Widget
 
 import ui
 from minillm.service.messages import BlockChange, CacheChanged, LogEntry, PoolFigures, TableView
@@ -30,11 +32,6 @@ from ui.widgets.view_tabs import tab_labels
 
 STYLES = Path(ui.__file__).with_name("styles")
 WIDE, NARROW = (120, 40), (80, 24)
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 class PanelApp(App[None]):
@@ -85,10 +82,9 @@ def feed(panel: MemoryPanel, pool: Pool, event: CacheChanged) -> None:
     panel.pool_changed(pool, pool.apply(event), name, "turn 2")
 
 
-def seen(pilot: Pilot) -> str:
-    """All text on the screen."""
-    lines = pilot.app.screen._compositor.render_strips(pilot.app.size)
-    return "\n".join("".join(segment.text for segment in strip) for strip in lines)
+def focus_view(panel: MemoryPanel) -> None:
+    """Give the keys to the view that is shown."""
+    next(widget for widget in panel.query_one(f"#view-{panel.view}").query(Widget) if widget.can_focus).focus()
 
 
 def styled(pilot: Pilot, text: str) -> Segment:
@@ -210,7 +206,7 @@ async def test_every_state_of_a_block_is_a_letter_or_a_shape_of_its_own() -> Non
 @pytest.mark.anyio
 async def test_coloured_by_sequence_a_block_shows_its_sequences_letter() -> None:
     async with panel_of(picture(TABLES)) as (pilot, panel, pool):
-        panel.focus_view()
+        focus_view(panel)
         await pilot.press("c")
         await pilot.pause()
         shown = seen(pilot)
@@ -351,7 +347,7 @@ async def test_tables_show_runs_fill_and_sharers() -> None:
 @pytest.mark.anyio
 async def test_the_tokens_of_the_cursors_block_on_demand() -> None:
     async with panel_of(picture(TABLES), view="tables") as (pilot, panel, _):
-        panel.focus_view()
+        focus_view(panel)
         asked = pilot.app.asked  # type: ignore[attr-defined]
         await pilot.press("down", "down")
         await settle(pilot)
@@ -488,7 +484,7 @@ async def test_the_log_follows_the_newest_event_unless_scrolled() -> None:
 @pytest.mark.anyio
 async def test_the_log_can_be_held_still() -> None:
     async with panel_of(picture(TABLES), allocations(0, 5), view="events") as (pilot, panel, pool):
-        panel.focus_view()
+        focus_view(panel)
         await pilot.press("space")
         feed(panel, pool, allocations(5, 7))
         await pilot.pause()
@@ -505,7 +501,7 @@ async def test_the_log_can_be_held_still() -> None:
 @pytest.mark.anyio
 async def test_the_log_is_filtered_by_kind() -> None:
     async with panel_of(picture(TABLES, log=script.LOG), view="events") as (pilot, panel, pool):
-        panel.focus_view()
+        focus_view(panel)
         await pilot.press("a", "s")
         await pilot.pause()
         shown = seen(pilot)

@@ -11,7 +11,6 @@ from textual.content import Content
 from textual.message import Message
 from textual.reactive import reactive
 from textual.timer import Timer
-from textual.widget import Widget
 
 from minillm.ids import contiguous_runs
 from minillm.service.messages import BlockFacts, TableView
@@ -146,13 +145,6 @@ class MemoryPanel(Vertical):
         self._names = clean_names(names)
         self._facts = facts
         self._refresh_block()
-
-    def focus_view(self) -> None:
-        """Give the keys to the view that is shown."""
-        for widget in self.query_one(f"#view-{self.view}").query(Widget):
-            if widget.can_focus:
-                widget.focus()
-                return
 
     # --- which view is shown ------------------------------------------------------------------------------------------
 
