@@ -17,7 +17,7 @@ from textual.reactive import reactive
 from textual.screen import Screen
 from textual.worker import WorkerFailed
 
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.service.client import ENGINE_COMMAND, EngineProcess
 from minillm.service.messages import Load, Loaded, LoadFailed, Loading
 from minillm.text import clean, clean_line
@@ -127,6 +127,17 @@ class ChatApp(App[None]):
         if self.engine_state.phase != "failed":
             words = problem or engine.last_words() or "it left no message"
             self.engine_state = EngineState("crashed", model, error=f"{_ending(engine.exit_code)}: {words}")
+
+    async def until_ready(self) -> None:
+        """Wait until the model can be asked.
+
+        Raises:
+            MinillmError: it does not load, or the engine ended.
+        """
+        while self.engine_state.phase != "ready":
+            if self.engine_state.phase in ("failed", "crashed"):
+                raise MinillmError(self.engine_state.error)
+            await asyncio.sleep(0.05)
 
     def on_engine_command(self, message: EngineCommand) -> None:
         if self._engine is not None:

@@ -77,10 +77,7 @@ async def _app(engine: Mapping[str, object]) -> AsyncIterator[Pilot[None]]:
         settings = Settings(default_model(), engine=engine, sampling=dict(_PARAMS))
         app = ChatApp(settings, SessionStore(Path(directory)), driver_class=HeadlessDriver)
         async with app.run_test(size=(160, 50)) as pilot:
-            while app.engine_state.phase != "ready":
-                if app.engine_state.phase in ("failed", "crashed"):
-                    raise MinillmError(app.engine_state.error)
-                await asyncio.sleep(0.05)
+            await app.until_ready()
             yield pilot
 
 

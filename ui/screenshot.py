@@ -12,7 +12,6 @@ from pathlib import Path
 
 from textual.drivers.headless_driver import HeadlessDriver
 
-from minillm.errors import MinillmError
 from minillm.weights.manifest import default_model
 from ui.app import ChatApp
 from ui.sessions import SessionStore
@@ -40,10 +39,7 @@ async def take(target: Path) -> None:
 
 async def _talk(app: ChatApp, target: Path) -> None:
     async with app.run_test(size=SIZE) as pilot, asyncio.timeout(_PATIENCE):
-        while app.engine_state.phase != "ready":
-            if app.engine_state.phase in ("failed", "crashed"):
-                raise MinillmError(app.engine_state.error)
-            await pilot.pause(0.1)
+        await app.until_ready()
         for number, (question, num_answers) in enumerate(QUESTIONS, 1):
             app.settings = with_param(app.settings, "n", str(num_answers))
             app.screen.query_one(PromptInput).text = question
