@@ -50,6 +50,12 @@ def _check_scale(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--scale must be above 0 and at most 1, not {arguments.scale}")
 
 
+def _check_counts(arguments: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(arguments, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+
+
 def _model(arguments: argparse.Namespace) -> tuple[LLM, str]:
     """The model that ``--shape`` or ``--model`` asks for, and its name."""
     if arguments.shape and arguments.model:
@@ -102,8 +108,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     _check_scale(arguments)
     if not 0 < arguments.rate <= 1e6:
         raise UsageError(f"--rate must be above 0, not {arguments.rate}")
-    if arguments.num_requests < 1:
-        raise UsageError(f"--num-requests must be at least 1, not {arguments.num_requests}")
+    _check_counts(arguments, "num_requests")
     from minillm.bench.serve import measure
 
     llm, name = _model(arguments)
@@ -126,8 +131,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _share(arguments: argparse.Namespace) -> int:
     _check_scale(arguments)
-    if arguments.num_requests < 1:
-        raise UsageError(f"--num-requests must be at least 1, not {arguments.num_requests}")
+    _check_counts(arguments, "num_requests")
     from minillm.bench.share import measure
 
     llm, name = _model(arguments)
@@ -145,9 +149,7 @@ def _share(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    for name in ("batch_size", "context"):
-        if getattr(arguments, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+    _check_counts(arguments, "batch_size", "context")
     from minillm.bench.profile import measure
 
     llm, name = _model(arguments)
@@ -178,8 +180,7 @@ def _matvec(arguments: argparse.Namespace) -> int:
     shape = SHAPES[_shape(arguments)]
     if not torch.cuda.is_available():
         raise UsageError("bench matvec needs a GPU")
-    if arguments.tensor_parallel_size < 1:
-        raise UsageError(f"--tensor-parallel-size must be at least 1, not {arguments.tensor_parallel_size}")
+    _check_counts(arguments, "tensor_parallel_size")
     results = []
     for result in measure(shard_of(shape, 0, arguments.tensor_parallel_size).local(shape)):
         results.append(result)
@@ -291,9 +292,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def _latency(arguments: argparse.Namespace) -> int:
-    for name in ("batch_size", "input_len", "output_len"):
-        if getattr(arguments, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+    _check_counts(arguments, "batch_size", "input_len", "output_len")
     from minillm.bench.latency import measure
     from minillm.bench.peers import transformers_peer
 
