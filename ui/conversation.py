@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from minillm.service.messages import TokenChoice
@@ -201,7 +201,7 @@ class Conversation:
                 {
                     "parent": None if turn.parent is None else number[id(turn.parent)],
                     "question": turn.question,
-                    "answer": {name: value for name, value in asdict(turn.answer).items() if name in _SAVED},
+                    "answer": {name: getattr(turn.answer, name) for name in _SAVED},
                 }
                 for turn in turns
             ],
@@ -231,4 +231,4 @@ class Conversation:
         return conversation
 
 
-_SAVED = frozenset(item.name for item in fields(Answer)) - {"tokens", "candidates"}
+_SAVED = tuple(item.name for item in fields(Answer) if item.name not in ("tokens", "candidates"))

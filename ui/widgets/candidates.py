@@ -13,6 +13,7 @@ from minillm.text import clean
 from ui.conversation import Answer, Candidate
 from ui.numbers import plural
 from ui.reasoning import split_reasoning
+from ui.widgets.drawn import update_in_place
 
 _NARROWEST = 26  # columns of a card
 _MOST_SHOWN = 1500  # characters of a card: the end of a long text, for that is where it grows
@@ -36,7 +37,7 @@ class CandidateCard(Static, can_focus=True):
     def show(self, candidate: Candidate) -> None:
         reasoning, answer = split_reasoning(candidate.text)
         text = clean(answer.strip() or reasoning.strip())
-        self.update(Content(text if len(text) <= _MOST_SHOWN else "… " + text[-_MOST_SHOWN:]))
+        update_in_place(self, Content(text if len(text) <= _MOST_SHOWN else "… " + text[-_MOST_SHOWN:]))
         self.border_subtitle = candidate_facts(candidate)
         self.set_class(candidate.finish_reason is not None, "-finished")
 
@@ -93,4 +94,4 @@ class CandidatesView(Vertical):
             text = f"{done} of {len(self._cards)} have ended · 1, 2 … accepts one and stops the others"
         else:
             text = f"1 … {min(9, len(self._cards))}, a click, or Tab and Enter accepts one; the others are freed"
-        self._summary.update(Content(text))
+        update_in_place(self._summary, Content(text))

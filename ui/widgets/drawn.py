@@ -1,11 +1,14 @@
-"""Text that is made when it is drawn, for the room that it has then."""
+"""Text that changes often, drawn where it stands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 from textual.content import Content
+from textual.css.styles import RulesMap
 from textual.widget import Widget
+from textual.widgets import Static
 
 
 class Drawn(Widget):
@@ -28,6 +31,16 @@ class Drawn(Widget):
     def render(self) -> Content:
         self._shown = self._content()
         return self._shown
+
+
+def update_in_place(widget: Static, content: Content) -> None:
+    """Show ``content`` in a widget whose width its surroundings set, as ``1fr`` is.
+
+    The screen is laid out anew only where the widget's height changes: a layout costs ten times what drawing it does.
+    """
+    width, rules = widget.content_size.width, cast(RulesMap, widget.styles)
+    same_height = width > 0 and widget.visual.get_height(rules, width) == content.get_height(rules, width)
+    widget.update(content, layout=not same_height)
 
 
 def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Content:

@@ -30,8 +30,14 @@ class LineView(ScrollView, can_focus=True):
 
     def set_lines(self, num_lines: int, dropped: int = 0) -> None:
         """There are ``num_lines`` now, after the first ``dropped`` ones have gone."""
-        if num_lines != self.virtual_size.height:
-            self.virtual_size = Size(0, num_lines)
+        size = Size(0, num_lines)
+        if size != self.virtual_size:
+            if self.show_vertical_scrollbar == (num_lines > self.size.height):
+                # Nothing moves: a layout of the whole screen would be for the scrollbar's length alone.
+                self.set_reactive(LineView.virtual_size, size)
+                self.vertical_scrollbar.window_virtual_size = num_lines
+            else:
+                self.virtual_size = size
         if self.follows and self._at_end:
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
         elif dropped:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
+from rich.cells import cell_len
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.widgets import Markdown
-from textual.widgets.markdown import MarkdownFence
+from textual.css.query import NoMatches
+from textual.widget import Widget
+from textual.widgets import Label, Markdown, Static
+from textual.widgets._markdown import MarkdownListItem, MarkdownParagraph
+from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from minillm.text import clean
 from ui.markdown import harmless_parser
+from ui.widgets.drawn import update_in_place
 
 _MOST_HIGHLIGHTED = 20_000  # characters of one code block; more is shown plain, for it is highlighted at every update
 
@@ -26,8 +34,102 @@ def _known_language(name: str) -> str:
     return name
 
 
+class Paragraph(MarkdownParagraph):
+    """A paragraph that grows where it stands."""
+
+    def set_content(self, content: Content) -> None:
+        self._content = content
+        update_in_place(self, content)
+
+
+class GrowingList(MarkdownBlock):
+    """A list that grows at its end: the items above the last one stay as they are.
+
+    Textual builds the last block of a document anew when text is added, and a list is one block, however long.
+    """
+
+    async def _update_from_block(self, block: MarkdownBlock) -> None:
+        if not isinstance(block, type(self)) or not await self._grow(block):
+            await self._replace(block)
+
+    @property
+    def items(self) -> list[MarkdownListItem]:
+        """The items, before `compose` has made them rows."""
+        return [block for block in self._blocks if isinstance(block, MarkdownListItem)]
+
+    def compose(self) -> ComposeResult:
+        yield from (_row(symbol, item) for symbol, item in zip(self._symbols(), self.items, strict=True))
+        self._blocks.clear()
+
+    async def _grow(self, block: GrowingList) -> bool:
+        """Become ``block``, which is this list some text later; False where more than its end is another."""
+        rows, symbols = [row for row in self.children if isinstance(row, Horizontal)], block._symbols()
+        if len(symbols) < len(rows) or [row.query_one(Bullet).symbol for row in rows] != symbols[: len(rows)]:
+            return False
+        item, parts = rows[-1].query_one(Vertical), block.items[len(rows) - 1]._blocks
+        before = list(item.children)
+        if [type(part) for part in before] != [type(part) for part in parts[: len(before)]]:
+            return False
+        if before:
+            if not isinstance(before[-1], (Paragraph, Fence, GrowingList)):
+                return False
+            await before[-1]._update_from_block(parts[len(before) - 1])
+        await item.mount_all(parts[len(before) :])
+        await self.mount_all(
+            _row(symbol, item) for symbol, item in zip(symbols[len(rows) :], block.items[len(rows) :], strict=True)
+        )
+        return True
+
+    async def _replace(self, block: MarkdownBlock) -> None:
+        parent = self.parent
+        assert isinstance(parent, Widget)
+        await parent.mount(block, after=self)
+        await self.remove()
+
+    def _symbols(self) -> list[str]:
+        """What each of the items begins with."""
+        raise NotImplementedError
+
+
+class BulletList(GrowingList):
+    """``• one``"""
+
+    def _symbols(self) -> list[str]:
+        return [item.bullet for item in self.items]
+
+
+class OrderedList(GrowingList):
+    """``1. one``, counted from the first item's number."""
+
+    def _symbols(self) -> list[str]:
+        first = int(self.items[0].bullet)
+        words = [f"{number}. " for number in range(first, first + len(self.items))]
+        return [word.rjust(len(words[-1]) + 1) for word in words]
+
+
+class Bullet(Static):
+    """What an item of a list begins with."""
+
+    def __init__(self, symbol: str) -> None:
+        super().__init__(Content(symbol))
+        self.symbol = symbol
+
+
+def _row(symbol: str, item: MarkdownListItem) -> Horizontal:
+    return Horizontal(Bullet(symbol), Vertical(*item._blocks))
+
+
 class Fence(MarkdownFence):
-    """A code block. One without a language is plain text."""
+    """A code block that grows where it stands. One without a language is plain text."""
+
+    def set_content(self, content: Content) -> None:
+        self._content = content
+        with suppress(NoMatches):
+            label = self.query_one("#code-content", Label)
+            if max(map(cell_len, content.plain.split("\n"))) <= label.content_size.width:
+                update_in_place(label, content)
+            else:
+                label.update(content)  # code is not broken into lines: it is scrolled sideways
 
     @classmethod
     def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:
@@ -39,7 +141,14 @@ class Fence(MarkdownFence):
 class ModelMarkdown(Markdown):
     """Markdown that grows by `append_text`."""
 
-    BLOCKS = {**Markdown.BLOCKS, "fence": Fence, "code_block": Fence}  # noqa: RUF012
+    BLOCKS = {  # noqa: RUF012
+        **Markdown.BLOCKS,
+        "paragraph_open": Paragraph,
+        "bullet_list_open": BulletList,
+        "ordered_list_open": OrderedList,
+        "fence": Fence,
+        "code_block": Fence,
+    }
 
     def __init__(self, text: str = "") -> None:
         super().__init__(clean(text), parser_factory=harmless_parser, open_links=False)

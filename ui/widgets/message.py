@@ -12,6 +12,7 @@ from minillm.wording import size
 from ui.conversation import Answer
 from ui.numbers import count, duration, plural
 from ui.reasoning import ReasoningSplitter
+from ui.widgets.drawn import update_in_place
 from ui.widgets.markdown import ModelMarkdown
 
 _MOST_SHOWN = 4000  # characters of a question; a pasted book is not laid out again at every resize
@@ -109,7 +110,7 @@ class AnswerView(Vertical):
 
     def update_summary(self) -> None:
         """Show how it went, or that it goes on."""
-        self._summary.update(Content(summary(self.answer)))
+        update_in_place(self._summary, Content(summary(self.answer)))
 
 
 def summary(answer: Answer) -> str:
