@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -158,6 +159,24 @@ def test_growing_sequences_stay_in_one_run_while_the_pool_is_wide() -> None:
         for table in tables:
             manager.append(table, 1)
     assert manager.stats().num_runs == 4
+
+
+def test_contiguity_is_how_many_neighbours_in_a_table_are_neighbours_in_the_pool() -> None:
+    manager, rng = BlockManager(32, 1), random.Random(5)
+    tables = [grown(manager, number, rng.randint(1, 6)) for number in range(6)]
+    seen = set()
+    for _ in range(40):
+        table = rng.choice(tables)
+        if rng.random() < 0.4:
+            manager.free(table)
+            tables[tables.index(table)] = grown(manager, table.seq_id, 1)
+        elif manager.num_free >= 2:
+            manager.append(table, 2)
+        joints = [(one, other) for each in tables for one, other in itertools.pairwise(each.blocks)]
+        expected = sum(one + 1 == other for one, other in joints) / len(joints) if joints else 1
+        assert manager.stats().contiguity == pytest.approx(expected)
+        seen.add(expected)
+    assert len(seen) > 3
 
 
 def test_a_full_pool_is_one_run_again_after_everything_is_freed() -> None:
