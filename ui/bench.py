@@ -41,6 +41,7 @@ from minillm.service.messages import (
 )
 from minillm.weights.manifest import default_model
 from ui.app import ChatApp
+from ui.messages import EngineEvent
 from ui.pool import Pool
 from ui.sessions import SessionStore
 from ui.settings import Settings
@@ -175,7 +176,7 @@ async def _drawing() -> float:
             events.append(CacheChanged(changes, [table], [], figures, log))
         began, used = time.monotonic(), time.process_time()
         for number, event in enumerate(events):
-            chat._cache_changed(event)
+            pilot.app.chat.post_message(EngineEvent(event))  # type: ignore[attr-defined]
             await asyncio.sleep(max(0.0, began + (number + 1) / FRAMES - time.monotonic()))
         return (time.process_time() - used) / (time.monotonic() - began)
 

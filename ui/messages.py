@@ -37,3 +37,11 @@ class EngineCommand(Message):
     def __init__(self, command: Command) -> None:
         super().__init__()
         self.command = command
+
+
+class EngineChanged(Message):
+    """The engine is in another state."""
+
+    def __init__(self, state: EngineState) -> None:
+        super().__init__()
+        self.state = state

@@ -91,6 +91,16 @@ class Pace(Command):
 
 
 @dataclass(frozen=True)
+class Report(Command):
+    """Tell texts, beams and pictures of the pool no more often than every so many seconds, what came between at once.
+
+    Before this each token is told as it comes. The first tokens and the end of an answer never wait.
+    """
+
+    every: float
+
+
+@dataclass(frozen=True)
 class Inspect(Command):
     """Tell what is known of a block: `BlockFacts` answers."""
 

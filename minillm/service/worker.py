@@ -40,6 +40,7 @@ from minillm.service.messages import (
     Notice,
     Pace,
     Pin,
+    Report,
     RequestFailed,
     Started,
     Stepped,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs
     from minillm.sequence import Sequence, SequenceGroup
 
-_INTERVAL = 0.1  # seconds between two pictures of the pool, and of the beams
+_INTERVAL = 0.1  # seconds between two pictures of the pool, and of the beams, unless `Report` says otherwise
 _MOST_STEPS = 100  # that one message tells
 
 
@@ -92,7 +93,10 @@ class Conversations:
 
     def __post_init__(self) -> None:
         self._view = CacheView(self.engine)
-        self._last_picture = 0.0
+        self._interval = _INTERVAL
+        self._text_interval = 0.0
+        self._last_picture = self._last_text = 0.0
+        self._untold: dict[tuple[str, int], list[TextDelta]] = {}  # by request and completion
         self._steps: list[StepView] = []
         self._pause = 0.0  # seconds from one step to the next, at least
         self._next_step = 0.0
@@ -124,6 +128,8 @@ class Conversations:
                 self.send(Notice(f"the system prompt is not pinned: {error}"))
         elif isinstance(command, Pace):
             self._pause = 1 / command.steps_per_second if command.steps_per_second > 0 else 0.0
+        elif isinstance(command, Report):
+            self._interval = self._text_interval = command.every
         elif isinstance(command, Inspect) and 0 <= command.block < self.engine.cache.num_blocks:
             self.send(self._view.facts(command.block))
 
@@ -190,6 +196,7 @@ class Conversations:
             self._steps.append(StepView(*astuple(engine.last_step)))
         for delta in deltas:
             self._report(delta)
+        self._tell_texts()
         self._tell_beams()
         for output in engine.take_finished():
             if self._pinning is not None and output.request_id == self._pinning[0].request_id:
@@ -199,6 +206,8 @@ class Conversations:
             if answer is None:
                 continue
             if output.error is not None:
+                for key in [key for key in self._untold if key[0] == output.request_id]:
+                    self._tell_text(key)
                 self.send(RequestFailed(output.request_id, output.error))
             elif answer.group.searches:
                 self._end_beams(answer, output)
@@ -216,7 +225,8 @@ class Conversations:
         if delta.text or delta.token_ids:
             chosen = sequence.logprobs[-len(delta.token_ids) :] if delta.token_ids else []
             tokens = [self._choice(each) for each in chosen]
-            self.send(TextDelta(delta.request_id, delta.index, delta.text, len(delta.token_ids), tokens))
+            text = TextDelta(delta.request_id, delta.index, delta.text, len(delta.token_ids), tokens)
+            self._untold.setdefault((delta.request_id, delta.index), []).append(text)
         if delta.finish_reason is not None:
             self._tell_end(answer, delta.index, delta.finish_reason, sequence.num_output_tokens)
 
@@ -227,7 +237,24 @@ class Conversations:
             name, cached = answer.command.request_id, group.num_cached_tokens
             self.send(Started(name, group.num_prompt_tokens, cached, waited, answer.in_reasoning))
 
+    def _tell_text(self, key: tuple[str, int]) -> None:
+        """Send what one completion has said since the last time."""
+        parts = self._untold.pop(key, [])
+        if parts:
+            text = "".join(part.text for part in parts)
+            tokens = [token for part in parts for token in part.tokens]
+            self.send(TextDelta(*key, text, sum(part.num_tokens for part in parts), tokens))
+
+    def _tell_texts(self) -> None:
+        """Send what was said, unless the last time is too recent."""
+        now = time.monotonic()
+        if self._untold and now - self._last_text >= self._text_interval:
+            self._last_text = now
+            for key in list(self._untold):
+                self._tell_text(key)
+
     def _tell_end(self, answer: Answer, index: int, reason: str, num_tokens: int) -> None:
+        self._tell_text((answer.command.request_id, index))
         metrics = answer.group.metrics
         elapsed = time.monotonic() - (metrics.first_token_time or time.monotonic())
         self.send(
@@ -254,7 +281,7 @@ class Conversations:
     def _tell_beams(self) -> None:
         now = time.monotonic()
         for answer in self.answers.values():
-            if answer.group.searches and answer.group.beams and now - answer.beams_told_at >= _INTERVAL:
+            if answer.group.searches and answer.group.beams and now - answer.beams_told_at >= self._interval:
                 self._tell_start(answer)
                 answer.beams_told_at = now
                 outputs = self.engine.output_of(answer.group).outputs
@@ -349,7 +376,7 @@ class Conversations:
     def show_cache(self, *, now: bool = False) -> None:
         """Tell what changed in the pool and what the steps did, if the last picture is not too recent."""
         moment = time.monotonic()
-        if now or moment - self._last_picture >= _INTERVAL:
+        if now or moment - self._last_picture >= self._interval:
             picture = self._view.changes(self._owners())
             if self._steps:
                 self.send(Stepped(self._steps[-_MOST_STEPS:]))

@@ -36,6 +36,7 @@ from minillm.service.messages import (
     Notice,
     Pin,
     PoolFigures,
+    Report,
     RequestFailed,
     Started,
     Stepped,
@@ -141,6 +142,27 @@ async def test_a_conversation_keeps_its_blocks_and_the_next_turn_reuses_them(tmp
         await running.pool(lambda pool: len(pool.tables_of("a")) == len(pool.tables_of("b")) == 1)
         running.send(Forget("c"))
         await running.pool(lambda pool: not pool.tables and pool.figures.used_slots == 0)
+
+
+async def test_texts_are_told_no_more_often_than_was_asked(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        await running.wait_for(Loaded)
+        running.send(question("a", "hello", max_tokens=40, logprobs=2))
+        await running.wait_for(Finished)
+        at_once = [event for event in running.events if isinstance(event, TextDelta)]
+        running.send(Report(3600))
+        running.send(question("b", "hello", "d", max_tokens=40, logprobs=2))
+        await running.wait_for(Finished, 2)
+        later = [event for event in running.events if isinstance(event, TextDelta) and event.request_id == "b"]
+        assert len(at_once) > 10
+        assert len(later) <= 2
+        assert "".join(event.text for event in later) == "".join(event.text for event in at_once)
+        assert sum(event.num_tokens for event in later) == 40
+        chosen = [[token.text for event in events for token in event.tokens] for events in (at_once, later)]
+        assert chosen[0] == chosen[1]
+        kinds = [type(event) for event in running.events]
+        assert kinds.index(Finished) < kinds.index(TextDelta, kinds.index(Finished))
+        assert kinds[::-1].index(Finished) < kinds[::-1].index(TextDelta)  # the end comes behind the last word
 
 
 async def test_an_answer_can_be_stopped_and_forgotten(tmp_path: Path, tiny_model: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from driving import ask, chat, notes, say, screen, seen, until
 from textual import events
 from textual.widgets import Input, OptionList, Static, TextArea
 
+from ui.pacing import Drawing
 from ui.screens.chat import ChatScreen
 from ui.screens.help import HelpScreen
 from ui.screens.models import ModelScreen
 from ui.screens.sampling import SamplingScreen
 from ui.screens.system import SystemScreen
+from ui.widgets.key_bar import KeyBar
 from ui.widgets.memory_panel import MemoryPanel
 from ui.widgets.message import AnswerView, Question
 from ui.widgets.pool_map import PoolMap
@@ -298,3 +302,49 @@ async def test_the_status_says_what_goes_on() -> None:
         await until(pilot, lambda: status.status.activity == "reading")
         await pilot.press("escape")
         await until(pilot, lambda: status.status.activity == "ready")
+
+
+async def test_a_click_on_a_key_in_the_last_line_presses_it() -> None:
+    async with chat(size=(140, 40)) as pilot:
+        bar = screen(pilot).query_one(KeyBar)
+        shown = bar.render().plain
+        assert " f2 Model " in shown
+        await pilot.click(KeyBar, offset=(shown.index("Help"), 0))
+        assert isinstance(pilot.app.screen, HelpScreen)
+
+
+async def test_the_last_line_shows_as_many_keys_as_fit() -> None:
+    async with chat(size=(40, 24)) as pilot:
+        shown = screen(pilot).query_one(KeyBar).render().plain
+        assert 0 < len(shown) <= 40
+        assert "New" in shown
+
+
+async def test_beside_a_model_the_screen_is_drawn_no_more_often_than_its_share_allows() -> None:
+    drawn = []
+
+    async def draw() -> None:
+        drawn.append(time.monotonic())
+        busy = time.process_time() + 0.02
+        while time.process_time() < busy:
+            pass
+
+    async with chat() as pilot:
+        drawing = Drawing(screen(pilot), draw, share=0.02, longest=0.5)
+        drawing.soon()
+        drawing.soon()
+        await until(pilot, lambda: drawing.interval == 0.1 and len(drawn) == 1)
+        await pilot.pause(0.3)
+        assert len(drawn) == 1, "once for all the news"
+        drawing.pace(True)
+        for _ in range(3):
+            before = len(drawn)
+            drawing.soon()
+            while len(drawn) == before:
+                await pilot.pause(0.02)
+        await pilot.pause(0.1)
+        assert 0.4 < drawing.interval <= 0.5  # 20 ms are its share of a second: more than the longest pause
+        drawing.soon()
+        drawing.pace(False)  # what waits need not wait longer
+        assert drawing.interval == 0.1
+        await until(pilot, lambda: len(drawn) == 5)

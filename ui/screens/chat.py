@@ -11,7 +11,7 @@ from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding
 from textual.containers import Container, Vertical
 from textual.content import Content
-from textual.widgets import Footer, Static, TextArea
+from textual.widgets import Static, TextArea
 
 from minillm.errors import MinillmError
 from minillm.service.messages import (
@@ -29,20 +29,23 @@ from minillm.service.messages import (
     Keep,
     Notice,
     Pin,
+    Report,
     RequestFailed,
     Started,
     Stepped,
     TextDelta,
 )
 from ui.conversation import Answer, Candidate, Conversation, Turn
-from ui.messages import EngineCommand, EngineEvent, EngineState
+from ui.messages import EngineChanged, EngineCommand, EngineEvent, EngineState
 from ui.numbers import count, duration, plural
+from ui.pacing import Drawing
 from ui.pool import Pool
 from ui.screens.commands import ChatCommands
 from ui.sessions import SessionStore
 from ui.settings import Settings
 from ui.slash import COMMANDS, completions, is_command, parse, unescaped
 from ui.widgets.candidates import CandidateCard, CandidatesView
+from ui.widgets.key_bar import KeyBar
 from ui.widgets.loading_bar import LoadingBar
 from ui.widgets.memory_panel import MemoryPanel
 from ui.widgets.message import AnswerView
@@ -51,10 +54,6 @@ from ui.widgets.status_bar import FULL, Status, StatusBar
 from ui.widgets.title_bar import TitleBar
 from ui.widgets.transcript import Transcript
 
-# Seconds between two looks at what came in while an answer grows. Each lays the last paragraph out anew and draws what
-# changed in the memory view, all at once. Where the model runs on the same cores, that time is taken from it.
-_REFRESH = 0.1
-_REFRESH_BESIDE_MODEL = 0.25
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
 _GRACE = 1.0  # seconds after an answer in which ctrl+c is taken as meant for it
 _ROOM = 256  # tokens that should be left for an answer, or the oldest turns are dropped
@@ -114,6 +113,9 @@ class ChatScreen(ChatCommands):
         self._stopping = False
         self._pinned_system = ""
         self._changed: set[int] = set()  # blocks that look other than they are drawn
+        self._text = Drawing(self, self._draw_answer, share=0.03, longest=0.4)
+        self._memory = Drawing(self, self._draw_memory, share=0.02, longest=1.0)
+        self._report_every = 0.0  # what the engine was told last
         self._earlier_names: dict[str, str] = {}  # of requests, those of conversations before this one included
 
     def compose(self) -> ComposeResult:
@@ -126,14 +128,13 @@ class ChatScreen(ChatCommands):
                 yield PromptInput()
                 yield StatusBar()
             yield MemoryPanel()
-        yield Footer(show_command_palette=False)
+        yield KeyBar()
 
     def on_mount(self) -> None:
         self.query_one("#hints").display = False
         self.query_one(PromptInput).focus()
-        self.watch(self.app, "engine_state", self._engine_changed)
+        self.watch(self.app, "engine_state", self._engine_state_changed)
         self.watch(self.app, "settings", self._settings_changed)
-        self._timer = self.set_interval(_REFRESH, self._refresh_answer, pause=True)
 
     @property
     def settings(self) -> Settings:
@@ -150,7 +151,11 @@ class ChatScreen(ChatCommands):
 
     # --- what the app says --------------------------------------------------------------------------------------------
 
-    async def _engine_changed(self, state: EngineState) -> None:
+    def _engine_state_changed(self, state: EngineState) -> None:
+        self.post_message(EngineChanged(state))  # so that it stands in line behind the events that came before
+
+    async def on_engine_changed(self, message: EngineChanged) -> None:
+        state = message.state
         before, self._engine_state = self._engine_state, state
         self.query_one(TitleBar).engine_state = state
         bar = self.query_one(LoadingBar)
@@ -166,9 +171,7 @@ class ChatScreen(ChatCommands):
         transcript = self.query_one(Transcript)
         if state.loaded is not None:
             loaded = state.loaded
-            self._timer.stop()
-            interval = _REFRESH_BESIDE_MODEL if loaded.device == "cpu" else _REFRESH
-            self._timer = self.set_interval(interval, self._refresh_answer, pause=True)
+            self._report_every = 0.0
             self._set_pool(
                 Pool(loaded.num_blocks, loaded.block_size, loaded.block_bytes, loaded.num_host_blocks,
                      loaded.max_model_len)
@@ -203,10 +206,13 @@ class ChatScreen(ChatCommands):
     async def on_engine_event(self, message: EngineEvent) -> None:
         event = message.event
         if isinstance(event, CacheChanged):
-            self._cache_changed(event)
+            if self.pool is not None:
+                self._changed.update(self.pool.apply(event))
+                self._memory.soon()
         elif isinstance(event, Stepped):
             if self.pool is not None:
                 self.pool.steps.extend(event.steps)
+                self._memory.soon()
         elif isinstance(event, BlockFacts):
             self.query_one(MemoryPanel).show_facts(event, self.name_of)
         elif isinstance(event, Notice):
@@ -231,12 +237,14 @@ class ChatScreen(ChatCommands):
                 if isinstance(view, AnswerView):
                     view.add(event.text)
             answer.num_output_tokens += event.num_tokens
+            self._text.soon()
         elif isinstance(event, BeamsChanged):
             for candidate, beam in zip(answer.candidates, event.beams, strict=False):
                 candidate.text, candidate.num_tokens = beam.text, beam.num_tokens
                 candidate.score, candidate.logprob = beam.score, beam.logprob
                 candidate.finish_reason = "stop" if beam.finished else None
             answer.num_output_tokens = max((beam.num_tokens for beam in event.beams), default=0)
+            self._text.soon()
         elif isinstance(event, Finished):
             await self._finish(turn, event)
         elif isinstance(event, RequestFailed):
@@ -289,21 +297,15 @@ class ChatScreen(ChatCommands):
                 f"{count(event.max_model_len)}: shorten it, or start with a larger --max-model-len"
             )
 
-    def _cache_changed(self, event: CacheChanged) -> None:
-        if self.pool is None:
-            return
-        self._changed.update(self.pool.apply(event))
-        if self._open is None:
-            self._draw_memory()
-
-    def _draw_memory(self) -> None:
+    async def _draw_memory(self) -> None:
         """Show what changed in the pool, and what the steps did, since the last time."""
         blocks, self._changed = self._changed, set()
         panel = self.query_one(MemoryPanel)
         if panel.display and self.pool is not None:
             panel.pool_changed(self.pool, blocks, self.name_of, self._current_request())
             panel.steps_changed(self.pool)
-        self._refresh_status()
+        if self._open is None:  # else the text brings it along
+            self._refresh_status()
 
     def _current_request(self) -> str | None:
         return self.conversation.leaf.answer.request_id if self.conversation.leaf is not None else None
@@ -389,7 +391,6 @@ class ChatScreen(ChatCommands):
         view = self._view_of(turn)
         if isinstance(view, AnswerView):
             view.update_summary()
-        self._timer.resume()
 
     def _generate(self, turn: Turn, room: int) -> None:
         settings = self.settings
@@ -411,29 +412,38 @@ class ChatScreen(ChatCommands):
         view = self.query_one(Transcript).view_of(turn)
         return None if view is None else view.answer_view
 
-    async def _refresh_answer(self) -> None:
-        """Show what came in since the last time."""
+    async def _draw_answer(self) -> None:
+        """Show what was said since the last time."""
         turn = self._open
         if turn is None:
             return
-        with self.app.batch_update():
-            view, answer = self._view_of(turn), turn.answer
-            elapsed = time.monotonic() - self._first_token_at
-            if answer.num_output_tokens > 1 and elapsed > 0 and answer.is_open:
-                answer.tokens_per_second = (answer.num_output_tokens - 1) / elapsed
-            if isinstance(view, CandidatesView):
-                view.refresh_cards()
-            elif view is not None and await view.flush():
-                view.update_summary()
-            self._draw_memory()
+        view, answer = self._view_of(turn), turn.answer
+        elapsed = time.monotonic() - self._first_token_at
+        if answer.num_output_tokens > 1 and elapsed > 0 and answer.is_open:
+            answer.tokens_per_second = (answer.num_output_tokens - 1) / elapsed
+        if isinstance(view, CandidatesView):
+            view.refresh_cards()
+        elif view is not None and await view.flush():
+            view.update_summary()
+        self._refresh_status()
         if time.monotonic() - self._saved_at > _SAVE_INTERVAL:
             self.save()
+
+    def _pace(self) -> None:
+        """Drawing leaves the processor to a model that computes on it; and the engine need not speak more often."""
+        loaded = self._engine_state.loaded
+        beside_model = self._open is not None and loaded is not None and loaded.device == "cpu"
+        self._text.pace(beside_model)
+        self._memory.pace(beside_model)
+        every = self._text.interval
+        if abs(every - self._report_every) > 0.2 * self._report_every:
+            self._report_every = every
+            self.send(Report(every))
 
     async def _end_answer(self, reason: str) -> None:
         """The answer is complete, as far as it got. One that was stopped before its first word is taken back."""
         turn = self._open
         assert turn is not None
-        self._timer.pause()
         self._open = None
         self._finished_at = time.monotonic()
         view, answer = self._view_of(turn), turn.answer
@@ -515,9 +525,12 @@ class ChatScreen(ChatCommands):
     # --- what is seen of it -------------------------------------------------------------------------------------------
 
     def _refresh_status(self) -> None:
+        self._pace()
         leaf = self.conversation.leaf
         answer = leaf.answer if leaf is not None else Answer("")
-        self.query_one(PromptInput).num_picks = len(answer.candidates)
+        prompt = self.query_one(PromptInput)
+        prompt.num_picks = len(answer.candidates)
+        prompt.cursor_blink = self._open is None  # or the screen would be drawn twice a second more, beside the model
         loaded, pool = self._engine_state.loaded, self.pool
         self.query_one(StatusBar).status = Status(
             activity=self._activity(answer),
@@ -652,7 +665,6 @@ class ChatScreen(ChatCommands):
     async def open_conversation(self, conversation: Conversation) -> None:
         """Show another conversation; what the engine holds of the old one is freed."""
         self.forget()
-        self._timer.pause()
         self._open = self.editing = None
         self._num_dropped_before, self._warned_full = 0, False
         self.conversation = conversation

@@ -7,6 +7,7 @@ from typing import cast
 
 from textual.content import Content
 from textual.css.styles import RulesMap
+from textual.geometry import Size
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -41,6 +42,18 @@ def update_in_place(widget: Static, content: Content) -> None:
     width, rules = widget.content_size.width, cast(RulesMap, widget.styles)
     same_height = width > 0 and widget.visual.get_height(rules, width) == content.get_height(rules, width)
     widget.update(content, layout=not same_height)
+
+
+class Growing:
+    """Mixed into a widget that grows: its new size is no reason to lay the screen out a second time.
+
+    Textual asks for that whenever a widget's virtual size changes, for scrollbars that may come or go; those ask
+    themselves. No widget itself, or Textual would take no styles from the widget's other base.
+    """
+
+    def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
+        update = super()._size_updated  # type: ignore[misc]
+        return bool(update(size, virtual_size, container_size, layout=False))
 
 
 def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Content:

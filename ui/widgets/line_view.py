@@ -35,7 +35,8 @@ class LineView(ScrollView, can_focus=True):
             if self.show_vertical_scrollbar == (num_lines > self.size.height):
                 # Nothing moves: a layout of the whole screen would be for the scrollbar's length alone.
                 self.set_reactive(LineView.virtual_size, size)
-                self.vertical_scrollbar.window_virtual_size = num_lines
+                if self.show_vertical_scrollbar:
+                    self.vertical_scrollbar.window_virtual_size = num_lines
             else:
                 self.virtual_size = size
         if self.follows and self._at_end:

@@ -19,7 +19,7 @@ from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from minillm.text import clean
 from ui.markdown import harmless_parser
-from ui.widgets.drawn import update_in_place
+from ui.widgets.drawn import Growing, update_in_place
 
 _MOST_HIGHLIGHTED = 20_000  # characters of one code block; more is shown plain, for it is highlighted at every update
 
@@ -34,7 +34,7 @@ def _known_language(name: str) -> str:
     return name
 
 
-class Paragraph(MarkdownParagraph):
+class Paragraph(Growing, MarkdownParagraph):
     """A paragraph that grows where it stands."""
 
     def set_content(self, content: Content) -> None:
@@ -138,7 +138,7 @@ class Fence(MarkdownFence):
         return super().highlight(code, _known_language(language) if language else "text", ansi, dark)
 
 
-class ModelMarkdown(Markdown):
+class ModelMarkdown(Growing, Markdown):
     """Markdown that grows by `append_text`."""
 
     BLOCKS = {  # noqa: RUF012

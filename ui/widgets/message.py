@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
@@ -12,8 +14,10 @@ from minillm.wording import size
 from ui.conversation import Answer
 from ui.numbers import count, duration, plural
 from ui.reasoning import ReasoningSplitter
-from ui.widgets.drawn import update_in_place
-from ui.widgets.markdown import ModelMarkdown
+from ui.widgets.drawn import Growing, update_in_place
+
+if TYPE_CHECKING:
+    from ui.widgets.markdown import ModelMarkdown
 
 _MOST_SHOWN = 4000  # characters of a question; a pasted book is not laid out again at every resize
 _MOST_LINES = 40
@@ -43,11 +47,17 @@ class Note(Static):
         super().__init__(Content(f"{mark} {clean_line(text, 1000)}"), classes=f"-{kind}")
 
 
+def _new_markdown() -> ModelMarkdown:
+    from ui.widgets.markdown import ModelMarkdown  # takes a tenth of the time until the first screen, which needs none
+
+    return ModelMarkdown()
+
+
 class ReasoningView(Collapsible):
     """What the model thinks before it answers, folded: a click or Enter opens it."""
 
     def __init__(self) -> None:
-        self._markdown = ModelMarkdown()
+        self._markdown = _new_markdown()
         self._num_words = 0
         super().__init__(self._markdown, title="reasoning", collapsed=True)
 
@@ -57,7 +67,7 @@ class ReasoningView(Collapsible):
         await self._markdown.append_text(text)
 
 
-class AnswerView(Vertical):
+class AnswerView(Growing, Vertical):
     """What the model says, growing, and one line below it about how it went."""
 
     def __init__(self, answer: Answer) -> None:
@@ -104,7 +114,7 @@ class AnswerView(Vertical):
                 text = text.lstrip()
                 if not text:
                     continue
-                self._part = ReasoningView() if reasoning else ModelMarkdown()
+                self._part = ReasoningView() if reasoning else _new_markdown()
                 await self.mount(self._part, before=self._summary)
             await self._part.append_text(text)
 

@@ -11,6 +11,7 @@ from textual.widgets import Static
 
 from ui.conversation import Conversation, Turn
 from ui.widgets.candidates import CandidatesView
+from ui.widgets.drawn import Growing
 from ui.widgets.message import AnswerView, Note, Question
 
 WELCOME = """\
@@ -18,7 +19,7 @@ Ask something and press Enter.
 Ctrl+J begins a new line, Escape stops an answer, F1 lists all keys, / all commands."""
 
 
-class TurnView(Vertical):
+class TurnView(Growing, Vertical):
     """A question, its answer or the candidates for one, and where other branches begin here."""
 
     def __init__(self, turn: Turn, branch: str) -> None:
@@ -49,7 +50,7 @@ def _view_of(turn: Turn) -> AnswerView | CandidatesView:
     return CandidatesView(turn.answer) if turn.answer.candidates else AnswerView(turn.answer)
 
 
-class Transcript(VerticalScroll, can_focus=True):
+class Transcript(Growing, VerticalScroll, can_focus=True):
     """Turns and notes in order. One turn can be selected: what the keys for edit, copy and the like act on."""
 
     def __init__(self) -> None:
