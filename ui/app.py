@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -29,6 +30,8 @@ from ui.sessions import SessionStore
 from ui.settings import Settings
 from ui.terminal import TerminalDriver, check_terminal, ending_on_signals
 from ui.theme import DARK, LIGHT, preferred_theme
+
+_SETTLED = 2.0  # seconds after which the first screen is there
 
 
 class ChatApp(App[None]):
@@ -73,6 +76,9 @@ class ChatApp(App[None]):
     # --- the engine's process -----------------------------------------------------------------------------------------
 
     def get_default_screen(self) -> Screen:
+        # With the classes of its size from the start, all widgets are styled once less before the first paint.
+        for breakpoints, cells in zip((self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS), self.size, strict=True):
+            self.chat.update_classes({max(each for each in breakpoints if each[0] <= cells)[1]: True}, update=False)
         return self.chat
 
     async def on_mount(self) -> None:
@@ -221,7 +227,12 @@ def run(app: ChatApp) -> int:
     """
     check_terminal()
 
+    def collect_garbage() -> None:
+        gc.freeze()  # what is there by now stays
+        gc.enable()
+
     async def until_the_end() -> None:
+        asyncio.get_running_loop().call_later(_SETTLED, collect_garbage)
         with ending_on_signals(lambda code: app.exit(return_code=code)):
             await app.run_async()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from pathlib import Path
 
 from minillm.cli import ENGINE_OPTIONS, SAMPLING_OPTIONS, given
@@ -12,6 +13,7 @@ _BEAM_OPTIONS = ("beam_width", "length_penalty")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    gc.disable()  # what is made until the first screen stays: looking for garbage among it takes a tenth of the time
     # Whatever is wrong with the options is said before the terminal changes.
     from ui.config import config_path, load_settings
     from ui.sessions import SessionStore
@@ -33,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plain or is_plain_only():
         from ui.plain import run as run_plain
 
+        gc.enable()
         return run_plain(settings, store, resumed)
     check_terminal()
 
