@@ -140,7 +140,7 @@ class ChatApp(App[None]):
         Raises:
             MinillmError: it does not load, or the engine ended.
         """
-        while self.engine_state.phase != "ready":
+        while self.chat.engine_phase != "ready":
             if self.engine_state.phase in ("failed", "crashed"):
                 raise MinillmError(self.engine_state.error)
             await asyncio.sleep(0.05)

@@ -40,7 +40,7 @@ async def chat(
         )  # fmt: skip
         async with app.run_test(size=size) as pilot:
             if model == "fake" or engine_command is not FAKE:
-                await until(pilot, lambda: app.engine_state.phase == "ready", 60)
+                await until(pilot, lambda: app.chat.engine_phase == "ready", 60)
             yield pilot
 
 

@@ -116,7 +116,7 @@ async def test_a_crash_of_the_engine_is_said_and_the_conversation_goes_on() -> N
         assert screen(pilot).query_one(PromptInput).text.startswith("echo lost?")
         screen(pilot).query_one(PromptInput).text = ""
         await pilot.press("ctrl+r")
-        await until(pilot, lambda: pilot.app.engine_state.phase == "ready")  # type: ignore[attr-defined]
+        await until(pilot, lambda: screen(pilot).engine_phase == "ready")
         assert "user=echo one;assistant=one;" in (await ask(pilot, "messages")).answer.text
 
 

@@ -36,7 +36,7 @@ from minillm.service.messages import (
     TextDelta,
 )
 from ui.conversation import Answer, Candidate, Conversation, Turn
-from ui.messages import EngineChanged, EngineCommand, EngineEvent, EngineState
+from ui.messages import EngineChanged, EngineCommand, EngineEvent, EngineState, Phase
 from ui.numbers import count, duration, plural
 from ui.pacing import Drawing
 from ui.pool import Pool
@@ -139,6 +139,11 @@ class ChatScreen(ChatCommands):
     @property
     def settings(self) -> Settings:
         return self.app.settings  # type: ignore[attr-defined]
+
+    @property
+    def engine_phase(self) -> Phase:
+        """How the engine is, as far as this screen has heard."""
+        return self._engine_state.phase
 
     @property
     def num_answers(self) -> int:

@@ -49,7 +49,10 @@ class GrowingList(MarkdownBlock):
     """
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:
-        if not isinstance(block, type(self)) or not await self._grow(block):
+        grown = False
+        with suppress(NoMatches):  # its rows are not there yet
+            grown = isinstance(block, type(self)) and await self._grow(block)
+        if not grown:
             await self._replace(block)
 
     @property
@@ -64,7 +67,7 @@ class GrowingList(MarkdownBlock):
     async def _grow(self, block: GrowingList) -> bool:
         """Become ``block``, which is this list some text later; False where more than its end is another."""
         rows, symbols = [row for row in self.children if isinstance(row, Horizontal)], block._symbols()
-        if len(symbols) < len(rows) or [row.query_one(Bullet).symbol for row in rows] != symbols[: len(rows)]:
+        if not 0 < len(rows) <= len(symbols) or [row.query_one(Bullet).symbol for row in rows] != symbols[: len(rows)]:
             return False
         item, parts = rows[-1].query_one(Vertical), block.items[len(rows) - 1]._blocks
         before = list(item.children)

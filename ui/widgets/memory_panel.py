@@ -11,6 +11,7 @@ from textual.content import Content
 from textual.message import Message
 from textual.reactive import reactive
 from textual.timer import Timer
+from textual.widget import Widget
 
 from minillm.ids import contiguous_runs
 from minillm.service.messages import BlockFacts, TableView
@@ -58,6 +59,7 @@ class MemoryPanel(Vertical):
         self._chosen_on_host: TableView | None = None
         self._facts: BlockFacts | None = None
         self._inspect_timer: Timer | None = None
+        self._later: tuple[str, ...] = ("tables", "tree", "memory", "steps")  # views that are empty yet
 
     def compose(self) -> ComposeResult:
         yield ViewTabs()
@@ -72,23 +74,32 @@ class MemoryPanel(Vertical):
                 yield BlockTableView()
             with Vertical(id="block", classes="box"):
                 yield Drawn(self._block_facts, id="block-facts")
-        with Vertical(id="view-tables", classes="view box"):
-            yield Drawn(self._tables_facts, id="tables-facts")
-            yield BlockTableView(headers=True)
-            yield Drawn(self._block_facts, id="tables-block")
-        with Vertical(id="view-tree", classes="view box"):
-            yield Drawn(self._tree_facts, id="tree-facts")
-            yield ForkTree()
-        with Vertical(id="view-events", classes="view box"):
+        with Vertical(id="view-events", classes="view box"):  # which learns names from the start
             yield Drawn(self._events_headline, id="events-facts")
             yield EventLog()
             yield Drawn(self._events_legend, id="events-legend")
-        with Vertical(id="view-memory", classes="view box"):
-            yield MemoryFigures()
-        with Vertical(id="view-steps", classes="view box"):
-            yield Drawn(lambda width, height: steps_summary(self._pool, width), id="steps-facts")
-            yield Drawn(lambda width, height: Content(f"{STEP_HEADING}▒ host █ device"), id="steps-heading")
-            yield StepList()
+        yield from (Vertical(id=f"view-{view}", classes="view box") for view in self._later)
+
+    async def _make_later_views(self) -> None:
+        """Those that the first screen does not show: they would delay it by a tenth."""
+        parts: dict[str, list[Widget]] = {
+            "tables": [
+                Drawn(self._tables_facts, id="tables-facts"),
+                BlockTableView(headers=True),
+                Drawn(self._block_facts, id="tables-block"),
+            ],
+            "tree": [Drawn(self._tree_facts, id="tree-facts"), ForkTree()],
+            "memory": [MemoryFigures()],
+            "steps": [
+                Drawn(lambda width, height: steps_summary(self._pool, width), id="steps-facts"),
+                Drawn(lambda width, height: Content(f"{STEP_HEADING}▒ host █ device"), id="steps-heading"),
+                StepList(),
+            ],
+        }
+        for view in self._later:
+            await self.query_one(f"#view-{view}").mount_all(parts[view])
+        self._later = ()
+        self._catch_up()
 
     def on_mount(self) -> None:
         titles = {
@@ -105,6 +116,7 @@ class MemoryPanel(Vertical):
             box = self.query_one(selector)
             box.border_title, box.border_subtitle = title, keys
         self._show_view()
+        self.call_after_refresh(self._make_later_views)
 
     # --- what the chat tells it ---------------------------------------------------------------------------------------
 
@@ -175,7 +187,7 @@ class MemoryPanel(Vertical):
 
     def _catch_up(self) -> None:
         """Bring the view that is shown up to date."""
-        if self.view not in self._stale or not self.size.height or not self.is_mounted:
+        if self.view not in self._stale or not self.size.height or not self.is_mounted or self.view in self._later:
             return
         self._stale.discard(self.view)
         pool = self._pool
@@ -253,8 +265,8 @@ class MemoryPanel(Vertical):
             self.post_message(self.InspectAsked(self._chosen))
 
     def _refresh_block(self) -> None:
-        self._update("#block-facts")
-        self._update("#tables-block")
+        for facts in self.query("#block-facts, #tables-block").results(Drawn):
+            facts.update()
 
     def _block_facts(self, width: int, height: int) -> Content:
         if self._chosen is None or self._pool is None:
