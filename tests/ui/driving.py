@@ -20,6 +20,7 @@ from ui.sessions import SessionStore
 from ui.settings import Settings
 from ui.widgets.message import Note
 from ui.widgets.prompt import PromptInput
+from ui.widgets.status_bar import StatusBar
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
 
@@ -40,7 +41,7 @@ async def chat(
         )  # fmt: skip
         async with app.run_test(size=size) as pilot:
             if model == "fake" or engine_command is not FAKE:
-                await until(pilot, lambda: app.chat.engine_phase == "ready", 60)
+                await until(pilot, lambda: app.chat.query_one(StatusBar).status.activity == "ready", 60)
             yield pilot
 
 
