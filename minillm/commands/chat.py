@@ -14,6 +14,13 @@ _BEAM_OPTIONS = ("beam_width", "length_penalty")
 
 def run(arguments: argparse.Namespace) -> int:
     gc.disable()  # what is made until the first screen stays: looking for garbage among it takes a tenth of the time
+    try:
+        return _chat(arguments)
+    finally:
+        gc.enable()
+
+
+def _chat(arguments: argparse.Namespace) -> int:
     # Whatever is wrong with the options is said before the terminal changes.
     from ui.config import config_path, load_settings
     from ui.sessions import SessionStore

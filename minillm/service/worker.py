@@ -206,8 +206,8 @@ class Conversations:
             if answer is None:
                 continue
             if output.error is not None:
-                for key in [key for key in self._untold if key[0] == output.request_id]:
-                    self._tell_text(key)
+                for sequence in answer.group.sequences:
+                    self._tell_text((output.request_id, sequence.index))
                 self.send(RequestFailed(output.request_id, output.error))
             elif answer.group.searches:
                 self._end_beams(answer, output)

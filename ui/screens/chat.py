@@ -206,6 +206,7 @@ class ChatScreen(ChatCommands):
 
     def _set_pool(self, pool: Pool | None) -> None:
         self.pool = pool
+        self._changed.clear()  # blocks of the pool before, which may be more
         self.query_one(MemoryPanel).show_pool(pool)
 
     async def on_engine_event(self, message: EngineEvent) -> None:
@@ -304,13 +305,17 @@ class ChatScreen(ChatCommands):
 
     async def _draw_memory(self) -> None:
         """Show what changed in the pool, and what the steps did, since the last time."""
-        blocks, self._changed = self._changed, set()
-        panel = self.query_one(MemoryPanel)
-        if panel.display and self.pool is not None:
-            panel.pool_changed(self.pool, blocks, self.name_of, self._current_request())
-            panel.steps_changed(self.pool)
+        if self.query_one(MemoryPanel).display:
+            self._show_memory()
         if self._open is None:  # else the text brings it along
             self._refresh_status()
+
+    def _show_memory(self) -> None:
+        blocks, self._changed = self._changed, set()
+        panel = self.query_one(MemoryPanel)
+        if self.pool is not None:
+            panel.pool_changed(self.pool, blocks, self.name_of, self._current_request())
+            panel.steps_changed(self.pool)
 
     def _current_request(self) -> str | None:
         return self.conversation.leaf.answer.request_id if self.conversation.leaf is not None else None
@@ -628,9 +633,7 @@ class ChatScreen(ChatCommands):
             self.remove_class("-expanded")
             return
         panel.view = name
-        if self.pool is not None:
-            panel.pool_changed(self.pool, (), self.name_of, self._current_request())
-            panel.steps_changed(self.pool)
+        self._show_memory()
 
     def action_expand(self) -> None:
         """Give the memory view the whole screen, or the chat its place back."""

@@ -7,7 +7,6 @@ until the first screen.
 from __future__ import annotations
 
 from textual import events
-from textual.binding import Binding
 from textual.content import Content
 from textual.screen import Screen
 from textual.widget import Widget
@@ -25,28 +24,25 @@ class KeyBar(Widget):
         if screen.is_current:
             self.refresh()
 
-    def _keys(self) -> list[tuple[Binding, str]]:
-        """The bindings with what stands for each."""
-        shown: list[tuple[Binding, str]] = []
-        width = 0
+    def _keys(self) -> list[tuple[str, Content]]:
+        """Each key's name, and what is shown of it."""
+        shown: list[tuple[str, Content]] = []
+        room = self.content_size.width
         for _, binding, enabled, _ in self.screen.active_bindings.values():
-            text = f" {self.app.get_key_display(binding)} {binding.description} "
-            if binding.show and enabled and width + len(text) <= self.content_size.width:
-                width += len(text)
-                shown.append((binding, text))
+            key = (f" {self.app.get_key_display(binding)} ", "bold $footer-key-foreground")
+            text = Content.assemble(key, f"{binding.description} ")
+            if binding.show and enabled and text.cell_length <= room:
+                room -= text.cell_length
+                shown.append((binding.key, text))
         return shown
 
     def render(self) -> Content:
-        parts = []
-        for _, text in self._keys():
-            key, description = text.strip().split(maxsplit=1)
-            parts.append(Content.assemble((f" {key} ", "bold $footer-key-foreground"), description, " "))
-        return Content("").join(parts)
+        return Content("").join(text for _, text in self._keys())
 
     def on_click(self, event: events.Click) -> None:
         end = self.styles.padding.left
-        for binding, text in self._keys():
-            end += len(text)
+        for key, text in self._keys():
+            end += text.cell_length
             if event.x < end:
-                self.app.simulate_key(binding.key)
+                self.app.simulate_key(key)
                 return
