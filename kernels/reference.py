@@ -66,6 +66,18 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     return residual.add_(torch.nn.functional.linear(x, weight, bias))
 
 
+def all_reduce(parts: list[Tensor]) -> Tensor:
+    """The sum of what the ranks hold, added in float32 (or float64) in their order and rounded once.
+
+    Args:
+        parts: of each rank, all of one shape and dtype.
+    """
+    total = _wide(parts[0])
+    for part in parts[1:]:
+        total = total + _wide(part)
+    return total.to(parts[0].dtype)
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first ``2 * cos.shape[1]`` dimensions of each head (Su et al. 2021, half-split layout).
 

@@ -2,6 +2,7 @@
 
 Not a test that pytest collects: it wants several GPUs, and prints figures.
 
+0. Sums of all sizes over N ranks are right, in one shot and by NCCL, and what each of the two takes.
 1. The same tokens on N ranks as on one, float32, random weights: greedy, seeded samples, n = 4, penalties, beams, with
    CUDA graphs and without, and with a pool that preempts (swap and recompute).
 2. A rank that is killed in the middle ends the run with its name.
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,57 @@ def requests(count: int) -> tuple[list[list[int]], list[Params]]:
         ]
         params.append(kinds[number % len(kinds)])
     return prompts, params
+
+
+def check_sums(size: int) -> None:
+    import torch
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(minutes=2), wait_for_workers=False)
+    torch.multiprocessing.spawn(_sum_on_rank, (size, store.port), nprocs=size)
+
+
+def _sum_on_rank(rank: int, size: int, port: int) -> None:
+    import torch
+    from torch.distributed import PrefixStore, TCPStore
+
+    from minillm.bench.timing import graph_microseconds
+    from minillm.parallel.collectives import Ranks
+
+    store = TCPStore("127.0.0.1", port, timeout=timedelta(minutes=2))
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    ranks = Ranks(PrefixStore("sums", store), rank, size, device)
+    one_shot = ranks._one_shot
+    if one_shot is None:
+        print(f"{size} ranks: NO WAY from one GPU's memory to another's", flush=True)
+        return
+
+    def part(number: int, of: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(1000 * number + of)
+        return torch.randn(count, generator=generator, device=device).to(dtype)
+
+    wrong = 0
+    for number in range(300):
+        dtype = (torch.bfloat16, torch.float16, torch.float32)[number % 3]
+        count = random.Random(number).choice((2, 576, 4096, 4098, 33_000, 131_072, 262_144))
+        got = one_shot.all_reduce(part(number, rank, count, dtype))
+        exact = torch.stack([part(number, of, count, dtype).double() for of in range(size)]).sum(0)
+        wrong += not torch.allclose(got.double(), exact, rtol=1e-2, atol=1e-2)
+    if rank == 0:
+        print(f"{size} ranks: {wrong} of 300 sums in one shot are wrong", flush=True)
+    for kilobytes in (1, 8, 64, 256, 512, 1024, 2048, 4096):
+        x = torch.zeros(512 * kilobytes, device=device, dtype=torch.bfloat16)
+        times = []
+        if one_shot.takes(x):
+            times.append(graph_microseconds(lambda _, x=x: one_shot.all_reduce(x), launches=40))  # type: ignore[misc]
+        ranks._one_shot = None
+        times.append(graph_microseconds(lambda _, x=x: ranks.all_reduce(x), launches=40))  # type: ignore[misc]
+        ranks._one_shot = one_shot
+        if rank == 0:
+            shown = ", ".join(f"{microseconds:.1f}" for microseconds in times)
+            print(f"{size} ranks, {kilobytes} kB: {shown} us (one shot, NCCL)", flush=True)
+    torch.cuda.synchronize()
 
 
 def check_tokens(sizes: list[int]) -> None:
@@ -118,9 +171,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2], help="numbers of ranks (2)")
     parser.add_argument("--shape", default="llama-8b", help="what is measured (llama-8b)")
-    parser.add_argument("--skip", nargs="*", default=[], choices=("tokens", "death", "speed"), help="leave out")
+    parser.add_argument("--skip", nargs="*", default=[], choices=("sums", "tokens", "death", "speed"), help="leave out")
     parser.add_argument("--large", action="store_true", help="a 70B shape, too")
     arguments = parser.parse_args()
+    if "sums" not in arguments.skip:
+        for size in arguments.sizes:
+            check_sums(size)
     if "tokens" not in arguments.skip:
         check_tokens(arguments.sizes)
     if "death" not in arguments.skip:

@@ -1,0 +1,159 @@
+"""Sums in one shot: one rank against hand-written messages of the others; on a GPU also ranks that run at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
+from torch import Tensor
+
+from kernels import reference
+
+pytest.importorskip("triton")
+from kernels.all_reduce import WORDS, Exchange, all_reduce, inbox_words
+
+CAPACITY = 4 * WORDS
+
+
+def exchanges(ranks: int, capacity: int = CAPACITY) -> tuple[list[Exchange], list[Tensor]]:
+    """Each rank's, and their inboxes, all on one device."""
+    inboxes = [torch.zeros(inbox_words(ranks, capacity), dtype=torch.int64, device=DEVICE) for _ in range(ranks)]
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=DEVICE)
+
+    def zeros(count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=DEVICE)
+
+    made = [Exchange(rank, addresses, zeros(capacity // WORDS), zeros(1)) for rank in range(ranks)]
+    return made, inboxes
+
+
+def place(inbox: Tensor, ranks: int, number: int, source: int) -> Tensor:
+    """Where the ``number``-th sum's words from ``source`` lie."""
+    return inbox.view(2, ranks, -1)[number % 2, source]
+
+
+def message(x: Tensor, number: int) -> Tensor:
+    words = x.reshape(-1).view(torch.int32).to(torch.int64)
+    return (words & 0xFFFFFFFF) | (number << 32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_sends_its_part_and_adds_up_what_arrives(dtype: torch.dtype, ranks: int) -> None:
+    for rank in range(ranks):
+        made, inboxes = exchanges(ranks)
+        numbers = [0] * (CAPACITY // WORDS)  # of the sums that each program has done
+        for shape in ((1, 576), (3, 600), (1, 2), (2, 1024), (1, 576)):
+            parts = [randn(*shape, dtype=dtype) for _ in range(ranks)]
+            programs = -(-parts[0].numel() * dtype.itemsize // (4 * WORDS))
+            for program in range(programs):
+                numbers[program] += 1
+                piece = slice(program * WORDS, (program + 1) * WORDS)
+                for source in range(ranks):
+                    if source != rank:
+                        words = message(parts[source], numbers[program])[piece]
+                        place(inboxes[rank], ranks, numbers[program], source)[piece][: len(words)] = words
+            x = parts[rank].clone()
+            assert all_reduce(x, made[rank]) is x
+            expected = reference.all_reduce(parts)
+            if ON_GPU or dtype != torch.bfloat16:  # the interpreter cuts a bfloat16 off where hardware rounds
+                assert torch.equal(x, expected)
+            assert relative_error(x, torch.stack(parts).double().sum(0)) < TOLERANCE[dtype]
+            for program in range(programs):
+                piece = slice(program * WORDS, (program + 1) * WORDS)
+                words = message(parts[rank], numbers[program])[piece]
+                for peer in range(ranks):
+                    if peer != rank:
+                        sent = place(inboxes[peer], ranks, numbers[program], rank)[piece][: len(words)]
+                        assert torch.equal(sent, words)
+        assert made[rank].sums.tolist() == numbers
+
+
+def test_stop_ends_the_wait_for_a_word_that_does_not_come() -> None:
+    made, inboxes = exchanges(2)
+    x = torch.ones(1, 64, device=DEVICE)
+    place(inboxes[0], 2, 1, 1)[:64] = message(torch.ones(64, device=DEVICE), 3)  # of the turn's next sum but one
+    made[0].stop.fill_(1)
+    all_reduce(x, made[0])  # without `stop` this would never end
+    assert made[0].sums[0] == 1
+
+
+def test_the_count_of_sums_goes_round() -> None:
+    made, inboxes = exchanges(2)
+    made[1].sums.fill_(-1)  # 2^32 - 1 sums are done: the next one is number 0
+    x = torch.full((1, 64), 2.0, device=DEVICE)
+    place(inboxes[1], 2, 0, 0)[:64] = message(torch.ones(64, device=DEVICE), 0)
+    assert (all_reduce(x, made[1]) == 3).all()
+    assert made[1].sums[0] == 0
+
+
+def test_what_it_takes() -> None:
+    (exchange, _), _ = exchanges(2)
+    assert exchange.capacity == CAPACITY
+    assert exchange.takes(torch.zeros(CAPACITY))
+    assert not exchange.takes(torch.zeros(CAPACITY + 1))
+    assert exchange.takes(torch.zeros(2 * CAPACITY, dtype=torch.bfloat16))
+    assert not exchange.takes(torch.zeros(3, dtype=torch.bfloat16)), "half a word"
+    assert not exchange.takes(torch.zeros(4, 4)[:, :2]), "not contiguous"
+    assert not exchange.takes(torch.zeros(4, dtype=torch.int32))
+    assert not exchange.takes(torch.zeros(0))
+    with pytest.raises(ValueError, match="one shot"):
+        all_reduce(torch.zeros(4, dtype=torch.float64), exchange)
+
+
+def test_the_reference() -> None:
+    parts = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]), torch.tensor([100.0, 200.0])]
+    assert reference.all_reduce(parts).tolist() == [111.0, 222.0]
+    tiny = [torch.tensor([1.0]).bfloat16(), torch.tensor([2**-8]).bfloat16(), torch.tensor([2**-8]).bfloat16()]
+    assert reference.all_reduce(tiny).item() == 1 + 2**-7, "rounded once, not twice"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs programs that run at once")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_that_run_at_once(dtype: torch.dtype) -> None:
+    """On streams of one GPU: many sums of all sizes one after another, and replayed from graphs.
+
+    Two ranks: more streams may share one of the hardware's queues, and there one would stand in another's way.
+    """
+    ranks = 2
+    made, inboxes = exchanges(ranks)
+    for exchange in made:  # loaded beforehand: loading waits for kernels that run, and those would wait for it
+        exchange.stop.fill_(1)
+        all_reduce(randn(CAPACITY, dtype=dtype), exchange)
+        torch.cuda.synchronize()
+    for tensor in (*inboxes, *(exchange.sums for exchange in made), *(exchange.stop for exchange in made)):
+        tensor.zero_()
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    generator = torch.Generator().manual_seed(0)
+    sizes = [2 * int(size) for size in torch.randint(1, CAPACITY // 2, (60,), generator=generator)]
+    parts = [[randn(size, dtype=dtype) for _ in range(ranks)] for size in sizes]
+    results = [[part.clone() for part in each] for each in parts]
+    torch.cuda.synchronize()
+    for rank in reversed(range(ranks)):
+        with torch.cuda.stream(streams[rank]):
+            for result in results:
+                all_reduce(result[rank], made[rank])
+    torch.cuda.synchronize()
+    for part, result in zip(parts, results, strict=True):
+        for rank in range(ranks):
+            assert torch.equal(result[rank], reference.all_reduce(part))
+    graphs = []
+    for rank in range(ranks):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams[rank]):
+            for result in results:
+                all_reduce(result[rank], made[rank])
+        graphs.append(graph)
+    for _ in range(5):
+        for result, part in zip(results, parts, strict=True):
+            for rank in range(ranks):
+                result[rank].copy_(part[rank])
+        torch.cuda.synchronize()
+        for rank in range(ranks):
+            with torch.cuda.stream(streams[rank]):
+                graphs[rank].replay()
+        torch.cuda.synchronize()
+        for part, result in zip(parts, results, strict=True):
+            for rank in range(ranks):
+                assert torch.equal(result[rank], reference.all_reduce(part))
