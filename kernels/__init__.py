@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import cpu, reference
+from kernels.cpu import HostPlan
 from kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
 from kernels.reference import DecodeInputs, Field, log_probabilities
 
@@ -33,6 +34,7 @@ __all__ = [
     "Costs",
     "DecodeInputs",
     "Field",
+    "HostPlan",
     "LinearWeight",
     "Plan",
     "WorkList",
@@ -49,6 +51,7 @@ __all__ = [
     "paged_attention",
     "penalise",
     "plan_attention",
+    "plan_step",
     "prefill_attention",
     "prefix_attention",
     "rms_norm",
@@ -66,15 +69,21 @@ class LinearWeight:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.packed = cpu.can_pack(weight)
-        self.weight = cpu.pack_weight(weight) if self.packed else weight
+        self.packed = cpu.packed_linear(weight, bias)
+        self.weight = weight if self.packed is None else weight.new_empty(0)  # held once
         self.bias = bias
+
+    @property
+    def num_bytes(self) -> int:
+        """What one product reads of the weight."""
+        itemsize = self.weight.itemsize if self.packed is None else self.packed.itemsize
+        return self.out_features * self.in_features * itemsize
 
 
 def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
     """``x [rows, in] @ weight.T + bias``, into ``out`` where it is given."""
-    if weight.packed:
-        result = cpu.packed_linear(x, weight.weight, weight.bias)
+    if weight.packed is not None:
+        result = weight.packed.apply(x)
         return result if out is None else out.copy_(result)
     if out is None and x.is_cuda and x.shape[0] == 1:
         return matvec.matvec(x, weight.weight, weight.bias)
@@ -101,8 +110,8 @@ def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Linear
 
 def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
     """``residual += linear(x, weight)``, in place: see `reference.linear_add`."""
-    if weight.packed:
-        return residual.add_(cpu.packed_linear(x, weight.weight, weight.bias))
+    if weight.packed is not None:
+        return residual.add_(weight.packed.apply(x))
     if x.is_cuda and x.shape[0] == 1:
         return matvec.matvec_add(x, weight.weight, weight.bias, residual)
     residual.addmm_(x, weight.weight.t())  # the addition costs nothing there
@@ -125,6 +134,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return activation.silu_mul(gate_up) if gate_up.is_cuda else cpu.silu_mul(gate_up)
 
 
+def plan_step(slot_mapping: Tensor, block_tables: Tensor, context_lens: Tensor, k_cache: Tensor) -> HostPlan | None:
+    """On a CPU: what the ops of all layers of a step have in common, see `cpu.plan_step`. A GPU's kernels need none."""
+    return None if k_cache.is_cuda else cpu.plan_step(slot_mapping, block_tables, context_lens, k_cache)
+
+
 def rotary_write_kv(
     q: Tensor,
     k: Tensor,
@@ -134,18 +148,36 @@ def rotary_write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    plan: HostPlan | None = None,
 ) -> None:
-    """Rotate q, write rotated k, and v, to their blocks: see `reference.rotary_write_kv`."""
-    op = rotary.rotary_write_kv if q.is_cuda else cpu.rotary_write_kv
-    op(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+    """Rotate q, write rotated k, and v, to their blocks: see `reference.rotary_write_kv`.
+
+    Args:
+        plan: the step's, where there is one.
+    """
+    if q.is_cuda:
+        rotary.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+    else:
+        cpu.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, plan)
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, softmax_scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float,
+    plan: HostPlan | None = None,
 ) -> Tensor:
-    """Decode attention, one query per sequence: see `reference.paged_attention`."""
-    op = decode_attention.paged_attention if q.is_cuda else cpu.paged_attention
-    return op(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)
+    """Decode attention, one query per sequence: see `reference.paged_attention`.
+
+    Args:
+        plan: made for the same tables and lengths, where there is one.
+    """
+    if q.is_cuda:
+        return decode_attention.paged_attention(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)
+    return cpu.paged_attention(q, k_cache, v_cache, block_tables, context_lens, softmax_scale, plan)
 
 
 def prefix_attention(

@@ -1,12 +1,16 @@
 """The ops on a CPU, fast: the same contracts as `kernels.reference`, which stays the specification.
 
-Three things make the difference there. Linear layers read their weights at memory speed only from oneDNN's blocked
-layout (`pack_weight`). Attention over long contexts needs no gather when a sequence's blocks happen to be consecutive,
-and the block manager makes that the usual case; over short ones all sequences go through one call. The sampler looks at
-the likeliest thousand tokens first, and sorts the whole vocabulary only where that was not enough.
+Three things make the difference there. Linear layers read their weights at memory speed only from a blocked layout, and
+half as many bytes where float16 holds them as well (`packed_linear`). Attention over long contexts needs no gather when
+a sequence's blocks happen to be consecutive, and the block manager makes that the usual case; over short ones all
+sequences go through one call. The sampler looks at the likeliest thousand tokens first, and sorts the whole vocabulary
+only where that was not enough.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +22,8 @@ from kernels import reference
 # 538 MB of weights take 30 ms at 1 row and 50 ms at 16, against 31 and 69 with the layout for 1, 46 and 86 unpacked
 # (2 cores of an EPYC 7003).
 _PACKED_FOR_ROWS = 16
+_FBGEMM = ("x86", "fbgemm")  # torch's names for the engines that multiply float32 by float16 weights
+_CHECKED_AT_ONCE = 1 << 18  # weights
 # Gathering the K of several sequences side by side pays from 4 sequences up to here: 16 sequences of 160 tokens take
 # 0.59 ms a layer so and 1.06 ms one by one, 48 of 1,200 tokens 28 and 15.
 _GATHERED_FLOATS = 4 << 20
@@ -26,19 +32,47 @@ _SHORT_CONTEXT = 1024  # up to here two plain products are faster than the fused
 _CANDIDATES = 1024  # tokens that the sampler looks at before it falls back to the whole vocabulary
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether `pack_weight` takes this weight: float32 on the CPU, in a torch that was built with oneDNN."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+@dataclass(frozen=True)
+class PackedLinear:
+    """A linear layer in the layout from which it is read fastest."""
+
+    apply: Callable[[Tensor], Tensor]  # x [rows, in] -> x @ weight.T + bias [rows, out], float32
+    itemsize: int  # bytes of a weight
 
 
-def pack_weight(weight: Tensor) -> Tensor:
-    """``weight [out, in]`` in oneDNN's blocked layout: an opaque tensor that only `packed_linear` reads."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
+    """The fastest layout for ``weight [out, in]`` and ``bias [out]``.
+
+    Arithmetic, ``x`` and the result are float32. The weight is kept in float16 where that changes nothing that float32
+    could tell (`fits_float16`): so it is with every checkpoint that was published in bfloat16 or float16, and a token
+    then costs half the bytes.
+
+    Returns None where nothing is faster than `torch.nn.functional.linear`: weights that are not float32 on a CPU, or a
+    torch without these libraries.
+    """
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
+        return None
+    if torch.backends.quantized.engine in _FBGEMM and fits_float16(weight):
+        half = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        return PackedLinear(lambda x: torch.ops.quantized.linear_dynamic_fp16(x, half), torch.float16.itemsize)
+    if torch.backends.mkldnn.is_available():
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        multiply = torch.ops.mkldnn._linear_pointwise
+        return PackedLinear(lambda x: multiply(x, blocked, bias, "none", [], ""), weight.itemsize)
+    return None
 
 
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias`` for ``x [rows, in]`` and a weight from `pack_weight`."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def fits_float16(weight: Tensor) -> bool:
+    """Whether products with ``weight [out, in]`` in float16 are as exact as float32 makes them.
+
+    bfloat16 numbers have fewer digits than float16's; only those below 2^-14 may lose some, at most 2^-25 of their
+    value. That is lost in the rounding of a float32 sum as long as it is below 2^-23 of a typical row's length.
+    """
+    limit = 2**-23 * float(torch.linalg.vector_norm(weight)) / weight.shape[0] ** 0.5
+    for rows in weight.split(max(1, _CHECKED_AT_ONCE // weight.shape[1])):  # so that the copies stay in the cache
+        if not float((rows.half().float() - rows).abs_().max()) <= limit:  # inf or NaN do not fit either
+            return False
+    return True
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -48,7 +82,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.shape[0] == 1:  # four small ops instead of twelve: with cold caches each costs as much as 576 multiplications
         row = x.view(-1)
         return (x * weight).mul_((torch.dot(row, row).item() / row.shape[0] + eps) ** -0.5)
-    return functional.rms_norm(x, weight.shape, weight, eps)
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * weight).mul_(scale)  # a sixth of the time of torch's own for 2,048 rows
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -65,6 +100,74 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
+@dataclass(frozen=True)
+class Together:
+    """The KV slots of several sequences side by side: see `_attend_together`."""
+
+    rows: Tensor  # [seqs * kv heads * longest] int64, rows of a cache seen as [slots * kv heads, head_dim]
+    mask: Tensor  # [seqs * kv heads, 1, longest], -inf behind a sequence's end
+    gathered: Tensor  # [seqs * kv heads, longest, head_dim], room for K, then for V: new memory for each costs more
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one sequence's blocks lie."""
+
+    length: int  # in tokens
+    first: int  # the first block
+    blocks: Tensor | None  # all of them, where they are not consecutive: int64
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """What every layer's ops would otherwise work out again from the same tables, slots and lengths of a step."""
+
+    padded: bool  # whether a slot is -1
+    spans: list[Span]  # of each decoding sequence, where they are computed one by one
+    together: Together | None  # where that is the fastest way
+
+
+def plan_step(slot_mapping: Tensor, block_tables: Tensor, context_lens: Tensor, k_cache: Tensor) -> HostPlan:
+    """Work out once for all layers what depends on where the tokens lie.
+
+    Args:
+        slot_mapping: ``[tokens]`` of the whole step.
+        block_tables: ``[num_decodes, max_blocks]`` of the decoding sequences.
+        context_lens: ``[num_decodes]``.
+        k_cache: any layer's, for its shape.
+    """
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    lengths = context_lens.tolist()
+    longest = max(lengths, default=0)
+    together = None
+    if (
+        len(lengths) >= _GATHERED_SEQS
+        and min(lengths) > 0
+        and len(lengths) * longest * num_kv_heads * head_dim <= _GATHERED_FLOATS
+    ):
+        together = _gather_plan(block_tables, context_lens, longest, k_cache)
+    return HostPlan(
+        padded=bool((slot_mapping < 0).any()),
+        spans=[] if together is not None else _spans(block_tables, lengths, block_size),
+        together=together,
+    )
+
+
+def _gather_plan(block_tables: Tensor, context_lens: Tensor, longest: int, k_cache: Tensor) -> Together:
+    """A sequence is padded to the longest with its own first token, and not with the slots that happen to follow: those
+    may hold NaN, and 0 * NaN is NaN.
+    """
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    hidden = torch.arange(longest) >= context_lens[:, None]
+    blocks = block_tables[:, : -(-longest // block_size), None]
+    slots = torch.add(torch.arange(block_size), blocks, alpha=block_size).flatten(1)[:, :longest]
+    slots = torch.where(hidden, blocks[:, 0] * block_size, slots)
+    rows = torch.add(torch.arange(num_kv_heads)[:, None], slots[:, None], alpha=num_kv_heads).flatten()
+    mask = torch.zeros(hidden.shape, dtype=k_cache.dtype).masked_fill_(hidden, float("-inf"))
+    mask = mask.repeat_interleave(num_kv_heads, 0)[:, None]
+    return Together(rows, mask, k_cache.new_empty(len(mask), longest, head_dim))
+
+
 def rotary_write_kv(
     q: Tensor,
     k: Tensor,
@@ -74,65 +177,76 @@ def rotary_write_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    plan: HostPlan | None = None,
 ) -> None:
     """See `reference.rotary_write_kv`; for whole heads in float32, and q and k at once where they lie side by side."""
     half, num_tokens, num_heads = cos.shape[1], *q.shape[:2]
     side_by_side = k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.itemsize and k.stride() == q.stride()
-    if q.dtype != torch.float32 or 2 * half != q.shape[2] or not side_by_side or min(slot_mapping.tolist()) < 0:
+    padded = bool((slot_mapping < 0).any()) if plan is None else plan.padded
+    if q.dtype != torch.float32 or 2 * half != q.shape[2] or not side_by_side or padded:
         reference.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
         return
-    # [tokens, q and k heads, 2, half], in place
+    # [tokens, q and k heads, 2, half]
     both = q.as_strided((num_tokens, num_heads + k.shape[1], 2, half), (*q.stride()[:2], half, 1))
-    (first, second), cos, sin = both.unbind(2), cos[:, None], sin[:, None]
-    rotated = torch.addcmul(first * cos, second, sin, value=-1)
-    second.mul_(cos).addcmul_(first, sin)
-    first.copy_(rotated)
+    first, second = both.unbind(2)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotated = both * cos.unsqueeze(1)
+    rotated_first, rotated_second = rotated.unbind(2)
+    rotated_first.addcmul_(second, sin, value=-1)
+    rotated_second.addcmul_(first, sin)
+    both.copy_(rotated)
     k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
 
 
-def _sequence_kv(cache: Tensor, table: list[int], length: int) -> Tensor:
+def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
     """One sequence's ``[num_kv_heads, length, head_dim]``: a view if its blocks are consecutive, else a copy."""
     _, block_size, num_kv_heads, head_dim = cache.shape
-    first, num_blocks = table[0], len(table)
-    if table[-1] - first != num_blocks - 1 or table != list(range(first, first + num_blocks)):
-        cache, first = cache.index_select(0, torch.tensor(table)), 0
+    first = span.first
+    if span.blocks is not None:
+        cache, first = cache.index_select(0, span.blocks), 0
     # One call instead of a slice, a flatten, a slice and a transpose: decoding here spends its time on views.
     return cache.as_strided(
-        (num_kv_heads, length, head_dim),
+        (num_kv_heads, span.length, head_dim),
         (head_dim, num_kv_heads * head_dim, 1),
         cache.storage_offset() + first * block_size * num_kv_heads * head_dim,
     )
 
 
-def _tables(block_tables: Tensor, lengths: list[int], block_size: int) -> list[tuple[list[int], int]]:
-    return [
-        (row[: -(-length // block_size)], length) for row, length in zip(block_tables.tolist(), lengths, strict=True)
-    ]
+def _spans(block_tables: Tensor, lengths: list[int], block_size: int) -> list[Span]:
+    spans = []
+    for row, length in zip(block_tables.tolist(), lengths, strict=True):
+        blocks = row[: -(-length // block_size)]
+        first = blocks[0] if blocks else 0
+        consecutive = blocks == list(range(first, first + len(blocks)))
+        spans.append(Span(length, first, None if consecutive else torch.tensor(blocks)))
+    return spans
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, softmax_scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    softmax_scale: float,
+    plan: HostPlan | None = None,
 ) -> Tensor:
     """See `reference.paged_attention`; without the log-sum-exp."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
-    lengths = context_lens.tolist()
-    longest = max(lengths, default=0)
-    if (
-        num_seqs >= _GATHERED_SEQS
-        and min(lengths) > 0
-        and num_seqs * longest * num_kv_heads * head_dim <= _GATHERED_FLOATS
-    ):
-        return _attend_together(q, k_cache, v_cache, block_tables, context_lens, longest, softmax_scale)
+    if plan is None:
+        plan = plan_step(context_lens[:0], block_tables, context_lens, k_cache)  # no slot is written here
+    if plan.together is not None:
+        return _attend_together(q, k_cache, v_cache, plan.together, softmax_scale)
     # The query heads of a kv head stand as a batch of queries: nothing is repeated.
     grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim).unbind(0)
     outputs = []
-    for query, (table, length) in zip(grouped, _tables(block_tables, lengths, k_cache.shape[1]), strict=True):
-        if not length:
+    for query, span in zip(grouped, plan.spans, strict=True):
+        if not span.length:
             outputs.append(torch.zeros_like(query))
             continue
-        k, v = _sequence_kv(k_cache, table, length), _sequence_kv(v_cache, table, length)
+        k, v = _sequence_kv(k_cache, span), _sequence_kv(v_cache, span)
         outputs.append(_attend_one(query, k, v, softmax_scale))
     if num_seqs == 1:
         return outputs[0].view(q.shape)
@@ -144,36 +258,20 @@ def _attend_one(query: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Te
     if query.dtype != torch.float32 or k.shape[1] > _SHORT_CONTEXT:
         attended = functional.scaled_dot_product_attention(query[None], k[None], v[None], scale=softmax_scale)
         return attended[0]
-    scores = torch.bmm(query, k.transpose(1, 2)).mul_(softmax_scale)
+    scores = torch.bmm(query * softmax_scale, k.transpose(1, 2))
     return torch.bmm(scores.softmax(-1), v)
 
 
-def _attend_together(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    longest: int,
-    softmax_scale: float,
-) -> Tensor:
-    """All sequences in two batched products over gathered K, V ``[seqs, kv heads, longest, head_dim]``.
-
-    A sequence is padded to the longest with its own first token, and not with the slots that happen to follow: those
-    may hold NaN, and 0 * NaN is NaN.
-    """
-    num_seqs, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    hidden = torch.arange(longest) >= context_lens[:, None]
-    blocks = block_tables[:, : -(-longest // block_size), None]
-    slots = torch.add(torch.arange(block_size), blocks, alpha=block_size).flatten(1)[:, :longest]
-    slots = torch.where(hidden, blocks[:, 0] * block_size, slots)
-    rows = torch.add(torch.arange(num_kv_heads)[:, None], slots[:, None], alpha=num_kv_heads).flatten()
-    k, v = (cache.view(-1, head_dim).index_select(0, rows).view(-1, longest, head_dim) for cache in (k_cache, v_cache))
+def _attend_together(q: Tensor, k_cache: Tensor, v_cache: Tensor, together: Together, softmax_scale: float) -> Tensor:
+    """All sequences in two batched products over gathered K and V."""
+    gathered, flat = together.gathered, together.gathered.view(-1, q.shape[2])
     # The query heads of a kv head are the rows of one product: nothing is repeated.
-    scores = torch.bmm((q * softmax_scale).view(len(k), -1, head_dim), k.transpose(1, 2))
-    scores.view(num_seqs, num_heads, longest).masked_fill_(hidden[:, None], float("-inf"))
-    return torch.bmm(scores.softmax(-1), v).view(q.shape)
+    queries = q.reshape(len(gathered), -1, q.shape[2])
+    mask = together.mask.expand(-1, queries.shape[1], -1)
+    torch.index_select(k_cache.view(-1, q.shape[2]), 0, together.rows, out=flat)
+    scores = torch.baddbmm(mask, queries, gathered.transpose(1, 2), alpha=softmax_scale).softmax(-1)
+    torch.index_select(v_cache.view(-1, q.shape[2]), 0, together.rows, out=flat)
+    return torch.bmm(scores, gathered).view(q.shape)
 
 
 def prefill_attention(
@@ -188,15 +286,15 @@ def prefill_attention(
     """See `reference.prefill_attention`."""
     out = torch.empty_like(q)
     starts = cu_seqlens.tolist()
-    for row, (table, length) in enumerate(_tables(block_tables, context_lens.tolist(), k_cache.shape[1])):
+    for row, span in enumerate(_spans(block_tables, context_lens.tolist(), k_cache.shape[1])):
         begin, end = starts[row], starts[row + 1]
         if begin == end:
             continue
-        k, v = _sequence_kv(k_cache, table, length), _sequence_kv(v_cache, table, length)
-        cached = length - (end - begin)
+        k, v = _sequence_kv(k_cache, span), _sequence_kv(v_cache, span)
+        cached = span.length - (end - begin)
         mask = None
         if cached:
-            mask = torch.arange(length) <= torch.arange(cached, length)[:, None]
+            mask = torch.arange(span.length) <= torch.arange(cached, span.length)[:, None]
         attended = functional.scaled_dot_product_attention(
             q[begin:end].transpose(0, 1)[None],
             k[None],

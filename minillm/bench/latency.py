@@ -71,8 +71,7 @@ def measure(
     bandwidth = read_bandwidth(model.device)
     with metered(llm.engine, Ceilings(bandwidth, None)) as meter:
         _run(llm, prompts, output_len)
-    weight_bytes = model.local.num_parameters * model.dtype.itemsize
-    floor_rate = batch_size * bandwidth / weight_bytes
+    floor_rate = batch_size * bandwidth / model.weight_bytes
     results = [_result(label, runs, batch_size, output_len, floor_rate) for label, runs in timings.items()]
     peak = meter.peak_blocks * llm.engine.cache.block_size
     results[0] = replace(results[0], idle_share=meter.idle_share, peak_kv_tokens=peak)

@@ -43,7 +43,7 @@ class Meter:
         """
         model, cache = engine.runner.model, engine.cache
         config, size = model.local, model.dtype.itemsize
-        bytes_read = config.num_parameters * size
+        bytes_read = model.weight_bytes
         if schedule.decodes:
             used = cache.num_blocks - cache.num_free
             bytes_read += used * cache.block_size * config.kv_bytes_per_token(size)

@@ -68,6 +68,12 @@ class Llama:
         """The shape of the part that is here."""
         return self.shard.local(self.config)
 
+    @cached_property
+    def weight_bytes(self) -> int:
+        """What a step reads of the weights that are here."""
+        linears = [linear for each in self.layers for linear in (each.qkv, each.o, each.gate_up, each.down)]
+        return sum(linear.num_bytes for linear in (*linears, self.head))
+
     def new_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
         """An empty pool ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``: K at 0, V at 1.
 
@@ -89,10 +95,12 @@ class Llama:
         """
         eps = self.config.rms_norm_eps
         cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
+        n = batch.num_decodes
+        plan = kernels.plan_step(batch.slot_mapping, batch.block_tables[:n], batch.context_lens[:n], kv_cache[0, 0])
         x = self._embed(batch.token_ids)
-        for index, layer in enumerate(self.layers):
+        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
             qkv = kernels.norm_linear(x, layer.input_norm, eps, layer.qkv)
-            attended = self._attention(qkv, cos, sin, batch, kv_cache[index, 0], kv_cache[index, 1])
+            attended = self._attention(qkv, cos, sin, batch, plan, *layer_cache.unbind(0))
             x = self._linear_add(attended, layer.o, x)
             gated = kernels.norm_gated_linear(x, layer.post_attention_norm, eps, layer.gate_up)
             x = self._linear_add(gated, layer.down, x)
@@ -131,20 +139,27 @@ class Llama:
         return logits
 
     def _attention(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, batch: Batch, k_cache: Tensor, v_cache: Tensor
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: Batch,
+        plan: kernels.HostPlan | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
     ) -> Tensor:
         """Attention of the tokens of one projection, ``[tokens, num_heads * head_dim]``."""
         c = self.local
         scale = c.head_dim**-0.5
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [tokens, q + k + v heads, head_dim]
         q, k, v = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-        kernels.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping)
+        kernels.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping, plan)
         n = batch.num_decodes
         outputs = []
         if n:
             decodes = (q[:n], k_cache, v_cache, batch.block_tables[:n], batch.context_lens[:n], scale)
             if batch.shared is None:
-                outputs.append(kernels.paged_attention(*decodes))
+                outputs.append(kernels.paged_attention(*decodes, plan))
             else:
                 outputs.append(kernels.prefix_attention(*decodes, batch.shared))
         if n < q.shape[0]:

@@ -159,6 +159,51 @@ def test_linear(dtype: torch.dtype, rows: int, biased: bool) -> None:
     assert relative_error(got, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("rows", [0, 1, 5, 16, 40])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_with_weights_that_were_published_in_half_precision(rows: int, biased: bool) -> None:
+    """As exact as float32, though the weights are kept in float16 where torch can multiply those."""
+    weight, bias = (torch.randn(48, 80) * 0.1).bfloat16().float(), torch.randn(48) if biased else None
+    weight[3, 4] = 2.0**-22 * (1 + 2**-7)  # float16 has no room for its last digits, nor does a float32 sum
+    x = torch.randn(rows, 80)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    got = kernels.linear(x, LinearWeight(weight, bias))
+    assert got.dtype == torch.float32
+    assert relative_error(got, expected) < 1e-6
+    assert relative_error(kernels.linear_add(x, LinearWeight(weight, bias), torch.ones(rows, 48)), expected + 1) < 1e-6
+
+
+def test_which_weights_fit_float16() -> None:
+    published = (torch.randn(300, 700) * 0.02).bfloat16().float()
+    assert cpu.fits_float16(published)
+    assert cpu.fits_float16(published.half().float())
+    assert not cpu.fits_float16(torch.randn(300, 700) * 0.02), "more digits"
+    assert not cpu.fits_float16(published * 1e-4), "all of them so small that float16 cuts digits off"
+    for wrong in (1e5, float("inf"), float("nan")):
+        damaged = published.clone()
+        damaged[299, 699] = wrong
+        assert not cpu.fits_float16(damaged)
+
+
+@pytest.mark.parametrize("lengths", [[9], [1, 37, 16], [5, 40, 17, 33, 1]])
+def test_a_plan_serves_every_layer_of_its_step(lengths: list[int]) -> None:
+    context_lens = torch.tensor(lengths, dtype=torch.int32)
+    plan = None
+    for _ in range(3):
+        k, v, tables = make_pool(lengths, 3, 32, torch.float32, SIZE, "shuffled")
+        plan = plan or cpu.plan_step(torch.zeros(len(lengths), dtype=torch.int64), tables, context_lens, k)
+        q = torch.randn(len(lengths), 9, 32)
+        expected, _ = reference.paged_attention(q.double(), k.double(), v.double(), tables, context_lens, 0.3)
+        assert relative_error(kernels.paged_attention(q, k, v, tables, context_lens, 0.3, plan), expected) < 1e-5
+
+
+def test_a_plan_knows_padding() -> None:
+    k, _, tables = make_pool([5], 3, 32, torch.float32, SIZE, "in order")
+    lens = torch.tensor([5], dtype=torch.int32)
+    assert cpu.plan_step(torch.tensor([4, -1]), tables, lens, k).padded
+    assert not cpu.plan_step(torch.tensor([4, 0]), tables, lens, k).padded
+
+
 def test_block_copy_moves_every_layer_and_nothing_else() -> None:
     pool = torch.randn(3, 2, 6, SIZE, 2, 8)
     before = pool.clone()

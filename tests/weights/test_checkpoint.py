@@ -24,6 +24,7 @@ from minillm.model.loader import load_llama
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.files import ModelFiles
 from minillm.weights.gguf_file import GGUFCheckpoint
+from minillm.weights.package import convert
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +234,19 @@ def test_gguf_tensors_are_what_the_library_dequantises(tmp_path: Path, kind: str
             assert torch.equal(checkpoint.tensor(name), tensor), f"{name} is not undone bit for bit"
     name = "model.layers.0.self_attn.k_proj.weight"
     assert np.array_equal(checkpoint.tensor(name, slice(5, 9)).numpy(), exact[name][5:9])
+
+
+def test_a_converted_gguf_file_has_its_matrices_in_float16(tmp_path: Path) -> None:
+    exact = write_gguf(tmp_path / "m.gguf", gguf_model(), gguf.GGMLQuantizationType.Q4_1)
+    directory = tmp_path / "converted"
+    directory.mkdir()
+    records = convert(tmp_path / "m.gguf", directory, lambda progress: None)
+    assert {record.name for record in records} == {path.name for path in directory.iterdir()}
+    tensors = load_file(directory / "model.safetensors")
+    assert set(tensors) == set(exact)
+    for name, values in exact.items():
+        expected = torch.from_numpy(values.copy())
+        assert torch.equal(tensors[name], expected.half() if expected.dim() == 2 else expected), name
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q3_K", "IQ4_XS"])
