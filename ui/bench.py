@@ -35,7 +35,6 @@ from minillm.service.messages import (
     Loaded,
     LogEntry,
     PoolFigures,
-    Started,
     TableChange,
     TextDelta,
 )
@@ -182,7 +181,10 @@ async def _drawing() -> float:
 
 
 async def _rate(watched: bool) -> float:
-    """Tokens per second of an answer of the default model in a pool of `NUM_BLOCKS`: with the app, or without one."""
+    """Tokens per second of the default model's answer in a pool of `NUM_BLOCKS`: with the app, or without one.
+
+    It is a conversation's second answer in both cases, so the contexts are equally long.
+    """
     options = {"num_blocks": NUM_BLOCKS, "block_size": 1}
     if watched:
         async with _app(options) as pilot:
@@ -199,15 +201,25 @@ async def _rate(watched: bool) -> float:
             events = engine.events()
             engine.send(Load(default_model(), options))
             await _next(events, Loaded)
-            for number in (1, 2):
-                messages = [{"role": "user", "content": _QUESTION}]
-                engine.send(Generate(str(number), str(number), messages, {**_PARAMS, "logprobs": 5}))
-                await _next(events, Started)
-                finished = await _next(events, Finished)
-            assert isinstance(finished, Finished)
+            messages: list[dict[str, str]] = []
+            for request_id in ("1", "2"):
+                messages = [*messages, {"role": "user", "content": _QUESTION}]
+                engine.send(Generate(request_id, request_id, messages, {**_PARAMS, "logprobs": 5}))
+                finished, text = await _answer(events)
+                messages = [*messages, {"role": "assistant", "content": text}]
             return finished.tokens_per_second
         finally:
             await engine.stop()
+
+
+async def _answer(events: AsyncIterator[Event]) -> tuple[Finished, str]:
+    text = ""
+    async for event in events:
+        if isinstance(event, TextDelta):
+            text += event.text
+        elif isinstance(event, Finished):
+            return event, text
+    raise MinillmError("the engine ended")
 
 
 async def _next(events: AsyncIterator[Event], kind: type[Event]) -> Event:
