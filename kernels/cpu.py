@@ -65,8 +65,8 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
 def fits_float16(weight: Tensor) -> bool:
     """Whether products with ``weight [out, in]`` in float16 are as exact as float32 makes them.
 
-    bfloat16 numbers have fewer digits than float16's; only those below 2^-14 may lose some, at most 2^-25 of their
-    value. That is lost in the rounding of a float32 sum as long as it is below 2^-23 of a typical row's length.
+    bfloat16 numbers have fewer digits than float16's; only those below 2^-14 may lose some, 2^-25 at most. That is lost
+    in the rounding of a float32 sum as long as it is below 2^-23 of a typical row's length (its Euclidean norm).
     """
     limit = 2**-23 * float(torch.linalg.vector_norm(weight)) / weight.shape[0] ** 0.5
     for rows in weight.split(max(1, _CHECKED_AT_ONCE // weight.shape[1])):  # so that the copies stay in the cache

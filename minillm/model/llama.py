@@ -70,9 +70,10 @@ class Llama:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """What a step reads of the weights that are here."""
+        """All matrices that are here, as `ModelConfig.num_parameters` counts them, each as it is stored."""
         linears = [linear for each in self.layers for linear in (each.qkv, each.o, each.gate_up, each.down)]
-        return sum(linear.num_bytes for linear in (*linears, self.head))
+        embedding = 0 if self.config.tie_word_embeddings else self.embedding.nbytes
+        return embedding + sum(linear.num_bytes for linear in (*linears, self.head))
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
         """An empty pool ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``: K at 0, V at 1.
