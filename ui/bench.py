@@ -33,6 +33,7 @@ from minillm.service.messages import (
     Generate,
     Load,
     Loaded,
+    LoadFailed,
     LogEntry,
     PoolFigures,
     TableChange,
@@ -175,7 +176,7 @@ async def _drawing() -> float:
             events.append(CacheChanged(changes, [table], [], figures, log))
         began, used = time.monotonic(), time.process_time()
         for number, event in enumerate(events):
-            pilot.app.chat.post_message(EngineEvent(event))  # type: ignore[attr-defined]
+            chat.post_message(EngineEvent(event))
             await asyncio.sleep(max(0.0, began + (number + 1) / FRAMES - time.monotonic()))
         return (time.process_time() - used) / (time.monotonic() - began)
 
@@ -200,7 +201,7 @@ async def _rate(watched: bool) -> float:
         try:
             events = engine.events()
             engine.send(Load(default_model(), options))
-            await _next(events, Loaded)
+            await _until_loaded(events)
             messages: list[dict[str, str]] = []
             for request_id in ("1", "2"):
                 messages = [*messages, {"role": "user", "content": _QUESTION}]
@@ -222,12 +223,12 @@ async def _answer(events: AsyncIterator[Event]) -> tuple[Finished, str]:
     raise MinillmError("the engine ended")
 
 
-async def _next(events: AsyncIterator[Event], kind: type[Event]) -> Event:
+async def _until_loaded(events: AsyncIterator[Event]) -> None:
     async for event in events:
-        if isinstance(event, kind):
-            return event
-        if not isinstance(event, (TextDelta, CacheChanged)) and type(event).__name__ == "LoadFailed":
-            raise MinillmError(event.error)  # type: ignore[attr-defined]
+        if isinstance(event, Loaded):
+            return
+        if isinstance(event, LoadFailed):
+            raise MinillmError(event.error)
     raise MinillmError("the engine ended")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -26,3 +27,13 @@ class Batch:
     logit_rows: Tensor | None = None  # [num_logits] int64, the tokens whose logits are wanted; None: of all
     shared: WorkList | None = None  # what the decoding sequences have in common, where reading that once is worth it
     rope_lengths: list[int] | None = None  # per token, for dynamic rope scaling only: see RotaryTable.rows
+
+    @cached_property
+    def decode_tables(self) -> Tensor:
+        """``[num_decodes, max_blocks]``: `block_tables` of the sequences that decode."""
+        return self.block_tables[: self.num_decodes]
+
+    @cached_property
+    def decode_lens(self) -> Tensor:
+        """``[num_decodes]``: `context_lens` of the sequences that decode."""
+        return self.context_lens[: self.num_decodes]

@@ -96,8 +96,7 @@ class Llama:
         """
         eps = self.config.rms_norm_eps
         cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
-        n = batch.num_decodes
-        plan = kernels.plan_step(batch.slot_mapping, batch.block_tables[:n], batch.context_lens[:n], kv_cache[0, 0])
+        plan = kernels.plan_step(batch.slot_mapping, batch.decode_tables, batch.decode_lens, kv_cache[0, 0])
         x = self._embed(batch.token_ids)
         for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
             qkv = kernels.norm_linear(x, layer.input_norm, eps, layer.qkv)
@@ -158,7 +157,7 @@ class Llama:
         n = batch.num_decodes
         outputs = []
         if n:
-            decodes = (q[:n], k_cache, v_cache, batch.block_tables[:n], batch.context_lens[:n], scale)
+            decodes = (q[:n], k_cache, v_cache, batch.decode_tables, batch.decode_lens, scale)
             if batch.shared is None:
                 outputs.append(kernels.paged_attention(*decodes, plan))
             else:
