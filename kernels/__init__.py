@@ -134,9 +134,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return activation.silu_mul(gate_up) if gate_up.is_cuda else cpu.silu_mul(gate_up)
 
 
-def plan_step(slot_mapping: Tensor, block_tables: Tensor, context_lens: Tensor, k_cache: Tensor) -> HostPlan | None:
+def plan_step(
+    slot_mapping: Tensor, block_tables: Tensor, context_lens: Tensor, k_cache: Tensor, num_heads: int
+) -> HostPlan | None:
     """On a CPU: what the ops of all layers of a step have in common, see `cpu.plan_step`. A GPU's kernels need none."""
-    return None if k_cache.is_cuda else cpu.plan_step(slot_mapping, block_tables, context_lens, k_cache)
+    return None if k_cache.is_cuda else cpu.plan_step(slot_mapping, block_tables, context_lens, k_cache, num_heads)
 
 
 def rotary_write_kv(

@@ -96,7 +96,8 @@ class Llama:
         """
         eps = self.config.rms_norm_eps
         cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
-        plan = kernels.plan_step(batch.slot_mapping, batch.decode_tables, batch.decode_lens, kv_cache[0, 0])
+        tables = (batch.slot_mapping, batch.decode_tables, batch.decode_lens)
+        plan = kernels.plan_step(*tables, kv_cache[0, 0], self.local.num_heads)
         x = self._embed(batch.token_ids)
         for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
             qkv = kernels.norm_linear(x, layer.input_norm, eps, layer.qkv)

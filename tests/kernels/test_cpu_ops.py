@@ -191,7 +191,7 @@ def test_a_plan_serves_every_layer_of_its_step(lengths: list[int]) -> None:
     plan = None
     for _ in range(3):
         k, v, tables = make_pool(lengths, 3, 32, torch.float32, SIZE, "shuffled")
-        plan = plan or cpu.plan_step(torch.zeros(len(lengths), dtype=torch.int64), tables, context_lens, k)
+        plan = plan or cpu.plan_step(torch.zeros(len(lengths), dtype=torch.int64), tables, context_lens, k, 9)
         q = torch.randn(len(lengths), 9, 32)
         expected, _ = reference.paged_attention(q.double(), k.double(), v.double(), tables, context_lens, 0.3)
         assert relative_error(kernels.paged_attention(q, k, v, tables, context_lens, 0.3, plan), expected) < 1e-5
@@ -200,8 +200,8 @@ def test_a_plan_serves_every_layer_of_its_step(lengths: list[int]) -> None:
 def test_a_plan_knows_padding() -> None:
     k, _, tables = make_pool([5], 3, 32, torch.float32, SIZE, "in order")
     lens = torch.tensor([5], dtype=torch.int32)
-    assert cpu.plan_step(torch.tensor([4, -1]), tables, lens, k).padded
-    assert not cpu.plan_step(torch.tensor([4, 0]), tables, lens, k).padded
+    assert cpu.plan_step(torch.tensor([4, -1]), tables, lens, k, 4).padded
+    assert not cpu.plan_step(torch.tensor([4, 0]), tables, lens, k, 4).padded
 
 
 def test_block_copy_moves_every_layer_and_nothing_else() -> None:
