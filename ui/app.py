@@ -81,6 +81,17 @@ class ChatApp(App[None]):
             self.chat.update_classes({max(each for each in breakpoints if each[0] <= cells)[1]: True}, update=False)
         return self.chat
 
+    def refresh_css(self, animate: bool = True) -> None:
+        """Style everything anew, for another theme.
+
+        The first theme is chosen before anything is there to be styled. What Textual would parse for it, a tenth of the
+        time until the first paint, it parses again with the screen: then the theme's colours are all that is needed.
+        """
+        if self.chat.is_attached:
+            super().refresh_css(animate)
+        else:
+            self.stylesheet.set_variables(self.get_css_variables())
+
     async def on_mount(self) -> None:
         # Importing torch in the other process takes a whole core: the first paint goes first.
         self.call_after_refresh(self.load_model)

@@ -75,8 +75,9 @@ class PrefixCache:
         blocks: list[int] = []
         nodes: list[Node] = []
         node: Node = salt
+        tokens = tuple(token_ids)  # its parts need not be copied again
         for end in range(size, limit + 1, size):
-            block = self._blocks.get((node, tuple(token_ids[end - size : end])))
+            block = self._blocks.get((node, tokens[end - size : end]))
             if block is None:
                 break
             node = self._entries[block][0]

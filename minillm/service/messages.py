@@ -10,12 +10,12 @@ from dataclasses import asdict, astuple, dataclass, field, fields, is_dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass
 class Command:
     """From the app to the engine."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Event:
     """From the engine to the app."""
 
@@ -23,7 +23,7 @@ class Event:
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Load(Command):
     """Load a model. The first command of a process, and sent once: another model takes another process."""
 
@@ -31,7 +31,7 @@ class Load(Command):
     options: dict[str, Any] = field(default_factory=dict)  # of EngineConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class Generate(Command):
     """Answer a conversation.
 
@@ -47,14 +47,14 @@ class Generate(Command):
     room: int = 1  # tokens that must be left for the answer, or the context counts as full
 
 
-@dataclass(frozen=True)
+@dataclass
 class Abort(Command):
     """End an answer; what has been said so far stays."""
 
     request_id: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Keep(Command):
     """Of an answer's candidates keep the blocks of number ``index``, and free those of the others."""
 
@@ -62,35 +62,35 @@ class Keep(Command):
     index: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drop(Command):
     """Free the blocks that one answer keeps."""
 
     request_id: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Forget(Command):
     """Free the blocks that a conversation holds."""
 
     conversation: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pin(Command):
     """Compute a system prompt and keep its blocks under any load, instead of the one before. Empty: none."""
 
     system: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pace(Command):
     """Take at most so many steps a second, so that people can watch; 0: as many as the machine can."""
 
     steps_per_second: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report(Command):
     """Tell texts, beams and pictures of the pool no more often than every so many seconds, what came between at once.
 
@@ -100,7 +100,7 @@ class Report(Command):
     every: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Inspect(Command):
     """Tell what is known of a block: `BlockFacts` answers."""
 
@@ -110,7 +110,7 @@ class Inspect(Command):
 # --- events -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loading(Event):
     """How far the start has come; ``total`` is None where it is not known."""
 
@@ -120,14 +120,14 @@ class Loading(Event):
     unit: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Notice(Event):
     """Something to know, in one line: which source failed and which one served. Not cleaned for a terminal."""
 
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loaded(Event):
     """The model is ready."""
 
@@ -145,7 +145,7 @@ class Loaded(Event):
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadFailed(Event):
     """The model cannot be used; the process ends."""
 
@@ -153,7 +153,7 @@ class LoadFailed(Event):
     exit_code: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Started(Event):
     """A prompt has been computed."""
 
@@ -164,7 +164,7 @@ class Started(Event):
     in_reasoning: bool = False  # the template has opened the model's <think> section
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenChoice:
     """A token that was drawn, its log-probability, and the most probable ones, best first. Not cleaned."""
 
@@ -174,7 +174,7 @@ class TokenChoice:
     top_logprobs: list[float]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TextDelta(Event):
     """More of one completion's text: as the model said it, not cleaned for a terminal."""
 
@@ -185,7 +185,7 @@ class TextDelta(Event):
     tokens: list[TokenChoice] = field(default_factory=list)  # where the request asked for log-probabilities
 
 
-@dataclass(frozen=True)
+@dataclass
 class BeamView:
     """A beam as it stands. ``score`` is its log-probability over its length to the power of the length penalty."""
 
@@ -196,7 +196,7 @@ class BeamView:
     finished: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class BeamsChanged(Event):
     """The beams of a search, the best first: sent a few times a second while it goes on, and when it ends."""
 
@@ -204,7 +204,7 @@ class BeamsChanged(Event):
     beams: list[BeamView]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Finished(Event):
     """One completion has ended: ``finish_reason`` is "stop", "length" or "abort"."""
 
@@ -216,7 +216,7 @@ class Finished(Event):
     num_context_tokens: int  # prompt and completion
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestFailed(Event):
     """A request was refused or broke; the engine goes on."""
 
@@ -224,7 +224,7 @@ class RequestFailed(Event):
     error: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class ContextFull(Event):
     """A request was refused: the conversation has outgrown the context, the answer's first token included."""
 
@@ -233,7 +233,7 @@ class ContextFull(Event):
     max_model_len: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class TableView:
     """One sequence's block table."""
 
@@ -245,7 +245,7 @@ class TableView:
     blocks: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TableChange:
     """A table that is new or other than it was: its first ``keep`` blocks stay, ``blocks`` follow them."""
 
@@ -258,7 +258,7 @@ class TableChange:
     blocks: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockChange:
     """A block that looks other than it did."""
 
@@ -268,7 +268,7 @@ class BlockChange:
     kind: str  # "free", "owned", "shared", "cached" (held by nobody, but findable) or "pinned"
 
 
-@dataclass(frozen=True)
+@dataclass
 class PoolFigures:
     """The pool at one moment, and what has happened to it since the start. Blocks unless the name says otherwise."""
 
@@ -288,7 +288,7 @@ class PoolFigures:
     num_swapped_in: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class LogEntry:
     """One event of the cache, see `minillm.cache.CacheEvent`, with its time and what it means in numbers.
 
@@ -304,7 +304,7 @@ class LogEntry:
     detail: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class CacheChanged(Event):
     """What changed in the pool since the last such event; the first one tells all that is not free."""
 
@@ -316,7 +316,7 @@ class CacheChanged(Event):
     num_unlogged: int = 0  # events that were too many to tell
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepView:
     """One step of the engine: see `minillm.engine.StepReport`."""
 
@@ -331,14 +331,14 @@ class StepView:
     device_seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stepped(Event):
     """The steps since the last such event."""
 
     steps: list[StepView]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Holder:
     """A sequence that holds a block, as number ``logical_block`` of its table."""
 
@@ -348,7 +348,7 @@ class Holder:
     logical_block: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockFacts(Event):
     """All that is known of a block."""
 
