@@ -298,19 +298,19 @@ class Scheduler:
         prompt = sequence.token_ids if group.forked else sequence.token_ids[: group.num_prompt_tokens]
         while True:
             shared = 0 if parent is None or parent.table is None else shared_length(parent, prompt)
-            cached, held = self.cache.find_cached(prompt, group.salt)
-            if self._is_being_computed(group, prompt, max(shared, cached)):
+            cached = self.cache.find_cached(prompt, group.salt)
+            if self._is_being_computed(group, prompt, max(shared, cached.num_tokens)):
                 return False
-            saved = shared // self.cache.block_size if shared >= cached else held
+            saved = shared // self.cache.block_size if shared >= cached.num_tokens else cached.num_held
             needed = _blocks_to_finish_prompt(group, self.cache.block_size) - saved
             if needed + load.blocks_promised <= self.cache.num_free and self._peak_fits(group):
                 break
             if not self._evict_idle(spare=parent):
                 return False
-        if shared >= cached and parent is not None and parent.table is not None:
+        if shared >= cached.num_tokens and parent is not None and parent.table is not None:
             sequence.table = self.cache.fork(parent.table, sequence.seq_id, shared)
         else:
-            sequence.table = self.cache.allocate(sequence.seq_id, prompt, group.salt)
+            sequence.table = self.cache.allocate(sequence.seq_id, prompt, group.salt, cached)
         sequence.num_computed = sequence.table.num_tokens
         if not group.metrics.num_preemptions:
             group.num_cached_tokens = sequence.num_computed

@@ -46,8 +46,9 @@ class PoolModel:
     def allocate(self, prompt: list[int] | None = None) -> int:
         """A new sequence; of a prompt, it has what the cache holds (the rest is for the caller to append)."""
         seq = next(self._ids)
-        expected, _ = self.manager.find_cached(prompt or [])
-        self.tables[seq] = self.manager.allocate(seq, prompt or [])
+        found = self.manager.find_cached(prompt or [])
+        expected = found.num_tokens
+        self.tables[seq] = self.manager.allocate(seq, prompt or [], prefix=found if seq % 2 else None)
         assert self.tables[seq].num_tokens == expected
         assert expected < max(1, len(prompt or [])), "nothing is left to compute"
         self.tokens[seq] = (prompt or [])[:expected]

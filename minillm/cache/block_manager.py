@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from minillm.cache.events import CacheEvent, Subscriber
 from minillm.cache.free_blocks import FreeBlocks
-from minillm.cache.prefix_cache import Node, PrefixCache, PrefixEntry, PrefixReport
+from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache, PrefixEntry, PrefixReport
 from minillm.cache.stats import CacheStats
 
 
@@ -72,11 +72,20 @@ class BlockManager:
 
     # --- the three verbs ----------------------------------------------------------------------------------------------
 
-    def allocate(self, seq_id: int, token_ids: Sequence[int] = (), salt: str | None = None) -> BlockTable:
+    def allocate(
+        self,
+        seq_id: int,
+        token_ids: Sequence[int] = (),
+        salt: str | None = None,
+        prefix: CachedPrefix | None = None,
+    ) -> BlockTable:
         """A table for a new sequence: a fork of what the cache holds of ``token_ids``, of nothing otherwise.
 
         The table then has ``num_tokens`` tokens whose K and V are there already: full blocks only, and never all of
         ``token_ids``, for the last one's logits are needed.
+
+        Args:
+            prefix: what `find_cached` found of them, if nothing has changed since.
 
         Raises:
             ValueError: ``seq_id`` has a table already.
@@ -85,10 +94,13 @@ class BlockManager:
             raise ValueError(f"sequence {seq_id} has a block table already")
         table = BlockTable(seq_id, [], salt=salt)
         if self.prefix_caching and token_ids:
-            table.blocks, table.nodes = self._prefixes.match(token_ids, salt, len(token_ids) - 1)
+            found = prefix or self.find_cached(token_ids, salt)
+            table.blocks, table.nodes = list(found.blocks), list(found.nodes)
+            counts = self.ref_counts
             for block in table.blocks:
-                self._cached.pop(block, None)
-                self.ref_counts[block] += 1
+                if not counts[block]:
+                    self._cached.pop(block, None)
+                counts[block] += 1
             table.num_tokens = table.writable = len(table.blocks) * self.block_size
             self.num_hit_tokens += table.num_tokens
             self.num_looked_up_tokens += len(token_ids)
@@ -133,8 +145,12 @@ class BlockManager:
         """Drop ``table``. Its blocks lose one owner each; those without any are free."""
         if self.tables.pop(table.seq_id, None) is not table:
             raise AssertionError(f"the block table of sequence {table.seq_id} is freed twice")
+        counts = self.ref_counts
         for block in reversed(table.blocks):  # the tail first: what is reused soonest is what others share least
-            self._drop(block)
+            if counts[block] > 1:
+                counts[block] -= 1
+            else:
+                self._drop(block)
         if self.subscribers:
             self._emit(CacheEvent("free", table.seq_id, tuple(table.blocks)))
         table.blocks, table.num_tokens, table.writable, table.nodes = [], 0, 0, []
@@ -158,12 +174,13 @@ class BlockManager:
         """What the prefix cache knows a block by, if it does."""
         return self._prefixes.entry(block)
 
-    def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> tuple[int, int]:
-        """(tokens that `allocate` would find, blocks of them that tables hold already and that cost nothing)."""
+    def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> CachedPrefix:
+        """What `allocate` would find."""
         if not self.prefix_caching:
-            return 0, 0
-        blocks, _ = self._prefixes.match(token_ids, salt, len(token_ids) - 1)
-        return len(blocks) * self.block_size, sum(self.ref_counts[block] > 0 for block in blocks)
+            return CachedPrefix([], [], 0, 0)
+        blocks, nodes = self._prefixes.match(token_ids, salt, len(token_ids) - 1)
+        held = sum(self.ref_counts[block] > 0 for block in blocks)
+        return CachedPrefix(blocks, nodes, len(blocks) * self.block_size, held)
 
     def distrust(self, table: BlockTable) -> None:
         """What was computed for ``table`` is wrong (NaN, say): nobody may find its blocks."""

@@ -26,6 +26,16 @@ class PrefixEntry:
 
 
 @dataclass(frozen=True)
+class CachedPrefix:
+    """What the cache holds of a prompt at this moment, from its beginning."""
+
+    blocks: list[int]
+    nodes: list[Node]  # of these blocks
+    num_tokens: int  # in them: full blocks only, and never all of the prompt, for the last one's logits are needed
+    num_held: int  # blocks that tables hold already, and that cost nothing
+
+
+@dataclass(frozen=True)
 class PrefixReport:
     """Why a prompt was found in the cache as far as it was, and no further. Counts are tokens."""
 

@@ -260,10 +260,12 @@ def test_a_block_that_its_last_owner_writes_to_is_found_no_more() -> None:
     manager.commit(parent, tokens, 8)
     child = manager.fork(parent, 1, 6)
     manager.free(parent)
-    assert manager.find_cached(tokens) == (8, 2)
+    found = manager.find_cached(tokens)
+    assert (found.num_tokens, found.num_held) == (8, 2)
     manager.append(child, 1)
     assert manager.take_copies() == [], "nobody else holds it: no copy"
-    assert manager.find_cached(tokens) == (4, 1)
+    found = manager.find_cached(tokens)
+    assert (found.num_tokens, found.num_held) == (4, 1)
     manager.check()
 
 
