@@ -15,7 +15,7 @@ before it merges. The first is busy computing, the second reading.
 
 Grids: (kv heads, items) and (kv heads, sequences, splits), by the number of sequences alone; a program without work
 ends at once. The plan lies on the device, so sharing may change from step to step under one CUDA graph. Tiles: 64 rows
-(what Hopper's matrix unit takes at least) times 16 kB of K, and 16 rows times 8 or 16 kB.
+(what Hopper's matrix unit takes at least) times 16 kB of K, and 16 rows times 4 or 8 kB.
 
 Bytes: each node's blocks once for every 64 rows (from the L2 but for the first time), each tail once, and 8 x head_dim
 for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kernels.compat import dot, pdl_options, wait_for_inputs, wait_then_release
 from kernels.decode_attention import check_inputs
-from kernels.prefix_plan import ITEM_WORDS, WorkList
+from kernels.prefix_plan import ITEM_WORDS, AttentionShape, WorkList
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
 
@@ -207,6 +207,19 @@ def _merge_results_kernel(
     tl.store(out_ptr + dims, out.to(out_ptr.dtype.element_ty), mask=is_dim)
 
 
+def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
+    """Tokens a tile, stages and warps of the second phase.
+
+    Tails are short, and there is one for each sequence and kv head: what counts is how many are under way at a time.
+    With tiles of 4 kB in one warp all tails of 128 sequences are, and the batch takes 37 to 53 us where tiles of 16 kB
+    in four warps took 45 to 58 (2,048 shared tokens and 66 to 190 own ones, 32/8 heads x 128). With one query head for
+    each kv head there are four times as many in any case, and two warps of 8 kB are as good.
+    """
+    if shape.group == 1:
+        return min(shape.tile, 32), 2, 2
+    return max(16, min(shape.tile, 4096 // (shape.dim_tile * shape.element_size))), 4, max(1, shape.dim_tile // 128)
+
+
 def prefix_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -236,8 +249,7 @@ def prefix_attention(
     if not num_seqs:
         return out
     splits = shape.tail_splits(num_seqs)
-    # Tails are short: with one query head a program has so little to do that small tiles, and more programs, win.
-    tile, stages, warps = (min(shape.tile, 64), 3, 4) if shape.group > 1 else (min(shape.tile, 32), 2, 2)
+    tile, stages, warps = _tail_tiling(shape)
     max_results = shape.max_results(num_seqs)
     num_results = max_results + (num_seqs * splits if splits > 1 else 0)
     partial = torch.empty(num_results, num_heads, head_dim, dtype=torch.float32, device=q.device)
