@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,7 +50,11 @@ def _meant(word: str, words: list[str]) -> str:
     return f", did you mean {close}?" if close else ""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser, with the options of the command that ``argv`` names; of all commands, where it names none.
+
+    Adding all options, most of them `bench`'s, takes longer than everything else here.
+    """
     parser = _Parser(
         prog="minillm",
         description="Llama models on your own machine: chat, batch generation, and a view of the KV cache.",
@@ -57,11 +62,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    wanted = next((word for word in argv if word in _COMMANDS), None)
+    for name, (summary, add_options) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if wanted in (name, None):
+            add_options(command)
+    return parser
 
-    def command(name: str, summary: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
 
-    chat = command("chat", "talk to a model in the terminal, and watch its block tables")
+def _add_chat_options(chat: argparse.ArgumentParser) -> None:
     _add_model_options(chat)
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     chat.add_argument("--plain", action="store_true", help="line by line: for pipes and screen readers")
@@ -74,12 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     chat_candidates.add_argument("--beam-width", type=int, metavar="N", help="search with N beams instead of sampling")
     chat_candidates.add_argument("--length-penalty", type=float, metavar="X", help="above 0 favours long beams (1)")
 
-    demo = command("demo", "a guided tour of the cache on the real engine, in the terminal")
+
+def _add_demo_options(demo: argparse.ArgumentParser) -> None:
     demo.add_argument("--speed", type=float, default=1.0, metavar="X", help="above 1: faster (1)")
     demo.add_argument("--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file")
     demo.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
 
-    generate = command("generate", "complete prompts: arguments, a file, or standard input")
+
+def _add_generate_options(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
     generate.add_argument("-f", "--file", metavar="FILE", help="read prompts from FILE ('-': standard input)")
     form = generate.add_mutually_exclusive_group()
@@ -109,19 +120,23 @@ def _parser() -> argparse.ArgumentParser:
     beams.add_argument("--num-beam-groups", type=int, metavar="N", help="diverse beam search in N groups (1)")
     beams.add_argument("--diversity-penalty", type=float, metavar="X", help="what a group pays for another's token (0)")
 
-    models = command("models", "list the models of weights.toml and which are downloaded")
+
+def _add_models_options(models: argparse.ArgumentParser) -> None:
     models.add_argument("--json", action="store_true", help="write one JSON object per model")
 
-    pull = command("pull", "download a model")
+
+def _add_pull_options(pull: argparse.ArgumentParser) -> None:
     pull.add_argument(
         "model", nargs="?", metavar="NAME", help="a name from `minillm models` (default: the default model)"
     )
     pull.add_argument("--verify", action="store_true", help="check the files' sha256 even if they are there already")
 
-    info = command("info", "versions, devices and directories: the first thing to put into a bug report")
+
+def _add_info_options(info: argparse.ArgumentParser) -> None:
     info.add_argument("--json", action="store_true", help="write JSON")
 
-    bench = command("bench", "measure speed")
+
+def _add_bench_options(bench: argparse.ArgumentParser) -> None:
     workloads = bench.add_subparsers(dest="workload", metavar="WORKLOAD", required=True, parser_class=_Parser)
 
     def workload(name: str, summary: str) -> argparse.ArgumentParser:
@@ -183,7 +198,6 @@ def _parser() -> argparse.ArgumentParser:
 
     workload("host", "what a step costs beside the device's work")
     workload("ui", "what the chat app costs: first paint, keys, drawing, and the generation's slow-down")
-    return parser
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -230,6 +244,17 @@ def _add_sampling_options(parser: argparse.ArgumentParser, *, n: bool) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
     group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (may be repeated)")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "chat": ("talk to a model in the terminal, and watch its block tables", _add_chat_options),
+    "demo": ("a guided tour of the cache on the real engine, in the terminal", _add_demo_options),
+    "generate": ("complete prompts: arguments, a file, or standard input", _add_generate_options),
+    "models": ("list the models of weights.toml and which are downloaded", _add_models_options),
+    "pull": ("download a model", _add_pull_options),
+    "info": ("versions, devices and directories: the first thing to put into a bug report", _add_info_options),
+    "bench": ("measure speed", _add_bench_options),
+}
 
 
 ENGINE_OPTIONS = (
@@ -289,14 +314,15 @@ def _check_packages() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code; prints errors that a user can cause as one line."""
     try:
-        arguments = _parser().parse_args(argv)
+        argv = sys.argv[1:] if argv is None else argv
+        arguments = _parser(argv).parse_args(argv)
         if arguments.version:
             from importlib.metadata import version
 
             print(f"minillm {version('minillm')}")
             return 0
         if arguments.command is None:
-            _parser().print_help()
+            _parser(argv).print_help()
             return 2
         _check_packages()
         return int(importlib.import_module(f"minillm.commands.{arguments.command}").run(arguments))

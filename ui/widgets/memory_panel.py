@@ -59,7 +59,8 @@ class MemoryPanel(Vertical):
         self._chosen_on_host: TableView | None = None
         self._facts: BlockFacts | None = None
         self._inspect_timer: Timer | None = None
-        self._later: tuple[str, ...] = ("tables", "tree", "memory", "steps")  # views that are empty yet
+        self._event_log = EventLog()  # which learns names from the start
+        self._later: tuple[str, ...] = ("tables", "tree", "events", "memory", "steps")  # views that are empty yet
 
     def compose(self) -> ComposeResult:
         yield ViewTabs()
@@ -74,10 +75,6 @@ class MemoryPanel(Vertical):
                 yield BlockTableView()
             with Vertical(id="block", classes="box"):
                 yield Drawn(self._block_facts, id="block-facts")
-        with Vertical(id="view-events", classes="view box"):  # which learns names from the start
-            yield Drawn(self._events_headline, id="events-facts")
-            yield EventLog()
-            yield Drawn(self._events_legend, id="events-legend")
         yield from (Vertical(id=f"view-{view}", classes="view box") for view in self._later)
 
     async def _make_later_views(self) -> None:
@@ -89,6 +86,11 @@ class MemoryPanel(Vertical):
                 Drawn(self._block_facts, id="tables-block"),
             ],
             "tree": [Drawn(self._tree_facts, id="tree-facts"), ForkTree()],
+            "events": [
+                Drawn(self._event_log.headline, id="events-facts"),
+                self._event_log,
+                Drawn(self._event_log.legend, id="events-legend"),
+            ],
             "memory": [MemoryFigures()],
             "steps": [
                 Drawn(lambda width, height: steps_summary(self._pool, width), id="steps-facts"),
@@ -125,14 +127,14 @@ class MemoryPanel(Vertical):
         self._pool = pool
         self._choose(None)
         self.query_one(PoolMap).show_pool(pool)
-        self.query_one(EventLog).show_pool(pool)
+        self._event_log.show_pool(pool)
         self._stale = set(self.VIEWS)
         self._catch_up()
 
     def pool_changed(self, pool: Pool, blocks: Iterable[int], names: Names, current: str | None) -> None:
         """These blocks changed, or the tables. ``current``: whose tables come first, the request of the last answer."""
         self._pool, self._names, self._current = pool, clean_names(names), current
-        self.query_one(EventLog).learn_owners(pool)
+        self._event_log.learn_owners(pool)
         shown = "pool" in self._stale or not self.size.height
         self._stale |= set(self.VIEWS) - {"steps"}
         if self.view == "pool" and not shown:
@@ -202,7 +204,7 @@ class MemoryPanel(Vertical):
             self.query_one(ForkTree).show_tables(pool, self._names)
             self._update("#tree-facts")
         elif self.view == "events":
-            self.query_one(EventLog).take_new(self._names)
+            self._event_log.take_new(self._names)
             self._refresh_around_log()
         elif self.view == "memory":
             self.query_one(MemoryFigures).show_pool(pool)
@@ -334,9 +336,3 @@ class MemoryPanel(Vertical):
 
     def _tree_facts(self, width: int, height: int) -> Content:
         return Content(tree_summary(self._pool, width) if self._pool is not None else "no model is loaded")
-
-    def _events_headline(self, width: int, height: int) -> Content:
-        return self.query_one(EventLog).headline(width, height)
-
-    def _events_legend(self, width: int, height: int) -> Content:
-        return self.query_one(EventLog).legend(width, height)
