@@ -185,14 +185,19 @@ def test_which_weights_fit_float16() -> None:
         assert not cpu.fits_float16(damaged)
 
 
-@pytest.mark.parametrize("lengths", [[9], [1, 37, 16], [5, 40, 17, 33, 1]])
-def test_a_plan_serves_every_layer_of_its_step(lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "together"),
+    [([9], False), ([1, 37, 16], False), ([5, 40, 17, 33, 1], False), ([20, 40], True), ([33, 17, 40, 25, 40], True)],
+)
+@pytest.mark.parametrize("heads", [3, 6, 9, 12])
+def test_a_plan_serves_every_layer_of_its_step(lengths: list[int], together: bool, heads: int) -> None:
     context_lens = torch.tensor(lengths, dtype=torch.int32)
     plan = None
     for _ in range(3):
         k, v, tables = make_pool(lengths, 3, 32, torch.float32, SIZE, "shuffled")
-        plan = plan or cpu.plan_step(torch.zeros(len(lengths), dtype=torch.int64), tables, context_lens, k, 9)
-        q = torch.randn(len(lengths), 9, 32)
+        plan = plan or cpu.plan_step(torch.zeros(len(lengths), dtype=torch.int64), tables, context_lens, k, heads)
+        assert (plan.together is not None) == together
+        q = torch.randn(len(lengths), heads, 32)
         expected, _ = reference.paged_attention(q.double(), k.double(), v.double(), tables, context_lens, 0.3)
         assert relative_error(kernels.paged_attention(q, k, v, tables, context_lens, 0.3, plan), expected) < 1e-5
 
