@@ -201,9 +201,7 @@ class Runner:
             end = first + len(chunk.token_ids)
             token_ids += chunk.token_ids
             positions += range(first, end)
-            for index in range(first // size, -(-end // size)):
-                start = (blocks[index] - index) * size  # where token 0 would be
-                slots += range(start + max(first, index * size), start + min(end, (index + 1) * size))
+            slots += [blocks[i // size] * size + i % size for i in range(first, end)]
             lengths.append(end)
             if number >= num_decodes:
                 starts.append(starts[-1] + end - first)

@@ -146,10 +146,14 @@ class Scheduler:
             if count > 0 and group not in preempted and self._make_room(group, sequence, count, preempted, swap_out):
                 prefills.append(ScheduledChunk(group, sequence, count))
                 budget -= count
-        load: _Load | None = None
+        seats = self.max_num_seqs - sum(group.num_seqs for group in self.running) if self.waiting else 0
+        promised: int | None = None  # blocks, to the running groups: summed up once, and only if there is a seat
         while self.waiting and not preempted and budget >= _tokens_at_once(self.waiting[0]):
-            load = self._load() if load is None else load
-            if not self._admit(self.waiting[0], load, swap_in):
+            if self.waiting[0].num_seqs > seats:
+                break
+            if promised is None:
+                promised = sum(map(self._blocks_promised, self.running))
+            if not self._admit(self.waiting[0], promised, swap_in):
                 break
             group = self.waiting.popleft()
             self.running.append(group)
@@ -162,7 +166,8 @@ class Scheduler:
                     decodes_now = missing == 1 and group.forked and not behind
                     (decodes if decodes_now else prefills).append(ScheduledChunk(group, sequence, count))
                     budget -= count
-            load.add(group, self.cache.block_size)
+            seats -= group.num_seqs
+            promised += self._blocks_promised(group)
         if preempted:
             decodes = [chunk for chunk in decodes if chunk.group not in preempted]
             prefills = [chunk for chunk in prefills if chunk.group not in preempted]
@@ -282,18 +287,10 @@ class Scheduler:
         self.start_over(group)
         return []
 
-    def _load(self) -> _Load:
-        load = _Load()
-        for group in self.running:
-            load.add(group, self.cache.block_size)
-        return load
-
-    def _admit(self, group: SequenceGroup, load: _Load, swap_in: list[tuple[int, int]]) -> bool:
-        """Give the group's sequences their tables, if its prompt fits beside what the running groups still need."""
-        if load.num_seqs + group.num_seqs > self.max_num_seqs:
-            return False
+    def _admit(self, group: SequenceGroup, promised: int, swap_in: list[tuple[int, int]]) -> bool:
+        """Give the group's sequences their tables, if its prompt fits beside the blocks promised to running groups."""
         if group.swapped:
-            return self._swap_in(group, load, swap_in)
+            return self._swap_in(group, promised, swap_in)
         sequence, parent = group.computing[0], group.parent
         prompt = sequence.token_ids if group.forked else sequence.token_ids[: group.num_prompt_tokens]
         while True:
@@ -302,8 +299,8 @@ class Scheduler:
             if self._is_being_computed(group, prompt, max(shared, cached.num_tokens)):
                 return False
             saved = shared // self.cache.block_size if shared >= cached.num_tokens else cached.num_held
-            needed = _blocks_to_finish_prompt(group, self.cache.block_size) - saved
-            if needed + load.blocks_promised <= self.cache.num_free and self._peak_fits(group):
+            needed = self._blocks_to_finish_prompt(group) - saved
+            if needed + promised <= self.cache.num_free and self._peak_fits(group):
                 break
             if not self._evict_idle(spare=parent):
                 return False
@@ -316,18 +313,18 @@ class Scheduler:
             group.num_cached_tokens = sequence.num_computed
         return True
 
-    def _swap_in(self, group: SequenceGroup, load: _Load, swap_in: list[tuple[int, int]]) -> bool:
+    def _swap_in(self, group: SequenceGroup, promised: int, swap_in: list[tuple[int, int]]) -> bool:
         """Bring a group back from the host, if all of it and its next tokens fit."""
         seq_ids = [sequence.seq_id for sequence in group.unfinished if sequence.seq_id in self.swap.saved]
         unsaved = sum(group.num_tokens_to_compute(s) for s in group.computing) // self.cache.block_size
         needed = self.swap.blocks_needed(seq_ids) + 2 * len(seq_ids) + unsaved
-        while needed + load.blocks_promised > self.cache.num_free:
+        while needed + promised > self.cache.num_free:
             if not self._evict_idle():
                 if not self.running and self.swap.blocks_needed(seq_ids) + len(seq_ids) <= self.cache.num_free:
                     break  # nothing will ever become free: what is needed at most is not what is needed
                 if not self.running:
                     self.start_over(group)
-                    return self._admit(group, load, swap_in)
+                    return self._admit(group, promised, swap_in)
                 return False
         tables, pairs = self.swap.swap_in(self.cache, seq_ids)
         for sequence in group.unfinished:
@@ -383,28 +380,21 @@ class Scheduler:
             peak = max(peak, held + number * left)
         return -(-(shared + peak) // size) <= self.cache.num_blocks - self.num_pinned_blocks
 
+    def _blocks_to_finish_prompt(self, group: SequenceGroup) -> int:
+        """Blocks for all tokens that the group has so far, and one more token for each of its sequences."""
+        size = self.cache.block_size
+        shared = group.num_prompt_tokens // size
+        lengths = [len(sequence.token_ids) for sequence in group.unfinished]
+        lengths += [group.num_prompt_tokens] * (group.num_seqs - len(lengths))
+        return shared + sum(-(-(length + 1) // size) - shared for length in lengths)
 
-@dataclass(slots=True)
-class _Load:
-    """What the running groups need: summed up once in a step, and not again for each group that is admitted."""
-
-    num_seqs: int = 0
-    blocks_promised: int = 0  # that they still need to finish their prompts
-
-    def add(self, group: SequenceGroup, block_size: int) -> None:
-        self.num_seqs += group.num_seqs
-        if any(group.num_tokens_to_compute(sequence) > 1 for sequence in group.computing):
-            tables = [s.table for s in group.sequences if s.table is not None]
-            held = len(tables[0].blocks) if len(tables) == 1 else len({b for t in tables for b in t.blocks})
-            self.blocks_promised += max(0, _blocks_to_finish_prompt(group, block_size) - held)
-
-
-def _blocks_to_finish_prompt(group: SequenceGroup, block_size: int) -> int:
-    """Blocks for all tokens that the group has so far, and one more token for each of its sequences."""
-    shared = group.num_prompt_tokens // block_size
-    lengths = [len(sequence.token_ids) for sequence in group.unfinished]
-    lengths += [group.num_prompt_tokens] * (group.num_seqs - len(lengths))
-    return shared + sum(-(-(length + 1) // block_size) - shared for length in lengths)
+    def _blocks_promised(self, group: SequenceGroup) -> int:
+        """Blocks that a running group still needs to finish its prompt."""
+        if not any(group.num_tokens_to_compute(sequence) > 1 for sequence in group.computing):
+            return 0
+        tables = [s.table for s in group.sequences if s.table is not None]
+        held = len(tables[0].blocks) if len(tables) == 1 else len({b for t in tables for b in t.blocks})
+        return max(0, self._blocks_to_finish_prompt(group) - held)
 
 
 def _tokens_at_once(group: SequenceGroup) -> int:

@@ -147,9 +147,8 @@ class BlockManager:
             raise AssertionError(f"the block table of sequence {table.seq_id} is freed twice")
         counts = self.ref_counts
         for block in reversed(table.blocks):  # the tail first: what is reused soonest is what others share least
-            if counts[block] > 1:
-                counts[block] -= 1
-            else:
+            counts[block] -= 1
+            if not counts[block]:
                 self._drop(block)
         if self.subscribers:
             self._emit(CacheEvent("free", table.seq_id, tuple(table.blocks)))
@@ -299,9 +298,7 @@ class BlockManager:
             self._emit(CacheEvent("copy", table.seq_id, (source, destination)))
 
     def _drop(self, block: int) -> None:
-        self.ref_counts[block] -= 1
-        if self.ref_counts[block]:
-            return
+        """No table holds the block any more."""
         source = self._copies.pop(block, None)  # nobody will read the copy: forget it
         if source is not None:
             self._copy_sources[source] -= 1

@@ -1,6 +1,7 @@
 """What the chat app and the engine's process say to each other: dataclasses, sent as one JSON object a line.
 
-Commands go to the engine, events come from it. Nothing here knows a widget, and nothing a tensor.
+Commands go to the engine, events come from it. Nothing here knows a widget, and nothing a tensor. They are not frozen:
+that would take twice as long to make so many classes, and the chat's first screen waits for them.
 """
 
 from __future__ import annotations
