@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -55,12 +56,19 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
         return None
     if torch.backends.quantized.engine in _FBGEMM and fits_float16(weight):
         half = torch.ops.quantized.linear_prepack_fp16(weight, bias)
-        return PackedLinear(lambda x: torch.ops.quantized.linear_dynamic_fp16(x, half), torch.float16.itemsize)
+        return PackedLinear(partial(_multiply_float16, half), torch.float16.itemsize)
     if torch.backends.mkldnn.is_available():
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         multiply = torch.ops.mkldnn._linear_pointwise
         return PackedLinear(lambda x: multiply(x, blocked, bias, "none", [], ""), weight.itemsize)
     return None
+
+
+def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
+    # torch asks each argument for `__torch_function__` first, and a packed weight answers by throwing exceptions in C++:
+    # 18 us a call, 4 without being asked.
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.ops.quantized.linear_dynamic_fp16.op(x, half)
 
 
 def fits_float16(weight: Tensor) -> bool:
@@ -84,8 +92,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         row = x.view(-1)
         return (x * weight).mul_((torch.dot(row, row).item() / row.shape[0] + eps) ** -0.5)
     # sqrt(mean(x^2) + eps) in three ops: a seventh of the time of torch's own for 2,048 rows, six tenths for 16.
-    root = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
-    return (x * weight).div_(torch.hypot(root, root.new_full((), eps**0.5)))
+    root = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5).hypot_(_scalar(eps**0.5))
+    return (x * weight).div_(root)
+
+
+@cache
+def _scalar(value: float) -> Tensor:
+    """For ops that take tensors only."""
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
