@@ -135,10 +135,18 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def plan_step(
-    slot_mapping: Tensor, block_tables: Tensor, context_lens: Tensor, k_cache: Tensor, num_heads: int
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    k_cache: Tensor,
+    num_heads: int,
 ) -> HostPlan | None:
     """On a CPU: what the ops of all layers of a step have in common, see `cpu.plan_step`. A GPU's kernels need none."""
-    return None if k_cache.is_cuda else cpu.plan_step(slot_mapping, block_tables, context_lens, k_cache, num_heads)
+    if k_cache.is_cuda:
+        return None
+    return cpu.plan_step(cos, sin, slot_mapping, block_tables, context_lens, k_cache, num_heads)
 
 
 def rotary_write_kv(

@@ -97,7 +97,7 @@ class Llama:
         eps = self.config.rms_norm_eps
         cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
         tables = (batch.slot_mapping, batch.decode_tables, batch.decode_lens)
-        plan = kernels.plan_step(*tables, kv_cache[0, 0], self.local.num_heads)
+        plan = kernels.plan_step(cos, sin, *tables, kv_cache[0, 0], self.local.num_heads)
         x = self._embed(batch.token_ids)
         for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
             qkv = kernels.norm_linear(x, layer.input_norm, eps, layer.qkv)
@@ -153,7 +153,7 @@ class Llama:
         c = self.local
         scale = c.head_dim**-0.5
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [tokens, q + k + v heads, head_dim]
-        q, k, v = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
         kernels.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping, plan)
         n = batch.num_decodes
         outputs = []

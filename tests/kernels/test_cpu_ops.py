@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import LinearWeight, cpu, reference
+from kernels import HostPlan, LinearWeight, cpu, reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SIZE = 4  # block size of most pools here
@@ -117,18 +117,24 @@ def test_rotary_write_kv(dtype: torch.dtype, rotary_dim: int) -> None:
     assert torch.equal(k, packed[:, heads : heads + kv_heads]), "k itself is left as it was"
 
 
-def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result() -> None:
+@pytest.mark.parametrize("planned", [True, False])
+def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(planned: bool) -> None:
     packed = torch.randn(5, 8, 64)
     angles = torch.randn(5, 32)
-    slots = torch.tensor([9, 2, 3, 4, 0])
+    turn, slots = (angles.cos(), angles.sin()), torch.tensor([9, 2, 3, 4, 0])
+    no_decodes = torch.empty(0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
     results = []
-    for op in (cpu.rotary_write_kv, reference.rotary_write_kv):
+    for fast in (True, False):
         pools = [torch.zeros(3, SIZE, 2, 64) for _ in range(2)]
         q, k, v = packed.clone().split((4, 2, 2), dim=1)
-        op(q, k, v, angles.cos(), angles.sin(), pools[0], pools[1], slots)
+        if fast:
+            plan = cpu.plan_step(*turn, slots, *no_decodes, pools[0], 4) if planned else None
+            cpu.rotary_write_kv(q, k, v, *turn, pools[0], pools[1], slots, plan)
+        else:
+            reference.rotary_write_kv(q, k, v, *turn, pools[0], pools[1], slots)
         results.append((q, *pools))
-    for fast, exact in zip(*results, strict=True):
-        torch.testing.assert_close(fast, exact)
+    for got, exact in zip(*results, strict=True):
+        torch.testing.assert_close(got, exact)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -195,8 +201,8 @@ def test_a_plan_serves_every_layer_of_its_step(lengths: list[int], together: boo
     plan = None
     for _ in range(3):
         k, v, tables = make_pool(lengths, 3, 32, torch.float32, SIZE, "shuffled")
-        plan = plan or cpu.plan_step(torch.zeros(len(lengths), dtype=torch.int64), tables, context_lens, k, heads)
-        assert (plan.together is not None) == together
+        plan = plan or _plan([0] * len(lengths), tables, context_lens, k, heads)
+        assert isinstance(plan.decodes, cpu.Together) == together
         q = torch.randn(len(lengths), heads, 32)
         expected, _ = reference.paged_attention(q.double(), k.double(), v.double(), tables, context_lens, 0.3)
         assert relative_error(kernels.paged_attention(q, k, v, tables, context_lens, 0.3, plan), expected) < 1e-5
@@ -205,8 +211,13 @@ def test_a_plan_serves_every_layer_of_its_step(lengths: list[int], together: boo
 def test_a_plan_knows_padding() -> None:
     k, _, tables = make_pool([5], 3, 32, torch.float32, SIZE, "in order")
     lens = torch.tensor([5], dtype=torch.int32)
-    assert cpu.plan_step(torch.tensor([4, -1]), tables, lens, k, 4).padded
-    assert not cpu.plan_step(torch.tensor([4, 0]), tables, lens, k, 4).padded
+    assert _plan([4, -1], tables, lens, k, 4).padded
+    assert not _plan([4, 0], tables, lens, k, 4).padded
+
+
+def _plan(slots: list[int], tables: Tensor, lens: Tensor, k: Tensor, heads: int) -> HostPlan:
+    angles = torch.randn(len(slots), 4)
+    return cpu.plan_step(angles.cos(), angles.sin(), torch.tensor(slots), tables, lens, k, heads)
 
 
 def test_block_copy_moves_every_layer_and_nothing_else() -> None:
