@@ -113,8 +113,8 @@ class ChatScreen(ChatCommands):
         self._stopping = False
         self._pinned_system = ""
         self._changed: set[int] = set()  # blocks that look other than they are drawn
-        self._text = Drawing(self, self._draw_answer, share=0.02, longest=0.5)
-        self._memory = Drawing(self, self._draw_memory, share=0.012, longest=1.5)
+        self._text = Drawing(self, self._draw_answer, share=0.02, longest=1.0)
+        self._memory = Drawing(self, self._draw_memory, share=0.012, longest=3.0)
         self._report_every = 0.0  # what the engine was told last
         self._earlier_names: dict[str, str] = {}  # of requests, those of conversations before this one included
 

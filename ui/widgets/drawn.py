@@ -48,12 +48,19 @@ class Growing:
     """Mixed into a widget that grows: its new size is no reason to lay the screen out a second time.
 
     Textual asks for that whenever a widget's virtual size changes, for scrollbars that may come or go; those ask
-    themselves. No widget itself, or Textual would take no styles from the widget's other base.
+    themselves. It also asks after a widget's first place was found, for all that happened while it was mounted. No
+    widget itself, or Textual would take no styles from the widget's other base.
     """
 
+    outer_size: Size
+    _layout_required: bool
+
     def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
-        update = super()._size_updated  # type: ignore[misc]
-        return bool(update(size, virtual_size, container_size, layout=False))
+        update, known = super()._size_updated, bool(self.outer_size)  # type: ignore[misc]
+        resized = bool(update(size, virtual_size, container_size, layout=False))
+        if size and not known:
+            self._layout_required = False  # what it asked for since it was made: it has its first place now
+        return resized
 
 
 def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Content:

@@ -32,7 +32,7 @@ class LineView(ScrollView, can_focus=True):
         """There are ``num_lines`` now, after the first ``dropped`` ones have gone."""
         size = Size(0, num_lines)
         if size != self.virtual_size:
-            if self.show_vertical_scrollbar == (num_lines > self.size.height):
+            if self._has_scrollbar_for(num_lines):
                 # Nothing moves: a layout of the whole screen would be for the scrollbar's length alone.
                 self.set_reactive(LineView.virtual_size, size)
                 if self.show_vertical_scrollbar:
@@ -59,6 +59,16 @@ class LineView(ScrollView, can_focus=True):
         top, height = self.scroll_offset.y, self.size.height
         if height and not top <= row < top + height:
             self.scroll_to(y=row if row < top else row - height + 1, animate=False, force=True)
+
+    def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
+        # Textual paints a scroll view's scrollbar anew with each layout of the screen, whether it has changed or not.
+        if size == self.outer_size and self._has_scrollbar_for(self.virtual_size.height):
+            return False
+        return super()._size_updated(size, virtual_size, container_size, layout)
+
+    def _has_scrollbar_for(self, num_lines: int) -> bool:
+        """Whether the scrollbar is there, or not, as so many lines want it."""
+        return self.show_vertical_scrollbar == (num_lines > self.size.height)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
