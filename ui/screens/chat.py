@@ -11,6 +11,7 @@ from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding
 from textual.containers import Container, Vertical
 from textual.content import Content
+from textual.events import ScreenResume
 from textual.widgets import Static, TextArea
 
 from minillm.errors import MinillmError
@@ -111,6 +112,7 @@ class ChatScreen(ChatCommands):
         self._finished_at = 0.0
         self._saved_at = 0.0
         self._stopping = False
+        self._was_shown = False
         self._pinned_system = ""
         self._changed: set[int] = set()  # blocks that look other than they are drawn
         self._text = Drawing(self, self._draw_answer, share=0.02, longest=1.0)
@@ -129,6 +131,11 @@ class ChatScreen(ChatCommands):
                 yield StatusBar()
             yield MemoryPanel()
         yield KeyBar()
+
+    def on_screen_resume(self, event: ScreenResume) -> None:
+        # The first time every widget has only just been styled, and Textual would do it once more.
+        event.refresh_styles = self._was_shown
+        self._was_shown = True
 
     def on_mount(self) -> None:
         self.query_one("#hints").display = False
