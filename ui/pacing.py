@@ -25,7 +25,7 @@ class Drawing:
     """
 
     def __init__(self, widget: Widget, draw: Callable[[], Awaitable[None]], *, share: float, longest: float) -> None:
-        self._beside_model = False
+        self.beside_model = False  # see `pace`
         self._widget, self._draw = widget, draw
         self._share, self._longest = share, longest
         self._interval = _SHORTEST
@@ -35,13 +35,13 @@ class Drawing:
     @property
     def interval(self) -> float:
         """Seconds from one drawing to the next."""
-        return self._interval if self._beside_model else _SHORTEST
+        return self._interval if self.beside_model else _SHORTEST
 
     def pace(self, beside_model: bool) -> None:
         """From now on a model computes on the same cores, or no longer: then what waits is drawn soon."""
-        if beside_model == self._beside_model:
+        if beside_model == self.beside_model:
             return
-        self._beside_model = beside_model
+        self.beside_model = beside_model
         if self._timer is not None:
             self._timer.stop()
             self._timer = None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 from driving import ask, chat, notes, say, screen, seen, until
 from textual import events
+from textual._compositor import Compositor, ReflowResult
+from textual.geometry import Size
+from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 
 from ui.pacing import Drawing
@@ -16,6 +20,7 @@ from ui.screens.models import ModelScreen
 from ui.screens.sampling import SamplingScreen
 from ui.screens.system import SystemScreen
 from ui.widgets.key_bar import KeyBar
+from ui.widgets.line_view import LineView
 from ui.widgets.memory_panel import MemoryPanel
 from ui.widgets.message import AnswerView, Question
 from ui.widgets.pool_map import PoolMap
@@ -274,6 +279,42 @@ async def test_the_transcript_follows_unless_the_reader_scrolled_up() -> None:
         held = transcript.scroll_y
         await pilot.pause(0.5)
         assert transcript.scroll_y == held
+
+
+@pytest.mark.parametrize(("lines_ahead", "fewest"), [(0, 3), (6, 1)])
+async def test_a_paragraph_costs_a_layout_per_line_or_one(
+    lines_ahead: int, fewest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: dict[str, int] = {"layouts": 0, "scrollbars": 0}
+    reflow, scroll_update = Compositor.reflow, LineView._scroll_update
+
+    def count_layout(compositor: Compositor, parent: Widget, size: Size) -> ReflowResult:
+        counted["layouts"] += 1
+        return reflow(compositor, parent, size)
+
+    def count_scrollbar(view: LineView, size: Size) -> None:
+        counted["scrollbars"] += 1
+        scroll_update(view, size)
+
+    async with chat(size=(120, 40)) as pilot:
+        await say(pilot, "never")
+        await until(pilot, lambda: screen(pilot).is_answering)
+        view = screen(pilot).query_one(AnswerView)
+
+        async def add(text: str) -> None:
+            view.add(text)
+            with pilot.app.batch_update():
+                await view.flush(lines_ahead)
+                await asyncio.sleep(0.005)
+            await pilot.pause(0.1)
+
+        await add("The first paragraph.\n\n")
+        monkeypatch.setattr(Compositor, "reflow", count_layout)
+        monkeypatch.setattr(LineView, "_scroll_update", count_scrollbar)
+        for number in (2, 3, 4):
+            await add(f"The line of number {number} is as wide as the answer, or nearly, for the next to begin. ")
+        assert fewest <= counted["layouts"] <= fewest + 1, "the second if the widget is mounted late"
+        assert counted["scrollbars"] == 0, "of the memory view, which stays as it is"
 
 
 async def test_a_large_pool_is_drawn_by_the_line() -> None:

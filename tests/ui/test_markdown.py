@@ -44,8 +44,8 @@ def texts(widget: Widget) -> Iterator[tuple[str, Region]]:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", TEXTS)
-@pytest.mark.parametrize("longest", [1, 7, 40])
-async def test_pieces_give_what_the_whole_gives(name: str, longest: int) -> None:
+@pytest.mark.parametrize(("longest", "lines_ahead"), [(1, 0), (7, 0), (40, 0), (7, 3)])
+async def test_pieces_give_what_the_whole_gives(name: str, longest: int, lines_ahead: int) -> None:
     text, pieces = TEXTS[name], random.Random(f"{name} {longest}")
     app = Shown()
     async with app.run_test(size=(40, 60)) as pilot:
@@ -53,11 +53,33 @@ async def test_pieces_give_what_the_whole_gives(name: str, longest: int) -> None
         at = 0
         while at < len(text):
             step = pieces.randint(1, longest)
-            await growing.append_text(text[at : at + step])
+            await growing.append_text(text[at : at + step], lines_ahead)
             await pilot.pause()
             at += step
+        growing.end()
+        await pilot.pause()
         at_once = ModelMarkdown(text)
         await growing.parent.mount(at_once)  # type: ignore[union-attr]
         await pilot.pause()
         assert list(texts(growing)) == list(texts(at_once))
         assert growing.size == at_once.size
+
+
+@pytest.mark.anyio
+async def test_lines_ahead_are_there_before_they_are_needed_and_go_with_the_paragraph() -> None:
+    app = Shown()
+    async with app.run_test(size=(40, 60)) as pilot:
+        markdown = app.query_one(ModelMarkdown)
+
+        async def heights_after(text: str) -> list[int]:
+            await markdown.append_text(text, 3)
+            await pilot.pause()
+            return [block.content_size.height for block in markdown.children]
+
+        assert await heights_after("A word") == [4]
+        assert await heights_after(" and many more words until there are" * 3) == [4], "lines 2, 3 and 4 were there"
+        assert await heights_after(" and many more words until there are" * 2) == [8], "the fifth, and three more"
+        assert await heights_after("\n\nThe next.") == [5, 4]
+        markdown.end()
+        await pilot.pause()
+        assert [block.content_size.height for block in markdown.children] == [5, 1]

@@ -58,6 +58,7 @@ from ui.widgets.transcript import Transcript
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
 _GRACE = 1.0  # seconds after an answer in which ctrl+c is taken as meant for it
 _ROOM = 256  # tokens that should be left for an answer, or the oldest turns are dropped
+_LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores
 
 
 class ChatScreen(ChatCommands):
@@ -115,8 +116,8 @@ class ChatScreen(ChatCommands):
         self._was_shown = False
         self._pinned_system = ""
         self._changed: set[int] = set()  # blocks that look other than they are drawn
-        self._text = Drawing(self, self._draw_answer, share=0.02, longest=1.0)
-        self._memory = Drawing(self, self._draw_memory, share=0.012, longest=3.0)
+        self._text = Drawing(self, self._draw_answer, share=0.014, longest=1.0)
+        self._memory = Drawing(self, self._draw_memory, share=0.008, longest=3.0)
         self._report_every = 0.0  # what the engine was told last
         self._earlier_names: dict[str, str] = {}  # of requests, those of conversations before this one included
 
@@ -429,6 +430,11 @@ class ChatScreen(ChatCommands):
         view = self.query_one(Transcript).view_of(turn)
         return None if view is None else view.answer_view
 
+    @property
+    def _lines_ahead(self) -> int:
+        """Lines that a growing paragraph takes at once: a layout costs five times what drawing a line does."""
+        return min(_LINES_AHEAD, self.query_one(Transcript).size.height // 4) if self._text.beside_model else 0
+
     async def _draw_answer(self) -> None:
         """Show what was said since the last time."""
         turn = self._open
@@ -440,7 +446,7 @@ class ChatScreen(ChatCommands):
             answer.tokens_per_second = (answer.num_output_tokens - 1) / elapsed
         if isinstance(view, CandidatesView):
             view.refresh_cards()
-        elif view is not None and await view.flush():
+        elif view is not None and await view.flush(self._lines_ahead):
             view.update_summary()
         self._refresh_status()
         if time.monotonic() - self._saved_at > _SAVE_INTERVAL:

@@ -34,14 +34,28 @@ class Drawn(Widget):
         return self._shown
 
 
-def update_in_place(widget: Static, content: Content) -> None:
+def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> None:
     """Show ``content`` in a widget whose width its surroundings set, as ``1fr`` is.
 
     The screen is laid out anew only where the widget's height changes: a layout costs ten times what drawing it does.
+    With ``lines_ahead`` a widget that needs a line takes so many more with it, which the next ones find there, until
+    `settle`.
     """
-    width, rules = widget.content_size.width, cast(RulesMap, widget.styles)
-    same_height = width > 0 and widget.visual.get_height(rules, width) == content.get_height(rules, width)
-    widget.update(content, layout=not same_height)
+    (width, room), rules = widget.content_size, cast(RulesMap, widget.styles)
+    height = content.get_height(rules, width) if width else 0
+    if not width or not lines_ahead:
+        widget.update(content, layout=not width or widget.visual.get_height(rules, width) != height)
+    elif height > room:
+        widget.styles.min_height = height + lines_ahead
+        widget.update(content, layout=True)
+    else:
+        widget.update(content, layout=height < room and not widget.styles.has_rule("min_height"))
+
+
+def settle(widget: Widget) -> None:
+    """The widget needs no lines ahead any more."""
+    if widget.styles.has_rule("min_height"):
+        widget.styles.min_height = None
 
 
 class Growing:

@@ -19,7 +19,7 @@ from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from minillm.text import clean
 from ui.markdown import harmless_parser
-from ui.widgets.drawn import Growing, update_in_place
+from ui.widgets.drawn import Growing, settle, update_in_place
 
 _MOST_HIGHLIGHTED = 20_000  # characters of one code block; more is shown plain, for it is highlighted at every update
 
@@ -39,7 +39,7 @@ class Paragraph(Growing, MarkdownParagraph):
 
     def set_content(self, content: Content) -> None:
         self._content = content
-        update_in_place(self, content)
+        update_in_place(self, content, self.parent.lines_ahead if isinstance(self.parent, ModelMarkdown) else 0)
 
 
 class GrowingList(MarkdownBlock):
@@ -155,7 +155,31 @@ class ModelMarkdown(Growing, Markdown):
 
     def __init__(self, text: str = "") -> None:
         super().__init__(clean(text), parser_factory=harmless_parser, open_links=False)
+        self.lines_ahead = 0
 
-    async def append_text(self, text: str) -> None:
-        """Add what the model said; only the last block of the document is built anew."""
+    async def append_text(self, text: str, lines_ahead: int = 0) -> None:
+        """Add what the model said; only the last block of the document is built anew.
+
+        Args:
+            lines_ahead: that the last paragraph takes when it needs one more, so that not every line costs a layout of
+                the screen. `end` gives back what is left of them.
+        """
+        self.lines_ahead = lines_ahead
+        before = self._last_block
         await self.append(clean(text))
+        last = self._last_block
+        if last is before:
+            return
+        if before is not None:
+            settle(before)
+        if lines_ahead and isinstance(last, Paragraph):
+            last.styles.min_height = 1 + lines_ahead  # with the layout that a new block costs anyway
+
+    def end(self) -> None:
+        """No more will come."""
+        if self._last_block is not None:
+            settle(self._last_block)
+
+    @property
+    def _last_block(self) -> Widget | None:
+        return self.children[-1] if self.children else None

@@ -61,10 +61,13 @@ class ReasoningView(Collapsible):
         self._num_words = 0
         super().__init__(self._markdown, title="reasoning", collapsed=True)
 
-    async def append_text(self, text: str) -> None:
+    async def append_text(self, text: str, lines_ahead: int = 0) -> None:
         self._num_words += len(text.split())
         self.title = f"reasoning · about {plural(self._num_words, 'word')}"
-        await self._markdown.append_text(text)
+        await self._markdown.append_text(text, lines_ahead)
+
+    def end(self) -> None:
+        self._markdown.end()
 
 
 class AnswerView(Growing, Vertical):
@@ -95,28 +98,32 @@ class AnswerView(Growing, Vertical):
         """More of the answer; it is shown by the next `flush`, so that many tokens cost one layout."""
         self._pending.append(text)
 
-    async def flush(self) -> bool:
-        """Show what was added; False if there was nothing."""
+    async def flush(self, lines_ahead: int = 0) -> bool:
+        """Show what was added; False if there was nothing. ``lines_ahead``: see `ModelMarkdown.append_text`."""
         if not self._pending:
             return False
         text = "".join(self._pending)
         self._pending.clear()
-        await self._show(self._splitter.push(text))
+        await self._show(self._splitter.push(text), lines_ahead)
         return True
 
     async def end(self) -> None:
         """No more will come."""
-        await self._show(self._splitter.finish())
+        await self._show(self._splitter.finish(), lines_ahead=0)
+        if self._part is not None:
+            self._part.end()
 
-    async def _show(self, pieces: list[tuple[bool, str]]) -> None:
+    async def _show(self, pieces: list[tuple[bool, str]], lines_ahead: int) -> None:
         for reasoning, text in pieces:
             if self._part is None or isinstance(self._part, ReasoningView) != reasoning:
                 text = text.lstrip()
                 if not text:
                     continue
+                if self._part is not None:
+                    self._part.end()
                 self._part = ReasoningView() if reasoning else _new_markdown()
                 await self.mount(self._part, before=self._summary)
-            await self._part.append_text(text)
+            await self._part.append_text(text, lines_ahead)
 
     def update_summary(self) -> None:
         """Show how it went, or that it goes on."""
