@@ -53,7 +53,7 @@ FRAMES = 10  # a second
 _SECONDS = 6.0  # of drawing
 _TOKENS = 200  # of an answer whose speed is measured
 _KEYS = 40
-_PAIRS = 5
+_PAIRS = 9
 _QUESTION = "Tell me a long story about a lighthouse."
 _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": _TOKENS, "ignore_eos": True}
 
