@@ -99,7 +99,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @cache
 def _scalar(value: float) -> Tensor:
     """For ops that take tensors only."""
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

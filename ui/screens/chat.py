@@ -135,7 +135,7 @@ class ChatScreen(ChatCommands):
 
     def on_screen_resume(self, event: ScreenResume) -> None:
         # The first time every widget has only just been styled, and Textual would do it once more.
-        event.refresh_styles = self._was_shown
+        event.refresh_styles = event.refresh_styles and self._was_shown
         self._was_shown = True
 
     def on_mount(self) -> None:
@@ -432,7 +432,7 @@ class ChatScreen(ChatCommands):
 
     @property
     def _lines_ahead(self) -> int:
-        """Lines that a growing paragraph takes at once: a layout costs five times what drawing a line does."""
+        """Lines that a growing paragraph takes with the one that it needs: see `ModelMarkdown.append_text`."""
         return min(_LINES_AHEAD, self.query_one(Transcript).size.height // 4) if self._text.beside_model else 0
 
     async def _draw_answer(self) -> None:

@@ -37,9 +37,9 @@ class Drawn(Widget):
 def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> None:
     """Show ``content`` in a widget whose width its surroundings set, as ``1fr`` is.
 
-    The screen is laid out anew only where the widget's height changes: a layout costs ten times what drawing it does.
-    With ``lines_ahead`` a widget that needs a line takes so many more with it, which the next ones find there, until
-    `settle`.
+    The screen is laid out anew only where the widget's height changes: a layout costs several times what drawing it
+    does. With ``lines_ahead`` a widget that needs a line takes so many more with it, which the next ones find there,
+    until `settle`.
     """
     (width, room), rules = widget.content_size, cast(RulesMap, widget.styles)
     height = content.get_height(rules, width) if width else 0
