@@ -113,7 +113,6 @@ class ChatScreen(ChatCommands):
         self._finished_at = 0.0
         self._saved_at = 0.0
         self._stopping = False
-        self._was_shown = False
         self._pinned_system = ""
         self._changed: set[int] = set()  # blocks that look other than they are drawn
         self._text = Drawing(self, self._draw_answer, share=0.014, longest=1.0)
@@ -134,9 +133,8 @@ class ChatScreen(ChatCommands):
         yield KeyBar()
 
     def on_screen_resume(self, event: ScreenResume) -> None:
-        # The first time every widget has only just been styled, and Textual would do it once more.
-        event.refresh_styles = event.refresh_styles and self._was_shown
-        self._was_shown = True
+        if not self.stack_updates:  # the first time: every widget has only just been styled
+            event.refresh_styles = False
 
     def on_mount(self) -> None:
         self.query_one("#hints").display = False
