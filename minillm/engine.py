@@ -74,6 +74,7 @@ class StepReport:
     num_swapped_in: int
     seconds: float
     device_seconds: float  # giving the device its work and waiting for it; the rest is the host's own
+    ended: float  # on the clock of `time.monotonic`
 
 
 @dataclass
@@ -303,10 +304,10 @@ class Engine:
         if self._under_way is not None and not self._under_way.is_wanted:
             self._discard(self._under_way)
             self._under_way = None
-        self.last_step = self._report(step.schedule, time.monotonic() - began)
+        self.last_step = self._report(step.schedule, began, time.monotonic())
         return deltas
 
-    def _report(self, schedule: Schedule, seconds: float) -> StepReport:
+    def _report(self, schedule: Schedule, began: float, ended: float) -> StepReport:
         return StepReport(
             number=self.num_steps,
             num_prefills=len(schedule.prefills),
@@ -315,8 +316,9 @@ class Engine:
             num_preempted=len(schedule.preempted),
             num_swapped_out=len(schedule.swap_out),
             num_swapped_in=len(schedule.swap_in),
-            seconds=seconds,
+            seconds=ended - began,
             device_seconds=self._device_seconds,
+            ended=ended,
         )
 
     def _launch(self) -> StepUnderWay | None:

@@ -3,8 +3,9 @@
 - *first paint*: from the start of the process to the first whole screen, on a pseudo-terminal.
 - *key to screen*: from a key to the screen that shows it, while a model generates on the same machine.
 - *drawing*: the processor time of the app's process with a pool of 20,000 blocks that changes ten times a second.
-- *generation*: tokens per second while the app watches such a pool, against those while nobody does. The machine's
-  speed drifts by more than the difference, so the two are measured by turns, and the slow-down is the median of pairs.
+- *generation*: tokens per second while the app shows such a pool, against those while the app is held. The machine's
+  speed drifts by more than the difference, so the app is held for some seconds again and again within one answer, and
+  these are compared with the seconds just before and just after; the slow-down is the mean.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+from bisect import bisect
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -25,21 +27,7 @@ from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
 from minillm.errors import MinillmError
-from minillm.service.client import EngineProcess
-from minillm.service.messages import (
-    BlockChange,
-    CacheChanged,
-    Event,
-    Finished,
-    Generate,
-    Load,
-    Loaded,
-    LoadFailed,
-    LogEntry,
-    PoolFigures,
-    TableChange,
-    TextDelta,
-)
+from minillm.service.messages import BlockChange, CacheChanged, LogEntry, PoolFigures, TableChange
 from minillm.weights.manifest import default_model
 from ui.app import ChatApp
 from ui.messages import EngineEvent
@@ -51,9 +39,11 @@ from ui.widgets.prompt import PromptInput
 NUM_BLOCKS = 20_000
 FRAMES = 10  # a second
 _SECONDS = 6.0  # of drawing
-_TOKENS = 200  # of an answer whose speed is measured
 _KEYS = 40
-_PAIRS = 9
+_TOKENS = 1600  # of an answer
+_CYCLES = 20  # in which the app is held once
+_WATCHED, _HELD = 6.0, 3.0  # seconds
+_CATCH_UP = 1.0  # seconds in which the app draws what it has missed: not counted
 _QUESTION = "Tell me a long story about a lighthouse."
 _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": _TOKENS, "ignore_eos": True}
 
@@ -67,12 +57,17 @@ class UiFigures:
     key_p95: float
     drawing_share: float  # of one core
     tokens_per_second_watched: float
-    tokens_per_second_alone: float
-    slowdowns: list[float]  # of each pair of answers, a part of the speed alone
+    tokens_per_second_held: float
+    slowdowns: list[float]  # of each cycle, a part of the speed while the app is held
 
     @property
     def slowdown(self) -> float:
-        return statistics.median(self.slowdowns)
+        return statistics.mean(self.slowdowns)
+
+    @property
+    def slowdown_error(self) -> float:
+        """The standard error of `slowdown`."""
+        return statistics.stdev(self.slowdowns) / len(self.slowdowns) ** 0.5
 
 
 @asynccontextmanager
@@ -186,55 +181,56 @@ async def _drawing() -> float:
         return (time.process_time() - used) / (time.monotonic() - began)
 
 
-async def _rate(watched: bool) -> float:
-    """Tokens per second of the default model's answer in a pool of `NUM_BLOCKS`: with the app, or without one.
+@dataclass(frozen=True)
+class Cycle:
+    """Tokens per second of one answer: while the app is held, and on the mean of just before and just after."""
 
-    It is a conversation's second answer in both cases, so the contexts are equally long.
-    """
-    options = {"num_blocks": NUM_BLOCKS, "block_size": 1}
-    if watched:
-        async with _app(options) as pilot:
-            chat = pilot.app.chat  # type: ignore[attr-defined]
-            for number in (1, 2):
-                chat.query_one(PromptInput).text = _QUESTION
-                await pilot.press("enter")
-                while chat.num_answers < number:
-                    await asyncio.sleep(0.1)
-            return float(chat.conversation.leaf.answer.tokens_per_second)
-    with TemporaryDirectory() as directory:
-        engine = await EngineProcess.start(Path(directory) / "log")
-        try:
-            events = engine.events()
-            engine.send(Load(default_model(), options))
-            await _until_loaded(events)
-            messages: list[dict[str, str]] = []
-            for request_id in ("1", "2"):
-                messages = [*messages, {"role": "user", "content": _QUESTION}]
-                engine.send(Generate(request_id, request_id, messages, {**_PARAMS, "logprobs": 5}))
-                finished, text = await _answer(events)
-                messages = [*messages, {"role": "assistant", "content": text}]
-            return finished.tokens_per_second
-        finally:
-            await engine.stop()
+    watched: float
+    held: float
+
+    @property
+    def slowdown(self) -> float:
+        return 1 - self.watched / self.held
 
 
-async def _answer(events: AsyncIterator[Event]) -> tuple[Finished, str]:
-    text = ""
-    async for event in events:
-        if isinstance(event, TextDelta):
-            text += event.text
-        elif isinstance(event, Finished):
-            return event, text
-    raise MinillmError("the engine ended")
+async def _cycles() -> list[Cycle]:
+    """How fast the default model answers in a pool of `NUM_BLOCKS` while the app shows it, and while it is held."""
+    async with _app({"num_blocks": NUM_BLOCKS, "block_size": 1}) as pilot:
+        chat = pilot.app.chat  # type: ignore[attr-defined]
+        chat.query_one(PromptInput).text = _QUESTION
+        await pilot.press("enter")
+        await asyncio.sleep(_CATCH_UP)
+        ended: dict[int, float] = {}  # when each step did, by its number
+        watched, held = [], []  # from when to when
+        while not chat.num_answers:
+            await asyncio.sleep(_CATCH_UP)
+            began = time.monotonic()
+            await asyncio.sleep(_WATCHED)
+            watched.append((began, time.monotonic()))
+            time.sleep(_HELD)  # the app's own loop, so that it draws nothing and reads nothing
+            held.append((watched[-1][1], time.monotonic()))
+            ended |= {step.number: step.ended for step in chat.pool.steps}
+        ended |= {step.number: step.ended for step in chat.pool.steps}
+    cycles = []
+    last = max(ended.values())
+    for (before, pause), after in zip(zip(watched, held, strict=True), watched[1:], strict=False):
+        if after[1] < last:  # the answer went on until then
+            beside = (_rate(ended, before) + _rate(ended, after)) / 2
+            cycles.append(Cycle(beside, _rate(ended, pause)))
+    return cycles
 
 
-async def _until_loaded(events: AsyncIterator[Event]) -> None:
-    async for event in events:
-        if isinstance(event, Loaded):
-            return
-        if isinstance(event, LoadFailed):
-            raise MinillmError(event.error)
-    raise MinillmError("the engine ended")
+def _rate(ended: Mapping[int, float], window: tuple[float, float]) -> float:
+    """Steps per second from when to when; ``ended`` may lack some steps."""
+    numbers = sorted(ended)
+    moments = [ended[number] for number in numbers]
+
+    def steps_by(moment: float) -> float:
+        after = bisect(moments, moment)
+        (first, second), (since, until) = numbers[after - 1 : after + 1], moments[after - 1 : after + 1]
+        return first + (second - first) * (moment - since) / (until - since)
+
+    return (steps_by(window[1]) - steps_by(window[0])) / (window[1] - window[0])
 
 
 async def measure() -> UiFigures:
@@ -243,19 +239,17 @@ async def measure() -> UiFigures:
     paints = [await _first_paint() for _ in range(5)]
     keys = await _keys()
     drawing = await _drawing()
-    rates: dict[bool, list[float]] = {False: [], True: []}
-    for pair in range(_PAIRS):
-        for watching in (False, True) if pair % 2 else (True, False):
-            rates[watching].append(await _rate(watching))
-    slowdowns = [1 - watched / alone for alone, watched in zip(rates[False], rates[True], strict=True)]
+    cycles: list[Cycle] = []
+    while len(cycles) < _CYCLES:
+        cycles += await _cycles()
     return UiFigures(
         first_paint=statistics.median(paints),
         key_median=statistics.median(keys),
         key_p95=sorted(keys)[int(0.95 * len(keys))],
         drawing_share=drawing,
-        tokens_per_second_watched=statistics.median(rates[True]),
-        tokens_per_second_alone=statistics.median(rates[False]),
-        slowdowns=slowdowns,
+        tokens_per_second_watched=statistics.median(cycle.watched for cycle in cycles),
+        tokens_per_second_held=statistics.median(cycle.held for cycle in cycles),
+        slowdowns=[cycle.slowdown for cycle in cycles],
     )
 
 
@@ -269,10 +263,10 @@ def run(*, as_json: bool) -> int:
         ("first paint", f"{1000 * figures.first_paint:.0f} ms"),
         ("key to screen, median / p95", f"{1000 * figures.key_median:.0f} / {1000 * figures.key_p95:.0f} ms"),
         (f"drawing {NUM_BLOCKS:,} blocks, {FRAMES} a second", f"{figures.drawing_share:.1%} of a core"),
-        ("generation, alone", f"{figures.tokens_per_second_alone:.1f} tok/s"),
+        ("generation while the app is held", f"{figures.tokens_per_second_held:.1f} tok/s"),
         ("generation, watched", f"{figures.tokens_per_second_watched:.1f} tok/s"),
-        ("slow-down, median of pairs", f"{figures.slowdown:.1%}"),
-        ("slow-down of each pair", " ".join(f"{each:.1%}" for each in figures.slowdowns)),
+        ("slow-down", f"{figures.slowdown:.1%} (standard error {figures.slowdown_error:.1%})"),
+        ("slow-down of each cycle", " ".join(f"{each:.1%}" for each in figures.slowdowns)),
     ):
         print(f"{name:<40} {value}")  # noqa: T201
     return 0

@@ -330,6 +330,7 @@ class StepView:
     num_swapped_in: int
     seconds: float
     device_seconds: float
+    ended: float
 
 
 @dataclass

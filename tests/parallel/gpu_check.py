@@ -74,15 +74,19 @@ def _sum_on_rank(rank: int, size: int, port: int) -> None:
         generator = torch.Generator(device).manual_seed(1000 * number + of)
         return torch.randn(count, generator=generator, device=device).to(dtype)
 
-    wrong = 0
+    wrong = taken = 0
     for number in range(300):
         dtype = (torch.bfloat16, torch.float16, torch.float32)[number % 3]
         count = random.Random(number).choice((2, 576, 4096, 4098, 33_000, 131_072, 262_144))
-        got = one_shot.all_reduce(part(number, rank, count, dtype))
+        x = part(number, rank, count, dtype)
+        if not one_shot.takes(x):
+            continue
+        taken += 1
+        got = one_shot.all_reduce(x)
         exact = torch.stack([part(number, of, count, dtype).double() for of in range(size)]).sum(0)
         wrong += not torch.allclose(got.double(), exact, rtol=1e-2, atol=1e-2)
     if rank == 0:
-        print(f"{size} ranks: {wrong} of 300 sums in one shot are wrong", flush=True)
+        print(f"{size} ranks: {wrong} of {taken} sums in one shot are wrong", flush=True)
     for kilobytes in (1, 8, 64, 256, 512, 1024, 2048, 4096):
         x = torch.zeros(512 * kilobytes, device=device, dtype=torch.bfloat16)
         times = []

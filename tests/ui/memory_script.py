@@ -102,9 +102,9 @@ def picture(tables: list[TableChange], num_blocks: int = 128, log: list[LogEntry
 
 def steps(num_steps: int) -> list[StepView]:
     """A prefill of two chunks, then decodes, one of which had to swap."""
-    first = StepView(1, 2, 512, 0, 0, 0, 0, 0.25, 0.2)
-    rest = [StepView(number, 0, 0, 8, 0, 0, 0, 0.02, 0.015) for number in range(2, num_steps + 1)]
-    rest[1:2] = [StepView(3, 0, 0, 6, 1, 12, 4, 0.04, 0.01)]
+    first = StepView(1, 2, 512, 0, 0, 0, 0, 0.25, 0.2, 100.02)
+    rest = [StepView(number, 0, 0, 8, 0, 0, 0, 0.02, 0.015, 100 + 0.02 * number) for number in range(2, num_steps + 1)]
+    rest[1:2] = [StepView(3, 0, 0, 6, 1, 12, 4, 0.04, 0.01, 100.07)]
     return [first, *rest][:num_steps]
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
+from textual.css.stylesheet import Stylesheet
+from textual.dom import DOMNode
 from textual.geometry import Region
 from textual.widget import Widget
 from textual.widgets import Static
@@ -83,3 +86,38 @@ async def test_lines_ahead_are_there_before_they_are_needed_and_go_with_the_para
         markdown.end()
         await pilot.pause()
         assert [block.content_size.height for block in markdown.children] == [5, 1]
+
+
+@pytest.mark.anyio
+async def test_a_new_block_changes_nothing_of_those_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Shown()
+    async with app.run_test(size=(40, 60)) as pilot:
+        markdown = app.query_one(ModelMarkdown)
+        await markdown.append_text("".join(f"## Part {number}\n\nText.\n\n- one\n- two\n\n" for number in range(5)))
+        await pilot.pause()
+        above, styled = set(markdown.walk_children()), set()
+        apply = Stylesheet.apply
+
+        def record(self: Stylesheet, node: DOMNode, **options: Any) -> None:
+            styled.add(node)
+            apply(self, node, **options)
+
+        monkeypatch.setattr(Stylesheet, "apply", record)
+        await markdown.append_text("One more.\n\nAnd another.")
+        await pilot.pause()
+        assert len(markdown.children) == 17
+        assert set(markdown.children[15:]) <= styled
+        assert not styled & above
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", TEXTS)
+async def test_no_empty_line_above_or_below(name: str) -> None:
+    app = Shown()
+    async with app.run_test(size=(40, 60)) as pilot:
+        markdown = app.query_one(ModelMarkdown)
+        await markdown.append_text(TEXTS[name])
+        await pilot.pause()
+        first, last = markdown.children[0], markdown.children[-1]
+        assert first.region.y == markdown.region.y
+        assert last.region.bottom == markdown.region.bottom

@@ -12,7 +12,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.css.query import NoMatches
-from textual.widget import Widget
+from textual.widget import AwaitMount, Widget
 from textual.widgets import Label, Markdown, Static
 from textual.widgets._markdown import MarkdownListItem, MarkdownParagraph
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
@@ -21,6 +21,7 @@ from minillm.text import clean
 from ui.markdown import harmless_parser
 from ui.widgets.drawn import Growing, settle, update_in_place
 
+_FIRST = "-first"  # the class of a document's first block
 _MOST_HIGHLIGHTED = 20_000  # characters of one code block; more is shown plain, for it is highlighted at every update
 
 
@@ -86,6 +87,8 @@ class GrowingList(MarkdownBlock):
     async def _replace(self, block: MarkdownBlock) -> None:
         parent = self.parent
         assert isinstance(parent, Widget)
+        if self.has_class(_FIRST):
+            block.add_class(_FIRST, update=False)
         await parent.mount(block, after=self)
         await self.remove()
 
@@ -144,6 +147,8 @@ class Fence(MarkdownFence):
 class ModelMarkdown(Growing, Markdown):
     """Markdown that grows by `append_text`."""
 
+    BLANK = True  # see `TurnView`
+
     BLOCKS = {  # noqa: RUF012
         **Markdown.BLOCKS,
         "paragraph_open": Paragraph,
@@ -174,6 +179,18 @@ class ModelMarkdown(Growing, Markdown):
             settle(before)
         if lines_ahead and isinstance(last, Paragraph):
             last.styles.min_height = 1 + lines_ahead  # with the layout that a new block costs anyway
+
+    def mount(
+        self, *widgets: Widget, before: int | str | Widget | None = None, after: int | str | Widget | None = None
+    ) -> AwaitMount:
+        """See `Widget.mount`. Marks the first block, which has no room above it.
+
+        ``:first-child`` and ``:last-child`` would say so, too, but where a rule has one of those Textual finds the
+        styles of all blocks anew whenever one is added.
+        """
+        if widgets and not self.children:
+            widgets[0].add_class(_FIRST, update=False)
+        return super().mount(*widgets, before=before, after=after)
 
     def end(self) -> None:
         """No more will come."""

@@ -73,6 +73,8 @@ class ReasoningView(Collapsible):
 class AnswerView(Growing, Vertical):
     """What the model says, growing, and one line below it about how it went."""
 
+    BLANK = True  # see `TurnView`
+
     def __init__(self, answer: Answer) -> None:
         super().__init__()
         self.answer = answer

@@ -22,6 +22,8 @@ Ctrl+J begins a new line, Escape stops an answer, F1 lists all keys, / all comma
 class TurnView(Growing, Vertical):
     """A question, its answer or the candidates for one, and where other branches begin here."""
 
+    BLANK = True  # its children draw all that there is: Textual need not make its lines, anew with each new size
+
     def __init__(self, turn: Turn, branch: str) -> None:
         super().__init__()
         self.turn = turn
@@ -52,6 +54,8 @@ def _view_of(turn: Turn) -> AnswerView | CandidatesView:
 
 class Transcript(Growing, VerticalScroll, can_focus=True):
     """Turns and notes in order. One turn can be selected: what the keys for edit, copy and the like act on."""
+
+    BLANK = True  # see `TurnView`
 
     def __init__(self) -> None:
         super().__init__()
