@@ -28,7 +28,7 @@ from minillm.model.shapes import SHAPES
 from minillm.model.shard import check_size, shard_of
 from minillm.parallel.channel import Follower, Leader
 from minillm.parallel.collectives import Ranks
-from minillm.parallel.launch import Torchrun, join, lead
+from minillm.parallel.launch import Torchrun, begin_to_beat, join, lead
 from minillm.progress import OnProgress, Progress, ignore_progress
 from minillm.runner import Runner
 from minillm.scheduler import Scheduler
@@ -60,12 +60,14 @@ def build_engine(
         MinillmError: the model cannot be found, fetched, read or held in memory.
     """
     torchrun, size = Torchrun.from_environment(), config.tensor_parallel_size
+    if torchrun is not None:
+        begin_to_beat(torchrun)
     device = choose_device(config, 0 if torchrun is None else torchrun.local_rank)
     if size > 1:
         if torchrun is not None:
             torchrun.num_replicas(size)
             if torchrun.rank % size:
-                follow(*join(torchrun, size), name, config, device)
+                follow(*join(torchrun, size), name, config, device, torchrun.host())
         elif device.type == "cuda" and size > torch.cuda.device_count():
             raise UsageError(
                 f"tensor_parallel_size {size} needs {size} GPUs, and this machine has {torch.cuda.device_count()}"
@@ -102,17 +104,17 @@ def build_engine(
 
 
 def follow(
-    follower: Follower, store: Store, rank: int, name: str, config: EngineConfig, device: torch.device
+    follower: Follower, store: Store, rank: int, name: str, config: EngineConfig, device: torch.device, host: str
 ) -> NoReturn:
     """Be rank ``rank`` of a model, until rank 0 has no more work; then end the process.
 
-    What goes wrong is reported to rank 0, which raises it.
+    What goes wrong is reported to rank 0, which raises it. ``host``: see `Ranks`.
     """
     status = 0
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # under torchrun ctrl-c reaches all; this one ends with rank 0
     try:
-        ranks = Ranks(store, rank, config.tensor_parallel_size, device)
+        ranks = Ranks(store, rank, config.tensor_parallel_size, device, host)
         runner, _ = _build_runner(_describe(name, config), config, device, ranks)
         for message in follower.messages():
             runner.compute(StepWork.from_message(message))

@@ -14,7 +14,7 @@ from typing import Any
 
 from minillm.cli import BEAM_OPTIONS, ENGINE_OPTIONS, SAMPLING_OPTIONS, given
 from minillm.commands.progress import GenerationBar, loading_bar, say
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
 from minillm.text import clean
 
@@ -112,6 +112,24 @@ def _check_output(arguments: argparse.Namespace) -> None:
 
 def _run_to_file(arguments: argparse.Namespace, llm: Any, requests: list[Request], all_params: list[Any]) -> int:
     """Answers to a file, by one replica or several; what is finished is never computed again."""
+    from torch.distributed import DistError
+
+    from minillm.parallel.channel import RankDied
+
+    kept = f"what is finished is kept beside {arguments.output}: the same command goes on from there"
+    try:
+        return _share(arguments, llm, requests, all_params)
+    except KeyboardInterrupt:
+        say(f"stopped; {kept}")
+        return 130
+    except RankDied as error:
+        raise MinillmError(f"{error}; {kept}") from None
+    except DistError:  # torchrun's store, which the first node has
+        raise MinillmError(f"the first node is gone; {kept}") from None
+
+
+def _share(arguments: argparse.Namespace, llm: Any, requests: list[Request], all_params: list[Any]) -> int:
+    """This replica's part of the requests; the first replica merges all parts."""
     from minillm.parallel.shared_work import PartFiles, Replicas, SharedQueue
 
     replicas = Replicas.find(llm.config.tensor_parallel_size)
@@ -129,15 +147,11 @@ def _run_to_file(arguments: argparse.Namespace, llm: Any, requests: list[Request
     replicas.meet("ready")
     began, count = time.monotonic(), 0
     with GenerationBar(len(left), enabled=not arguments.quiet and replicas.count == 1) as bar:
-        try:
-            for index, output in llm.work_off(take):
-                parts.add(_as_json(index, requests[index], output))
-                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-                count += num_tokens
-                bar.advance(num_tokens)
-        except KeyboardInterrupt:
-            say(f"stopped; what is finished is kept beside {arguments.output}: the same command goes on from there")
-            return 130
+        for index, output in llm.work_off(take):
+            parts.add(_as_json(index, requests[index], output))
+            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+            count += num_tokens
+            bar.advance(num_tokens)
     replicas.store.add("tokens", count)
     replicas.arrive("done")
     if replicas.index:

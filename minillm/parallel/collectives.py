@@ -38,11 +38,12 @@ class Ranks:
 
     Args:
         device: this rank's; all tensors lie on it.
+        host: the address by which the others reach this process, where the group is gloo's.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._group = _new_group(store, rank, size, device)
+        self._group = _new_group(store, rank, size, device, host)
         self._one_shot: OneShot | None = None
         if device.type == "cuda":
             one_shot = _new_one_shot(store, rank, size, device)
@@ -167,7 +168,7 @@ def _wait(work: Any) -> None:
         work.wait()
 
 
-def _new_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
+def _new_group(store: Store, rank: int, size: int, device: torch.device, host: str) -> Any:
     if device.type == "cuda":
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
@@ -176,4 +177,7 @@ def _new_group(store: Store, rank: int, size: int, device: torch.device) -> Any:
         return ProcessGroupNCCL(store, rank, size, options)
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-    return ProcessGroupGloo(store, rank, size, _TIMEOUT)
+    gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = _TIMEOUT
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    return ProcessGroupGloo(store, rank, size, gloo)

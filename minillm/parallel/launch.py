@@ -14,15 +14,18 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
-from minillm.parallel.channel import Follower, Leader, RankDied, receive_message, send_message
+from minillm.parallel.beats import Listener, beat
+from minillm.parallel.channel import Follower, Leader, RankDied, receive_message, send_message, set_up
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
     from minillm.parallel.collectives import Ranks
 
+LOCAL = "127.0.0.1"
 PATIENCE = timedelta(hours=6)  # to wait for a rank that is still fetching the model; one that has died is noticed
 
 
@@ -63,12 +67,48 @@ class Torchrun:
             )
         return self.world_size // tensor_parallel_size
 
+    @property
+    def spread(self) -> bool:
+        """Whether the processes are on several nodes."""
+        return self.local_world_size < self.world_size
+
     def store(self) -> Store:
-        """What all processes see."""
+        """What all processes see, by a connection of its own."""
         from torch.distributed import rendezvous
 
         store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
         return store
+
+    def listener(self) -> Listener | None:
+        """Hears whether ranks are still there; None where torchrun itself sees to that. See `begin_to_beat`."""
+        return Listener(self.store()) if self.spread else None
+
+    def host(self) -> str:
+        """The address of this process's node for the others: where it goes out from to reach the first node.
+
+        A node's own name may stand for 127.0.0.1 in its list of hosts.
+        """
+        if not self.spread:
+            return LOCAL
+        host = _way_out(os.environ["MASTER_ADDR"])
+        return _way_out("192.0.2.1") if host.startswith("127.") else host  # nobody has it: the way to other networks
+
+
+def _way_out(to: str) -> str:
+    """The address of this node on its way to another one. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((to, 9))
+        except OSError:
+            return LOCAL
+        return str(probe.getsockname()[0])
+
+
+@cache
+def begin_to_beat(torchrun: Torchrun) -> None:
+    """Tell those on other nodes from now on that this process is there; once is enough."""
+    if torchrun.spread:
+        beat(torchrun.store(), torchrun.rank)
 
 
 def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
@@ -84,12 +124,12 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
     size, secret = config.tensor_parallel_size, secrets.token_hex(16)
     processes: dict[int, subprocess.Popen] = {}
     connections: dict[int, socket.socket] = {}
-    spread = torchrun is not None and torchrun.local_world_size < torchrun.world_size
-    with socket.create_server(("" if spread else "127.0.0.1", 0)) as server:
-        host, port = socket.getfqdn() if spread else "127.0.0.1", server.getsockname()[1]
+    host, listener = (LOCAL, None) if torchrun is None else (torchrun.host(), torchrun.listener())
+    with socket.create_server((host, 0)) as server:
+        port = server.getsockname()[1]
         try:
             if torchrun is None:
-                store: Store = TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
+                store: Store = TCPStore(LOCAL, 0, None, True, PATIENCE, wait_for_workers=False)
                 address = {"host": host, "port": port, "secret": secret, "store": store.port}  # type: ignore[attr-defined]
                 for rank in range(1, size):
                     processes[rank] = _start({**address, "rank": rank, "model": model, "config": asdict(config)})
@@ -104,6 +144,8 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
                         raise RankDied(
                             f"rank {rank} of {size} ended with exit code {process.returncode} before it was ready"
                         )
+                if listener is not None and torchrun is not None:
+                    listener.check(torchrun.rank + rank for rank in range(1, size) if rank not in connections)
         except BaseException:
             for process in processes.values():
                 process.kill()
@@ -111,16 +153,24 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
     ranks: list[Ranks] = []
     leader = Leader(connections, processes, lambda: ranks[0].abort() if ranks else None)
     with leader.watched():
-        ranks.append(Ranks(PrefixStore("collectives", store), 0, size, device))
+        ranks.append(Ranks(PrefixStore("collectives", store), 0, size, device, host))
     return ranks[0], leader
 
 
 def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
-    """Connect to this replica's rank 0; returns the connection, the replica's store, and this process's rank in it."""
+    """Connect to this replica's rank 0; returns the connection, the replica's store, and this process's rank in it.
+
+    Raises:
+        RankDied: rank 0 is gone.
+    """
     from torch.distributed import PrefixStore
 
     rank = torchrun.rank % size
-    store = PrefixStore(f"minillm/{torchrun.rank - rank}", torchrun.store())
+    leader, listener = torchrun.rank - rank, torchrun.listener()
+    store = PrefixStore(f"minillm/{leader}", torchrun.store())
+    while listener is not None and not store.check(["address"]):
+        listener.check([leader])
+        time.sleep(0.2)
     address = json.loads(store.get("address"))
     return connect(address, rank), PrefixStore("collectives", store), rank
 
@@ -129,7 +179,7 @@ def connect(address: Mapping[str, str | int], rank: int) -> Follower:
     """Connect to rank 0 at ``address``."""
     connection = socket.create_connection((str(address["host"]), int(address["port"])), timeout=30)
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    set_up(connection)
     send_message(connection, json.dumps({"rank": rank, "secret": address["secret"]}).encode())
     return Follower(connection)
 
@@ -151,7 +201,7 @@ def _accept(server: socket.socket, secret: str, connections: dict[int, socket.so
         connection.close()
         return
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    set_up(connection)
     connections[rank] = connection
 
 

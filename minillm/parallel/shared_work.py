@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minillm.errors import UsageError
+from minillm.parallel.beats import Listener
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -27,12 +28,15 @@ _POLL = 0.02  # seconds
 class Replicas:
     """This process among ``count`` replicas; only rank 0 of each replica has one of these.
 
-    ``store`` is common to all of them. A replica that dies takes the others with it: torchrun sees to that.
+    ``store`` is common to all of them. A replica that dies takes the others of its node with it: torchrun sees to that.
+    Those of other nodes learn of it by ``listener``, when they wait for it.
     """
 
     store: Store
     index: int
     count: int
+    size: int = 1  # ranks of each
+    listener: Listener | None = None
 
     @classmethod
     def find(cls, tensor_parallel_size: int) -> Replicas:
@@ -44,20 +48,28 @@ class Replicas:
         torchrun = Torchrun.from_environment()
         if torchrun is None:
             return cls(HashStore(), 0, 1)
-        count = torchrun.num_replicas(tensor_parallel_size)
-        return cls(PrefixStore("minillm/replicas", torchrun.store()), torchrun.rank // tensor_parallel_size, count)
+        size, store = tensor_parallel_size, PrefixStore("minillm/replicas", torchrun.store())
+        return cls(store, torchrun.rank // size, torchrun.num_replicas(size), size, torchrun.listener())
 
     def meet(self, where: str) -> None:
-        """Wait until all replicas have come here."""
+        """Wait until all replicas have come here.
+
+        Raises:
+            RankDied: one of them is gone.
+        """
         self.arrive(where)
         self.wait_for_all(where)
 
     def arrive(self, where: str) -> None:
-        self.store.add(where, 1)
+        self.store.set(f"{where}/{self.index}", "")
 
     def wait_for_all(self, where: str) -> None:
-        while self.store.add(where, 0) < self.count:
-            time.sleep(_POLL)
+        """Wait until all replicas have arrived. Raises RankDied."""
+        for index in range(self.count):
+            while not self.store.check([f"{where}/{index}"]):
+                if self.listener is not None:
+                    self.listener.check([index * self.size])
+                time.sleep(_POLL)
 
     def agreed(self, name: str, value: Callable[[], Sequence[int]]) -> list[int]:
         """What ``value`` gives on the first replica."""

@@ -8,7 +8,7 @@ import sys
 
 def main() -> None:
     task = json.loads(sys.stdin.read())
-    from minillm.parallel.launch import PATIENCE, connect
+    from minillm.parallel.launch import LOCAL, PATIENCE, connect
 
     follower = connect(task, task["rank"])  # first: from here on each end sees the other die
 
@@ -20,7 +20,7 @@ def main() -> None:
     config = EngineConfig(**task["config"])
     store = TCPStore(task["host"], task["store"], timeout=PATIENCE)
     device = choose_device(config, task["rank"])
-    follow(follower, PrefixStore("collectives", store), task["rank"], task["model"], config, device)
+    follow(follower, PrefixStore("collectives", store), task["rank"], task["model"], config, device, LOCAL)
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def team(model: Any, size: int, *, num_blocks: int, host_blocks: int = 0, **opti
     store, line = torch.distributed.HashStore(), Line(size - 1)
 
     def load(rank: int) -> Llama:
-        ranks = Ranks(store, rank, size, CPU)
+        ranks = Ranks(store, rank, size, CPU, "127.0.0.1")
         return load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256, ranks=ranks)
 
     def follow(rank: int) -> None:

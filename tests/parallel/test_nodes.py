@@ -1,0 +1,133 @@
+"""Several nodes: here, several torchruns of one machine, which know no more of each other than those of two."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from minillm import LLM, SamplingParams
+from minillm.errors import MinillmError
+from minillm.parallel.beats import Listener, beat
+from minillm.parallel.channel import RankDied
+from minillm.parallel.launch import Torchrun
+from minillm.parallel.shared_work import Replicas
+
+
+def nodes(count: int, *arguments: str) -> Iterator[subprocess.CompletedProcess[str]]:
+    """``minillm`` on so many nodes, each with one process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", f"--nnodes={count}"]
+    launcher += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    commands = [[*launcher, f"--node-rank={node}", "-m", "minillm", *arguments] for node in range(count)]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
+    ]
+    try:
+        for command, process in zip(commands, processes, strict=True):
+            out, errors = process.communicate(timeout=120)
+            yield subprocess.CompletedProcess(command, process.returncode, out, errors)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_model_may_be_on_two_nodes(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), device="cpu", num_blocks=64)
+    [expected] = llm.generate("one two", SamplingParams(temperature=0, max_tokens=9))
+    arguments = ["generate", "one two", "--model", str(tiny_model), "--device", "cpu", "--num-blocks", "64"]
+    arguments += ["--temperature", "0", "--max-tokens", "9", "--tensor-parallel-size", "2"]
+    first, second = nodes(2, *arguments)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert (first.stdout, second.stdout) == (expected.outputs[0].text + "\n", "")
+
+
+@pytest.mark.slow
+def test_replicas_of_two_nodes_share_a_file(tiny_model: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"word {number}", "max_tokens": 5}) + "\n" for number in range(12)))
+    arguments = ["generate", "--file", str(source), "--output", str(output), "--data-parallel"]
+    arguments += ["--model", str(tiny_model), "--device", "cpu", "--num-blocks", "64"]
+    first, second = nodes(2, *arguments)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "12 prompts (0 were finished before)" in first.stderr
+    assert [json.loads(line)["index"] for line in output.read_text().splitlines()] == list(range(12))
+
+
+def test_who_is_silent_is_gone_and_who_beats_is_not() -> None:
+    store = HashStore()
+    listener = Listener(store, every=0.02, silence=0.3)
+    beat(store, 0, every=0.02)
+
+    def listen_to(*ranks: int) -> None:
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            listener.check(ranks)
+            time.sleep(0.01)
+
+    listen_to(0)
+    with pytest.raises(RankDied, match="rank 7 has not been heard of for"):
+        listen_to(0, 7)
+
+
+def test_who_waits_for_a_replica_that_is_gone_is_told() -> None:
+    replicas = Replicas(HashStore(), 0, 2, 4, Listener(HashStore(), every=0.02, silence=0.1))
+    with pytest.raises(MinillmError, match="rank 4 has not been heard of"):
+        replicas.meet("ready")
+
+
+def test_a_process_that_is_cut_off_from_the_store_ends() -> None:
+    program = """
+import time
+from minillm.parallel.beats import beat
+
+class CutOff:
+    def add(self, key, amount):
+        time.sleep(60)
+
+beat(CutOff(), 1, silence=0.2)
+time.sleep(60)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert result.returncode == 1
+    assert result.stderr.startswith("minillm: error: the first node has not answered for 0 s")
+
+
+def test_a_process_outlives_the_store_if_it_needs_it_no_more() -> None:
+    program = """
+import time
+from minillm.parallel.beats import beat
+
+class Gone:
+    def add(self, key, amount):
+        raise RuntimeError("closed")
+
+beat(Gone(), 1, silence=0.1)
+time.sleep(1)
+print("still there")
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (result.returncode, result.stdout) == (0, "still there\n"), result.stderr
+
+
+def test_a_node_tells_the_others_an_address_that_is_not_its_own_127(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    assert Torchrun(0, 4, 0, 4).host() == "127.0.0.1"
+    assert Torchrun(0, 4, 0, 4).listener() is None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no way to others")
+    assert not Torchrun(0, 4, 0, 2).host().startswith("127.")
