@@ -1,4 +1,4 @@
-"""The sum of what several GPUs hold, in one shot: each writes its part to all the others, each adds up what arrived.
+"""The sum of what several GPUs hold, without a ring: each writes to all the others, each adds up what arrived.
 
 For the small sums of a decode step (8 kB at batch 1) the hops of a ring and its separate flags are all the cost. Here
 there is one hop and no flag apart: every 8 bytes that cross NVLink carry 4 bytes of data and the number of this sum, so
@@ -6,14 +6,18 @@ whoever reads the expected number has the data, too. 8-byte stores are never tor
 barrier, and a sum takes little more than the way of one store. This is the idea of NCCL's LL protocol (Hu et al. 2025,
 "Demystifying NCCL", describe it) without the ring.
 
-Grid: words / WORDS. Tile: WORDS words of 4 bytes (two bfloat16 or float16 numbers, or one float32). Bytes: on each rank
-8 a word to every other rank and back from its own inbox, 8 more for x; N - 1 times that crosses NVLink, so from some
-megabytes on a ring is faster.
+In one shot (`all_reduce`) every rank gets all parts. In two (`all_reduce_in_two`) it gets those of its slice, an N-th
+of the whole, and sends the slice's sum to the others, as a reduce-scatter and an all-gather do: a second hop, and 2 / N
+of the bytes. So one shot is for the smallest sums and for two ranks, two shots for larger ones between more.
 
-Every rank's *inbox* has a place for each source and each of two turns. A turn is free again as soon as a rank has heard
-of the next sum from all others: they begin it only when they have read this one. Which sum it is, each program counts
-on the device, so a launch can be replayed from a graph. Sums are formed in float32 in the order of ranks: the same bits
-on each.
+Grid: words / WORDS, in two shots words / N / WORDS. Tile: WORDS words of 4 bytes (two bfloat16 or float16 numbers, or
+one float32). Bytes over NVLink, from each rank: 8 (N - 1) a word in one shot, 16 (N - 1) / N in two; and the same from
+the own inbox, and 8 for x. From some megabytes on a ring without flags is faster.
+
+Every rank's *inbox* has a place for each source (in two shots: and each shot) and each of two turns. A turn is free
+again as soon as a rank has heard of the next sum from all others: they begin it only when they have read this one.
+Which sum it is, each program counts on the device, so a launch can be replayed from a graph. Sums are formed in float32
+in the order of ranks: the same bits on each.
 
 A rank that waits looks at `Exchange.stop`, too: written from another stream, it ends the wait; the sum is worthless.
 
@@ -33,6 +37,7 @@ from kernels.compat import pdl_options, wait_for_inputs
 
 WORDS = 512  # of 4 bytes, a program
 _TURNS = 2
+_LINE = 32  # words, 128 bytes
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -41,24 +46,40 @@ class Exchange:
     """What one rank's kernels need to know of all ranks. Every rank launches the same sums in the same order."""
 
     rank: int
-    inboxes: Tensor  # [ranks] int64, the address of each rank's inbox: `inbox_words` int64 words, zero at first
+    inboxes: (
+        Tensor  # [ranks] int64, the address of each rank's inbox: `inbox_words` int64 words, zero at first; sums in
+    )
+    # two shots have inboxes of their own, `inbox_words_in_two`
     sums: Tensor  # [capacity / WORDS] int32, how many sums each program has done: zero at first
     stop: Tensor  # [1] int32: not 0 ends all waiting
 
     @property
     def capacity(self) -> int:
-        """The most words of 4 bytes in one sum."""
+        """The most words of 4 bytes in one sum, in two shots those of a slice."""
         return self.sums.shape[0] * WORDS
 
     def takes(self, x: Tensor) -> bool:
         """Whether `all_reduce` can add up tensors like ``x``."""
-        size = x.numel() * x.itemsize
-        return x.dtype in _DTYPES and x.is_contiguous() and size % 4 == 0 and 0 < size <= 4 * self.capacity
+        return _is_whole(x) and x.numel() * x.itemsize <= 4 * self.capacity
+
+    def takes_in_two(self, x: Tensor) -> bool:
+        """Whether `all_reduce_in_two` can."""
+        return _is_whole(x) and x.numel() * x.itemsize <= 4 * self.capacity * self.inboxes.numel()
+
+
+def _is_whole(x: Tensor) -> bool:
+    """Whether ``x`` is so many words of 4 bytes."""
+    return x.dtype in _DTYPES and x.is_contiguous() and x.numel() > 0 and x.numel() * x.itemsize % 4 == 0
 
 
 def inbox_words(ranks: int, capacity: int) -> int:
     """The int64 words of an inbox for sums of up to ``capacity`` words, a multiple of `WORDS`."""
     return _TURNS * ranks * capacity
+
+
+def inbox_words_in_two(ranks: int, capacity: int) -> int:
+    """The same for sums in two shots, with slices of up to ``capacity`` words."""
+    return 2 * inbox_words(ranks, capacity)
 
 
 @triton.jit
@@ -83,6 +104,37 @@ def _half_word(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _packed(low, high, DTYPE: tl.constexpr):
+    if tl.float32 == DTYPE:
+        words = low.to(tl.int32, bitcast=True)
+    else:
+        words = (_half_word(low, DTYPE) & 0xFFFF) | (_half_word(high, DTYPE) << 16)
+    return words
+
+
+@triton.jit
+def _inbox(inboxes_ptr, rank):
+    return tl.load(inboxes_ptr + rank).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _flagged(words, number):
+    return (number.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _arrived(places, number, mask, stop_ptr):
+    """The words of sum ``number``, as soon as they are there."""
+    got = tl.load(places, mask=mask, other=0, volatile=True)
+    here = tl.min(((got >> 32 == number.to(tl.int64)) | (mask == 0)).to(tl.int32), axis=0)
+    while here == 0:
+        got = tl.load(places, mask=mask, other=0, volatile=True)
+        here = tl.min(((got >> 32 == number.to(tl.int64)) | (mask == 0)).to(tl.int32), axis=0)
+        here = here | tl.load(stop_ptr, volatile=True)
+    return got.to(tl.int32)
+
+
+@triton.jit
 def _all_reduce_kernel(
     x_ptr, inboxes_ptr, sums_ptr, stop_ptr, num_words, capacity,
     RANK: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
@@ -92,38 +144,68 @@ def _all_reduce_kernel(
     mask = offsets < num_words
     wait_for_inputs(PDL)
     number = tl.load(sums_ptr + program) + 1  # of this sum; after 2^32 it begins again, which harms nothing
-    flag = number.to(tl.int64) << 32
     turn = (number & 1) * RANKS
     own = tl.load(x_ptr + offsets, mask=mask, other=0)
-    flagged = flag | (own.to(tl.int64) & 0xFFFFFFFF)
+    flagged = _flagged(own, number)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            theirs = tl.load(inboxes_ptr + peer).to(tl.pointer_type(tl.int64))
-            tl.store(theirs + (turn + RANK).to(tl.int64) * capacity + offsets, flagged, mask=mask)
-    inbox = tl.load(inboxes_ptr + RANK).to(tl.pointer_type(tl.int64))
+            tl.store(_inbox(inboxes_ptr, peer) + (turn + RANK).to(tl.int64) * capacity + offsets, flagged, mask=mask)
+    inbox = _inbox(inboxes_ptr, RANK)
     low = tl.zeros([WORDS], tl.float32)
     high = tl.zeros([WORDS], tl.float32)
     for source in tl.static_range(RANKS):
         words = own
         if source != RANK:
-            place = inbox + (turn + source).to(tl.int64) * capacity + offsets
-            got = tl.load(place, mask=mask, other=0, volatile=True)
-            here = tl.min(((got >> 32 == number.to(tl.int64)) | (offsets >= num_words)).to(tl.int32), axis=0)
-            while here == 0:
-                got = tl.load(place, mask=mask, other=0, volatile=True)
-                here = tl.min(((got >> 32 == number.to(tl.int64)) | (offsets >= num_words)).to(tl.int32), axis=0)
-                here = here | tl.load(stop_ptr, volatile=True)
-            words = got.to(tl.int32)
+            words = _arrived(inbox + (turn + source).to(tl.int64) * capacity + offsets, number, mask, stop_ptr)
         low += _low(words, DTYPE)
         if tl.float32 != DTYPE:
             high += _high(words, DTYPE)
     # Only here: in front of the first wait, a warp that is late would read the number of the next sum.
     tl.store(sums_ptr + program, number)
-    if tl.float32 == DTYPE:
-        total = low.to(tl.int32, bitcast=True)
-    else:
-        total = (_half_word(low, DTYPE) & 0xFFFF) | (_half_word(high, DTYPE) << 16)
-    tl.store(x_ptr + offsets, total, mask=mask)
+    tl.store(x_ptr + offsets, _packed(low, high, DTYPE), mask=mask)
+
+
+@triton.jit
+def _all_reduce_in_two_kernel(
+    x_ptr, inboxes_ptr, sums_ptr, stop_ptr, num_words, slice_words, capacity,
+    RANK: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    offsets = program * WORDS + tl.arange(0, WORDS)  # in each slice
+    wait_for_inputs(PDL)
+    number = tl.load(sums_ptr + program) + 1
+    turn = (number & 1) * RANKS
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            mask = (offsets < slice_words) & (peer * slice_words + offsets < num_words)
+            words = tl.load(x_ptr + peer * slice_words + offsets, mask=mask, other=0)
+            places = _inbox(inboxes_ptr, peer) + 2 * (turn + RANK).to(tl.int64) * capacity + offsets
+            tl.store(places, _flagged(words, number), mask=mask)
+    inbox = _inbox(inboxes_ptr, RANK)
+    mask = (offsets < slice_words) & (RANK * slice_words + offsets < num_words)
+    own = tl.load(x_ptr + RANK * slice_words + offsets, mask=mask, other=0)
+    low = tl.zeros([WORDS], tl.float32)
+    high = tl.zeros([WORDS], tl.float32)
+    for source in tl.static_range(RANKS):
+        words = own
+        if source != RANK:
+            words = _arrived(inbox + 2 * (turn + source).to(tl.int64) * capacity + offsets, number, mask, stop_ptr)
+        low += _low(words, DTYPE)
+        if tl.float32 != DTYPE:
+            high += _high(words, DTYPE)
+    total = _packed(low, high, DTYPE)
+    flagged = _flagged(total, number)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:
+            places = _inbox(inboxes_ptr, peer) + (2 * (turn + RANK) + 1).to(tl.int64) * capacity + offsets
+            tl.store(places, flagged, mask=mask)
+    tl.store(x_ptr + RANK * slice_words + offsets, total, mask=mask)
+    for source in tl.static_range(RANKS):
+        if source != RANK:
+            mask = (offsets < slice_words) & (source * slice_words + offsets < num_words)
+            places = inbox + (2 * (turn + source) + 1).to(tl.int64) * capacity + offsets
+            tl.store(x_ptr + source * slice_words + offsets, _arrived(places, number, mask, stop_ptr), mask=mask)
+    tl.store(sums_ptr + program, number)
 
 
 def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
@@ -141,3 +223,27 @@ def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
         num_warps=4, **pdl_options(x.device),
     )  # fmt: skip
     return x
+
+
+def all_reduce_in_two(x: Tensor, exchange: Exchange) -> Tensor:
+    """The sum of all ranks' ``x``, in place: see `reference.all_reduce`. ``exchange`` is for such sums only.
+
+    Raises:
+        ValueError: not a tensor that ``exchange`` takes.
+    """
+    if not exchange.takes_in_two(x):
+        raise ValueError(
+            f"a sum in two shots takes slices of up to {exchange.capacity} words, contiguous, not {x.shape}"
+        )
+    words, ranks = x.view(-1).view(torch.int32), exchange.inboxes.numel()
+    slice_words = slice_of(words.numel(), ranks)
+    _all_reduce_in_two_kernel[(triton.cdiv(slice_words, WORDS),)](
+        words, exchange.inboxes, exchange.sums, exchange.stop, words.numel(), slice_words, exchange.capacity,
+        RANK=exchange.rank, RANKS=ranks, DTYPE=_DTYPES[x.dtype], WORDS=WORDS, num_warps=4, **pdl_options(x.device),
+    )  # fmt: skip
+    return x
+
+
+def slice_of(num_words: int, ranks: int) -> int:
+    """Words of each rank's slice, the last ones' excepted: whole lines of the cache."""
+    return triton.cdiv(triton.cdiv(num_words, ranks), _LINE) * _LINE

@@ -26,8 +26,10 @@ from minillm.parallel.peer_memory import PeerMemory, PeerMemoryError, export_mem
 # than the slowest rank takes to load.
 _TIMEOUT = timedelta(hours=6)
 _PATIENCE = 5.0  # seconds
-# What a rank sends in one shot to all the others together: up to there that is faster than NCCL, on two H200s.
-_ONE_SHOT_BYTES = 2 << 20
+# Bytes of the largest sums that are formed so, on H200s: beyond them the next way is faster, NCCL's at last.
+_ONE_SHOT_OF_TWO = 2 << 20  # between two ranks
+_ONE_SHOT = 128 << 10  # between more
+_TWO_SHOTS = 2 << 20
 
 
 class Ranks:
@@ -44,16 +46,17 @@ class Ranks:
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._group = _new_group(store, rank, size, device, host)
-        self._one_shot: OneShot | None = None
+        self._sums: PeerSums | None = None
         if device.type == "cuda":
-            one_shot = _new_one_shot(store, rank, size, device)
-            if self.least(int(one_shot is not None)):  # all ranks or none
-                self._one_shot = one_shot
+            sums = _new_peer_sums(store, rank, size, device)
+            if self.least(int(sums is not None)):  # all ranks or none
+                self._sums = sums
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place, the same bits on each."""
-        if self._one_shot is not None and self._one_shot.takes(x):
-            return self._one_shot.all_reduce(x)
+        way = None if self._sums is None else self._sums.way(x)
+        if way is not None:
+            return way.add(x)
         options = AllreduceOptions()
         options.asyncOp = False  # on the current stream: nothing to wait for, and a graph sees a plain kernel
         _wait(self._group.allreduce([x], options))
@@ -84,8 +87,8 @@ class Ranks:
 
     def abort(self) -> None:
         """Give up whatever is under way, so that nothing on the device waits for a rank that is gone."""
-        if self._one_shot is not None:
-            self._one_shot.end_waiting()
+        if self._sums is not None:
+            self._sums.end_waiting()
         if self.device.type == "cuda" and self._group is not None:
             self._group.abort()
 
@@ -98,24 +101,34 @@ class Ranks:
             ending.join(_PATIENCE)
             if ending.is_alive():
                 return
-        self._group = self._one_shot = None
+        self._group = self._sums = None
 
     def _end(self) -> None:
         self.abort()
-        if self._one_shot is not None:
-            self._one_shot.close()
+        if self._sums is not None:
+            self._sums.close()
 
 
 @dataclass(frozen=True)
-class OneShot:
-    """`kernels.all_reduce` among these ranks."""
+class Way:
+    """To form some sums."""
 
     takes: Callable[[Tensor], bool]
-    all_reduce: Callable[[Tensor], Tensor]
+    add: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class PeerSums:
+    """`kernels.all_reduce` among these ranks, in one shot or in two."""
+
+    ways: list[Way]  # the first one that takes a tensor is the fastest; where none does, NCCL is
     stop: Tensor  # where a kernel that waits in the stream of the model looks, too
     stream: torch.cuda.Stream  # for a word to it
     inbox: Tensor
     peers: list[PeerMemory]  # the other ranks' inboxes
+
+    def way(self, x: Tensor) -> Way | None:
+        return next((way for way in self.ways if way.takes(x)), None)
 
     def end_waiting(self) -> None:
         """From any thread: sums under way come to an end, and to no result."""
@@ -130,15 +143,17 @@ class OneShot:
             peer.close()
 
 
-def _new_one_shot(store: Store, rank: int, size: int, device: torch.device) -> OneShot | None:
+def _new_peer_sums(store: Store, rank: int, size: int, device: torch.device) -> PeerSums | None:
     """None where the ranks are on several hosts, or cannot reach each other's memory."""
     store.set(f"host/{rank}", socket.gethostname())
     if len({store.get(f"host/{each}") for each in range(size)}) > 1:
         return None
-    from kernels.all_reduce import WORDS, Exchange, all_reduce, inbox_words
+    from kernels.all_reduce import WORDS, Exchange, all_reduce, all_reduce_in_two, inbox_words, inbox_words_in_two
 
-    capacity = _ONE_SHOT_BYTES // 4 // (size - 1) // WORDS * WORDS
-    inbox = torch.zeros(inbox_words(size, capacity), dtype=torch.int64, device=device)
+    in_one = (_ONE_SHOT_OF_TWO if size == 2 else _ONE_SHOT) // 4 // WORDS * WORDS
+    in_two = 0 if size == 2 else _TWO_SHOTS // 4 // size // WORDS * WORDS  # of a slice
+    words_in_one = inbox_words(size, in_one)
+    inbox = torch.zeros(words_in_one + inbox_words_in_two(size, in_two), dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)  # before anyone writes to it
     exported = b""
     with contextlib.suppress(PeerMemoryError):
@@ -153,14 +168,18 @@ def _new_one_shot(store: Store, rank: int, size: int, device: torch.device) -> O
     except PeerMemoryError:
         return None
     addresses = [inbox.data_ptr() if each == rank else peers[each].address for each in range(size)]
-    exchange = Exchange(
-        rank=rank,
-        inboxes=torch.tensor(addresses, dtype=torch.int64, device=device),
-        sums=torch.zeros(capacity // WORDS, dtype=torch.int32, device=device),
-        stop=torch.zeros(1, dtype=torch.int32, device=device),
-    )
-    add = partial(all_reduce, exchange=exchange)
-    return OneShot(exchange.takes, add, exchange.stop, torch.cuda.Stream(device), inbox, list(peers.values()))
+    stop = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def exchange(first_word: int, capacity: int) -> Exchange:
+        begins = [address + first_word * inbox.itemsize for address in addresses]
+        sums = torch.zeros(capacity // WORDS, dtype=torch.int32, device=device)
+        return Exchange(rank, torch.tensor(begins, dtype=torch.int64, device=device), sums, stop)
+
+    one_shot, two_shots = exchange(0, in_one), exchange(words_in_one, in_two)
+    ways = [Way(one_shot.takes, partial(all_reduce, exchange=one_shot))]
+    if in_two:
+        ways.append(Way(two_shots.takes_in_two, partial(all_reduce_in_two, exchange=two_shots)))
+    return PeerSums(ways, stop, torch.cuda.Stream(device), inbox, list(peers.values()))
 
 
 def _wait(work: Any) -> None:

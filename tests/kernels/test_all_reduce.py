@@ -10,7 +10,15 @@ from torch import Tensor
 from kernels import reference
 
 pytest.importorskip("triton")
-from kernels.all_reduce import WORDS, Exchange, all_reduce, inbox_words
+from kernels.all_reduce import (
+    WORDS,
+    Exchange,
+    all_reduce,
+    all_reduce_in_two,
+    inbox_words,
+    inbox_words_in_two,
+    slice_of,
+)
 
 CAPACITY = 4 * WORDS
 
@@ -67,6 +75,57 @@ def test_a_rank_sends_its_part_and_adds_up_what_arrives(dtype: torch.dtype, rank
                         sent = place(inboxes[peer], ranks, numbers[program], rank)[piece][: len(words)]
                         assert torch.equal(sent, words)
         assert made[rank].sums.tolist() == numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_in_two_shots_a_rank_adds_up_its_slice_and_sends_the_sum(dtype: torch.dtype, ranks: int) -> None:
+    capacity, per_word = 2 * WORDS, 4 // dtype.itemsize
+    most = per_word * capacity * ranks
+    for rank in range(ranks):
+        inboxes = [
+            torch.zeros(inbox_words_in_two(ranks, capacity), dtype=torch.int64, device=DEVICE) for _ in range(ranks)
+        ]
+        addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=DEVICE)
+        counts = torch.zeros(capacity // WORDS, dtype=torch.int32, device=DEVICE)
+        exchange = Exchange(rank, addresses, counts, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+        numbers = [0] * (capacity // WORDS)
+
+        def places(owner: int, number: int, source: int, shot: int) -> Tensor:
+            return inboxes[owner].view(2, ranks, 2, -1)[number % 2, source, shot]  # noqa: B023
+
+        for size in (most, 576, 2, most // 2 + 6 * per_word, most):
+            parts = [randn(1, size, dtype=dtype) for _ in range(ranks)]
+            expected = reference.all_reduce(parts)
+            length = slice_of(size // per_word, ranks)
+            for program in range(-(-length // WORDS)):
+                numbers[program] += 1
+                first, last = program * WORDS, min((program + 1) * WORDS, length)
+                for source in range(ranks):
+                    if source == rank:
+                        continue
+                    for shot, sent, owner in ((0, parts[source], rank), (1, expected, source)):
+                        words = message(sent, numbers[program])[owner * length + first : owner * length + last]
+                        places(rank, numbers[program], source, shot)[first : first + len(words)] = words
+            x = parts[rank].clone()
+            assert all_reduce_in_two(x, exchange) is x
+            assert relative_error(x, torch.stack(parts).double().sum(0)) < TOLERANCE[dtype]
+            if ON_GPU or dtype != torch.bfloat16:
+                assert torch.equal(x, expected)
+            for program in range(-(-length // WORDS)):
+                first, last = program * WORDS, min((program + 1) * WORDS, length)
+                for peer in range(ranks):
+                    if peer == rank:
+                        continue
+                    for shot, sent, owner in ((0, parts[rank], peer), (1, x, rank)):
+                        words = message(sent, numbers[program])[owner * length + first : owner * length + last]
+                        got = places(peer, numbers[program], rank, shot)[first : first + len(words)]
+                        assert torch.equal(got, words)
+        assert exchange.sums.tolist() == numbers
+    assert exchange.takes_in_two(torch.zeros(most, dtype=dtype))
+    assert not exchange.takes_in_two(torch.zeros(most + per_word, dtype=dtype))
+    with pytest.raises(ValueError, match="two shots"):
+        all_reduce_in_two(torch.zeros(4, dtype=torch.float64), exchange)
 
 
 def test_stop_ends_the_wait_for_a_word_that_does_not_come() -> None:
