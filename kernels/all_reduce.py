@@ -46,10 +46,7 @@ class Exchange:
     """What one rank's kernels need to know of all ranks. Every rank launches the same sums in the same order."""
 
     rank: int
-    inboxes: (
-        Tensor  # [ranks] int64, the address of each rank's inbox: `inbox_words` int64 words, zero at first; sums in
-    )
-    # two shots have inboxes of their own, `inbox_words_in_two`
+    inboxes: Tensor  # [ranks] int64, the address of each rank's inbox: int64 words, zero at first, see `inbox_words`
     sums: Tensor  # [capacity / WORDS] int32, how many sums each program has done: zero at first
     stop: Tensor  # [1] int32: not 0 ends all waiting
 
@@ -73,12 +70,12 @@ def _is_whole(x: Tensor) -> bool:
 
 
 def inbox_words(ranks: int, capacity: int) -> int:
-    """The int64 words of an inbox for sums of up to ``capacity`` words, a multiple of `WORDS`."""
+    """The int64 words of an inbox for sums of up to ``capacity`` words, a multiple of `WORDS`, in one shot."""
     return _TURNS * ranks * capacity
 
 
 def inbox_words_in_two(ranks: int, capacity: int) -> int:
-    """The same for sums in two shots, with slices of up to ``capacity`` words."""
+    """The same for sums in two shots, with slices of up to ``capacity`` words. The two kinds cannot share an inbox."""
     return 2 * inbox_words(ranks, capacity)
 
 

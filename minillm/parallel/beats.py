@@ -33,7 +33,7 @@ def beat(store: Store, rank: int, every: float = EVERY, silence: float = SILENCE
     Args:
         store: a connection of its own, on which nobody waits for something.
     """
-    answered = threading.Event()
+    answered, gone = threading.Event(), threading.Event()
 
     def go_on() -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, which those who need it will see
@@ -41,11 +41,12 @@ def beat(store: Store, rank: int, every: float = EVERY, silence: float = SILENCE
                 store.add(_key(rank), 1)
                 answered.set()
                 time.sleep(every)
+        gone.set()
         answered.set()
 
     def watch() -> None:
         while answered.wait(silence):
-            if not beats.is_alive():
+            if gone.is_set():
                 return
             answered.clear()
         sys.stderr.write(
@@ -54,9 +55,8 @@ def beat(store: Store, rank: int, every: float = EVERY, silence: float = SILENCE
         sys.stderr.flush()
         os._exit(1)
 
-    beats = threading.Thread(target=go_on, name="beats", daemon=True)
-    beats.start()
-    threading.Thread(target=watch, name="beats' watch", daemon=True).start()
+    for each in (go_on, watch):
+        threading.Thread(target=each, name="beats", daemon=True).start()
 
 
 class Listener:
