@@ -132,6 +132,24 @@ def _arrived(places, number, mask, stop_ptr):
 
 
 @triton.jit
+def _summed(
+    own, inbox, turn, offsets, number, mask, stop_ptr, capacity,
+    RANK: tl.constexpr, RANKS: tl.constexpr, SHOTS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """This rank's words and those that the others have sent it, added up as they arrive."""
+    low = tl.zeros([WORDS], tl.float32)
+    high = tl.zeros([WORDS], tl.float32)
+    for source in tl.static_range(RANKS):
+        words = own
+        if source != RANK:
+            words = _arrived(inbox + SHOTS * (turn + source).to(tl.int64) * capacity + offsets, number, mask, stop_ptr)
+        low += _low(words, DTYPE)
+        if tl.float32 != DTYPE:
+            high += _high(words, DTYPE)
+    return low, high
+
+
+@triton.jit
 def _all_reduce_kernel(
     x_ptr, inboxes_ptr, sums_ptr, stop_ptr, num_words, capacity,
     RANK: tl.constexpr, RANKS: tl.constexpr, DTYPE: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
@@ -148,15 +166,9 @@ def _all_reduce_kernel(
         if peer != RANK:
             tl.store(_inbox(inboxes_ptr, peer) + (turn + RANK).to(tl.int64) * capacity + offsets, flagged, mask=mask)
     inbox = _inbox(inboxes_ptr, RANK)
-    low = tl.zeros([WORDS], tl.float32)
-    high = tl.zeros([WORDS], tl.float32)
-    for source in tl.static_range(RANKS):
-        words = own
-        if source != RANK:
-            words = _arrived(inbox + (turn + source).to(tl.int64) * capacity + offsets, number, mask, stop_ptr)
-        low += _low(words, DTYPE)
-        if tl.float32 != DTYPE:
-            high += _high(words, DTYPE)
+    low, high = _summed(
+        own, inbox, turn, offsets, number, mask, stop_ptr, capacity, RANK, RANKS, 1, DTYPE, WORDS,
+    )  # fmt: skip
     # Only here: in front of the first wait, a warp that is late would read the number of the next sum.
     tl.store(sums_ptr + program, number)
     tl.store(x_ptr + offsets, _packed(low, high, DTYPE), mask=mask)
@@ -181,15 +193,9 @@ def _all_reduce_in_two_kernel(
     inbox = _inbox(inboxes_ptr, RANK)
     mask = (offsets < slice_words) & (RANK * slice_words + offsets < num_words)
     own = tl.load(x_ptr + RANK * slice_words + offsets, mask=mask, other=0)
-    low = tl.zeros([WORDS], tl.float32)
-    high = tl.zeros([WORDS], tl.float32)
-    for source in tl.static_range(RANKS):
-        words = own
-        if source != RANK:
-            words = _arrived(inbox + 2 * (turn + source).to(tl.int64) * capacity + offsets, number, mask, stop_ptr)
-        low += _low(words, DTYPE)
-        if tl.float32 != DTYPE:
-            high += _high(words, DTYPE)
+    low, high = _summed(
+        own, inbox, turn, offsets, number, mask, stop_ptr, capacity, RANK, RANKS, 2, DTYPE, WORDS,
+    )  # fmt: skip
     total = _packed(low, high, DTYPE)
     flagged = _flagged(total, number)
     for peer in tl.static_range(RANKS):

@@ -20,6 +20,7 @@ from bisect import bisect
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -201,31 +202,30 @@ async def _cycles() -> list[Cycle]:
         await pilot.press("enter")
         await asyncio.sleep(_CATCH_UP)
         ended: dict[int, float] = {}  # when each step did, by its number
-        watched: list[tuple[float, float]] = []  # from when to when
-        held: list[tuple[float, float]] = []
-        while not chat.num_answers and len(held) <= _CYCLES_EACH:
+        turns: list[tuple[float, float, float]] = []  # when it began to be watched, to be held, and when that ended
+        while not chat.num_answers and len(turns) <= _CYCLES_EACH:
             await asyncio.sleep(_CATCH_UP)
             began = time.monotonic()
             await asyncio.sleep(_WATCHED)
-            watched.append((began, time.monotonic()))
+            paused = time.monotonic()
             time.sleep(_HELD)  # the app's own loop, so that it draws nothing and reads nothing
-            held.append((watched[-1][1], time.monotonic()))
+            turns.append((began, paused, time.monotonic()))
             ended |= {step.number: step.ended for step in chat.pool.steps}
         await asyncio.sleep(_CATCH_UP)
         ended |= {step.number: step.ended for step in chat.pool.steps}
     cycles = []
     last = max(ended.values())
-    for (before, pause), after in zip(zip(watched, held, strict=True), watched[1:], strict=False):
-        if after[1] < last:  # the answer went on until then
-            beside = (_rate(ended, before) + _rate(ended, after)) / 2
-            cycles.append(Cycle(beside, _rate(ended, pause)))
+    for (began, paused, resumed), (began_again, paused_again, _) in pairwise(turns):
+        if paused_again < last:  # the answer went on until then
+            watched = (_rate(ended, began, paused) + _rate(ended, began_again, paused_again)) / 2
+            cycles.append(Cycle(watched, _rate(ended, paused, resumed)))
     if not cycles:
         raise MinillmError("the model answers too fast here for its slow-down to be measured")
     return cycles
 
 
-def _rate(ended: Mapping[int, float], window: tuple[float, float]) -> float:
-    """Steps per second from when to when; ``ended`` may lack some steps."""
+def _rate(ended: Mapping[int, float], begin: float, end: float) -> float:
+    """Steps per second from ``begin`` to ``end``; ``ended`` may lack some steps."""
     numbers = sorted(ended)
     moments = [ended[number] for number in numbers]
 
@@ -234,7 +234,7 @@ def _rate(ended: Mapping[int, float], window: tuple[float, float]) -> float:
         (first, second), (since, until) = numbers[after - 1 : after + 1], moments[after - 1 : after + 1]
         return first + (second - first) * (moment - since) / (until - since)
 
-    return (steps_by(window[1]) - steps_by(window[0])) / (window[1] - window[0])
+    return (steps_by(end) - steps_by(begin)) / (end - begin)
 
 
 async def measure() -> UiFigures:

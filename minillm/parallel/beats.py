@@ -8,14 +8,12 @@ and whoever waits looks whether the others' counts still grow.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from minillm.parallel.channel import RankDied
+from minillm.parallel.channel import RankDied, end_process
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -49,11 +47,7 @@ def beat(store: Store, rank: int, every: float = EVERY, silence: float = SILENCE
             if gone.is_set():
                 return
             answered.clear()
-        sys.stderr.write(
-            f"minillm: error: the first node has not answered for {silence:.0f} s: it or the network is gone\n"
-        )
-        sys.stderr.flush()
-        os._exit(1)
+        end_process(f"the first node has not answered for {silence:.0f} s: it or the network is gone")
 
     for each in (go_on, watch):
         threading.Thread(target=each, name="beats", daemon=True).start()

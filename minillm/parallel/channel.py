@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from minillm.errors import MinillmError
 
@@ -34,8 +35,8 @@ def set_up(connection: socket.socket) -> None:
     """Small messages go at once, and a host that is cut off is noticed within half a minute, as a dead process is."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    seconds = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
-    for name, value in seconds.items():  # a count and milliseconds, too; not every system has all of them
+    limits = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}  # s, s, times, ms
+    for name, value in limits.items():  # not every system has all of them
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -184,9 +185,14 @@ def _watch(lines: _Lines) -> None:
     threading.Thread(target=lines.on_death, daemon=True).start()
     threading.Event().wait(_GRACE)
     if lines.at_work:
-        sys.stderr.write(f"minillm: error: {lines.failure}\n")
-        sys.stderr.flush()
-        os._exit(1)
+        end_process(str(lines.failure))
+
+
+def end_process(reason: str) -> NoReturn:
+    """Say why and end, from any thread and whatever the others wait for."""
+    sys.stderr.write(f"minillm: error: {reason}\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _exit_status(process: subprocess.Popen | None) -> str:

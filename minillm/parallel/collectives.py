@@ -175,9 +175,10 @@ def _new_peer_sums(store: Store, rank: int, size: int, device: torch.device) -> 
         sums = torch.zeros(capacity // WORDS, dtype=torch.int32, device=device)
         return Exchange(rank, torch.tensor(begins, dtype=torch.int64, device=device), sums, stop)
 
-    one_shot, two_shots = exchange(0, in_one), exchange(words_in_one, in_two)
+    one_shot = exchange(0, in_one)
     ways = [Way(one_shot.takes, partial(all_reduce, exchange=one_shot))]
     if in_two:
+        two_shots = exchange(words_in_one, in_two)
         ways.append(Way(two_shots.takes_in_two, partial(all_reduce_in_two, exchange=two_shots)))
     return PeerSums(ways, stop, torch.cuda.Stream(device), inbox, list(peers.values()))
 

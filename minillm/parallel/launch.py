@@ -79,9 +79,13 @@ class Torchrun:
         store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
         return store
 
-    def listener(self) -> Listener | None:
-        """Hears whether ranks are still there; None where torchrun itself sees to that. See `begin_to_beat`."""
-        return Listener(self.store()) if self.spread else None
+    def listener(self, store: Store) -> Listener | None:
+        """Hears whether ranks are still there; None where torchrun itself sees to that. See `begin_to_beat`.
+
+        Args:
+            store: that of `store`.
+        """
+        return Listener(store) if self.spread else None
 
     def host(self) -> str:
         """The address of this process's node for the others: where it goes out from to reach the first node.
@@ -124,7 +128,8 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
     size, secret = config.tensor_parallel_size, secrets.token_hex(16)
     processes: dict[int, subprocess.Popen] = {}
     connections: dict[int, socket.socket] = {}
-    host, listener = (LOCAL, None) if torchrun is None else (torchrun.host(), torchrun.listener())
+    host, first = (LOCAL, 0) if torchrun is None else (torchrun.host(), torchrun.rank)
+    listener: Listener | None = None
     with socket.create_server((host, 0)) as server:
         port = server.getsockname()[1]
         try:
@@ -134,7 +139,8 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
                 for rank in range(1, size):
                     processes[rank] = _start({**address, "rank": rank, "model": model, "config": asdict(config)})
             else:
-                store = PrefixStore(f"minillm/{torchrun.rank}", torchrun.store())
+                common = torchrun.store()
+                store, listener = PrefixStore(f"minillm/{first}", common), torchrun.listener(common)
                 store.set("address", json.dumps({"host": host, "port": port, "secret": secret}))
             server.settimeout(0.2)
             while len(connections) < size - 1:
@@ -144,8 +150,8 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
                         raise RankDied(
                             f"rank {rank} of {size} ended with exit code {process.returncode} before it was ready"
                         )
-                if listener is not None and torchrun is not None:
-                    listener.check(torchrun.rank + rank for rank in range(1, size) if rank not in connections)
+                if listener is not None:
+                    listener.check(first + rank for rank in range(1, size) if rank not in connections)
         except BaseException:
             for process in processes.values():
                 process.kill()
@@ -166,8 +172,8 @@ def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
     from torch.distributed import PrefixStore
 
     rank = torchrun.rank % size
-    leader, listener = torchrun.rank - rank, torchrun.listener()
-    store = PrefixStore(f"minillm/{leader}", torchrun.store())
+    leader, common = torchrun.rank - rank, torchrun.store()
+    store, listener = PrefixStore(f"minillm/{leader}", common), torchrun.listener(common)
     while listener is not None and not store.check(["address"]):
         listener.check([leader])
         time.sleep(0.2)

@@ -48,8 +48,9 @@ class Replicas:
         torchrun = Torchrun.from_environment()
         if torchrun is None:
             return cls(HashStore(), 0, 1)
-        size, store = tensor_parallel_size, PrefixStore("minillm/replicas", torchrun.store())
-        return cls(store, torchrun.rank // size, torchrun.num_replicas(size), size, torchrun.listener())
+        size, store = tensor_parallel_size, torchrun.store()
+        own = PrefixStore("minillm/replicas", store)
+        return cls(own, torchrun.rank // size, torchrun.num_replicas(size), size, torchrun.listener(store))
 
     def meet(self, where: str) -> None:
         """Wait until all replicas have come here.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
@@ -23,9 +25,11 @@ from kernels.all_reduce import (
 CAPACITY = 4 * WORDS
 
 
-def exchanges(ranks: int, capacity: int = CAPACITY) -> tuple[list[Exchange], list[Tensor]]:
+def exchanges(
+    ranks: int, capacity: int = CAPACITY, words: Callable[[int, int], int] = inbox_words
+) -> tuple[list[Exchange], list[Tensor]]:
     """Each rank's, and their inboxes, all on one device."""
-    inboxes = [torch.zeros(inbox_words(ranks, capacity), dtype=torch.int64, device=DEVICE) for _ in range(ranks)]
+    inboxes = [torch.zeros(words(ranks, capacity), dtype=torch.int64, device=DEVICE) for _ in range(ranks)]
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=DEVICE)
 
     def zeros(count: int) -> Tensor:
@@ -77,22 +81,27 @@ def test_a_rank_sends_its_part_and_adds_up_what_arrives(dtype: torch.dtype, rank
         assert made[rank].sums.tolist() == numbers
 
 
+def slice_messages(
+    sent: Tensor, owner: int, inbox: Tensor, source: int, shot: int, numbers: list[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each program: the words of ``owner``'s slice in its sum, and where ``source`` puts them in that shot."""
+    ranks = inbox.numel() // (4 * WORDS * len(numbers))
+    length = slice_of(sent.numel() * sent.itemsize // 4, ranks)
+    for program in range(-(-length // WORDS)):
+        first, last = program * WORDS, min((program + 1) * WORDS, length)
+        words = message(sent, numbers[program])[owner * length + first : owner * length + last]
+        place = inbox.view(2, ranks, 2, -1)[numbers[program] % 2, source, shot]
+        yield words, place[first : first + len(words)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_in_two_shots_a_rank_adds_up_its_slice_and_sends_the_sum(dtype: torch.dtype, ranks: int) -> None:
     capacity, per_word = 2 * WORDS, 4 // dtype.itemsize
     most = per_word * capacity * ranks
     for rank in range(ranks):
-        inboxes = [
-            torch.zeros(inbox_words_in_two(ranks, capacity), dtype=torch.int64, device=DEVICE) for _ in range(ranks)
-        ]
-        addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=DEVICE)
-        counts = torch.zeros(capacity // WORDS, dtype=torch.int32, device=DEVICE)
-        exchange = Exchange(rank, addresses, counts, torch.zeros(1, dtype=torch.int32, device=DEVICE))
-        numbers = [0] * (capacity // WORDS)
-
-        def places(owner: int, number: int, source: int, shot: int) -> Tensor:
-            return inboxes[owner].view(2, ranks, 2, -1)[number % 2, source, shot]  # noqa: B023
+        made, inboxes = exchanges(ranks, capacity, inbox_words_in_two)
+        exchange, numbers = made[rank], [0] * (capacity // WORDS)
 
         for size in (most, 576, 2, most // 2 + 6 * per_word, most):
             parts = [randn(1, size, dtype=dtype) for _ in range(ranks)]
@@ -100,26 +109,19 @@ def test_in_two_shots_a_rank_adds_up_its_slice_and_sends_the_sum(dtype: torch.dt
             length = slice_of(size // per_word, ranks)
             for program in range(-(-length // WORDS)):
                 numbers[program] += 1
-                first, last = program * WORDS, min((program + 1) * WORDS, length)
-                for source in range(ranks):
-                    if source == rank:
-                        continue
-                    for shot, sent, owner in ((0, parts[source], rank), (1, expected, source)):
-                        words = message(sent, numbers[program])[owner * length + first : owner * length + last]
-                        places(rank, numbers[program], source, shot)[first : first + len(words)] = words
+            others = [each for each in range(ranks) if each != rank]
+            for source in others:
+                for shot, sent, owner in ((0, parts[source], rank), (1, expected, source)):
+                    for words, place in slice_messages(sent, owner, inboxes[rank], source, shot, numbers):
+                        place.copy_(words)
             x = parts[rank].clone()
             assert all_reduce_in_two(x, exchange) is x
             assert relative_error(x, torch.stack(parts).double().sum(0)) < TOLERANCE[dtype]
             if ON_GPU or dtype != torch.bfloat16:
                 assert torch.equal(x, expected)
-            for program in range(-(-length // WORDS)):
-                first, last = program * WORDS, min((program + 1) * WORDS, length)
-                for peer in range(ranks):
-                    if peer == rank:
-                        continue
-                    for shot, sent, owner in ((0, parts[rank], peer), (1, x, rank)):
-                        words = message(sent, numbers[program])[owner * length + first : owner * length + last]
-                        got = places(peer, numbers[program], rank, shot)[first : first + len(words)]
+            for peer in others:
+                for shot, sent, owner in ((0, parts[rank], peer), (1, x, rank)):
+                    for words, got in slice_messages(sent, owner, inboxes[peer], rank, shot, numbers):
                         assert torch.equal(got, words)
         assert exchange.sums.tolist() == numbers
     assert exchange.takes_in_two(torch.zeros(most, dtype=dtype))

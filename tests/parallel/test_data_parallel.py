@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import torchrun
 from torch.distributed import HashStore
 
 from minillm.cli import main
@@ -121,8 +121,8 @@ def _stopped(llm: Any, take: Any) -> Any:
 @pytest.mark.slow
 def test_nothing_that_was_finished_is_lost_with_a_replica(tiny_model: Path, tmp_path: Path) -> None:
     source, output, plain = requests_file(tmp_path, 16, 40), tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "minillm"]
-    arguments = [*launcher, *command(tiny_model, source, output), "--data-parallel"]
+    shared = [*command(tiny_model, source, output), "--data-parallel"]
+    arguments = torchrun("--standalone", "--nproc-per-node=2", arguments=shared)
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     parts = [tmp_path / f"out.jsonl.part{replica}" for replica in range(2)]
 

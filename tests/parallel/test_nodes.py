@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from launching import of_two_ranks, torchrun
+from torch.distributed import HashStore
 
-from minillm import LLM, SamplingParams
 from minillm.errors import MinillmError
 from minillm.parallel.beats import Listener, beat
 from minillm.parallel.channel import RankDied
@@ -25,9 +25,8 @@ def nodes(count: int, *arguments: str) -> Iterator[subprocess.CompletedProcess[s
     """``minillm`` on so many nodes, each with one process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", f"--nnodes={count}"]
-    launcher += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    commands = [[*launcher, f"--node-rank={node}", "-m", "minillm", *arguments] for node in range(count)]
+    options = ["--nproc-per-node=1", f"--nnodes={count}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    commands = [torchrun(*options, f"--node-rank={node}", arguments=arguments) for node in range(count)]
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
     ]
@@ -42,13 +41,10 @@ def nodes(count: int, *arguments: str) -> Iterator[subprocess.CompletedProcess[s
 
 @pytest.mark.slow
 def test_the_ranks_of_a_model_may_be_on_two_nodes(tiny_model: Path) -> None:
-    llm = LLM(str(tiny_model), device="cpu", num_blocks=64)
-    [expected] = llm.generate("one two", SamplingParams(temperature=0, max_tokens=9))
-    arguments = ["generate", "one two", "--model", str(tiny_model), "--device", "cpu", "--num-blocks", "64"]
-    arguments += ["--temperature", "0", "--max-tokens", "9", "--tensor-parallel-size", "2"]
+    arguments, expected = of_two_ranks(tiny_model)
     first, second = nodes(2, *arguments)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert (first.stdout, second.stdout) == (expected.outputs[0].text + "\n", "")
+    assert (first.stdout, second.stdout) == (expected, "")
 
 
 @pytest.mark.slow
@@ -120,11 +116,9 @@ print("still there")
 
 
 def test_a_node_tells_the_others_an_address_that_is_not_its_own_127(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
     assert Torchrun(0, 4, 0, 4).host() == "127.0.0.1"
-    assert Torchrun(0, 4, 0, 4).listener() is None
+    assert Torchrun(0, 4, 0, 4).listener(HashStore()) is None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import of_two_ranks, torchrun
 from support import StateDict, hf_model, run
 from torch import Tensor
 
@@ -451,22 +452,13 @@ with leader.watched():
 # --- torchrun ---------------------------------------------------------------------------------------------------------
 
 
-def torchrun(count: int, *arguments: str) -> list[str]:
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m", "minillm",
-        *arguments,
-    ]  # fmt: skip
-
-
 @pytest.mark.slow
 def test_torchrun_joins_its_processes(tiny_model: Path) -> None:
-    llm = LLM(str(tiny_model), device="cpu", num_blocks=64)
-    [expected] = llm.generate("one two", SamplingParams(temperature=0, max_tokens=9))
-    arguments = ["generate", "one two", "--model", str(tiny_model), "--device", "cpu", "--num-blocks", "64"]
-    arguments += ["--temperature", "0", "--max-tokens", "9", "--tensor-parallel-size", "2"]
-    result = subprocess.run(torchrun(2, *arguments), capture_output=True, text=True, timeout=120)
+    arguments, expected = of_two_ranks(tiny_model)
+    command = torchrun("--standalone", "--nproc-per-node=2", arguments=arguments)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == expected.outputs[0].text + "\n"
+    assert result.stdout == expected
 
 
 def test_processes_must_fill_whole_replicas() -> None:

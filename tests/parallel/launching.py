@@ -1,0 +1,22 @@
+"""``minillm`` as torchrun starts it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from minillm import LLM, SamplingParams
+
+
+def torchrun(*options: str, arguments: Iterable[str]) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", "minillm", *arguments]
+
+
+def of_two_ranks(model: Path) -> tuple[list[str], str]:
+    """Arguments that complete a prompt by two ranks of ``model``, and what one rank writes."""
+    llm = LLM(str(model), device="cpu", num_blocks=64)
+    [expected] = llm.generate("one two", SamplingParams(temperature=0, max_tokens=9))
+    arguments = ["generate", "one two", "--model", str(model), "--device", "cpu", "--num-blocks", "64"]
+    arguments += ["--temperature", "0", "--max-tokens", "9", "--tensor-parallel-size", "2"]
+    return arguments, expected.outputs[0].text + "\n"
