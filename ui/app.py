@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +27,14 @@ from ui.conversation import Conversation
 from ui.messages import EngineCommand, EngineEvent, EngineState
 from ui.screens.chat import ChatScreen
 from ui.screens.help import HelpScreen
+from ui.screens.palette import Palette
 from ui.sessions import SessionStore
 from ui.settings import Settings
 from ui.terminal import TerminalDriver, check_terminal, ending_on_signals
 from ui.theme import DARK, LIGHT, preferred_theme
 
 _SETTLED = 2.0  # seconds after which the first screen is there
+_SOON = 0.01  # seconds between two looks whether a screen has its widgets
 
 
 class ChatApp(App[None]):
@@ -72,6 +75,7 @@ class ChatApp(App[None]):
         self.chat = ChatScreen(store or SessionStore.of_user())
         self._resumed = resumed
         self._files = tempfile.TemporaryDirectory(prefix="minillm-", ignore_cleanup_errors=True)
+        self._typed_early: deque[events.InputEvent | events.Paste] = deque()
 
     # --- the engine's process -----------------------------------------------------------------------------------------
 
@@ -170,11 +174,25 @@ class ChatApp(App[None]):
     # --- what belongs to no screen ------------------------------------------------------------------------------------
 
     async def on_event(self, event: events.Event) -> None:
-        """Pasted text passes the filter here, before any widget sees it."""
+        """What is typed at a screen that has no widgets yet waits for them.
+
+        Pasted text passes the filter here, before any widget sees it.
+        """
         if isinstance(event, events.Paste) and not event.is_forwarded:
             text = event.text.replace("\r\n", "\n").replace("\r", "\n")
             event = events.Paste(clean(text))
-        await super().on_event(event)
+        if isinstance(event, events.InputEvent | events.Paste) and not event.is_forwarded:
+            self._typed_early.append(event)
+            await self._take_typed()
+        else:
+            await super().on_event(event)
+
+    async def _take_typed(self) -> None:
+        """Textual gives keys to a screen from the moment it is pushed, and its actions would find nothing there."""
+        while self._typed_early and self.screen.is_mounted:
+            await super().on_event(self._typed_early.popleft())
+        if self._typed_early:
+            self.set_timer(_SOON, self._take_typed)
 
     def say(self, text: str, *, severity: str = "information") -> None:
         """A notification; ``text`` may hold anything."""
@@ -203,11 +221,22 @@ class ChatApp(App[None]):
         if len(self.screen_stack) > 1:
             self.pop_screen()
 
+    def action_command_palette(self) -> None:
+        if not isinstance(self.screen, Palette):
+            self.push_screen(Palette(id="--command-palette"))
+
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
         if isinstance(screen, ChatScreen):
             yield from screen.commands()
 
     # --- endings ------------------------------------------------------------------------------------------------------
+
+    def leave(self, code: int) -> None:
+        """End with this exit code, as soon as there is a whole screen to take down."""
+        if self.chat.is_mounted:
+            self.exit(return_code=code)
+        else:
+            asyncio.get_running_loop().call_later(_SOON, self.leave, code)
 
     @property
     def failure(self) -> BaseException | None:
@@ -244,7 +273,7 @@ def run(app: ChatApp) -> int:
 
     async def until_the_end() -> None:
         asyncio.get_running_loop().call_later(_SETTLED, collect_garbage)
-        with ending_on_signals(lambda code: app.exit(return_code=code)):
+        with ending_on_signals(app.leave):
             await app.run_async()
 
     with contextlib.suppress(asyncio.CancelledError):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+import tty
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -97,10 +98,20 @@ class Session:
 
 @contextlib.contextmanager
 def session(
-    command: Sequence[str] = CHAT, *, size: tuple[int, int] = (100, 30), environment: Mapping[str, str] | None = None
+    command: Sequence[str] = CHAT,
+    *,
+    size: tuple[int, int] = (100, 30),
+    environment: Mapping[str, str] | None = None,
+    typed_before: str = "",
 ) -> Iterator[Session]:
-    """Run ``command`` on a terminal of ``size`` columns and rows; it is killed at the end if need be."""
+    """Run ``command`` on a terminal of ``size`` columns and rows; it is killed at the end if need be.
+
+    ``typed_before``: keys that wait in the terminal when it starts; none of them is a signal.
+    """
     master, slave = os.openpty()
+    if typed_before:
+        tty.setraw(slave)
+        os.write(master, typed_before.encode())
     fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
 
     def own_terminal() -> None:

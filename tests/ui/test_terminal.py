@@ -107,6 +107,41 @@ def test_the_engine_ends_with_an_app_that_was_killed(tmp_path: Path) -> None:
         wait_until(lambda: all(gone(process) for process in engines(log)))
 
 
+@pytest.mark.parametrize("keys", ["\x03", "\x11"], ids=["control c", "control q"])
+def test_keys_that_end_it_before_there_is_a_screen(keys: str) -> None:
+    with session(typed_before=keys) as running:
+        assert running.end() == 0
+        assert b"error" not in running.output
+        assert running.modes_left_on() == []
+
+
+def test_what_was_typed_before_there_is_a_screen_waits_for_it() -> None:
+    page_up, f2, escape = "\x1b[5~", "\x1bOQ", "\x1b[27u"
+    with session(typed_before=f"{page_up}{f2}{page_up}{escape}typed early") as running:
+        running.wait_for("typed early")
+
+
+@pytest.mark.parametrize("moment", [b"\x1b[?1049h", b"\x1b[?2004h"])
+def test_a_signal_before_there_is_a_screen(moment: bytes) -> None:
+    with session() as running:
+        while moment not in running.output:
+            running.read(0.001)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 143
+        assert b"error" not in running.output
+        assert running.modes_left_on() == []
+
+
+def test_page_keys_in_a_palette_that_is_only_opening() -> None:
+    with session() as running:
+        start(running)
+        running.type("\x10\x1b[5~\x1b[6~\x1b[5~")
+        running.wait_for("Search for commands")
+        running.read(0.5)
+        running.type("\x1b[27u\x11")
+        assert running.end() == 0
+
+
 def test_control_c_stops_the_answer_and_then_quits() -> None:
     with session() as running:
         start(running)
@@ -218,10 +253,15 @@ def test_in_tmux_from_start_to_quit(tmp_path: Path) -> None:
     chat = f"MINILLM_DATA={tmp_path} {sys.executable} -m minillm chat --temperature 0 --max-tokens 40"
     tmux("new-session", "-d", "-x", "130", "-y", "40", "sh")
     try:
-        tmux("send-keys", f"{chat}", "Enter")
+        tmux("send-keys", f"{chat}; echo ended $?", "Enter")
         time.sleep(0.3)
-        tmux("send-keys", "C-c")  # while Python starts
-        tmux("send-keys", "", "Enter")
+        for _ in range(100):  # while Python starts, while the screen is made, while the engine starts: as it comes
+            tmux("send-keys", "C-c")
+            time.sleep(0.3)
+            if re.search(r"ended \d", ended := tmux("capture-pane", "-p")):
+                break
+        assert re.search(r"ended (0|130)$", ended, re.MULTILINE), ended
+        assert "error" not in ended
         tmux("send-keys", f"clear; {chat}", "Enter")
         until("ready in")
         tmux("send-keys", "What is the capital of France?", "Enter")
