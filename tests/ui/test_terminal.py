@@ -142,6 +142,36 @@ def test_page_keys_in_a_palette_that_is_only_opening() -> None:
         assert running.end() == 0
 
 
+@pytest.mark.parametrize(
+    ("opened_by", "shown"),
+    [
+        ("\x1bOQ", "Enter loads it"),
+        ("\x1bOR", "Enter saves"),
+        ("\x0f", "Enter resumes"),
+        ("\x10", "Search for commands"),
+    ],
+    ids=["model", "sampling", "sessions", "palette"],
+)
+def test_enter_pressed_twice_in_a_dialog(opened_by: str, shown: str, tmp_path: Path) -> None:
+    with session(environment={"MINILLM_DATA": str(tmp_path)}) as running:
+        start(running)
+        running.type("echo something to save\r")
+        running.wait_for("50.0 tok/s")
+        running.type("\x0e")  # a new conversation
+        running.type(opened_by)
+        running.wait_for(shown)
+        running.read(0.5)
+        running.type("help" if opened_by == "\x10" else "\x1b[B")
+        running.read(0.5)
+        running.type("\r" * 4)
+        running.read(0.7)
+        running.type("\x1b[27u")
+        running.read(0.1)
+        running.type("\x11")
+        assert running.end() == 0
+        assert b"error" not in running.output
+
+
 def test_control_c_stops_the_answer_and_then_quits() -> None:
     with session() as running:
         start(running)
