@@ -100,7 +100,7 @@ class ChatApp(App[None]):
         # Importing torch in the other process takes a whole core: the first paint goes first.
         self.call_after_refresh(self.load_model)
         if self._resumed is not None:
-            self.call_later(self.chat.open_conversation, self._resumed)
+            self.chat.call_later(self.chat.open_conversation, self._resumed)
 
     def load_model(self) -> None:
         """(Re)start the engine with the model of the settings. The conversation stays."""

@@ -83,9 +83,6 @@ class Tour:
         await self.until(lambda: self.chat.is_answering)
         await self.until(lambda: not self.chat.is_answering)
 
-    async def command(self, name: str, argument: str = "") -> None:
-        await self.chat.run_command(name, argument)
-
     def generate(self, question: str, max_tokens: int) -> str:
         """A request beside the chat, of somebody else."""
         self._others += 1
@@ -108,18 +105,18 @@ async def _samples(tour: Tour) -> None:
 
 
 async def _accept(tour: Tour) -> None:
-    await tour.command("accept", "2")
+    tour.chat.action_command("accept", "2")
     await asyncio.sleep(1.0)
 
 
 async def _beams(tour: Tour) -> None:
     await tour.ask("Write one sentence about the sea.", beam_width=4)
-    await tour.command("accept", "1")
+    tour.chat.action_command("accept", "1")
 
 
 async def _prefix_hit(tour: Tour) -> None:
     before = tour.pool.figures.num_hit_tokens
-    await tour.command("new")
+    tour.chat.action_command("new")
     await tour.ask("What is a page table, in one sentence?")
     await tour.until(lambda: tour.pool.figures.num_hit_tokens > before)
 

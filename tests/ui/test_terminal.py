@@ -172,6 +172,25 @@ def test_enter_pressed_twice_in_a_dialog(opened_by: str, shown: str, tmp_path: P
         assert b"error" not in running.output
 
 
+@pytest.mark.parametrize("keys", ["\x0e", "\x1b[1;3D\x0e", "\x1br\x0e\x1br"], ids=["new", "branch", "regenerate"])
+def test_a_key_in_the_midst_of_a_question(keys: str) -> None:
+    """What keys do waits until the question is asked: no answer belongs to a conversation that is no longer there."""
+    with session() as running:
+        start(running)
+        running.type("echo first\r")
+        running.wait_for("50.0 tok/s")
+        for _ in range(3):
+            running.type("never\r" + keys)
+            running.read(0.2)
+        running.type("\x12")  # loads anew: an answer that is being given is lost
+        start(running)
+        running.type("echo whole\r")
+        running.wait_for("50.0 tok/s")
+        running.type("\x11")
+        assert running.end() == 0
+        assert b"error" not in running.output
+
+
 def test_control_c_stops_the_answer_and_then_quits() -> None:
     with session() as running:
         start(running)

@@ -352,7 +352,7 @@ class ChatScreen(ChatCommands):
                 self.say(str(error))
                 return
             prompt.take()
-            await self.run_command(command.name, argument)
+            await self._run_command(command.name, argument)
         elif self.can_ask():
             self.query_one(PromptInput).take()
             editing, self.editing = self.editing, None
@@ -516,7 +516,7 @@ class ChatScreen(ChatCommands):
     @on(PromptInput.Picked)
     @on(CandidateCard.Accepted)
     async def _picked(self, message: PromptInput.Picked | CandidateCard.Accepted) -> None:
-        await self.run_command("accept", str(message.index + 1))
+        await self._run_command("accept", str(message.index + 1))
 
     async def choose(self, turn: Turn, index: int) -> None:
         """Take a candidate; while they are still being made, the others are stopped first."""
@@ -587,11 +587,16 @@ class ChatScreen(ChatCommands):
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
-    async def action_command(self, name: str, argument: str = "") -> None:
-        await self.run_command(name, argument)
+    def action_command(self, name: str, argument: str = "") -> None:
+        """Do what a slash command of this name does, after all that this screen was told before.
 
-    async def run_command(self, name: str, argument: str) -> None:
-        """Do what a slash command of this name does; an error that its user made is said."""
+        Keys act in the app's task, or in the prompt's, and the palette in the app's: a command that began there would
+        change the conversation in the midst of a question that is being asked here.
+        """
+        self.call_later(self._run_command, name, argument)
+
+    async def _run_command(self, name: str, argument: str) -> None:
+        """An error that its user made is said."""
         action = next(command.action for command in COMMANDS if command.name == name)
         try:
             await getattr(self, action)(argument)
@@ -669,7 +674,7 @@ class ChatScreen(ChatCommands):
         for command in COMMANDS:
             if not command.argument or command.argument.startswith("["):
                 title = command.name.capitalize() + (f"  {command.key}" if command.key else "")
-                yield SystemCommand(title, command.summary, partial(self.run_command, command.name, ""))
+                yield SystemCommand(title, command.summary, partial(self.action_command, command.name))
 
     # --- the conversation on disk -------------------------------------------------------------------------------------
 
