@@ -54,7 +54,7 @@ parity: $(VENV)/installed-dev
 	$(BIN)/minillm pull
 	$(BIN)/python -m pytest tests/parity
 
-# A million random operations on the books of the cache.
+# Long random work: operations on the books of the cache, requests, typing at the chat.
 soak: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m soak
 

@@ -1,0 +1,78 @@
+"""Random typing at `minillm chat`, as a process on a terminal: whatever comes when, it goes on, and ends well."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from pty_session import CHAT, Session, session
+
+from ui.slash import COMMANDS
+
+SESSIONS = int(os.environ.get("SOAK_SESSIONS", "60"))
+FUNCTION_KEYS = ["\x1bOP", "\x1bOQ", "\x1bOR", "\x1bOS", *(f"\x1b[{n}~" for n in (15, 17, 18, 19, 20, 21, 23))]
+ARROWS = [f"\x1b[{modifier}{key}" for modifier in ("", "1;2", "1;3", "1;5") for key in "ABCDHF"]
+OTHER_KEYS = ["\x1b[27u", "\x1b[5~", "\x1b[6~", "\x1b[3~", "\x1b[Z", "\r", "\t", "\x7f", "?", *"0123456789"]
+CONTROL = [chr(number) for number in range(1, 27) if chr(number) not in "\x03\x08\x09\x0a\x0d\x11"]
+ALT = [f"\x1b{letter}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+KEYS = [*FUNCTION_KEYS * 2, *ARROWS, *OTHER_KEYS, *CONTROL, *ALT]
+QUESTIONS = ["hello", "slow", "long", "hostile", "think", "never", "fail", "full", "echo **x** 😀 é", "a\nb", "a story"]
+SIZES = [(80, 24), (130, 40), (40, 10), (200, 60), (20, 5)]
+
+
+def something(rng: random.Random) -> str:
+    """What one gesture types: a question, a command, a key, or a click."""
+    kind = rng.choices(["question", "command", "key", "mouse"], [25, 20, 45, 6])[0]
+    if kind == "question":
+        return rng.choice(QUESTIONS) + "\r"
+    if kind == "command":
+        command = rng.choice([command for command in COMMANDS if command.name not in ("quit", "export")])
+        return f"/{command.name}{rng.choice(['', ' 3', ' 1', ' x', ' 0.5'])}\r"
+    if kind == "key":
+        return rng.choice(KEYS)
+    at = f"{rng.choice([0, 0, 2, 64, 65])};{rng.randint(1, 130)};{rng.randint(1, 40)}"
+    return f"\x1b[<{at}M\x1b[<{at}m"
+
+
+def type_at_random(running: Session, rng: random.Random) -> list[str]:
+    """Some of it in one go, some of it twice, the rest after a while; returns what was typed."""
+    typed: list[str] = []
+    running.read(rng.choice([0.1, 0.5, 2.0]))
+    held = ""
+    for _ in range(rng.randint(30, 120)):
+        if running.process.poll() is not None:
+            break
+        if rng.random() < 0.04:
+            running.resize(*rng.choice(SIZES))
+        held += something(rng) * rng.choice([1, 1, 1, 1, 2, 3])
+        if rng.random() < 0.7:
+            running.type(held)
+            typed.append(held)
+            held = ""
+            running.read(rng.choice([0, 0, 0.02, 0.1, 0.4]))
+    return typed
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("engine", ["scripted", "real"])
+def test_random_keys(engine: str, tiny_model: Path, tmp_path: Path) -> None:
+    for seed in range(SESSIONS):
+        rng = random.Random(seed)
+        options = ("--device", "cpu", "--num-blocks", "40", "--max-tokens", str(rng.choice([8, 60])))
+        real = (sys.executable, "-m", "minillm", "chat", "--model", str(tiny_model), *options)
+        environment = {"MINILLM_DATA": str(tmp_path), "MINILLM_CONFIG": str(tmp_path / "none.toml")}
+        with session(real if engine == "real" else CHAT, size=rng.choice(SIZES), environment=environment) as running:
+            typed = type_at_random(running, rng)
+            if running.process.poll() is None:
+                for key in ("\x1b[27u", "\x1b[27u", "\x11"):
+                    running.type(key)
+                    running.read(0.2)
+            code, story = running.end(30), f"session {seed} typed {typed} and showed {running.output[-2000:]!r}"
+            assert code == 0, story
+            assert b"internal error" not in running.output, story
+            assert engine == "scripted" or b"the engine ended" not in running.output, story
+            assert running.modes_left_on() == [], story
