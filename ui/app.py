@@ -142,9 +142,9 @@ class ChatApp(App[None]):
         except ValueError as error:
             problem = f"it said something unintelligible: {error}"
         finally:
+            await asyncio.shield(engine.stop())  # until then it is there to be stopped by the app's own end
             if self._engine is engine:
                 self._engine = None
-            await asyncio.shield(engine.stop())
         if self.engine_state.phase != "failed":
             words = problem or engine.last_words() or "it left no message"
             self.engine_state = EngineState("crashed", model, error=f"{_ending(engine.exit_code)}: {words}")

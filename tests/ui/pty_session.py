@@ -79,12 +79,13 @@ class Session:
             self.process.send_signal(signal.SIGWINCH)
 
     def end(self, seconds: float = 15) -> int:
-        """Wait for the program's end; returns its exit code as a shell would show it."""
+        """Wait for the program's end, of which Python has nothing to say; returns the exit code as a shell does."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not end; the last was {self.output[-600:]!r}"
             self.read(0.05)
         self.read(0.2)
+        assert b"Exception ignored" not in self.output, self.output[-2000:]
         code = self.process.returncode
         return code if code >= 0 else 128 - code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from textual.geometry import Size
 from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 
+from minillm.service.client import EngineProcess
 from ui.pacing import Drawing
 from ui.screens.chat import ChatScreen
 from ui.screens.help import HelpScreen
@@ -389,3 +391,18 @@ async def test_beside_a_model_the_screen_is_drawn_no_more_often_than_its_share_a
         drawing.pace(False)  # what waits need not wait longer
         assert drawing.interval == 0.1
         await until(pilot, lambda: len(drawn) == 5)
+
+
+async def test_the_app_ends_after_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes: asyncio complains on the terminal of a process that outlives the event loop."""
+    stop, codes = EngineProcess.stop, []
+
+    async def slow_stop(engine: EngineProcess) -> None:
+        await asyncio.sleep(0.3)
+        await stop(engine)
+        codes.append(engine.exit_code)
+
+    monkeypatch.setattr(EngineProcess, "stop", slow_stop)
+    async with chat() as pilot:
+        pilot.app.exit()
+    assert -signal.SIGKILL in codes
