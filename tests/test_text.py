@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
-from minillm.text import clean, clean_line
+from minillm.text import clean, clean_line, json_line
 
 HOSTILE = [
     "\x1b]52;c;ZXZpbA==\x07",  # writes the clipboard
@@ -57,3 +58,14 @@ def test_a_line_is_one_line_and_short() -> None:
     assert clean_line("a\n\n b\tc") == "a b c"
     assert len(clean_line("x" * 500)) == 200
     assert clean_line("x" * 500, 10) == "x" * 9 + "…"
+
+
+def test_json_for_a_terminal_says_what_json_says() -> None:
+    everything = [chr(code) for code in range(0x110000)]
+    line = json_line(everything)
+    assert json.loads(line) == everything
+    assert not obeyed(line)
+    assert clean(line) == line
+    assert len(line.splitlines()) == 1
+    line.encode("utf-8")
+    assert json_line({"naïve": "北京 🎉"}) == '{"naïve": "北京 🎉"}', "what is harmless stays legible"

@@ -16,7 +16,7 @@ from minillm.cli import BEAM_OPTIONS, ENGINE_OPTIONS, SAMPLING_OPTIONS, given
 from minillm.commands.progress import GenerationBar, loading_bar, say
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
-from minillm.text import clean
+from minillm.text import clean, json_line
 
 MAX_INPUT_BYTES = 256 << 20
 
@@ -212,7 +212,7 @@ class _Writer:
         self.written += output.error is None
         request = self._requests[index]
         if self._as_json:
-            self._write_line(json.dumps(_as_json(index, request, output), ensure_ascii=False))
+            self._write_line(json_line(_as_json(index, request, output)))
             return
         if output.error is not None:
             say(f"{request.where or 'prompt'}: {output.error}")
@@ -253,9 +253,9 @@ def _read_requests(arguments: argparse.Namespace) -> list[Request]:
     text = _read(source)
     name = "standard input" if source == "-" else source
     if arguments.jsonl or (source.endswith(".jsonl") and not arguments.lines):
-        requests = list(_jsonl_requests(text.splitlines(), name))
+        requests = list(_jsonl_requests(_lines(text), name))
     elif arguments.lines:
-        lines = enumerate(text.splitlines(), 1)
+        lines = enumerate(_lines(text), 1)
         requests = [_text_request(line, f"{name}:{number}") for number, line in lines if line.strip()]
     else:
         requests = [_text_request(text.removesuffix("\n"), name)]
@@ -274,6 +274,11 @@ def _read(source: str) -> str:
     if len(data) > MAX_INPUT_BYTES:
         raise UsageError(f"{source} is larger than {MAX_INPUT_BYTES >> 20} MB; split it")
     return data.decode("utf-8-sig", errors="replace")
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as files have them; `str.splitlines` would break a text, and JSON, at U+2028, U+0085 and their like too."""
+    return text.replace("\r\n", "\n").split("\n")
 
 
 def _text_request(text: str, where: str) -> Request:

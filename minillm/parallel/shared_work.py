@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from minillm.errors import UsageError
 from minillm.parallel.beats import Listener
+from minillm.text import json_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -144,7 +145,7 @@ class PartFiles:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._stream is not None, "not open"
-        data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        data = json_line(line).encode() + b"\n"
         while data:
             data = data[os.write(self._stream, data) :]
 

@@ -100,6 +100,28 @@ def test_jsonl_requests_have_their_own_parameters_and_come_back_in_order(generat
     assert outputs[0]["metrics"]["time"] > 0
 
 
+ODD = "a\u2028b\x85c\x1ed \x9b31m \u202e"
+
+
+def test_odd_characters_of_requests_come_back_as_they_were(generate: Any, tmp_path: Path) -> None:
+    """Neither does a line end within a text, nor a lone surrogate end the run, nor reach a terminal what it obeys."""
+    requests = [{"prompt": ODD, "max_tokens": 1}, {"prompt": "\ud83d!", "max_tokens": 1, "id": "\udfff"}]
+    path, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
+    lines = [json.dumps(requests[0], ensure_ascii=False), json.dumps(requests[1])]
+    path.write_bytes("\r\n".join(lines).encode())
+    shown = generate("-f", str(path), "--json", "--temperature", "0")
+    kept = generate("-f", str(path), "--output", str(output), "--temperature", "0")
+    assert shown.returncode == kept.returncode == 0, shown.stderr + kept.stderr
+    for text in (shown.stdout, output.read_text()):
+        answers = [json.loads(line) for line in text.splitlines()]
+        assert [answer["prompt"] for answer in answers] == [ODD, "\ud83d!"]
+        assert answers[1]["request_id"] == "\udfff"
+        assert not set(text) & set("\x9b\u202e\u2028\x85")
+    path.write_text(f"{ODD}\n")
+    [answer] = generate("-f", str(path), "--lines", "--json", "--max-tokens", "1").stdout.splitlines()
+    assert json.loads(answer)["prompt"] == ODD
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
