@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 from minillm.decoding.params import SamplingParams
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput
+from minillm.prompts import plain_ids
 from minillm.sequence import Sequence as TokenSequence
 
 if TYPE_CHECKING:
@@ -38,10 +39,16 @@ class Branch:
         return Branch(self._llm, list(self.token_ids), sequence)
 
     def append(self, text: str | Sequence[int]) -> Self:
-        """Go on with text or token ids that the caller gives."""
+        """Go on with text or token ids that the caller gives.
+
+        Raises:
+            UsageError: they are none of this model's, or more than its context holds; the branch stays as it was.
+        """
         self.check()
-        tokens = self._llm.tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else list(text)
-        self.token_ids += tokens
+        encode = self._llm.tokenizer.encode
+        longer = self.token_ids + (encode(text, add_special_tokens=False) if isinstance(text, str) else plain_ids(text))
+        self._llm.engine.check_prompt(longer)
+        self.token_ids = longer
         return self
 
     def sample(self, params: SamplingParams | None = None) -> CompletionOutput:

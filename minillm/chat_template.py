@@ -155,9 +155,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def check_messages(messages: Sequence[Mapping[str, str]]) -> None:
     """Raise UsageError unless these are messages: known roles, content that is text."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise UsageError(
+            f'a conversation is a list of {{"role": "user", "content": "…"}}, not {type(messages).__name__}'
+        )
     if not messages:
         raise UsageError("the conversation is empty; give at least one message")
     for message in messages:
+        if not isinstance(message, Mapping):
+            raise UsageError(f'a message is {{"role": "user", "content": "…"}}, not {type(message).__name__}')
         if unknown := set(message) - {"role", "content"}:
             raise UsageError(f"unknown key {clean_line(repr(min(unknown)))} in a message; known: role, content")
         if message.get("role") not in ROLES:

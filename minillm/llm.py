@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,12 +19,12 @@ from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import deferred_interrupt
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
 from minillm.progress import OnProgress, ignore_progress
+from minillm.prompts import Prompt, plain_ids, prompt_list
 from minillm.sequence import Sequence as TokenSequence
 from minillm.tokenizer import Tokenizer
 from minillm.weights.files import OnMessage
 from minillm.wording import nearest
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, str]
 
 
@@ -86,7 +86,7 @@ class LLM:
     # --- generation ---------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None = None
+        self, prompts: Prompt | Iterable[Prompt], params: Params | Sequence[Params] | None = None
     ) -> list[RequestOutput]:
         """Complete one prompt or many, batched; one output per prompt, in their order.
 
@@ -102,7 +102,7 @@ class LLM:
 
     def as_completed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: Params | Sequence[Params] | None = None,
         *,
         raise_errors: bool = False,
@@ -112,19 +112,19 @@ class LLM:
         A prompt that is refused fails alone: its output carries ``error``. With ``raise_errors`` it raises instead,
         before anything is generated. Leaving the iterator early, or ctrl-c, aborts what is still running.
         """
-        prompt_list = _prompt_list(prompts)
-        all_params = _params_list(params, len(prompt_list))
+        found = prompt_list(prompts)
+        all_params = _params_list(params, len(found))
         pending: dict[str, int] = {}
         refused: list[tuple[int, RequestOutput]] = []
         try:
-            for index, (prompt, each) in enumerate(zip(prompt_list, all_params, strict=True)):
+            for index, (prompt, each) in enumerate(zip(found, all_params, strict=True)):
                 request_id = f"request-{next(self._ids)}"
                 try:
                     self._add(request_id, prompt, each)
                     pending[request_id] = index
                 except MinillmError as error:
                     if raise_errors:
-                        raise type(error)(f"prompt {index}: {error}" if len(prompt_list) > 1 else str(error)) from None
+                        raise type(error)(f"prompt {index}: {error}" if len(found) > 1 else str(error)) from None
                     refused.append((index, _refusal(request_id, prompt, error)))
             yield from refused
             while pending:
@@ -168,7 +168,7 @@ class LLM:
             self._abort_now(pending)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None
+        self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams | None = None
     ) -> list[RequestOutput]:
         """Complete prompts by beam search; each output's completions are its best beams, the best first.
 
@@ -182,8 +182,8 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, each a list of ``{"role": …, "content": …}``, by the model's template."""
-        many = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = messages if many else [messages]
+        several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], list | tuple)
+        conversations: Sequence[Any] = messages if several else [messages]
         return self.generate([self.tokenizer.apply_chat_template(each) for each in conversations], params)
 
     def stream(
@@ -348,7 +348,7 @@ class LLM:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else plain_ids(prompt)
 
     def _add(self, request_id: str, prompt: Prompt, params: Params, *, streamed: bool = False) -> None:
         text = prompt if isinstance(prompt, str) else None
@@ -383,15 +383,11 @@ def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
     return EngineConfig(**options)
 
 
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
 def _params_list(params: Params | Sequence[Params] | None, count: int) -> list[Params]:
     if params is None or isinstance(params, Params):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, Params) for each in params):
+        raise UsageError("sampling parameters are a SamplingParams or BeamSearchParams, or a list of them")
     if len(params) != count:
         raise UsageError(f"{len(params)} sets of sampling parameters for {count} prompts; give one, or one for each")
     return list(params)
@@ -401,7 +397,7 @@ def _refusal(request_id: str, prompt: Prompt, error: MinillmError) -> RequestOut
     return RequestOutput(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=[] if isinstance(prompt, str) else list(prompt),
+        prompt_token_ids=list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else [],
         outputs=[],
         finished=True,
         error=str(error),

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, normalizers
 
-from minillm.chat_template import ChatTemplate
+from minillm.chat_template import ChatTemplate, check_messages
 from minillm.control_tokens import BREAK, Spellings, admissible, is_control
 from minillm.detokenizer import StreamingDetokenizer
 from minillm.errors import UsageError, WeightsError
@@ -171,6 +171,7 @@ class Tokenizer:
         """
         if self._template is None:
             raise UsageError("this model has no chat template; give plain prompts, or use an instruct model")
+        check_messages(messages)
         text = self._template.render(
             [self._broken(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
@@ -184,11 +185,8 @@ class Tokenizer:
 
     def _broken(self, message: Mapping[str, str]) -> dict[str, str]:
         """The message with every control token in its content broken."""
-        content, role = message.get("content"), message.get("role")
-        if not isinstance(content, str):
-            return dict(message)
-        spellings = self._assistant_spellings if role == "assistant" else self._user_spellings
-        return {**message, "content": spellings.broken(admissible(content))}
+        spellings = self._assistant_spellings if message["role"] == "assistant" else self._user_spellings
+        return {**message, "content": spellings.broken(admissible(message["content"]))}
 
     # --- ids to text --------------------------------------------------------------------------------------------------
 

@@ -105,8 +105,16 @@ def test_misuse_is_explained(llm: LLM) -> None:
         llm.sample([branch, branch], GREEDY)
     with pytest.raises(UsageError, match="logprobs"):
         branch.logprobs(1000)
-    with pytest.raises(UsageError, match="token id"):
-        branch.append([10**9]).sample(GREEDY)
+    before = list(branch.token_ids)
+    for wrong, said in (
+        ([10**9], "token id"),
+        ("x" * 90_000, "context holds"),
+        (None, "not NoneType"),
+        (b"x", "not bytes"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            branch.append(wrong)  # type: ignore[arg-type]
+    assert branch.token_ids == before
     branch.free()
     branch.free()
     with pytest.raises(UsageError, match="freed"):

@@ -53,6 +53,17 @@ def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 9, 1]
     with pytest.raises(UsageError, match="2 sets of sampling parameters for 3"):
         llm.generate(["a", "b", "c"], params[:2])
+    for wrong in (5, "x", {"temperature": 1}, [{"temperature": 1}], SamplingParams):
+        with pytest.raises(UsageError, match="sampling parameters are a SamplingParams or BeamSearchParams"):
+            llm.generate("a", wrong)  # type: ignore[arg-type]
+
+
+def test_a_prompt_that_is_none_fails_alone(llm: LLM) -> None:
+    prompts: Any = ["a", None, {"prompt": "b"}, [10**9], "c"]
+    outputs = dict(llm.as_completed(prompts, GREEDY))
+    assert [outputs[i].error is None for i in range(5)] == [True, False, False, False, True]
+    with pytest.raises(UsageError, match="prompt 1: a prompt is text or a list of token ids, not NoneType"):
+        llm.generate(prompts, GREEDY)
 
 
 def test_a_stream_adds_up_to_the_whole(llm: LLM) -> None:

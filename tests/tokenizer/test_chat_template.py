@@ -248,6 +248,11 @@ def test_the_renderer_ends_with_its_owner() -> None:
         [{"role": "user", "content": "x" * (17 << 20)}],
         [{"role": "user"}],
         [{"content": "x"}],
+        None,
+        "a question",
+        {"role": "user", "content": "x"},
+        [None],
+        ["a question"],
     ],
 )
 def test_bad_conversations_are_refused(messages: Any) -> None:
