@@ -123,6 +123,10 @@ class PoolModel:
         self.swap.discard(seq)
         del self.away[seq]
 
+    def slots_of(self, table: BlockTable, start: int, stop: int) -> list[int]:
+        """Where tokens ``start … stop - 1`` lie."""
+        return [table.blocks[i // self.block_size] * self.block_size + i % self.block_size for i in range(start, stop)]
+
     def run_step(self) -> None:
         """The device: what comes from the host first, then the copies, then the writes."""
         size = self.block_size
@@ -137,9 +141,9 @@ class PoolModel:
         for source, destination in copies:
             self.slots[destination * size : (destination + 1) * size] = self.slots[source * size : (source + 1) * size]
         for seq, first, values in self.pending:
-            slots = self.manager.slots(self.tables[seq], first, first + len(values))
+            slots = self.slots_of(self.tables[seq], first, first + len(values))
             for other, table in self.tables.items():
-                seen = set(self.manager.slots(table, 0, table.num_tokens)) if other != seq else set()
+                seen = set(self.slots_of(table, 0, table.num_tokens)) if other != seq else set()
                 assert not seen.intersection(slots), f"sequence {seq} writes to a slot that {other} reads"
             for slot, value in zip(slots, values, strict=True):
                 self.slots[slot] = value
@@ -153,7 +157,7 @@ class PoolModel:
         self.manager.check()
         self.swap.check()
         for seq, table in self.tables.items():
-            read = [self.slots[slot] for slot in self.manager.slots(table, 0, table.num_tokens)]
+            read = [self.slots[slot] for slot in self.slots_of(table, 0, table.num_tokens)]
             assert read == self.tokens[seq], f"sequence {seq} reads {read}, its tokens are {self.tokens[seq]}"
         held = {block for table in self.tables.values() for block in table.blocks}
         assert self.manager.num_free == self.num_blocks - len(held), "blocks leaked"

@@ -236,11 +236,6 @@ class BlockManager:
         """The block whose content ``block`` has on the device now: another one, while its copy waits to be taken."""
         return self._copies.get(block, block)
 
-    def slots(self, table: BlockTable, start: int, stop: int) -> list[int]:
-        """The physical slots of tokens ``start … stop - 1``."""
-        size, blocks = self.block_size, table.blocks
-        return [blocks[i // size] * size + i % size for i in range(start, stop)]
-
     def stats(self) -> CacheStats:
         """Token-true figures of this moment: see `CacheStats`."""
         return CacheStats.of(self)
