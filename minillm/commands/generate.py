@@ -294,7 +294,7 @@ def _jsonl_requests(lines: Iterable[str], name: str) -> Iterator[Request]:
         where = f"{name}:{number}"
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{where}: not JSON: {error}") from None
         if not isinstance(value, Mapping):
             raise UsageError(f'{where}: a request is an object such as {{"prompt": "…"}}, not {line.strip()[:40]!r}')

@@ -182,11 +182,15 @@ class PartFiles:
             if not whole:
                 continue
             header, *lines = whole
-            if json.loads(header).get("job") != self._job:
+            try:
+                same_job = json.loads(header)["job"] == self._job
+                indices = [json.loads(line)["index"] for line in lines] if same_job else []
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise UsageError(f"{path} holds no answers; remove it, or choose another --output") from None
+            if not same_job:
                 raise UsageError(f"{path} holds answers to other requests; remove it, or choose another --output")
-            for line in lines:
-                value = json.loads(line)
-                known = found.get(value["index"])
+            for index, line in zip(indices, lines, strict=True):
+                known = found.get(index)
                 if known is None or json.loads(known).get("error") is not None:
-                    found[value["index"]] = line + b"\n"
+                    found[index] = line + b"\n"
         return found

@@ -129,7 +129,7 @@ def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:
     if _INDEX in files:
         try:
             shards = set(json.loads((partial / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise DownloadError(f"{_INDEX} of the repository is damaged") from None
         for shard in shards:
             if not isinstance(shard, str) or PurePosixPath(shard).name != shard or shard not in files:

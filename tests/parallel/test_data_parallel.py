@@ -68,6 +68,15 @@ def test_parts_of_another_job_are_refused(tmp_path: Path) -> None:
         PartFiles(tmp_path / "out", "two").finished()
 
 
+@pytest.mark.parametrize("text", ["junk", "[]", "3", "{}", '{"job": "one"}\njunk', '{"job": "one"}\n{}', "[" * 5000])
+def test_a_file_that_is_no_part_is_left_alone(tmp_path: Path, text: str) -> None:
+    part = tmp_path / "out.part0"
+    part.write_text(text + "\n")
+    with pytest.raises(UsageError, match="part0 holds no answers"):
+        PartFiles(tmp_path / "out", "one").finished()
+    assert part.read_text() == text + "\n"
+
+
 def requests_file(directory: Path, count: int, max_tokens: int) -> Path:
     path = directory / "in.jsonl"
     lines: list[dict[str, Any]] = [

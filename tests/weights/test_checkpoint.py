@@ -145,7 +145,7 @@ def test_other_dtypes_are_refused_by_name(copy: Path) -> None:
         open_files(copy)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '"x"', "\xff"])
+@pytest.mark.parametrize("text", ["", "[]", "{", '"x"', "\xff", "[" * 5000], ids=lambda text: text[:8])
 def test_a_damaged_config_is_said(copy: Path, text: str) -> None:
     (copy / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(WeightsError, match=r"config\.json"):
