@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Self
 from minillm.decoding.params import SamplingParams
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput
-from minillm.prompts import plain_ids
 from minillm.sequence import Sequence as TokenSequence
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ class Branch:
             UsageError: they are none of this model's, or more than its context holds; the branch stays as it was.
         """
         self.check()
-        encode = self._llm.tokenizer.encode
-        longer = self.token_ids + (encode(text, add_special_tokens=False) if isinstance(text, str) else plain_ids(text))
+        longer = self.token_ids + self._llm.token_ids(text, add_special_tokens=False)
         self._llm.engine.check_prompt(longer)
         self.token_ids = longer
         return self

@@ -220,7 +220,7 @@ class LLM:
     def explain_miss(self, prompt: Prompt, *, salt: str | None = None) -> PrefixReport:
         """How many tokens of a prompt would be found in the prefix cache, and which token differs first."""
         with self._lock:
-            return self.engine.cache.explain_miss(self._token_ids(prompt), salt)
+            return self.engine.cache.explain_miss(self.token_ids(prompt), salt)
 
     def pin(self, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
         """Compute a prefix, a system prompt say, and keep its blocks under any load until it is unpinned.
@@ -229,7 +229,7 @@ class LLM:
             CapacityError: more than half of the pool would be pinned.
         """
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        sequence = self._hold([(self._token_ids(prompt), None)], [params], salt=salt)[0][0]
+        sequence = self._hold([(self.token_ids(prompt), None)], [params], salt=salt)[0][0]
         with self._lock:
             try:
                 self.engine.pin(sequence)
@@ -247,7 +247,7 @@ class LLM:
 
     def branch(self, prompt: Prompt) -> Branch:
         """A branch that begins with ``prompt``; see `minillm.branch.Branch`."""
-        token_ids = self._token_ids(prompt)
+        token_ids = self.token_ids(prompt)
         self.engine.check_prompt(token_ids)
         return Branch(self, token_ids)
 
@@ -345,14 +345,21 @@ class LLM:
             raise
         return [(sequence, outputs[name]) for sequence, name in zip(sequences, names, strict=True)]
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """A prompt's ids; only text needs a tokenizer, and has special tokens added.
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else plain_ids(prompt)
+        Raises:
+            UsageError: it is no prompt, or text for a model without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return plain_ids(prompt)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _add(self, request_id: str, prompt: Prompt, params: Params, *, streamed: bool = False) -> None:
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self._token_ids(prompt)
+        token_ids = self.token_ids(prompt)
         with self._lock:
             self.engine.add_request(request_id, token_ids, params, prompt=text, streamed=streamed)
 

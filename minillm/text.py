@@ -10,8 +10,6 @@ Markup is not escaped here: widgets that parse markup must not be given text tha
 
 from __future__ import annotations
 
-import json
-
 _INVISIBLE = (
     0x00AD,  # soft hyphen
     0x061C,  # Arabic letter mark
@@ -37,11 +35,7 @@ def _stand_ins() -> dict[int, str]:
     return table
 
 
-_STAND_INS = _stand_ins()
-
-
-_ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in _STAND_INS if code >= 0x7F}  # JSON itself escapes the rest
-_ESCAPES[0x7F] = "\\u007f"
+STAND_INS = _stand_ins()
 
 
 def clean(text: str) -> str:
@@ -50,19 +44,10 @@ def clean(text: str) -> str:
     Newlines and tabs stay; ``\\r\\n`` becomes ``\\n``. The result encodes to UTF-8 and contains no C0, DEL or C1 byte
     sequence, so no escape sequence can begin in it.
     """
-    return text.replace("\r\n", "\n").translate(_STAND_INS)
+    return text.replace("\r\n", "\n").translate(STAND_INS)
 
 
 def clean_line(text: str, limit: int = 200) -> str:
     """`clean`, on one line of at most ``limit`` characters: for titles, names and messages."""
     line = " ".join(clean(text).split())
     return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-def json_line(value: object) -> str:
-    """``value`` as JSON on one line, which a terminal may be given as well as a file.
-
-    Every character that `clean` replaces is written as its ``\\u`` escape: the value is the same for who reads it, lone
-    surrogates encode to UTF-8, and no reader takes U+2028 for the end of a line.
-    """
-    return json.dumps(value, ensure_ascii=False).translate(_ESCAPES)

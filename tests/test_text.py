@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from minillm.text import clean, clean_line, json_line
+from minillm.json_text import json_line, parse_json
+from minillm.text import clean, clean_line
 
 HOSTILE = [
     "\x1b]52;c;ZXZpbA==\x07",  # writes the clipboard
@@ -69,3 +70,9 @@ def test_json_for_a_terminal_says_what_json_says() -> None:
     assert len(line.splitlines()) == 1
     line.encode("utf-8")
     assert json_line({"naïve": "北京 🎉"}) == '{"naïve": "北京 🎉"}', "what is harmless stays legible"
+
+
+@pytest.mark.parametrize("text", ["", "junk", "[" * 5000, b"\xff", '{"a":' * 5000])
+def test_json_that_is_none_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_json(text)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minillm.errors import MinillmError, UsageError
+from minillm.json_text import parse_json
 from minillm.paths import data_dir
 from minillm.text import clean_line
 from ui.conversation import Conversation
@@ -79,8 +80,8 @@ class SessionStore:
             MinillmError: the file cannot be read, or holds no conversation.
         """
         try:
-            return Conversation.from_data(json.loads(path.read_text(encoding="utf-8", errors="surrogatepass")))
-        except (OSError, ValueError, RecursionError) as error:
+            return Conversation.from_data(parse_json(path.read_text(encoding="utf-8", errors="surrogatepass")))
+        except (OSError, ValueError) as error:
             raise MinillmError(f"{path.name} cannot be opened: {error}") from None
 
     def delete(self, path: Path) -> None:
@@ -92,14 +93,14 @@ class SessionStore:
         words = search.casefold().split()
         for path in self.directory.glob("*.json"):
             try:
-                data = json.loads(path.read_text(encoding="utf-8", errors="surrogatepass"))
+                data = parse_json(path.read_text(encoding="utf-8", errors="surrogatepass"))
                 texts = [turn["question"] + "\n" + turn["answer"]["text"] for turn in data["turns"]]
                 whole = "\n".join(texts).casefold()
                 if all(word in whole for word in words):
                     unfinished = any(turn["answer"]["finish_reason"] is None for turn in data["turns"])
                     title = data["turns"][0]["question"]
                     found.append(SessionSummary(path, title, len(texts), path.stat().st_mtime, unfinished))
-            except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
+            except (OSError, ValueError, KeyError, TypeError, IndexError):
                 continue  # not ours, or broken: opening it says why
         return sorted(found, key=lambda summary: -summary.saved)
 

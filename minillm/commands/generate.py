@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +15,8 @@ from minillm.cli import BEAM_OPTIONS, ENGINE_OPTIONS, SAMPLING_OPTIONS, given
 from minillm.commands.progress import GenerationBar, loading_bar, say
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
-from minillm.text import clean, json_line
+from minillm.json_text import json_line, parse_json
+from minillm.text import clean
 
 MAX_INPUT_BYTES = 256 << 20
 
@@ -293,8 +293,8 @@ def _jsonl_requests(lines: Iterable[str], name: str) -> Iterator[Request]:
             continue
         where = f"{name}:{number}"
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(line)
+        except ValueError as error:
             raise UsageError(f"{where}: not JSON: {error}") from None
         if not isinstance(value, Mapping):
             raise UsageError(f'{where}: a request is an object such as {{"prompt": "…"}}, not {line.strip()[:40]!r}')

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minillm.errors import UsageError
+from minillm.json_text import json_line, parse_json
 from minillm.parallel.beats import Listener
-from minillm.text import json_line
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -183,9 +183,9 @@ class PartFiles:
                 continue
             header, *lines = whole
             try:
-                same_job = json.loads(header)["job"] == self._job
-                indices = [json.loads(line)["index"] for line in lines] if same_job else []
-            except (ValueError, KeyError, TypeError, RecursionError):
+                same_job = parse_json(header)["job"] == self._job
+                indices = [parse_json(line)["index"] for line in lines] if same_job else []
+            except (ValueError, KeyError, TypeError):
                 raise UsageError(f"{path} holds no answers; remove it, or choose another --output") from None
             if not same_job:
                 raise UsageError(f"{path} holds answers to other requests; remove it, or choose another --output")

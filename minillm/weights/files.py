@@ -18,6 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from minillm.errors import DownloadError, WeightsError
+from minillm.json_text import parse_json
 from minillm.paths import cache_dir
 from minillm.progress import OnProgress, Progress, ignore_progress
 from minillm.text import clean_line
@@ -53,12 +54,12 @@ def read_json(path: Path) -> dict[str, Any]:
         WeightsError: there is no such file, or no JSON object in it.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WeightsError(
             f"{path} is missing: a model directory has config.json, safetensors and tokenizer.json"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise WeightsError(f"{path}: {clean_line(str(error))}") from None
     if not isinstance(value, dict):
         raise WeightsError(f"{path}: not a JSON object")
@@ -73,7 +74,7 @@ def find_downloaded(name: str) -> ModelFiles | None:
     """The downloaded model called ``name``, its files present at their recorded sizes; None otherwise."""
     directory = models_dir() / name
     try:
-        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        record = parse_json((directory / RECORD).read_text(encoding="utf-8"))
         files = [FileRecord(**entry) for entry in record["files"]]
         complete = all((directory / item.name).stat().st_size == item.size for item in files)
     except (OSError, ValueError, KeyError, TypeError):
@@ -89,7 +90,7 @@ def verify(name: str, on_progress: OnProgress) -> None:
     """
     directory = models_dir() / name
     try:
-        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        record = parse_json((directory / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise WeightsError(f"model {name} is not downloaded; `minillm pull {name}` does that") from None
     for entry in record["files"]:

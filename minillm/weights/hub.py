@@ -8,7 +8,6 @@ fetched again.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import socket
@@ -21,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from minillm.errors import DownloadError
+from minillm.json_text import parse_json
 from minillm.progress import OnProgress, Progress
 from minillm.text import clean_line
 from minillm.weights.files import FileRecord, check_space, sha256_of
@@ -128,8 +128,8 @@ def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:
     """The safetensors of a repository: the shards of the index, or the single file."""
     if _INDEX in files:
         try:
-            shards = set(json.loads((partial / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            shards = set(parse_json((partial / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
             raise DownloadError(f"{_INDEX} of the repository is damaged") from None
         for shard in shards:
             if not isinstance(shard, str) or PurePosixPath(shard).name != shard or shard not in files:

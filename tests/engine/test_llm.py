@@ -275,3 +275,5 @@ def test_random_weights_need_no_checkpoint() -> None:
     assert len(output.outputs[0].token_ids) == 2
     with pytest.raises(UsageError, match="no tokenizer"):
         llm.generate("text")
+    with llm.branch([1, 2, 3]) as branch:
+        assert len(branch.append([4]).sample(SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
