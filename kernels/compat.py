@@ -26,26 +26,43 @@ def dot(a, b, out):
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel be brought in already, and wait for what the one in front of this has written.
+def release(PDL: tl.constexpr):
+    """Let the next kernel be brought in, in a kernel that is launched with `pdl_options`.
 
-    The first statement of a kernel that is launched with `pdl_options` (programmatic dependent launch): everything
-    behind it sees all earlier work done. What a kernel reads before it must not depend on earlier kernels.
+    (Programmatic dependent launch.) It is, when all programs of this one have said so or ended.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait until all kernels in front of this one have ended and what they wrote is there.
+
+    What a program reads before it must not depend on them, and one that never waits must not write what they read.
+    """
+    if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Let the next kernel be brought in already, and wait for what the one in front of this has written.
+
+    The first statement of most kernels: everything behind it sees all earlier work done.
+    """
+    release(PDL)
+    wait(PDL)
 
 
 @triton.jit
 def wait_then_release(PDL: tl.constexpr):
     """`wait_for_inputs` the other way round: the next kernel is brought in when all earlier work is done.
 
-    So the next one may read what that work wrote before it waits for this kernel.
+    So the next one may read what that work wrote, and write what it read, before it waits for this kernel.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait(PDL)
+    release(PDL)
 
 
 def pdl_options(device: torch.device) -> dict[str, Any]:

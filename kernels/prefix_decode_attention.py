@@ -1,21 +1,21 @@
 """Decode attention over a prefix tree: what sequences share is read once for all of them.
 
 The plain kernel (`decode_attention`) reads a block once for each sequence whose table names it. Here a plan
-(`prefix_plan`) says what is shared, and there are two phases (ChunkAttention, Ye et al. 2024):
+(`prefix_plan`) says what is shared, and there are two phases (ChunkAttention, Ye et al. 2024) and a merge:
 
-1. *Chunk first*: a program takes an item of the plan, part of a node of the tree, for one kv head. The queries of the
-   node's sequences, times the query heads of the kv head, are the rows of one tile, so K and V are read once for all of
-   them. The result, an output and a log-sum-exp in float32, goes to a place of its own for each sequence.
-2. *Sequence first*: a program takes a sequence's own tail for one kv head, as the plain kernel does, then merges the
-   results of the nodes that the sequence is under, and writes the output. Where there are few sequences, tails are
-   split, and a third launch merges.
+1. *Chunk first*: a program takes items of the plan, parts of nodes of the tree, each for one kv head. The queries of
+   the node's sequences, times the query heads of the kv head, are the rows of one tile, so K and V are read once for
+   all of them. The result, an output and a log-sum-exp in float32, goes to a place of its own for each sequence.
+2. *Sequence first*: a program takes a sequence's own tail, or a part of it, for one kv head, as the plain kernel does.
+3. The results of a sequence's nodes and of its tail are merged.
 
-The two overlap (programmatic dependent launch): the second reads tails while the first is at work and waits for it only
-before it merges. The first is busy computing, the second reading.
+The phases overlap (programmatic dependent launch): the first is busy computing, the second reading. So all programs of
+the first are on the chip at once and go through the items in turns, which lets the second in at its beginning, and no
+tail waits for a node. The plan says how many programs there are (`prefix_plan.Costs.programs`).
 
-Grids: (kv heads, items) and (kv heads, sequences, splits), by the number of sequences alone; a program without work
-ends at once. The plan lies on the device, so sharing may change from step to step under one CUDA graph. Tiles: 64 rows
-(what Hopper's matrix unit takes at least) times 16 kB of K, and 16 rows times 4 or 8 kB.
+Grids: (programs at most), (kv heads, sequences, splits) and (sequences, heads), by the number of sequences alone. The
+plan lies on the device, so sharing may change from step to step under one CUDA graph. Tiles: 64 rows (what Hopper's
+matrix unit takes at least) times 16 kB of K, 16 rows times 16 tokens or 8 kB, and up to 8 heads.
 
 Bytes: each node's blocks once for every 64 rows (from the L2 but for the first time), each tail once, and 8 x head_dim
 for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.
@@ -30,9 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import dot, pdl_options, wait_for_inputs, wait_then_release
+from kernels.compat import dot, pdl_options, release, wait, wait_for_inputs, wait_then_release
 from kernels.decode_attention import check_inputs
-from kernels.prefix_plan import ITEM_WORDS, AttentionShape, WorkList
+from kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
 
@@ -47,11 +47,14 @@ def _attend(
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DIM_TILE], tl.float32)
     columns = tl.arange(0, TILE)
+    tokens = begin + columns
+    blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
     for position in tl.range(begin, end, TILE, num_stages=STAGES):
         tokens = position + columns
         valid = tokens < end
-        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-        offsets = (blocks * BLOCK_SIZE + tokens % BLOCK_SIZE)[:, None] * slot_stride + dims[None, :]
+        offsets = (blocks.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE)[:, None] * slot_stride + dims[None, :]
+        # The next tile's block ids, a tile ahead: else its loads wait for them.
+        blocks = tl.load(table_ptr + (tokens + TILE) // BLOCK_SIZE, mask=tokens + TILE < end, other=0)
         mask = valid[:, None] & is_dim[None, :]
         k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
@@ -69,63 +72,64 @@ def _attend(
 @triton.jit
 def _chunk_first_kernel(
     partial_ptr, lse_ptr,
-    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, items_ptr, order_ptr, starts_ptr,
-    q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads,
+    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, counts_ptr, items_ptr, order_ptr, starts_ptr,
+    q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, num_kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_release(PDL)
-    kv_head = tl.program_id(0)
-    item_ptr = items_ptr + tl.program_id(1) * _ITEM_WORDS
-    count = tl.load(item_ptr)
-    if count == 0:
-        return
-    table_ptr = tables_ptr + tl.load(item_ptr + 1).to(tl.int64) * table_stride
-    first = tl.load(item_ptr + 2)
-    begin = tl.load(item_ptr + 3)
-    end = tl.load(item_ptr + 4)
-    ordinal = tl.load(item_ptr + 5)
-    rows = tl.arange(0, ROWS)
-    members = rows // GROUP
-    is_row = members < count
-    seqs = tl.load(order_ptr + first + members, mask=is_row, other=0).to(tl.int64)
-    results = tl.load(starts_ptr + first + members, mask=is_row, other=0).to(tl.int64) + ordinal
-    heads = kv_head * GROUP + rows % GROUP
-    dims = tl.arange(0, DIM_TILE)
-    is_dim = dims < HEAD_DIM
-    row_mask = is_row[:, None] & is_dim[None, :]
-    q_offsets = seqs[:, None] * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
-    maximum, total, out = _attend(
-        q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM, table_ptr, begin, end, dims, is_dim,
-        slot_stride, scale_log2e, ROWS, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
-    )  # fmt: skip
-    at = results * num_heads + heads
-    tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / total[:, None], mask=row_mask)
-    tl.store(lse_ptr + at, maximum + tl.log2(total), mask=is_row)
+    num_tasks = tl.load(counts_ptr) * num_kv_heads
+    num_programs = tl.load(counts_ptr + 1)
+    if tl.program_id(0) >= num_programs:
+        num_tasks = 0
+    for task in tl.range(tl.program_id(0), num_tasks, num_programs):
+        kv_head = task % num_kv_heads
+        item_ptr = items_ptr + task // num_kv_heads * _ITEM_WORDS
+        count = tl.load(item_ptr)
+        table_ptr = tables_ptr + tl.load(item_ptr + 1).to(tl.int64) * table_stride
+        first = tl.load(item_ptr + 2)
+        begin = tl.load(item_ptr + 3)
+        end = tl.load(item_ptr + 4)
+        ordinal = tl.load(item_ptr + 5)
+        rows = tl.arange(0, ROWS)
+        members = rows // GROUP
+        is_row = members < count
+        seqs = tl.load(order_ptr + first + members, mask=is_row, other=0).to(tl.int64)
+        results = tl.load(starts_ptr + first + members, mask=is_row, other=0).to(tl.int64) + ordinal
+        heads = kv_head * GROUP + rows % GROUP
+        dims = tl.arange(0, DIM_TILE)
+        is_dim = dims < HEAD_DIM
+        row_mask = is_row[:, None] & is_dim[None, :]
+        q_offsets = seqs[:, None] * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :]
+        q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
+        maximum, total, out = _attend(
+            q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM, table_ptr, begin, end, dims, is_dim,
+            slot_stride, scale_log2e, ROWS, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+        )  # fmt: skip
+        at = results * num_heads + heads
+        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / total[:, None], mask=row_mask)
+        tl.store(lse_ptr + at, maximum + tl.log2(total), mask=is_row)
 
 
 @triton.jit
 def _sequence_first_kernel(
-    out_ptr, partial_ptr, lse_ptr,
-    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, order_ptr, tails_ptr, starts_ptr,
-    q_seq_stride, q_head_stride, table_stride, slot_stride, out_seq_stride, out_head_stride, scale_log2e, num_heads,
-    max_results,
+    partial_ptr, lse_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, order_ptr, tails_ptr,
+    q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, max_results,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # What is read up to the wait below was there before the first phase began: that one waits before it lets this in.
+    # What is read here was there before the first phase began: that one waits before it lets this in.
+    release(PDL)
     kv_head = tl.program_id(0)
     place = tl.program_id(1)
+    split = tl.program_id(2)
     seq = tl.load(order_ptr + place).to(tl.int64)
     begin = tl.load(tails_ptr + place)
-    result = tl.load(starts_ptr + place)
-    last_result = tl.load(starts_ptr + place + 1)
     end = tl.load(lens_ptr + seq)
     if SPLITS > 1:
         size = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), SPLITS), TILE) * TILE
-        begin += tl.program_id(2) * size
+        begin += split * size
         end = tl.minimum(begin + size, end)
     rows = tl.arange(0, ROWS)
     is_row = rows < GROUP
@@ -138,88 +142,74 @@ def _sequence_first_kernel(
         q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM, tables_ptr + seq * table_stride,
         begin, end, dims, is_dim, slot_stride, scale_log2e, ROWS, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
     )  # fmt: skip
-    wait_for_inputs(PDL)
-    if SPLITS == 1:
-        for start in range(result, last_result, AT_ONCE):
-            for step in tl.static_range(AT_ONCE):  # their loads are under way together
-                number = start + step + tl.zeros([ROWS], tl.int64)
-                is_result = is_row & (number < last_result)
-                at = number * num_heads + heads
-                lse = tl.load(lse_ptr + at, mask=is_result, other=float("-inf"))
-                partial = tl.load(
-                    partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=is_result[:, None] & is_dim[None, :],
-                    other=0.0,
-                )  # fmt: skip
-                new_maximum = tl.maximum(maximum, lse)
-                anchor = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # of rows without a token so far
-                correction = tl.exp2(maximum - anchor)
-                weight = tl.exp2(lse - anchor)
-                total = total * correction + weight
-                out = out * correction[:, None] + partial * weight[:, None]
-                maximum = new_maximum
     divisor = tl.where(total > 0, total, 1.0)  # an empty context, or part of a tail, gives zero
-    out = out / divisor[:, None]
-    if SPLITS == 1:
-        out_offsets = seq * out_seq_stride + heads[:, None] * out_head_stride + dims[None, :]
-        tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=row_mask)
-    else:
-        at = (max_results + place * SPLITS + tl.program_id(2)).to(tl.int64) * num_heads + heads
-        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)
-        tl.store(lse_ptr + at, maximum + tl.log2(divisor), mask=is_row)
+    at = (max_results + place * SPLITS + split).to(tl.int64) * num_heads + heads
+    tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / divisor[:, None], mask=row_mask)
+    tl.store(lse_ptr + at, maximum + tl.log2(divisor), mask=is_row)
+    # A tail that waited would keep another from its place. One program does, so that this kernel ends behind the first.
+    last = (kv_head == tl.num_programs(0) - 1) & (place == tl.num_programs(1) - 1) & (split == SPLITS - 1)
+    if last:
+        wait(PDL)
 
 
 @triton.jit
 def _merge_results_kernel(
     out_ptr, partial_ptr, lse_ptr, order_ptr, starts_ptr,
     out_seq_stride, out_head_stride, num_heads, max_results,
-    HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the results of a head's nodes and of the parts of its tail."""
     wait_for_inputs(PDL)
     place = tl.program_id(0)
-    head = tl.program_id(1)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    is_head = heads < num_heads
     seq = tl.load(order_ptr + place).to(tl.int64)
     first = tl.load(starts_ptr + place)
-    num_nodes = tl.load(starts_ptr + place + 1) - first
+    num_results = SPLITS + tl.load(starts_ptr + place + 1) - first
     dims = tl.arange(0, DIM_TILE)
     is_dim = dims < HEAD_DIM
-    maximum = float("-inf")
-    total = 0.0
-    out = tl.zeros([DIM_TILE], tl.float32)
-    for start in range(0, num_nodes + SPLITS, AT_ONCE):
-        numbers = start + tl.arange(0, AT_ONCE)
-        is_result = numbers < num_nodes + SPLITS
-        tail = max_results + place * SPLITS + numbers - num_nodes
-        at = tl.where(numbers < num_nodes, first + numbers, tail).to(tl.int64) * num_heads + head
-        lse = tl.load(lse_ptr + at, mask=is_result, other=float("-inf"))
-        partial = tl.load(
-            partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=is_result[:, None] & is_dim[None, :], other=0.0
-        )
-        new_maximum = tl.maximum(maximum, tl.max(lse, axis=0))
-        anchor = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        correction = tl.exp2(maximum - anchor)
-        weights = tl.exp2(lse - anchor)
-        total = total * correction + tl.sum(weights, axis=0)
-        out = out * correction + tl.sum(partial * weights[:, None], axis=0)
-        maximum = new_maximum
-    out = out / tl.where(total > 0, total, 1.0)
-    out_ptr += seq * out_seq_stride + head * out_head_stride
-    tl.store(out_ptr + dims, out.to(out_ptr.dtype.element_ty), mask=is_dim)
+    maximum = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    out = tl.zeros([HEADS, DIM_TILE], tl.float32)
+    for start in range(0, num_results, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):  # their loads are under way together
+            number = start + step + tl.zeros([HEADS], tl.int32)
+            result = tl.where(number < SPLITS, max_results + place * SPLITS + number, first + number - SPLITS)
+            at = result.to(tl.int64) * num_heads + heads
+            mask = is_head & (number < num_results)
+            lse = tl.load(lse_ptr + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            partial = tl.load(
+                partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=mask[:, None] & is_dim[None, :],
+                other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_maximum = tl.maximum(maximum, lse)
+            anchor = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # of heads without a token so far
+            correction = tl.exp2(maximum - anchor)
+            weight = tl.exp2(lse - anchor)
+            total = total * correction + weight
+            out = out * correction[:, None] + partial * weight[:, None]
+            maximum = new_maximum
+    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    out_ptr += seq * out_seq_stride
+    at = heads[:, None] * out_head_stride + dims[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=is_head[:, None] & is_dim[None, :])
 
 
 def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
     """Tokens a tile, stages and warps of the second phase.
 
-    Tails are short, and there is one for each sequence and kv head: what counts is how many are under way at a time.
-    With tiles of 4 kB in one warp all tails of 128 sequences are, and the batch takes 37 to 53 us where tiles of 16 kB
-    in four warps took 45 to 58 (2,048 shared tokens and 66 to 190 own ones, 32/8 heads x 128). With one query head for
-    each kv head there are four times as many in any case, and a tile is 8 kB; there, too, one warp is enough (49.6 to
-    48.7 us, 32 sequences, 1,024 shared tokens and 64 to 448 own ones; 164.3 to 162.9 with 256 sequences and 128). In
-    float32 two: a product takes many registers without the matrix unit.
+    Tails are short, and there is one for each sequence and kv head: what counts is how many are under way beside the
+    first phase. So a tail has one warp, and a tile 16 tokens. With one query head for each kv head there are so many
+    that they come in turns, and wider tiles bring each to its end sooner. (Microseconds of 16 tokens in three stages
+    and of 8 kB in two: 2,048 shared tokens and 64, 128, 192 own ones, 128 sequences, 32/8 heads x 128 36.8, 38.5, 46.8
+    and 36.9, 37.8, 43.0; 4,096 and 64, 32 sequences 19.9 and 24.3; with 32 kv heads 1,024 and 64, 192, 320, 448 21.2,
+    41.5, 58.6, 73.3 and 21.9, 39.5, 55.1, 69.6.) In float32 two warps: a product takes many registers without the
+    matrix unit.
     """
-    if shape.group == 1:
-        return min(shape.tile, 32), 2, 2 if shape.element_size == 4 else 1
-    return max(16, min(shape.tile, 4096 // (shape.dim_tile * shape.element_size))), 4, max(1, shape.dim_tile // 128)
+    warps = 2 if shape.element_size == 4 else 1
+    if shape.group > 1:
+        return 16, 3, warps
+    return max(16, min(shape.tile, 8192 // (shape.dim_tile * shape.element_size))), 2, warps
 
 
 def prefix_attention(
@@ -251,32 +241,34 @@ def prefix_attention(
     if not num_seqs:
         return out
     splits = shape.tail_splits(num_seqs)
-    tile, stages, warps = _tail_tiling(shape)
     max_results = shape.max_results(num_seqs)
-    num_results = max_results + (num_seqs * splits if splits > 1 else 0)
+    num_results = max_results + num_seqs * splits
     partial = torch.empty(num_results, num_heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(num_results, num_heads, dtype=torch.float32, device=q.device)
     scale, slot_stride = softmax_scale * 1.4426950408889634, num_kv_heads * head_dim
     sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "DIM_TILE": shape.dim_tile, "BLOCK_SIZE": block_size}
     options = pdl_options(q.device)
-    _chunk_first_kernel[(num_kv_heads, work.items.shape[0])](
+    most = min(num_kv_heads * work.items.shape[0], MOST_PROGRAMS * shape.num_processors)
+    _chunk_first_kernel[(most,)](
         partial, lse,
-        q, k_cache, v_cache, block_tables, work.items, work.order, work.starts,
-        q.stride(0), q.stride(1), block_tables.stride(0), slot_stride, scale, num_heads,
-        ROWS=shape.rows, TILE=shape.tile, STAGES=2, **sizes, num_warps=4, **options,
+        q, k_cache, v_cache, block_tables, work.counts, work.items, work.order, work.starts,
+        q.stride(0), q.stride(1), block_tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
+        ROWS=shape.rows, TILE=shape.tile, STAGES=3, **sizes, num_warps=4, **options,
     )  # fmt: skip
+    tile, stages, warps = _tail_tiling(shape)
     _sequence_first_kernel[(num_kv_heads, num_seqs, splits)](
-        out, partial, lse,
-        q, k_cache, v_cache, block_tables, context_lens, work.order, work.tails, work.starts,
-        q.stride(0), q.stride(1), block_tables.stride(0), slot_stride, out.stride(0), out.stride(1), scale, num_heads,
-        max_results,
-        ROWS=max(16, triton.next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits, AT_ONCE=2,
+        partial, lse,
+        q, k_cache, v_cache, block_tables, context_lens, work.order, work.tails,
+        q.stride(0), q.stride(1), block_tables.stride(0), slot_stride, scale, num_heads, max_results,
+        ROWS=max(16, triton.next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits,
         **sizes, num_warps=warps, **options,
     )  # fmt: skip
-    if splits > 1:
-        _merge_results_kernel[(num_seqs, num_heads)](
-            out, partial, lse, work.order, work.starts,
-            out.stride(0), out.stride(1), num_heads, max_results,
-            HEAD_DIM=head_dim, DIM_TILE=shape.dim_tile, SPLITS=splits, AT_ONCE=8, num_warps=1, **options,
-        )  # fmt: skip
+    # One warp a head; few heads a program while there are few, for then what counts is that all are under way.
+    heads = min(8, triton.next_power_of_2(num_seqs * num_heads // (8 * shape.num_processors) + 1))
+    _merge_results_kernel[(num_seqs, triton.cdiv(num_heads, heads))](
+        out, partial, lse, work.order, work.starts,
+        out.stride(0), out.stride(1), num_heads, max_results,
+        HEADS=heads, HEAD_DIM=head_dim, DIM_TILE=shape.dim_tile, SPLITS=splits, AT_ONCE=2,
+        num_warps=heads, **options,
+    )  # fmt: skip
     return out

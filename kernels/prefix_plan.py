@@ -23,7 +23,7 @@ from torch import Tensor
 # behind the last, and where its result stands among those of each of its sequences.
 ITEM_WORDS = 6
 
-_PROGRAMS = 2  # items that a multiprocessor works on at a time: what a tile's shared memory allows
+MOST_PROGRAMS = 2  # items that a multiprocessor works on at a time, at most: what their registers allow
 _TAIL_PROGRAMS = 4  # tails, or parts of them, that a multiprocessor should have
 
 
@@ -31,9 +31,9 @@ _TAIL_PROGRAMS = 4  # tails, or parts of them, that a multiprocessor should have
 class Costs:
     """When reading shared blocks once is worth it: times in microseconds, rates in bytes per microsecond.
 
-    What is spared are reads that mostly hit the L2; what is paid are one or two launches more, results that are written
-    and merged, and tails that a kernel made for short ones reads. The defaults were measured on an H200 (`minillm bench
-    kernels --op prefix_attention` and grids of batches around the point where both ways take the same time).
+    What is spared are reads that mostly hit the L2; what is paid are two launches more, results that are written and
+    merged, and tails that a kernel made for short ones reads. The defaults were measured on an H200 (`minillm bench
+    kernels --op prefix_attention` and grids of batches around the points where both ways take the same time).
     """
 
     launch: float = 3.0
@@ -41,10 +41,21 @@ class Costs:
     tail_rate: float = 4.3e6
     tail_loss: float = 0.15  # of the time that tails take
     node_bytes: float = 1e6  # that a node must spare to be worth its results
+    alone: float = 6.0  # that are lost where tails are not read beside the nodes
+    tile: float = 0.64  # of a node, for one kv head: what it takes less if a multiprocessor has two items at a time
 
     def worth(self, spared: int, tails: int) -> bool:
         """Whether to spare reading so many bytes, next to tails of so many."""
         return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
+
+    def programs(self, tiles: float, tails: int) -> int:
+        """How many items a multiprocessor should have at a time: two compute faster, one leaves room for tails.
+
+        Args:
+            tiles: of nodes, for each multiprocessor, counted for each kv head.
+            tails: bytes of all of them.
+        """
+        return 2 if tiles * self.tile > self.alone + tails / self.tail_rate else 1
 
 
 MEASURED = Costs()
@@ -111,6 +122,7 @@ class WorkList:
     order: Tensor  # [n] int32, the sequences so that those of a node are neighbours
     tails: Tensor  # [n] int32, in that order: the first token of what a sequence reads on its own
     starts: Tensor  # [n + 1] int32, in that order: where a sequence's results begin
+    counts: Tensor  # [2] int32: items, and the programs that work on them
     items: Tensor  # [max_items(n), ITEM_WORDS] int32
     shape: AttentionShape
     words: Tensor  # int32, all of them for as many sequences as there is room for
@@ -119,16 +131,17 @@ class WorkList:
     @classmethod
     def allocate(cls, num_seqs: int, shape: AttentionShape, device: torch.device) -> WorkList:
         """Room for plans of up to ``num_seqs`` sequences; `fill` it before it is used."""
-        size = 3 * num_seqs + 1 + shape.max_items(num_seqs) * ITEM_WORDS
+        size = 3 * num_seqs + 3 + shape.max_items(num_seqs) * ITEM_WORDS
         return cls._view(torch.zeros(size, dtype=torch.int32, device=device), num_seqs, num_seqs, shape)
 
     @classmethod
     def _view(cls, words: Tensor, capacity: int, num_seqs: int, shape: AttentionShape) -> WorkList:
-        items = words[3 * capacity + 1 :][: shape.max_items(num_seqs) * ITEM_WORDS]
+        items = words[3 * capacity + 3 :][: shape.max_items(num_seqs) * ITEM_WORDS]
         return cls(
             order=words[:num_seqs],
             tails=words[capacity:][:num_seqs],
             starts=words[2 * capacity :][: num_seqs + 1],
+            counts=words[3 * capacity + 1 :][:2],
             items=items.view(-1, ITEM_WORDS),
             shape=shape,
             words=words,
@@ -142,8 +155,7 @@ class WorkList:
     def fill(self, plan: Plan) -> None:
         """Send a plan for as many sequences to the device, in one copy."""
         room = [0] * (self.capacity - len(plan.order))
-        words = plan.order + room + plan.tails + room + plan.starts + room + plan.items
-        words += [0] * (self.items.numel() - len(plan.items))
+        words = plan.order + room + plan.tails + room + plan.starts + room + plan.counts + plan.items
         sent = torch.tensor(words, dtype=torch.int32, pin_memory=self.words.is_cuda)
         self.words[: len(words)].copy_(sent, non_blocking=True)
 
@@ -174,6 +186,7 @@ class Plan:
     order: list[int]
     tails: list[int]
     starts: list[int]
+    counts: list[int]
     items: list[int]
 
 
@@ -256,21 +269,25 @@ def plan_attention(
         once = sum(node.end - node.begin for node in tree.nodes) * block_size * shape.token_bytes
         if not tree.nodes or not costs.worth(shared - once, total - shared):
             return None
-        plan = _cut(tree, block_size, shape, num_rows)
+        plan = _cut(tree, block_size, shape, num_rows, total - shared, costs)
         if plan is not None:
             return plan
         min_blocks *= 4
 
 
-def _cut(tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int) -> Plan | None:
+def _cut(
+    tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int, tail_bytes: int, costs: Costs
+) -> Plan | None:
     """Split a tree's nodes into items of at most as many tiles; None if these are too many even unsplit."""
     tiles = [-(-(node.end - node.begin) * block_size // shape.tile) for node in tree.nodes]
     chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
     deepest = max(tiles)
-    # Where tails are whole each of them merges its nodes' results one after another: a tile costs about as much as a
-    # result to merge, so a node of n tiles in parts of t takes t + n / t.
+    work = sum(map(int.__mul__, tiles, chunks)) * shape.num_kv_heads
+    programs = costs.programs(work / shape.num_processors, tail_bytes)
+    # Results are merged one after another: a tile costs about as much as a result to merge, so a node of n tiles in
+    # parts of t takes t + n / t. Few sequences have a chip for themselves.
     longest = 1 if shape.tail_splits(num_rows) > 1 else math.isqrt(deepest - 1) + 1
-    at_a_time = _PROGRAMS * shape.num_processors // shape.num_kv_heads
+    at_a_time = programs * shape.num_processors // shape.num_kv_heads
     while True:
         parts = [-(-count // longest) for count in tiles]
         num_items = sum(map(int.__mul__, parts, chunks))
@@ -302,6 +319,7 @@ def _cut(tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int
         order=tree.order + list(range(len(results), num_rows)),
         tails=[block * block_size for block in tree.tails] + [0] * padding,
         starts=starts + [starts[-1]] * padding,
+        counts=[len(items), programs * shape.num_processors],
         items=[word for _, words in items for word in words],
     )
 

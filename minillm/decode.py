@@ -337,7 +337,7 @@ class DecodeSteps:
         lens = [chunk.sequence.num_computed + 1 for chunk in chunks]
         plan = kernels.plan_attention(tables, lens, self._block_size, self._work.shape, size, self._sharing)
         self._planned, self._replan, self._shares = (rows, size), False, plan is not None
-        return None if plan is None else [plan.order, plan.tails, plan.starts, plan.items]
+        return None if plan is None else [plan.order, plan.tails, plan.starts, plan.counts, plan.items]
 
     def _shared(self, work: DecodeWork, size: int) -> WorkList | None:
         """The step's work list, on the device; None where reading shared blocks once is not worth it."""

@@ -94,8 +94,8 @@ def attend_by_list(
     for place, seq in enumerate(work.order.tolist()):
         runs = [
             (begin, end, lead)
-            for count, lead, first, begin, end, _ in work.items.tolist()
-            if count and first <= place < first + count
+            for count, lead, first, begin, end, _ in work.items[: int(work.counts[0])].tolist()
+            if first <= place < first + count
         ]
         runs = sorted([*runs, (int(work.tails[place]), int(lens[seq]), seq)])
         slots = [int(tables[r, t // block_size]) * block_size + t % block_size for b, e, r in runs for t in range(b, e)]
