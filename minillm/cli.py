@@ -181,8 +181,9 @@ def _add_bench_options(bench: argparse.ArgumentParser) -> None:
     profile.add_argument("--context", type=int, default=512, metavar="N", help="tokens of each (512)")
     _add_model_options(profile)
 
-    matvec = workload("matvec", "the tiles of the one-token products, measured anew on a GPU")
+    matvec = workload("matvec", "the tiles of the products of one token, or a few, measured anew on a GPU")
     matvec.add_argument("--shape", metavar="NAME", help="of this model (smollm2-135m)")
+    matvec.add_argument("--tokens", type=int, default=1, metavar="N", help="that are multiplied, up to 4 (1)")
     matvec.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="of a rank's part of it (1)")
 
     workload("chunk-attention", "decode attention over a shared prompt: the ChunkAttention paper's table, on a GPU")

@@ -27,8 +27,12 @@ class MatvecResult:
     recorded: tuple[int, int, int] | None  # in `TILES`
 
 
-def measure(config: ModelConfig) -> Iterator[MatvecResult]:
-    """Each of the five products of a model, or of a rank's part of it, over all sensible tiles."""
+def measure(config: ModelConfig, tokens: int = 1) -> Iterator[MatvecResult]:
+    """Each of the five products of a model, or of a rank's part of it, over all sensible tiles.
+
+    Args:
+        tokens: up to `kernels.matvec.MOST_TOKENS`.
+    """
     from kernels import matvec
 
     device, dtype, c = torch.device("cuda"), torch.bfloat16, config
@@ -44,9 +48,9 @@ def measure(config: ModelConfig) -> Iterator[MatvecResult]:
         size = features * columns * dtype.itemsize
         copies = copies_for_cold_l2(size)
         weights = [torch.randn(features, columns, device=device, dtype=dtype) * 0.02 for _ in range(copies)]
-        x, norm = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((1, columns), (columns,)))
+        x, norm = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((tokens, columns), (columns,)))
         gated, add = op == "gate_up", op in ("o", "down")
-        out = torch.empty(1, features // 2 if gated else features, device=device, dtype=dtype)
+        out = torch.empty(tokens, features // 2 if gated else features, device=device, dtype=dtype)
 
         def launch(tile: tuple[int, int, int], i: int, bound: tuple = (weights, x, norm, out, gated, add)) -> None:
             weights, x, norm, out, gated, add = bound
@@ -54,16 +58,16 @@ def measure(config: ModelConfig) -> Iterator[MatvecResult]:
             matvec.launch(out, x, weight, None, None if add else norm, 1e-5, gated=gated, add=add, tile=tile)
 
         times = {}
-        for tile in _tiles(columns, 2 if gated else 1):
+        for tile in _tiles(columns, 2 if gated else 1, tokens):
             times[tile] = graph_microseconds(lambda i, tile=tile: launch(tile, i), launches=12)  # type: ignore[misc]
         best = min(times, key=lambda tile: times[tile])
         cublas = graph_microseconds(lambda i, w=weights, x=x: torch.nn.functional.linear(x, w[i % len(w)]))  # type: ignore[misc]
-        recorded = matvec.TILES.get((features, columns))
+        recorded = matvec.TILES[1 << (tokens - 1).bit_length()].get((features, columns))
         yield MatvecResult(op, features, columns, size / bandwidth * 1e6, cublas, times[best], best, recorded)
 
 
-def _tiles(columns: int, matrices: int) -> Iterator[tuple[int, int, int]]:
+def _tiles(columns: int, matrices: int, tokens: int) -> Iterator[tuple[int, int, int]]:
     for rows, width, warps in itertools.product((2, 4, 8), (256, 512, 1024, 2048, 4096), (2, 4, 8)):
         per_thread = rows * width * matrices / (32 * warps)
-        if width < 2 * columns and 8 <= per_thread <= 128:
+        if width < 2 * columns and 8 <= per_thread <= (128 if tokens == 1 else 64):
             yield rows, width, warps

@@ -180,9 +180,11 @@ def _matvec(arguments: argparse.Namespace) -> int:
     shape = SHAPES[_shape(arguments)]
     if not torch.cuda.is_available():
         raise UsageError("bench matvec needs a GPU")
-    _check_counts(arguments, "tensor_parallel_size")
+    _check_counts(arguments, "tensor_parallel_size", "tokens")
+    if arguments.tokens > 4:
+        raise UsageError(f"--tokens must be at most 4, not {arguments.tokens}: more are cuBLAS's")
     results = []
-    for result in measure(shard_of(shape, 0, arguments.tensor_parallel_size).local(shape)):
+    for result in measure(shard_of(shape, 0, arguments.tensor_parallel_size).local(shape), arguments.tokens):
         results.append(result)
         if not arguments.json:
             print(
