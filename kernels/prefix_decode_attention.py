@@ -248,12 +248,13 @@ def prefix_attention(
     scale, slot_stride = softmax_scale * 1.4426950408889634, num_kv_heads * head_dim
     sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "DIM_TILE": shape.dim_tile, "BLOCK_SIZE": block_size}
     options = pdl_options(q.device)
+    node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # what every GPU's shared memory has room for
     most = min(num_kv_heads * work.items.shape[0], MOST_PROGRAMS * shape.num_processors)
     _chunk_first_kernel[(most,)](
         partial, lse,
         q, k_cache, v_cache, block_tables, work.counts, work.items, work.order, work.starts,
         q.stride(0), q.stride(1), block_tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
-        ROWS=shape.rows, TILE=shape.tile, STAGES=3, **sizes, num_warps=4, **options,
+        ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages, **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)
     _sequence_first_kernel[(num_kv_heads, num_seqs, splits)](

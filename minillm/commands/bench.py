@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from minillm.cli import ENGINE_OPTIONS, given
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
 
 if TYPE_CHECKING:
@@ -132,10 +132,15 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _share(arguments: argparse.Namespace) -> int:
     _check_scale(arguments)
     _check_counts(arguments, "num_requests")
+    from torch.distributed import DistError
+
     from minillm.bench.share import measure
 
     llm, name = _model(arguments)
-    result = measure(llm, arguments.num_requests, arguments.scale)
+    try:
+        result = measure(llm, arguments.num_requests, arguments.scale)
+    except DistError:  # torchrun's store, which the first node has
+        raise MinillmError("the first node is gone, and what the others measured with it") from None
     if result is None:
         return 0
     if arguments.json:

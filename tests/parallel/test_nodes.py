@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -113,6 +114,49 @@ print("still there")
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
     assert (result.returncode, result.stdout) == (0, "still there\n"), result.stderr
+
+
+def test_bench_share_ends_in_one_line_when_the_first_node_is_gone() -> None:
+    """The second of two replicas on two nodes; the first, which has torchrun's store, dies before they begin."""
+    program = """
+import sys, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, 2, True, timeout=timedelta(seconds=50), wait_for_workers=False)
+print(store.port, flush=True)
+store.get("minillm/replicas/ready/1")
+"""
+    first = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    port = first.stdout.readline().strip()
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    torchrun = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": port}
+    options = (
+        "--shape",
+        "smollm2-135m",
+        "--device",
+        "cpu",
+        "--num-requests",
+        "2",
+        "--scale",
+        "0.002",
+        "--num-blocks",
+        "64",
+    )
+    second = subprocess.Popen(
+        (sys.executable, "-m", "minillm", "bench", "share", *options),
+        env={**os.environ, **place, **torchrun}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert first.wait(timeout=100) == 0, "the second has come to where both meet"
+        _, errors = second.communicate(timeout=100)
+    finally:
+        for process in (first, second):
+            process.kill()
+    assert second.returncode == 1
+    lines = [line for line in errors.splitlines() if line.startswith("minillm: error:")]
+    assert lines == ["minillm: error: the first node is gone, and what the others measured with it"], errors
+    assert "Traceback" not in errors
 
 
 def test_a_node_tells_the_others_an_address_that_is_not_its_own_127(monkeypatch: pytest.MonkeyPatch) -> None:
