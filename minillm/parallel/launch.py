@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,18 +95,25 @@ class Torchrun:
         """
         if not self.spread:
             return LOCAL
-        host = _way_out(os.environ["MASTER_ADDR"])
-        return _way_out("192.0.2.1") if host.startswith("127.") else host  # nobody has it: the way to other networks
+        elsewhere = ("192.0.2.1", "2001:db8::1")  # nobody has them: the way to other networks
+        ways = map(_way_out, (os.environ["MASTER_ADDR"], *elsewhere))
+        return next((host for host in ways if not ip_address(host).is_loopback), LOCAL)
 
 
 def _way_out(to: str) -> str:
-    """The address of this node on its way to another one. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((to, 9))
-        except OSError:
-            return LOCAL
-        return str(probe.getsockname()[0])
+    """The address of this node, of IPv4 or IPv6, on its way to another one. Nothing is sent."""
+    with contextlib.suppress(socket.gaierror):
+        for family, kind, _, _, address in socket.getaddrinfo(to, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)
+                host = str(probe.getsockname()[0])
+                if "%" not in host:  # an address of one link means nothing on other nodes
+                    return host
+    return LOCAL
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ip_address(host).version == 6 else socket.AF_INET
 
 
 @cache
@@ -130,7 +138,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
     connections: dict[int, socket.socket] = {}
     host, first = (LOCAL, 0) if torchrun is None else (torchrun.host(), torchrun.rank)
     listener: Listener | None = None
-    with socket.create_server((host, 0)) as server:
+    with socket.create_server((host, 0), family=_family(host)) as server:
         port = server.getsockname()[1]
         try:
             if torchrun is None:

@@ -16,6 +16,7 @@ from launching import of_two_ranks, torchrun
 from torch.distributed import HashStore
 
 from minillm.errors import MinillmError
+from minillm.parallel import launch
 from minillm.parallel.beats import Listener, beat
 from minillm.parallel.channel import RankDied
 from minillm.parallel.launch import Torchrun
@@ -169,3 +170,28 @@ def test_a_node_tells_the_others_an_address_that_is_not_its_own_127(monkeypatch:
         except OSError:
             pytest.skip("this machine has no way to others")
     assert not Torchrun(0, 4, 0, 2).host().startswith("127.")
+
+
+def test_the_way_to_another_node_may_be_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    ways = {
+        "first": "fd77::2",
+        "192.0.2.1": "10.1.2.3",
+        "2001:db8::1": "fd88::2",
+        "loop": "::1",
+        "nowhere": "127.0.0.1",
+    }
+    assert launch._way_out("::1") == "::1"
+    assert launch._way_out("127.0.0.1") == launch._way_out("no.such.host.invalid") == "127.0.0.1"
+    monkeypatch.setattr(launch, "_way_out", ways.__getitem__)
+    for first, expected in (("first", "fd77::2"), ("loop", "10.1.2.3"), ("nowhere", "10.1.2.3")):
+        monkeypatch.setenv("MASTER_ADDR", first)
+        assert Torchrun(0, 4, 0, 2).host() == expected
+    ways["192.0.2.1"] = "127.0.0.1"
+    assert Torchrun(0, 4, 0, 2).host() == "fd88::2"
+    with socket.create_server(("::1", 0), family=launch._family("::1")) as server:
+        assert server.family == socket.AF_INET6
+    assert launch._family("10.1.2.3") == socket.AF_INET
