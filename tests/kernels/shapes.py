@@ -13,7 +13,8 @@ from torch import Tensor
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error norms against float64
+# Relative error norms against float64. The interpreter cuts a bfloat16 off where hardware rounds: twice is 1.6e-2.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if ON_GPU else 2e-2, torch.float16: 2e-3}
 DTYPES = list(TOLERANCE)
 
 

@@ -185,7 +185,7 @@ def test_the_way_to_another_node_may_be_ipv6(monkeypatch: pytest.MonkeyPatch) ->
         "nowhere": "127.0.0.1",
     }
     assert launch._way_out("::1") == "::1"
-    assert launch._way_out("127.0.0.1") == launch._way_out("no.such.host.invalid") == "127.0.0.1"
+    assert launch._way_out("127.0.0.1") == "127.0.0.1"
     monkeypatch.setattr(launch, "_way_out", ways.__getitem__)
     for first, expected in (("first", "fd77::2"), ("loop", "10.1.2.3"), ("nowhere", "10.1.2.3")):
         monkeypatch.setenv("MASTER_ADDR", first)
