@@ -80,12 +80,16 @@ class LinearWeight:
         return self.out_features * self.in_features * itemsize
 
 
+def _is_for_matvec(x: Tensor, weight: LinearWeight) -> bool:
+    return x.is_cuda and matvec.takes(x.shape[0], weight.weight)
+
+
 def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
     """``x [rows, in] @ weight.T + bias``, into ``out`` where it is given."""
     if weight.packed is not None:
         result = weight.packed.apply(x)
         return result if out is None else out.copy_(result)
-    if out is None and x.is_cuda and matvec.takes(x.shape[0], weight.weight):
+    if out is None and _is_for_matvec(x, weight):
         return matvec.matvec(x, weight.weight, weight.bias)
     if out is None:
         return functional.linear(x, weight.weight, weight.bias)
@@ -96,14 +100,14 @@ def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
     """RMSNorm, then `linear`, into ``out`` where it is given: see `reference.norm_linear`."""
-    if x.is_cuda and matvec.takes(x.shape[0], weight.weight):
+    if _is_for_matvec(x, weight):
         return matvec.norm_matvec(x, norm_weight, eps, weight.weight, weight.bias, out)
     return linear(rms_norm(x, norm_weight, eps), weight, out)
 
 
 def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight) -> Tensor:
     """RMSNorm, the packed projection to gate and up, and their product: see `reference.norm_gated_linear`."""
-    if x.is_cuda and matvec.takes(x.shape[0], weight.weight):
+    if _is_for_matvec(x, weight):
         return matvec.norm_gated_matvec(x, norm_weight, eps, weight.weight, weight.bias)
     return silu_mul(linear(rms_norm(x, norm_weight, eps), weight))
 
@@ -112,7 +116,7 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
     """``residual += linear(x, weight)``, in place: see `reference.linear_add`."""
     if weight.packed is not None:
         return residual.add_(weight.packed.apply(x))
-    if x.is_cuda and matvec.takes(x.shape[0], weight.weight):
+    if _is_for_matvec(x, weight):
         return matvec.matvec_add(x, weight.weight, weight.bias, residual)
     residual.addmm_(x, weight.weight.t())  # the addition costs nothing there
     return residual if weight.bias is None else residual.add_(weight.bias)

@@ -75,7 +75,7 @@ TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
         (576, 1536): (2, 2048, 4),
     },
 }
-MOST_TOKENS = 4
+MOST_TOKENS = max(TILES)
 # Elements of a weight that so many tokens come here with: in the larger ones cuBLAS is as fast with the norm in front.
 _LARGEST = {2: 17_000_000, 3: 2_000_000, 4: 2_000_000}
 
@@ -243,7 +243,7 @@ def launch(
     """Any of the four, with ``tile`` (rows, columns, warps) or the recorded one."""
     features, columns = weight.shape
     tokens = triton.next_power_of_2(x.shape[0])
-    rows, width, warps = tile or TILES[tokens].get((features, columns)) or _tile_for(tokens, features, columns)
+    rows, width, warps = tile or recorded_tile(tokens, features, columns) or _tile_for(tokens, features, columns)
     num_rows = features // 2 if gated else features
     _matvec_kernel[(triton.cdiv(num_rows, rows),)](
         out, x, weight, norm_weight if norm_weight is not None else x, bias if bias is not None else x,
@@ -252,6 +252,11 @@ def launch(
         TOKENS=tokens, ROWS=rows, COLUMNS=width, NUM_TILES=triton.cdiv(columns, width),
         num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip
+
+
+def recorded_tile(num_tokens: int, features: int, columns: int) -> tuple[int, int, int] | None:
+    """What `TILES` has for so many tokens and a weight ``[features, columns]``."""
+    return TILES[triton.next_power_of_2(num_tokens)].get((features, columns))
 
 
 def _tile_for(tokens: int, features: int, columns: int) -> tuple[int, int, int]:

@@ -62,7 +62,7 @@ def measure(config: ModelConfig, tokens: int = 1) -> Iterator[MatvecResult]:
             times[tile] = graph_microseconds(lambda i, tile=tile: launch(tile, i), launches=12)  # type: ignore[misc]
         best = min(times, key=lambda tile: times[tile])
         cublas = graph_microseconds(lambda i, w=weights, x=x: torch.nn.functional.linear(x, w[i % len(w)]))  # type: ignore[misc]
-        recorded = matvec.TILES[1 << (tokens - 1).bit_length()].get((features, columns))
+        recorded = matvec.recorded_tile(tokens, features, columns)
         yield MatvecResult(op, features, columns, size / bandwidth * 1e6, cublas, times[best], best, recorded)
 
 

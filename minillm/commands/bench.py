@@ -185,9 +185,11 @@ def _matvec(arguments: argparse.Namespace) -> int:
     shape = SHAPES[_shape(arguments)]
     if not torch.cuda.is_available():
         raise UsageError("bench matvec needs a GPU")
+    from kernels.matvec import MOST_TOKENS
+
     _check_counts(arguments, "tensor_parallel_size", "tokens")
-    if arguments.tokens > 4:
-        raise UsageError(f"--tokens must be at most 4, not {arguments.tokens}: more are cuBLAS's")
+    if arguments.tokens > MOST_TOKENS:
+        raise UsageError(f"--tokens must be at most {MOST_TOKENS}, not {arguments.tokens}: more are cuBLAS's")
     results = []
     for result in measure(shard_of(shape, 0, arguments.tensor_parallel_size).local(shape), arguments.tokens):
         results.append(result)
