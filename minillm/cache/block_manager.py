@@ -316,7 +316,7 @@ class BlockManager:
             subscriber(event)
 
     def check(self) -> None:
-        """Raise AssertionError unless the books balance: for tests, long runs and ``minillm info --check``."""
+        """Raise AssertionError unless the books balance: for tests and long runs."""
         held = [0] * self.num_blocks
         for table in self.tables.values():
             assert len(table.blocks) == -(-table.num_tokens // self.block_size), f"{table} has the wrong length"

@@ -42,17 +42,6 @@ class CacheStats:
         return self.num_hit_tokens / self.num_looked_up_tokens if self.num_looked_up_tokens else 0.0
 
     @property
-    def contiguity(self) -> float:
-        """How contiguous block tables are: 1 where each is one run, 0 where no two neighbours are neighbours."""
-        joints = self.logical_blocks - self.num_sequences
-        return 1 - (self.num_runs - self.num_sequences) / joints if joints else 1.0
-
-    @property
-    def tail_waste_slots(self) -> int:
-        """Slots of used blocks that hold no token yet."""
-        return self.used_blocks * self.block_size - self.used_slots
-
-    @property
     def sharing_ratio(self) -> float:
         """Logical over physical blocks: 1 without sharing, 0 in an empty pool."""
         return self.logical_blocks / self.used_blocks if self.used_blocks else 0.0

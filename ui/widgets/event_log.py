@@ -30,8 +30,6 @@ KINDS = {
 }  # by the key that shows and hides them
 _TITLES = {"copy": "copy on write", "swap_out": "swap out", "swap_in": "swap in"}
 _SHORT_TITLES = {"allocate": "alloc", "swap_out": "swapout", "swap_in": "swap in"}
-_TITLES = {"copy": "copy on write", "swap_out": "swap out", "swap_in": "swap in"}
-_SHORT_TITLES = {"allocate": "alloc", "swap_out": "swapout", "swap_in": "swap in"}
 _MOST_LINES = 10_000
 _SPARE = 1_000  # lines that may be too many before they are thrown away at once
 _MOST_SPANS = 3
