@@ -1,7 +1,7 @@
 """Every op of the model and the sampler, on tensors alone: no sequence, no engine, no configuration.
 
-Each public op has one contract, stated in `kernels.reference`, and is chosen by where its tensors lie: Triton on a GPU,
-`kernels.cpu` on a CPU where that has a faster version, the reference for the rest.
+Each public op has one contract, stated in `minillm.kernels.reference`. Where its tensors lie decides what computes it:
+Triton on a GPU, `minillm.kernels.cpu` on a CPU where that has a faster version, the reference for the rest.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import cpu, reference
-from kernels.cpu import HostPlan
-from kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
-from kernels.reference import DecodeInputs, Field, log_probabilities
+from minillm.kernels import cpu, reference
+from minillm.kernels.cpu import HostPlan
+from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
+from minillm.kernels.reference import DecodeInputs, Field, log_probabilities
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
-    from kernels import (
+    from minillm.kernels import (
         activation,
         blocks,
         chunked_prefill,

@@ -6,7 +6,7 @@ Bytes: reads 2 * rows * size elements and writes rows * size; torch's two ops mo
 
 Grid: (rows, tiles of a row). Tile: 2,048 columns of gate and up, 16 bytes a thread and load.
 
-Reference: `kernels.reference.silu_mul`.
+Reference: `minillm.kernels.reference.silu_mul`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 _TILE = 2048
 

@@ -21,7 +21,7 @@ in the order of ranks: the same bits on each.
 
 A rank that waits looks at `Exchange.stop`, too: written from another stream, it ends the wait; the sum is worthless.
 
-Reference: `kernels.reference.all_reduce`.
+Reference: `minillm.kernels.reference.all_reduce`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 WORDS = 512  # of 4 bytes, a program
 _TURNS = 2

@@ -7,7 +7,7 @@ host's link when the staging buffer lies there).
 Grid: (blocks, 2 * layers, pieces of a block). Tile: 8 kB, 16 bytes a thread and load. The data is moved as 32-bit words
 whatever its dtype. Offsets are 64-bit.
 
-References: `kernels.reference.block_copy`, `gather_blocks`, `scatter_blocks`.
+References: `minillm.kernels.reference.block_copy`, `gather_blocks`, `scatter_blocks`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Grid: (heads, tiles of queries over all chunks). How many tiles there are follow
 heads: on a 2k chunk that is worth 20 %. Tile: ``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so
 any block size works. Tokens that all queries of a tile see need no mask: only the last tile or two compare positions.
 
-Reference: `kernels.reference.prefill_attention`.
+Reference: `minillm.kernels.reference.prefill_attention`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import dot
-from kernels.decode_attention import check_inputs
+from minillm.kernels.compat import dot
+from minillm.kernels.decode_attention import check_inputs
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The ops on a CPU, fast: the same contracts as `kernels.reference`, which stays the specification.
+"""The ops on a CPU, fast: the same contracts as `minillm.kernels.reference`, which stays the specification.
 
 Three things make the difference there. Linear layers read their weights at memory speed only from a blocked layout, and
 half as many bytes where float16 holds them as well (`packed_linear`). Attention of one sequence needs no gather when
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import reference
+from minillm.kernels import reference
 
 # oneDNN picks its blocked layout for one batch size. The layout for 16 is the one that is fast from 1 to 32 rows:
 # 538 MB of weights take 30 ms at 1 row and 50 ms at 16, against 31 and 69 with the layout for 1, 46 and 86 unpacked

@@ -13,7 +13,7 @@ shapes alone, so that a launch can be captured in a CUDA graph; a program whose 
 Block ids are widened to 64 bits before they are multiplied. Lanes behind the end of a context read nothing: unused
 slots may hold NaN.
 
-Reference: `kernels.reference.paged_attention`.
+Reference: `minillm.kernels.reference.paged_attention`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import dot, pdl_options, wait_for_inputs
+from minillm.kernels.compat import dot, pdl_options, wait_for_inputs
 
 
 @triton.jit

@@ -12,7 +12,7 @@ in this order (see `Field`): the token to compute, its position, the sampling pa
 
 Row -1 is padding: its slot is -1, its context empty, and nothing is written for it.
 
-References: `kernels.reference.begin_decode`, `penalise`, `end_decode`.
+References: `minillm.kernels.reference.begin_decode`, `penalise`, `end_decode`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import pdl_options, wait_for_inputs
-from kernels.reference import DecodeInputs, Field
+from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.reference import DecodeInputs, Field
 
 _PIECE = 4096  # of the vocabulary per program
 _TABLE_TILE = 1024

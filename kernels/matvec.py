@@ -17,7 +17,7 @@ matrix unit, tokens x out x in products, so a few tokens come here where the wei
 
 `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
 
-Reference: `kernels.reference.norm_linear`, `norm_gated_linear`, `linear_add`; of `matvec`, torch's own linear.
+Reference: `minillm.kernels.reference.norm_linear`, `norm_gated_linear`, `linear_add`; of `matvec`, torch's own linear.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 # Tokens, up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps): on an H200 with a cold L2.
 TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {

@@ -10,7 +10,7 @@ and writes both results, 4 * rows * hidden. No arithmetic to speak of, so the fl
 Grid: one program per row. Tile: the whole row, padded to a power of two; the padding reads nothing. The cast order is
 Llama's: normalise in float32, round to the input's dtype, then multiply by the weight.
 
-Reference: `kernels.reference.rms_norm`, `kernels.reference.add_rms_norm`.
+Reference: `minillm.kernels.reference.rms_norm`, `minillm.kernels.reference.add_rms_norm`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 
 @triton.jit

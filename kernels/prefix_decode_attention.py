@@ -20,7 +20,7 @@ matrix unit takes at least) times 16 kB of K, 16 rows times 16 tokens or 8 kB, a
 Bytes: each node's blocks once for every 64 rows (from the L2 but for the first time), each tail once, and 8 x head_dim
 for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.
 
-Reference: `kernels.reference.paged_attention`.
+Reference: `minillm.kernels.reference.paged_attention`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import dot, pdl_options, release, wait, wait_for_inputs, wait_then_release
-from kernels.decode_attention import check_inputs
-from kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
+from minillm.kernels.compat import dot, pdl_options, release, wait, wait_for_inputs, wait_then_release
+from minillm.kernels.decode_attention import check_inputs
+from minillm.kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
 

@@ -1,4 +1,4 @@
-"""What the sequences of a batch have in common, as a list of work for `kernels.prefix_decode_attention`.
+"""What the sequences of a batch have in common, as a list of work for `minillm.kernels.prefix_decode_attention`.
 
 Samples of one prompt, beams, branches, requests behind one system prompt: their block tables begin with the same block
 ids. Seen together the tables are a *prefix tree* (ChunkAttention, Ye et al. 2024): a node is a run of blocks that some

@@ -317,7 +317,7 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class Field:
-    """Where a row keeps what: the words of `kernels.decode_rows`. Floats are stored by their bits."""
+    """Where a row keeps what: the words of `minillm.kernels.decode_rows`. Floats are stored by their bits."""
 
     TOKEN = 0  # to be computed next
     POSITION = 1  # of that token

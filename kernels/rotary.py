@@ -9,7 +9,7 @@ and writes as many. Memory-bound, and at decode batch sizes launch-bound: one la
 Grid: (tokens, groups of q heads + 1); the last program of a token does K and V. Tile: heads x head_dim / 2, both
 halves. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
 
-Reference: `kernels.reference.rotary_write_kv`.
+Reference: `minillm.kernels.reference.rotary_write_kv`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 _Q_HEADS_PER_PROGRAM = 16
 

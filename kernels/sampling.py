@@ -22,7 +22,7 @@ Two launches:
 
 Bytes: the logits once, at memory speed; what the second kernel reads comes from L2.
 
-References: `kernels.reference.sample`, `kernels.reference.log_probabilities`.
+References: `minillm.kernels.reference.sample`, `minillm.kernels.reference.log_probabilities`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 _PIECE = 4096  # logits per program of the scan
 _GROUP = 32  # neighbours that share one maximum

@@ -11,15 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minillm.decoding.params import BeamSearchParams, SamplingParams
     from minillm.errors import MinillmError
     from minillm.llm import LLM
     from minillm.outputs import CompletionOutput, Delta, RequestOutput
+    from minillm.params import BeamSearchParams, SamplingParams
 
 _HOMES = {
     "LLM": "minillm.llm",
-    "BeamSearchParams": "minillm.decoding.params",
-    "SamplingParams": "minillm.decoding.params",
+    "BeamSearchParams": "minillm.params",
+    "SamplingParams": "minillm.params",
     "MinillmError": "minillm.errors",
     "CompletionOutput": "minillm.outputs",
     "Delta": "minillm.outputs",

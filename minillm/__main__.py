@@ -2,6 +2,6 @@
 
 import sys
 
-from minillm.cli import main
+from minillm.cli.main import main
 
 sys.exit(main())

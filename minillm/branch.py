@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from minillm.decoding.params import SamplingParams
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput
+from minillm.params import SamplingParams
 from minillm.sequence import Sequence as TokenSequence
 
 if TYPE_CHECKING:

@@ -7,6 +7,9 @@ a defect of ours.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class MinillmError(Exception):
     """A failure with a message for the user: one line, cause and fix. Exit code 1."""
@@ -30,3 +33,9 @@ class DownloadError(MinillmError):
 
 class CapacityError(MinillmError):
     """Something does not fit: a model into memory, or a request into the pool of blocks."""
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Which of ``words`` was probably meant by one that is not among them; empty where none is near."""
+    close = difflib.get_close_matches(word, list(words), 1, 0.5)
+    return close[0] if close else ""

@@ -10,20 +10,19 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from minillm.branch import Branch
-from minillm.build import build_engine
 from minillm.cache import CacheStats, PrefixReport
 from minillm.config import EngineConfig
-from minillm.decoding.params import BeamSearchParams, Params, SamplingParams
-from minillm.engine import Engine
-from minillm.errors import MinillmError, UsageError
+from minillm.engine.engine import Engine
+from minillm.errors import MinillmError, UsageError, nearest
 from minillm.interrupt import deferred_interrupt
+from minillm.load import build_engine
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
+from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import OnProgress, ignore_progress
-from minillm.prompts import Prompt, plain_ids, prompt_list
 from minillm.sequence import Sequence as TokenSequence
-from minillm.tokenizer import Tokenizer
+from minillm.text.prompts import Prompt, plain_ids, prompt_list
+from minillm.text.tokenizer import Tokenizer
 from minillm.weights.files import OnMessage
-from minillm.wording import nearest
 
 Message = Mapping[str, str]
 

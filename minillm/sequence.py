@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from minillm.beams.search import BeamSearch
 from minillm.cache import BlockTable
-from minillm.decoding.beam_search import BeamSearch
-from minillm.decoding.params import Params
-from minillm.decoding.stop import StopStringFilter
 from minillm.outputs import CompletionOutput, FinishReason, RequestMetrics, TokenLogprobs
+from minillm.params import Params
+from minillm.text.stop import StopStringFilter
 
 if TYPE_CHECKING:
-    from minillm.detokenizer import StreamingDetokenizer
+    from minillm.text.detokenizer import StreamingDetokenizer
 
 
 @dataclass(slots=True, eq=False)

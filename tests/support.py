@@ -11,20 +11,20 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from kernels import Costs
-from kernels.prefix_plan import FREE
 from minillm.cache import BlockManager, SwapSpace
-from minillm.engine import Engine
+from minillm.engine.engine import Engine
+from minillm.engine.scheduler import Scheduler
+from minillm.kernels import Costs
+from minillm.kernels.prefix_plan import FREE
 from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
 from minillm.outputs import RequestOutput
-from minillm.runner import Runner
-from minillm.scheduler import Scheduler
+from minillm.runner.runner import Runner
 
 if TYPE_CHECKING:
-    from minillm.tokenizer import Tokenizer
+    from minillm.text.tokenizer import Tokenizer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where our side runs
 

@@ -1,18 +1,35 @@
-"""Imports go one way only: kernels <- minillm <- ui. And the command line imports nothing heavy for its help."""
+"""The order of the packages: each imports only what stands before it. And ``--help`` imports nothing heavy."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ALLOWED = {"kernels": {"kernels"}, "minillm": {"kernels", "minillm"}, "ui": {"kernels", "minillm", "ui"}}
-MAY_NAME_UI = ("chat.py", "demo.py", "bench.py")  # of minillm/commands: what starts the app
+PACKAGES = ("kernels", "minillm", "ui")
 CACHE_MAY_NOT = {"torch", "numpy"}
+
+# Rooms of the house, a floor a line: a room imports what stands on the lines before its own. A folder is one room, and
+# so is a file that lies flat in minillm/.
+FLOORS = """
+kernels runs errors outputs paths interrupt
+text params config cache
+sequence progress parallel
+model weights
+runner
+beams
+engine
+load branch
+llm rank service
+ui bench
+cli
+"""
+ROOMS = [floor.split() for floor in FLOORS.strip().splitlines()]
 
 
 def imported(path: Path) -> set[str]:
@@ -23,6 +40,8 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide where a name comes from"
             found.add(node.module or "")
+            if node.module in ("minillm", *(f"minillm.{package}" for package in PACKAGES)):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
@@ -32,13 +51,61 @@ def sources(package: str) -> list[Path]:
     return files
 
 
-@pytest.mark.parametrize("package", ALLOWED)
-def test_a_package_imports_only_what_lies_below_it(package: str) -> None:
-    for path in sources(package):
+def room_of(module: str) -> str | None:
+    """The room of a module of ours: None for ``minillm`` itself and for what is not ours."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "minillm" and len(parts) > 1 else None
+
+
+def files_of_rooms() -> Iterator[tuple[str, Path]]:
+    for path in sorted((ROOT / "minillm").rglob("*.py")):
+        parts = path.relative_to(ROOT / "minillm").parts
+        yield parts[0].removesuffix(".py"), path
+    for package in ("kernels", "ui"):
+        yield from ((package, path) for path in sources(package))
+
+
+def test_every_room_has_its_floor() -> None:
+    rooms = {room for room, _ in files_of_rooms()} - {"__init__", "__main__"}
+    assert rooms == {room for floor in ROOMS for room in floor}
+
+
+@pytest.mark.xfail(reason="moves come first; the circles are cut next", strict=True)
+def test_a_room_imports_only_what_lies_on_lower_floors() -> None:
+    """TYPE_CHECKING included: a name that is only needed for a type ties two rooms together all the same."""
+    floor_of = {room: number for number, floor in enumerate(ROOMS) for room in floor}
+    for room, path in files_of_rooms():
+        if room in ("__init__", "__main__"):
+            continue
         for module in imported(path):
-            top = module.split(".")[0]
-            if top in ALLOWED and not (path.name in MAY_NAME_UI and path.parent.name == "commands" and top == "ui"):
-                assert top in ALLOWED[package], f"{path.relative_to(ROOT)} imports {module}"
+            other = room_of(module)
+            if other is not None and other != room:
+                assert floor_of[other] < floor_of[room], f"{path.relative_to(ROOT)} imports {module}"
+
+
+@pytest.mark.xfail(reason="moves come first; the circles are cut next", strict=True)
+def test_no_files_of_a_room_import_each_other_in_a_circle() -> None:
+    modules = {}
+    for room, path in files_of_rooms():
+        name = ".".join(("minillm", *path.relative_to(ROOT / ("" if room in ("kernels", "ui") else "minillm")).parts))
+        modules[name.removesuffix(".py").removesuffix(".__init__")] = imported(path)
+    # The packages that a file lies in are no arrows: ``from minillm.kernels import cpu`` inside kernels means the file.
+    arrows = {
+        name: {each for each in found if each in modules and not f"{name}.".startswith(f"{each}.")}
+        for name, found in modules.items()
+        if name != "minillm"
+    }
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way, name))
+        if name not in done:
+            for each in arrows.get(name, ()):
+                visit(each, (*way, name))
+            done.add(name)
+
+    for name in arrows:
+        visit(name, ())
 
 
 def test_the_caches_books_know_no_tensor() -> None:
@@ -46,7 +113,7 @@ def test_the_caches_books_know_no_tensor() -> None:
         assert not CACHE_MAY_NOT & {module.split(".")[0] for module in imported(path)}, path
 
 
-@pytest.mark.parametrize("package", ALLOWED)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_nothing_is_unpickled_or_evaluated(package: str) -> None:
     for path in sources(package):
         assert not {"pickle", "marshal", "shelve", "dill"} & imported(path), path
@@ -68,7 +135,7 @@ def python(code: str, **environment: str) -> str:
 def test_help_imports_nothing_heavy() -> None:
     code = """
 import contextlib, io, sys
-from minillm.cli import main
+from minillm.cli.main import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main(["generate", "--help"])
 heavy = ("torch", "numpy", "tokenizers", "textual", "jinja2", "triton", "huggingface_hub")
@@ -78,21 +145,9 @@ print([m for m in heavy if m in sys.modules])
 
 
 def test_the_engine_needs_neither_textual_nor_gguf_nor_triton() -> None:
-    code = "import sys\nimport minillm.llm\nprint([m for m in ('textual', 'gguf', 'triton', 'ui') if m in sys.modules])"
+    code = """
+import sys
+import minillm.llm
+print([m for m in ("textual", "gguf", "triton", "minillm.ui") if m in sys.modules])
+"""
     assert python(code).strip() == "[]"
-
-
-def test_another_package_of_the_same_name_is_explained(tmp_path: Path) -> None:
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").write_text("")
-    result = subprocess.run(
-        [sys.executable, "-m", "minillm.cli", "generate", "hi"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin", "HOME": str(tmp_path)},
-    )
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1
-    assert "another package named 'kernels'" in result.stderr
-    assert str(tmp_path) in result.stderr

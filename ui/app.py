@@ -22,16 +22,16 @@ from textual.worker import WorkerFailed
 from minillm.errors import MinillmError, UsageError
 from minillm.service.client import ENGINE_COMMAND, EngineProcess
 from minillm.service.messages import Load, Loaded, LoadFailed, Loading
-from minillm.text import clean, clean_line
-from ui.conversation import Conversation
-from ui.messages import EngineCommand, EngineEvent, EngineState
-from ui.screens.chat import ChatScreen
-from ui.screens.help import HelpScreen
-from ui.screens.palette import Palette
-from ui.sessions import SessionStore
-from ui.settings import Settings
-from ui.terminal import TerminalDriver, check_terminal, ending_on_signals
-from ui.theme import DARK, LIGHT, preferred_theme
+from minillm.text.safe import clean, clean_line
+from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.screen import ChatScreen
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.dialogs.help import HelpScreen
+from minillm.ui.dialogs.palette import Palette
+from minillm.ui.messages import EngineCommand, EngineEvent, EngineState
+from minillm.ui.settings import Settings
+from minillm.ui.terminal import TerminalDriver, check_terminal, ending_on_signals
+from minillm.ui.theme import DARK, LIGHT, preferred_theme
 
 _SETTLED = 2.0  # seconds after which the first screen is there
 _SOON = 0.01  # seconds between two looks whether a screen has its widgets
@@ -41,7 +41,7 @@ class ChatApp(App[None]):
     """``minillm chat``."""
 
     TITLE = "minillm"
-    CSS_PATH = [Path(__file__).with_name("styles") / name for name in ("app.tcss", "memory.tcss")]  # noqa: RUF012
+    CSS_PATH = [Path(__file__).parent / name for name in ("app.tcss", "memory/memory.tcss")]  # noqa: RUF012
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall")]  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012

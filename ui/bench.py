@@ -29,13 +29,13 @@ from textual.pilot import Pilot
 
 from minillm.errors import MinillmError
 from minillm.service.messages import BlockChange, CacheChanged, LogEntry, PoolFigures, TableChange
+from minillm.ui.app import ChatApp
+from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.memory.pool import Pool
+from minillm.ui.messages import EngineEvent
+from minillm.ui.settings import Settings
 from minillm.weights.manifest import default_model
-from ui.app import ChatApp
-from ui.messages import EngineEvent
-from ui.pool import Pool
-from ui.sessions import SessionStore
-from ui.settings import Settings
-from ui.widgets.prompt import PromptInput
 
 NUM_BLOCKS = 20_000
 FRAMES = 10  # a second
@@ -99,7 +99,7 @@ class _Terminal:
         # As a user has it: compiling our own modules at each start would be a sixth of the time until the first paint.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "minillm.cli", "chat", stdin=slave, stdout=slave, stderr=slave, env=environment,
+            sys.executable, "-m", "minillm.cli.main", "chat", stdin=slave, stdout=slave, stderr=slave, env=environment,
             start_new_session=True,
         )  # fmt: skip
         os.close(slave)

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from minillm.config import EngineConfig
-from minillm.decoding.params import BeamSearchParams, SamplingParams
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import MinillmError, UsageError, nearest
+from minillm.params import BeamSearchParams, SamplingParams
 from minillm.paths import config_dir
-from minillm.wording import nearest
-from ui.settings import CHAT_SAMPLING, Settings
+from minillm.ui.settings import CHAT_SAMPLING, Settings
 
 _TABLES = ("engine", "sampling", "beams")
 _TEXTS = ("model", "system", "theme")

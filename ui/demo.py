@@ -17,13 +17,13 @@ from textual.content import Content
 from textual.widgets import Static
 
 from minillm.service.messages import Abort, Forget, Generate, Pace
-from ui.app import ChatApp
-from ui.numbers import plural
-from ui.pool import Pool
-from ui.screens.chat import ChatScreen
-from ui.sessions import SessionStore
-from ui.settings import Settings, with_param
-from ui.widgets.prompt import PromptInput
+from minillm.ui.app import ChatApp
+from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.screen import ChatScreen
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.memory.pool import Pool
+from minillm.ui.numbers import plural
+from minillm.ui.settings import Settings, with_param
 
 # 16 x 64 = 1,024 tokens: enough for the tour's conversations, too few for all of them at once.
 DEMO_ENGINE = {"num_blocks": 64, "block_size": 16, "max_model_len": 512, "admission": "optimistic"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from minillm.ids import contiguous_runs
+from minillm.runs import contiguous_runs
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 

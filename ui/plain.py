@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from minillm.decoding.params import BeamSearchParams, SamplingParams
 from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
-from minillm.text import clean, clean_line
-from ui.conversation import Candidate, Conversation
-from ui.sessions import SessionStore, export
-from ui.settings import Settings, with_param
-from ui.slash import is_command, unescaped
+from minillm.params import BeamSearchParams, SamplingParams
+from minillm.text.safe import clean, clean_line
+from minillm.ui.chat.conversation import Candidate, Conversation
+from minillm.ui.chat.sessions import SessionStore, export
+from minillm.ui.chat.slash import is_command, unescaped
+from minillm.ui.settings import Settings, with_param
 
 HELP = """\
 /new              begin a new conversation
@@ -159,7 +159,7 @@ def run(settings: Settings, store: SessionStore, resumed: Conversation | None = 
     Raises:
         MinillmError: the model cannot be had, or has no chat template.
     """
-    from minillm.commands.progress import loading_bar, say
+    from minillm.cli.bars import loading_bar, say
 
     with loading_bar() as report:
         llm = LLM(settings.model, on_progress=report, on_message=say, **settings.engine)

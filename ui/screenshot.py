@@ -12,11 +12,11 @@ from pathlib import Path
 
 from textual.drivers.headless_driver import HeadlessDriver
 
+from minillm.ui.app import ChatApp
+from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.settings import Settings, with_param
 from minillm.weights.manifest import default_model
-from ui.app import ChatApp
-from ui.sessions import SessionStore
-from ui.settings import Settings, with_param
-from ui.widgets.prompt import PromptInput
 
 QUESTIONS = (("Explain the Fibonacci sequence in two sentences.", 1), ("Name a use of it, in one sentence.", 3))
 SIZE = (132, 38)  # columns and rows

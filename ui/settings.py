@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minillm.decoding.params import BeamSearchParams, SamplingParams
 from minillm.errors import UsageError
+from minillm.params import BeamSearchParams, SamplingParams
 
 # A chat wants calmer sampling and longer answers than the defaults of the API.
 CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}

@@ -60,8 +60,8 @@ def measure() -> Iterator[ChunkAttentionResult]:
 
 
 def _measure(prompt: int, generated: int) -> tuple[float, float, float]:
-    from kernels.decode_attention import paged_attention
-    from kernels.prefix_decode_attention import prefix_attention
+    from minillm.kernels.decode_attention import paged_attention
+    from minillm.kernels.prefix_decode_attention import prefix_attention
 
     scale = _DIM**-0.5
     q, k, v, tables, lens, work, _ = shared_inputs(_HEADS, _HEADS, _DIM, _SEQS, prompt, generated, planned_tail=1)

@@ -11,14 +11,14 @@ import time
 from dataclasses import dataclass
 from typing import Any, cast
 
+from minillm.beams.candidates import BeamStep
+from minillm.beams.search import Candidate
 from minillm.cache import BlockManager, SwapSpace
-from minillm.decoding.beam_candidates import BeamStep
-from minillm.decoding.beam_search import Candidate
-from minillm.decoding.params import BeamSearchParams, Params, SamplingParams
-from minillm.engine import Engine
+from minillm.engine.engine import Engine
+from minillm.engine.scheduler import Scheduler
 from minillm.outputs import TokenLogprobs
-from minillm.runner import reaches_the_end
-from minillm.scheduler import Scheduler
+from minillm.params import BeamSearchParams, Params, SamplingParams
+from minillm.runner.runner import reaches_the_end
 
 _VOCAB = 49152
 _STEPS = 200

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import reference
 from minillm.bench.hardware import matmul_rate, read_bandwidth
 from minillm.bench.timing import copies_for_cold_l2, graph_microseconds
 from minillm.errors import MinillmError, UsageError
+from minillm.kernels import reference
 
 _DEVICE = torch.device("cuda")
 _DTYPE = torch.bfloat16
@@ -111,7 +111,7 @@ def _random(*shape: int) -> Tensor:
 
 def _norms(op: str) -> Callable[[], Iterator[Case]]:
     def cases() -> Iterator[Case]:
-        from kernels import norm
+        from minillm.kernels import norm
 
         for rows, hidden in ((1, 4096), (64, 4096), (8192, 4096)):
             moved = (2 if op == "rms_norm" else 4) * rows * hidden * 2
@@ -136,7 +136,7 @@ def _norms(op: str) -> Callable[[], Iterator[Case]]:
 
 
 def _silu_mul() -> Iterator[Case]:
-    from kernels.activation import silu_mul
+    from minillm.kernels.activation import silu_mul
 
     for rows, size in ((1, 14336), (64, 14336), (8192, 4096)):
         moved = 3 * rows * size * 2
@@ -152,7 +152,7 @@ def _silu_mul() -> Iterator[Case]:
 
 
 def _rotary() -> Iterator[Case]:
-    from kernels.rotary import rotary_write_kv
+    from minillm.kernels.rotary import rotary_write_kv
 
     heads, kv_heads, dim, block_size = 32, 8, 128, 16
     for tokens in (1, 64, 8192):
@@ -202,7 +202,7 @@ def _decode_inputs(heads: int, kv_heads: int, dim: int, seqs: int, context: int,
 
 
 def _decode_case(heads: int, kv_heads: int, dim: int, seqs: int, context: int, block_size: int, order: str) -> Case:
-    from kernels.decode_attention import paged_attention
+    from minillm.kernels.decode_attention import paged_attention
 
     q, k, v, tables, lens, moved = _decode_inputs(heads, kv_heads, dim, seqs, context, block_size)
     if order == "contiguous":
@@ -247,8 +247,8 @@ def shared_inputs(  # type: ignore[no-untyped-def]
     Args:
         planned_tail: tokens of the tails when the plan was made; by default as now.
     """
-    from kernels import AttentionShape, WorkList, plan_attention
-    from kernels.prefix_plan import FREE
+    from minillm.kernels import AttentionShape, WorkList, plan_attention
+    from minillm.kernels.prefix_plan import FREE
 
     block_size = 16
     shared, own = prefix // block_size, -(-tail // block_size)
@@ -271,8 +271,8 @@ def shared_inputs(  # type: ignore[no-untyped-def]
 
 
 def _prefix_attention() -> Iterator[Case]:
-    from kernels.decode_attention import paged_attention
-    from kernels.prefix_decode_attention import prefix_attention
+    from minillm.kernels.decode_attention import paged_attention
+    from minillm.kernels.prefix_decode_attention import prefix_attention
 
     for heads, kv_heads, dim in HEAD_SHAPES:
         for seqs, prefix, tail in SHARED_CASES:
@@ -291,7 +291,7 @@ def _prefix_attention() -> Iterator[Case]:
 
 
 def _prefill_attention() -> Iterator[Case]:
-    from kernels.chunked_prefill import prefill_attention
+    from minillm.kernels.chunked_prefill import prefill_attention
 
     block_size = 16
     for heads, kv_heads, dim in HEAD_SHAPES:
@@ -329,7 +329,7 @@ def _prefill_attention() -> Iterator[Case]:
 
 def _blocks(op: str) -> Callable[[], Iterator[Case]]:
     def cases() -> Iterator[Case]:
-        from kernels import blocks
+        from minillm.kernels import blocks
 
         layers, count, block = 32, 256, (16, 8, 128)
         pool = _random(layers, 2, 1024, *block)
@@ -355,7 +355,7 @@ def _blocks(op: str) -> Callable[[], Iterator[Case]]:
 
 
 def _sample() -> Iterator[Case]:
-    from kernels.sampling import sample
+    from minillm.kernels.sampling import sample
 
     settings = {
         "greedy": (0.0, 0, 1.0, 0.0),
@@ -398,7 +398,7 @@ def _sample() -> Iterator[Case]:
 
 
 def _top_log_probabilities() -> Iterator[Case]:
-    from kernels.sampling import top_log_probabilities
+    from minillm.kernels.sampling import top_log_probabilities
 
     for rows, vocab, count in ((64, 128256, 8), (64, 128256, 64)):
         logits = [torch.randn(rows, vocab, device=_DEVICE) * 3 for _ in range(8)]

@@ -20,8 +20,8 @@ import torch
 
 from minillm.bench.hardware import read_bandwidth
 from minillm.bench.meter import Ceilings, metered
-from minillm.decoding.params import SamplingParams
 from minillm.llm import LLM
+from minillm.params import SamplingParams
 
 RUNS = 3
 

@@ -1,4 +1,4 @@
-"""``matvec``: the tiles of `kernels.matvec`, measured anew against cuBLAS: what `kernels.matvec.TILES` records."""
+"""``matvec``: measure the tiles that `minillm.kernels.matvec.TILES` records, against cuBLAS."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def measure(config: ModelConfig, tokens: int = 1) -> Iterator[MatvecResult]:
     """Each of the five products of a model, or of a rank's part of it, over all sensible tiles.
 
     Args:
-        tokens: up to `kernels.matvec.MOST_TOKENS`.
+        tokens: up to `minillm.kernels.matvec.MOST_TOKENS`.
     """
-    from kernels import matvec
+    from minillm.kernels import matvec
 
     device, dtype, c = torch.device("cuda"), torch.bfloat16, config
     bandwidth = read_bandwidth(device)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from minillm.cache import BlockManager, BlockTable
 from minillm.config import BLOCK_SIZES
-from minillm.decoding.params import BeamSearchParams
 from minillm.llm import LLM
+from minillm.params import BeamSearchParams
 
 LONGEST = 2048
 _BATCH = 48

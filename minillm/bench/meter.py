@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from minillm.bench.hardware import matmul_rate, read_bandwidth
-from minillm.engine import Engine
-from minillm.scheduler import Schedule
+from minillm.engine.engine import Engine
+from minillm.engine.scheduler import Schedule
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from minillm.bench.hardware import read_bandwidth
-from minillm.decoding.params import SamplingParams
 from minillm.errors import UsageError
 from minillm.llm import LLM
+from minillm.params import SamplingParams
 
 _STEPS = 8
 

@@ -11,11 +11,11 @@ import torch
 
 from minillm.cache import BlockManager
 from minillm.config import BLOCK_SIZES
-from minillm.decoding.params import SamplingParams
-from minillm.engine import Engine
+from minillm.engine.engine import Engine
+from minillm.engine.scheduler import Scheduler
 from minillm.model.llama import Llama
-from minillm.runner import Runner
-from minillm.scheduler import Scheduler
+from minillm.params import SamplingParams
+from minillm.runner.runner import Runner
 
 _RUNS = 5
 

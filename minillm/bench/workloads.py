@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 
 from minillm.bench.meter import Ceilings, Meter, metered
-from minillm.decoding.params import BeamSearchParams, Params, SamplingParams
 from minillm.errors import UsageError
 from minillm.llm import LLM
+from minillm.params import BeamSearchParams, Params, SamplingParams
 
 Request = tuple[list[int], Params]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minillm.ids import common_length
+from minillm.runs import common_length
 
 Node = int | str | None  # a block's number, or the salt that a chain begins with
 

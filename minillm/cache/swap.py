@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from minillm.cache.block_manager import BlockManager, BlockTable
 from minillm.cache.events import CacheEvent
-from minillm.ids import common_length
+from minillm.runs import common_length
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from kernels import WorkList
+from minillm.kernels import WorkList
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import kernels
-from kernels import LinearWeight
+from minillm import kernels
+from minillm.kernels import LinearWeight
 from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
 from minillm.model.rope import RotaryTable

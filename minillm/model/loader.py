@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import LinearWeight
 from minillm.errors import WeightsError
+from minillm.kernels import LinearWeight
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Layer, Llama
 from minillm.model.rope import RotaryTable
@@ -39,8 +39,8 @@ class RandomTensors:
     """Random weights in a checkpoint's shapes (``load_format="dummy"``): for speed tests, where the values are noise.
 
     Scaled like a trained model's, so that activations stay finite in half precision through any number of layers, and
-    bfloat16 numbers as nearly all published checkpoints hold: `kernels.cpu` reads those faster than others. A part of a
-    tensor is cut out of the whole one, so that any number of ranks hold the same model.
+    bfloat16 numbers as nearly all published checkpoints hold: `minillm.kernels.cpu` reads those faster than others. A
+    part of a tensor is cut out of the whole one, so that any number of ranks hold the same model.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:

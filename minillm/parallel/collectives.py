@@ -1,7 +1,7 @@
 """What the ranks that share a model do together: NCCL between GPUs, gloo between CPUs.
 
-GPUs that reach each other's memory add up the small tensors of a decode step by `kernels.all_reduce`: over NVLink that
-takes a quarter to a half of NCCL's time.
+GPUs that reach each other's memory add up the small tensors of a decode step by `minillm.kernels.all_reduce`: over
+NVLink that takes a quarter to a half of NCCL's time.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Way:
 
 @dataclass(frozen=True)
 class PeerSums:
-    """`kernels.all_reduce` among these ranks, in one shot or in two."""
+    """`minillm.kernels.all_reduce` among these ranks, in one shot or in two."""
 
     ways: list[Way]  # the first one that takes a tensor is the fastest; where none does, NCCL is
     stop: Tensor  # where a kernel that waits in the stream of the model looks, too
@@ -148,7 +148,14 @@ def _new_peer_sums(store: Store, rank: int, size: int, device: torch.device) -> 
     store.set(f"host/{rank}", socket.gethostname())
     if len({store.get(f"host/{each}") for each in range(size)}) > 1:
         return None
-    from kernels.all_reduce import WORDS, Exchange, all_reduce, all_reduce_in_two, inbox_words, inbox_words_in_two
+    from minillm.kernels.all_reduce import (
+        WORDS,
+        Exchange,
+        all_reduce,
+        all_reduce_in_two,
+        inbox_words,
+        inbox_words_in_two,
+    )
 
     in_one = (_ONE_SHOT_OF_TWO if size == 2 else _ONE_SHOT) // 4 // WORDS * WORDS
     in_two = 0 if size == 2 else _TWO_SHOTS // 4 // size // WORDS * WORDS  # of a slice

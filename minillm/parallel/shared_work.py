@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minillm.errors import UsageError
-from minillm.json_text import json_line, parse_json
-from minillm.parallel.beats import Listener
+from minillm.parallel.heartbeat import Listener
+from minillm.text.safe import json_line, parse_json
 
 if TYPE_CHECKING:
     from torch.distributed import Store

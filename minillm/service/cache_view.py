@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from minillm.cache import CacheEvent
-from minillm.ids import common_length
+from minillm.runs import common_length
 from minillm.service.messages import (
     BlockChange,
     BlockFacts,
@@ -23,7 +23,7 @@ from minillm.service.messages import (
 )
 
 if TYPE_CHECKING:
-    from minillm.engine import Engine
+    from minillm.engine.engine import Engine
     from minillm.sequence import Sequence
 
 _MOST_LOGGED = 400  # events of one picture; a step of a large batch can make thousands

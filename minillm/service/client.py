@@ -12,7 +12,7 @@ from pathlib import Path
 from minillm.service.messages import Command, Event, decode, encode
 
 # -P: a module of the current directory must not stand in for one of the standard library.
-ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service.worker")
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service.conversations")
 _LINE_LIMIT = 64 << 20  # bytes of one event; a picture of a million blocks stays below
 
 

@@ -319,7 +319,7 @@ class CacheChanged(Event):
 
 @dataclass
 class StepView:
-    """One step of the engine: see `minillm.engine.StepReport`."""
+    """One step of the engine: see `minillm.engine.engine.StepReport`."""
 
     number: int
     num_prefills: int

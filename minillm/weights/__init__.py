@@ -1,0 +1,1 @@
+"""Models by name: found, fetched, checked, read."""

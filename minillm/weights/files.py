@@ -18,10 +18,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from minillm.errors import DownloadError, WeightsError
-from minillm.json_text import parse_json
 from minillm.paths import cache_dir
 from minillm.progress import OnProgress, Progress, ignore_progress
-from minillm.text import clean_line
+from minillm.text.safe import clean_line, parse_json
 
 RECORD = "minillm.json"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minillm.errors import WeightsError
-from minillm.text import clean_line
+from minillm.text.safe import clean_line
 from minillm.weights.gguf_header import Header, TensorInfo, read_header
 
 _NAMES = {

@@ -20,9 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from minillm.errors import DownloadError
-from minillm.json_text import parse_json
 from minillm.progress import OnProgress, Progress
-from minillm.text import clean_line
+from minillm.text.safe import clean_line, parse_json
 from minillm.weights.files import FileRecord, check_space, sha256_of
 from minillm.weights.manifest import HubSource
 

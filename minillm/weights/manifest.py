@@ -9,9 +9,8 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from minillm.errors import UsageError
-from minillm.text import clean_line
-from minillm.wording import nearest
+from minillm.errors import UsageError, nearest
+from minillm.text.safe import clean_line
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,10 @@ class Manifest:
 
 
 def manifest_path() -> Path:
-    """``$MINILLM_WEIGHTS``, else beside the package (installed from a wheel), else at the top of the repository."""
+    """``$MINILLM_WEIGHTS``, else the package's own; in the repository that one is a link to the file at the top."""
     if value := os.environ.get("MINILLM_WEIGHTS"):
         return Path(value).expanduser()
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "weights.toml"
-    return installed if installed.exists() else package.parent / "weights.toml"
+    return (Path(__file__).parents[1] / "weights.toml").resolve()
 
 
 def default_model() -> str:

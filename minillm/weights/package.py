@@ -15,11 +15,10 @@ import zipfile
 from pathlib import Path
 
 from minillm.errors import DownloadError
-from minillm.progress import OnProgress, Progress
-from minillm.text import clean_line
+from minillm.progress import OnProgress, Progress, size
+from minillm.text.safe import clean_line
 from minillm.weights.files import FileRecord, check_space, sha256_of
 from minillm.weights.manifest import PackageSource
-from minillm.wording import size
 
 _EXPANSION = 8  # bytes of float32 weights per byte of a 4-bit file, rounded up
 
@@ -89,12 +88,12 @@ def convert(gguf: Path, directory: Path, on_progress: OnProgress) -> list[FileRe
     """Write a GGUF file's model into ``directory`` in Hugging Face's layout, dequantised.
 
     Matrices are stored in float16: half the bytes to keep, to load and, on a CPU, to read for each token
-    (`kernels.cpu.packed_linear`). That rounds them by 2^-12 at most, a hundredth of what four bits did to them. Who
-    wants every digit names the .gguf file itself as the model.
+    (`minillm.kernels.cpu.packed_linear`). That rounds them by 2^-12 at most, a hundredth of what four bits did to them.
+    To keep every digit, name the .gguf file itself as the model.
     """
     from safetensors.torch import save_file
 
-    from minillm.tokenizer import Tokenizer
+    from minillm.text.tokenizer import Tokenizer
     from minillm.weights.gguf_file import GGUFCheckpoint
 
     checkpoint = GGUFCheckpoint(gguf)

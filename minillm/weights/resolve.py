@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minillm.errors import DownloadError, UsageError
 from minillm.progress import OnProgress, ignore_progress
-from minillm.text import clean_line
+from minillm.text.safe import clean_line
 from minillm.weights import hub, package
 from minillm.weights.files import (
     ModelFiles,

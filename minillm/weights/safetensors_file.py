@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minillm.errors import WeightsError
-from minillm.text import clean_line
+from minillm.text.safe import clean_line
 from minillm.weights.files import read_json
 
 _INDEX = "model.safetensors.index.json"

@@ -48,7 +48,7 @@ def test_one_prompt_writes_its_text_and_nothing_else(generate: Any) -> None:
     [line] = again.stdout.splitlines()
     assert result.returncode == again.returncode == 0
     assert result.stderr == again.stderr == ""
-    from minillm.text import clean
+    from minillm.text.safe import clean
 
     assert result.stdout == clean(json.loads(line)["outputs"][0]["text"]) + "\n"
 

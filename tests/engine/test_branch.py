@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from minillm.decoding.params import BeamSearchParams, SamplingParams
 from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
+from minillm.params import BeamSearchParams, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

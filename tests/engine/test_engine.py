@@ -10,11 +10,11 @@ import pytest
 import torch
 from support import engine_for, hf_model, ours
 
-from minillm.decoding.params import SamplingParams
-from minillm.engine import Engine
+from minillm.engine.engine import Engine
 from minillm.errors import CapacityError, UsageError
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
+from minillm.params import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import engine_for, hf_model, ours
 
-from minillm.decoding.params import BeamSearchParams, SamplingParams
 from minillm.errors import CapacityError
 from minillm.model.llama import Llama
+from minillm.params import BeamSearchParams, SamplingParams
 from minillm.sequence import Sequence
 
 MODELS: list[Llama] = []  # one for all examples: making it takes longer than running them

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support import engine_for, hf_model, ours
 
-from minillm.decoding.params import BeamSearchParams, SamplingParams
-from minillm.engine import Engine
+from minillm.engine.engine import Engine
 from minillm.model.llama import Llama
+from minillm.params import BeamSearchParams, SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from support import engine_for, hf_model, ours, run
 
-from minillm.decoding.params import BeamSearchParams, SamplingParams
-from minillm.engine import Engine
+from minillm.engine.engine import Engine
 from minillm.errors import CapacityError
 from minillm.model.llama import Llama
+from minillm.params import BeamSearchParams, SamplingParams
 from minillm.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from support import DEVICE, engine_for, hf_model, ours, run
 
-from minillm.decoding.params import BeamSearchParams, SamplingParams
-from minillm.engine import Engine
+from minillm.engine.engine import Engine
 from minillm.model.llama import Llama
+from minillm.params import BeamSearchParams, SamplingParams
 
 SECONDS = float(os.environ.get("MINILLM_SOAK_SECONDS", "480"))
 REQUESTS = int(os.environ.get("MINILLM_SOAK_REQUESTS", "20000"))

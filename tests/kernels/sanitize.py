@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from shapes import DEVICE, make_pool, randn
 
-from kernels import DecodeInputs, Field, activation, blocks, decode_rows, matvec, norm, rotary, sampling
-from kernels.chunked_prefill import prefill_attention
-from kernels.decode_attention import paged_attention, paged_attention_with_lse
-from kernels.prefix_decode_attention import prefix_attention
-from kernels.prefix_plan import FREE, AttentionShape, WorkList, plan_attention
+from minillm.kernels import DecodeInputs, Field, activation, blocks, decode_rows, matvec, norm, rotary, sampling
+from minillm.kernels.chunked_prefill import prefill_attention
+from minillm.kernels.decode_attention import paged_attention, paged_attention_with_lse
+from minillm.kernels.prefix_decode_attention import prefix_attention
+from minillm.kernels.prefix_plan import FREE, AttentionShape, WorkList, plan_attention
 
 
 def main() -> None:

@@ -9,10 +9,10 @@ import torch
 from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
 from torch import Tensor
 
-from kernels import reference
+from minillm.kernels import reference
 
 pytest.importorskip("triton")
-from kernels.all_reduce import (
+from minillm.kernels.all_reduce import (
     WORDS,
     Exchange,
     all_reduce,

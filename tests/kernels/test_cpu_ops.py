@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels
-from kernels import HostPlan, LinearWeight, cpu, reference
+from minillm import kernels
+from minillm.kernels import HostPlan, LinearWeight, cpu, reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SIZE = 4  # block size of most pools here

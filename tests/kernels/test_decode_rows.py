@@ -9,11 +9,11 @@ import pytest
 import torch
 from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
 
-import kernels
-from kernels import DecodeInputs, Field, reference
+from minillm import kernels
+from minillm.kernels import DecodeInputs, Field, reference
 
 pytest.importorskip("triton")
-from kernels import decode_rows, sampling
+from minillm.kernels import decode_rows, sampling
 
 
 def bits(value: float) -> int:

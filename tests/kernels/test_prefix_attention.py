@@ -9,11 +9,11 @@ import torch
 from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
 from torch import Tensor
 
-from kernels import reference
-from kernels.prefix_plan import FREE, ITEM_WORDS, AttentionShape, Plan, WorkList, plan_attention, prefix_tree
+from minillm.kernels import reference
+from minillm.kernels.prefix_plan import FREE, ITEM_WORDS, AttentionShape, Plan, WorkList, plan_attention, prefix_tree
 
 pytest.importorskip("triton")
-from kernels.prefix_decode_attention import prefix_attention
+from minillm.kernels.prefix_decode_attention import prefix_attention
 
 
 def forked_tables(

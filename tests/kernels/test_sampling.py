@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels
-from kernels import cpu, reference
+from minillm import kernels
+from minillm.kernels import cpu, reference
 
 
 def arguments(rows: int, **settings: float) -> list[Tensor]:

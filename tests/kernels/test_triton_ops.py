@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, make_pool, randn, relative_error
 from torch import Tensor
 
-import kernels
-from kernels import reference
+from minillm import kernels
+from minillm.kernels import reference
 
 pytest.importorskip("triton")
-from kernels import activation, blocks, matvec, norm, rotary, sampling
-from kernels.chunked_prefill import prefill_attention
-from kernels.decode_attention import num_splits_for, paged_attention, paged_attention_with_lse
+from minillm.kernels import activation, blocks, matvec, norm, rotary, sampling
+from minillm.kernels.chunked_prefill import prefill_attention
+from minillm.kernels.decode_attention import num_splits_for, paged_attention, paged_attention_with_lse
 
 drawn = settings(
     max_examples=60 if ON_GPU else 12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from minillm import LLM, BeamSearchParams, SamplingParams
-from minillm.decoding.params import Params
 from minillm.parallel.channel import RankDied
+from minillm.params import Params
 
 
 def requests(count: int) -> tuple[list[list[int]], list[Params]]:

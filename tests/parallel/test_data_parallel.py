@@ -15,7 +15,7 @@ import pytest
 from launching import torchrun
 from torch.distributed import HashStore
 
-from minillm.cli import main
+from minillm.cli.main import main
 from minillm.errors import UsageError
 from minillm.parallel.shared_work import PartFiles, Replicas, SharedQueue
 

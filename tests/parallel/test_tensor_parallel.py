@@ -23,12 +23,12 @@ from launching import of_two_ranks, torchrun
 from support import StateDict, hf_model, run
 from torch import Tensor
 
-from kernels.prefix_plan import FREE
 from minillm import LLM, BeamSearchParams, MinillmError, SamplingParams
 from minillm.cache import BlockManager, SwapSpace
-from minillm.decoding.params import Params
-from minillm.engine import Engine
+from minillm.engine.engine import Engine
+from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
+from minillm.kernels.prefix_plan import FREE
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama, parameter_shapes
@@ -38,9 +38,9 @@ from minillm.outputs import RequestOutput
 from minillm.parallel.channel import RankDied
 from minillm.parallel.collectives import Ranks
 from minillm.parallel.launch import Torchrun
-from minillm.runner import Runner
-from minillm.scheduler import Scheduler
-from minillm.work import ChunkWork, DecodeWork, StepWork
+from minillm.params import Params
+from minillm.runner.runner import Runner
+from minillm.runner.step import ChunkWork, DecodeWork, StepWork
 
 CPU = torch.device("cpu")
 
@@ -426,7 +426,7 @@ def _workers_of(parent: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, IndexError, ValueError):
             ours = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent
-            if ours and b"minillm.parallel.worker" in (entry / "cmdline").read_bytes():
+            if ours and b"minillm.rank" in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
     return found
 

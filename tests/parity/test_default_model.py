@@ -14,7 +14,7 @@ import torch
 from support import default_model_of_transformers, logits_in_chunks
 
 from minillm import LLM, SamplingParams
-from minillm.engine import Engine
+from minillm.engine.engine import Engine
 from minillm.outputs import RequestOutput
 
 PROMPTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from minillm.cli import main
-from ui import app as chat_app
-from ui.settings import Settings
+from minillm.cli.main import main
+from minillm.ui import app as chat_app
+from minillm.ui.settings import Settings
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
 
@@ -28,7 +28,7 @@ def run() -> int:
 
 if __name__ == "__main__":
     # Through the command line's own handling of errors and exit codes.
-    import minillm.commands.chat as command
+    import minillm.cli.chat as command
 
     command.run = lambda arguments: run()
     sys.exit(main(["chat"]))

@@ -13,14 +13,14 @@ import anyio
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
-from ui.app import ChatApp
-from ui.conversation import Turn
-from ui.screens.chat import ChatScreen
-from ui.sessions import SessionStore
-from ui.settings import Settings
-from ui.widgets.message import Note
-from ui.widgets.prompt import PromptInput
-from ui.widgets.status_bar import StatusBar
+from minillm.ui.app import ChatApp
+from minillm.ui.bars.status import StatusBar
+from minillm.ui.chat.conversation import Turn
+from minillm.ui.chat.message import Note
+from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.screen import ChatScreen
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.settings import Settings
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
 

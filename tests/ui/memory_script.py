@@ -12,7 +12,7 @@ from minillm.service.messages import (
     StepView,
     TableChange,
 )
-from ui.pool import Pool
+from minillm.ui.memory.pool import Pool
 
 SIZE = 16
 HOSTILE = "\x1b[31mred\x9b0m [bold]x[/] \u202e\r\n"

@@ -9,12 +9,12 @@ import pytest
 from driving import answered, ask, chat, notes, say, screen, seen, until
 from textual.widgets import Collapsible, Input, OptionList, Static
 
-from ui.screens.probabilities import ProbabilityScreen
-from ui.screens.sessions import SessionsScreen
-from ui.sessions import SessionStore
-from ui.widgets.candidates import CandidateCard, CandidatesView
-from ui.widgets.prompt import PromptInput
-from ui.widgets.transcript import Transcript
+from minillm.ui.chat.candidates import CandidateCard, CandidatesView
+from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.chat.transcript import Transcript
+from minillm.ui.dialogs.probabilities import ProbabilityScreen
+from minillm.ui.dialogs.sessions import SessionsScreen
 
 pytestmark = pytest.mark.anyio
 

@@ -15,20 +15,20 @@ from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 
 from minillm.service.client import EngineProcess
-from ui.pacing import Drawing
-from ui.screens.chat import ChatScreen
-from ui.screens.help import HelpScreen
-from ui.screens.models import ModelScreen
-from ui.screens.sampling import SamplingScreen
-from ui.screens.system import SystemScreen
-from ui.widgets.key_bar import KeyBar
-from ui.widgets.line_view import LineView
-from ui.widgets.memory_panel import MemoryPanel
-from ui.widgets.message import AnswerView, Question
-from ui.widgets.pool_map import PoolMap
-from ui.widgets.prompt import PromptInput
-from ui.widgets.status_bar import StatusBar
-from ui.widgets.transcript import Transcript
+from minillm.ui.bars.keys import KeyBar
+from minillm.ui.bars.status import StatusBar
+from minillm.ui.chat.message import AnswerView, Question
+from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.screen import ChatScreen
+from minillm.ui.chat.transcript import Transcript
+from minillm.ui.dialogs.help import HelpScreen
+from minillm.ui.dialogs.models import ModelScreen
+from minillm.ui.dialogs.sampling import SamplingScreen
+from minillm.ui.dialogs.system import SystemScreen
+from minillm.ui.memory.line_view import LineView
+from minillm.ui.memory.panel import MemoryPanel
+from minillm.ui.memory.pool_map import PoolMap
+from minillm.ui.pacing import Drawing
 
 pytestmark = pytest.mark.anyio
 
@@ -321,7 +321,7 @@ async def test_a_paragraph_costs_a_layout_per_line_or_one(
 
 async def test_a_large_pool_is_drawn_by_the_line() -> None:
     async with chat(size=(200, 50)) as pilot:
-        from ui.pool import Pool
+        from minillm.ui.memory.pool import Pool
 
         screen(pilot)._set_pool(Pool(20_000, 16, 1024))
         await pilot.pause()

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from minillm.errors import UsageError
-from ui.config import load_settings
-from ui.screens.chat import ChatScreen
-from ui.settings import (
+from minillm.ui.chat.screen import ChatScreen
+from minillm.ui.chat.slash import COMMANDS, completions, parse
+from minillm.ui.config import load_settings
+from minillm.ui.settings import (
     CHAT_SAMPLING,
     Settings,
     field_texts,
@@ -18,7 +19,6 @@ from ui.settings import (
     settings_summary,
     with_param,
 )
-from ui.slash import COMMANDS, completions, parse
 
 FILE = """
 model = "small"

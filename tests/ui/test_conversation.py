@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ui.conversation import Candidate, Conversation, Turn
-from ui.reasoning import ReasoningSplitter, split_reasoning
+from minillm.ui.chat.conversation import Candidate, Conversation, Turn
+from minillm.ui.chat.reasoning import ReasoningSplitter, split_reasoning
 
 
 def said(conversation: Conversation, question: str, text: str) -> Turn:

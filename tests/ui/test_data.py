@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from minillm.progress import size
 from minillm.service.messages import BlockChange, CacheChanged, Loading, LogEntry, PoolFigures, TableChange
-from minillm.wording import size
-from ui.markdown import harmless_parser
-from ui.numbers import bar, duration, plural
-from ui.pool import BlockState, Pool
-from ui.widgets.block_table import runs_line
-from ui.widgets.loading_bar import progress_line
-from ui.widgets.message import shortened
+from minillm.ui.bars.loading import progress_line
+from minillm.ui.chat.harmless_markdown import harmless_parser
+from minillm.ui.chat.message import shortened
+from minillm.ui.memory.block_table import runs_line
+from minillm.ui.memory.pool import BlockState, Pool
+from minillm.ui.numbers import bar, duration, plural
 
 
 def changed(blocks: list[BlockChange], tables: list[TableChange], gone: list[int] | None = None) -> CacheChanged:

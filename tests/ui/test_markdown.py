@@ -15,8 +15,8 @@ from textual.geometry import Region
 from textual.widget import Widget
 from textual.widgets import Static
 
-from ui.app import ChatApp
-from ui.widgets.markdown import ModelMarkdown
+from minillm.ui.app import ChatApp
+from minillm.ui.chat.markdown import ModelMarkdown
 
 TEXTS = {
     "paragraphs": "One line that is rather long, so that it is broken at the end.\n\nAnother *one*.\nA third.",

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from minillm.llm import LLM
-from ui.plain import PlainChat
-from ui.sessions import SessionStore
-from ui.settings import Settings
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.plain import PlainChat
+from minillm.ui.settings import Settings
 
 
 def plain(model: Path | str, directory: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "minillm.cli", "chat", "--model", str(model), "--device", "cpu", *options]
+    command = [sys.executable, "-m", "minillm.cli.main", "chat", "--model", str(model), "--device", "cpu", *options]
     environment = {**os.environ, "MINILLM_DATA": str(directory), "MINILLM_CONFIG": str(directory)}
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment

@@ -10,11 +10,11 @@ from driving import answered, ask, chat, notes, say, screen, seen, until
 from textual.drivers.headless_driver import HeadlessDriver
 
 from minillm.service.client import ENGINE_COMMAND
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.demo import STOPS, DemoApp, Narration, demo_settings
+from minillm.ui.memory.pool import Pool
+from minillm.ui.settings import Settings
 from minillm.weights.manifest import default_model
-from ui.demo import STOPS, DemoApp, Narration, demo_settings
-from ui.pool import Pool
-from ui.sessions import SessionStore
-from ui.settings import Settings
 
 pytestmark = pytest.mark.anyio
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}

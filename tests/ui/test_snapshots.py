@@ -11,7 +11,7 @@ import pytest
 from driving import ask, chat, seen, until
 from textual.pilot import Pilot
 
-from ui.app import ChatApp
+from minillm.ui.app import ChatApp
 
 pytestmark = pytest.mark.anyio
 SNAPSHOTS = Path(__file__).with_name("snapshots")

@@ -303,7 +303,7 @@ def test_in_tmux_from_start_to_quit(tmp_path: Path) -> None:
     tmux("new-session", "-d", "-x", "130", "-y", "40", "sh")
     try:
         # Before the shell has read the line, ctrl-c takes it away; in the first instants Python itself answers.
-        begun = """-c 'from minillm.cli import main; print("be" "gun", flush=True); raise SystemExit(main())'"""
+        begun = """-c 'from minillm.cli.main import main; print("be" "gun", flush=True); raise SystemExit(main())'"""
         tmux("send-keys", f"{chat.replace('-m minillm', begun)}; echo ended $?", "Enter")
         until("begun")
         for _ in range(100):  # while Python starts, while the screen is made, while the engine starts: as it comes

@@ -16,21 +16,21 @@ from textual.containers import Container, Vertical
 from textual.pilot import Pilot
 from textual.widget import Widget
 
-import ui
+from minillm import ui
 from minillm.service.messages import BlockChange, CacheChanged, LogEntry, PoolFigures, TableView
-from ui.block_tree import block_trees, tree_lines
-from ui.numbers import spans, sparkline
-from ui.pool import Pool
-from ui.theme import DARK
-from ui.widgets.block_table import BlockTableView
-from ui.widgets.event_log import EventLog, event_words
-from ui.widgets.memory_figures import memory_lines
-from ui.widgets.memory_panel import MemoryPanel
-from ui.widgets.pool_map import PoolMap
-from ui.widgets.step_list import StepList, split_bar
-from ui.widgets.view_tabs import tab_labels
+from minillm.ui.bars.tabs import tab_labels
+from minillm.ui.memory.block_table import BlockTableView
+from minillm.ui.memory.event_log import EventLog, event_words
+from minillm.ui.memory.figures import memory_lines
+from minillm.ui.memory.panel import MemoryPanel
+from minillm.ui.memory.pool import Pool
+from minillm.ui.memory.pool_map import PoolMap
+from minillm.ui.memory.steps import StepList, split_bar
+from minillm.ui.memory.tree import block_trees, tree_lines
+from minillm.ui.numbers import spans, sparkline
+from minillm.ui.theme import DARK
 
-STYLES = Path(ui.__file__).with_name("styles")
+STYLES = Path(ui.__file__).parent
 WIDE, NARROW = (120, 40), (80, 24)
 
 
@@ -38,7 +38,7 @@ class PanelApp(App[None]):
     """The panel beside nothing."""
 
     AUTO_FOCUS = None
-    CSS_PATH = [STYLES / "app.tcss", STYLES / "memory.tcss"]  # noqa: RUF012
+    CSS_PATH = [STYLES / "app.tcss", STYLES / "memory" / "memory.tcss"]  # noqa: RUF012
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall")]  # noqa: RUF012
 

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import hf_model, logits_in_chunks
 
-from minillm.build import build_engine
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
+from minillm.load import build_engine
 from minillm.model.config import ModelConfig
 from minillm.model.loader import load_llama
 from minillm.weights.checkpoint import open_checkpoint

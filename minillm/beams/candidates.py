@@ -1,0 +1,126 @@
+"""The best continuations of all beams of all requests, found on the device together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm import kernels
+from minillm.beams.search import BeamSearch, Candidate
+from minillm.outputs import TokenLogprobs
+from minillm.params import BeamSearchParams
+from minillm.runner.penalties import needs_processing, process_logits
+from minillm.sequence import Sequence as TokenSequence
+
+
+@dataclass(frozen=True)
+class BeamStep:
+    """One request's beams at this step.
+
+    ``searches`` are its groups of beams; ``rows[g][i]`` is the row of logits of beam i of group g, and
+    ``sequences[g][i]`` the beam. In the first step all groups have one beam, the prompt.
+    """
+
+    params: BeamSearchParams
+    searches: list[BeamSearch]
+    rows: list[list[int]]
+    sequences: list[list[TokenSequence]]
+    end_ids: tuple[int, ...]
+
+
+@torch.inference_mode()
+def beam_candidates(logits: Tensor, steps: Sequence[BeamStep]) -> list[list[list[Candidate]]]:
+    """For each step, for each of its groups: the best continuations, the best first.
+
+    The vocabulary is searched on the device; the few tokens found for each beam come to the host, which compares beams.
+
+    Args:
+        logits: ``[n, vocab]``. Where a row holds NaN, so do all its candidates.
+    """
+    rows = [row for step in steps for group in step.rows for row in group]
+    owners = [(step, s) for step in steps for group in step.sequences for s in group]
+    # What a diversity penalty takes away from a group's continuations, at most as many others replace.
+    extra = max((step.params.beam_width for step in steps if len(step.searches) > 1), default=0)
+    wanted = max(s.num_candidates(len(step.end_ids)) for step in steps for s in step.searches) + extra
+    if rows != list(range(len(logits))):
+        logits = logits[torch.tensor(rows, device=logits.device)]
+    values, ids = (found.cpu() for found in _best_tokens(logits, owners, min(wanted, logits.shape[1])))
+
+    result: list[list[list[Candidate]]] = [[] for _ in steps]
+    # Groups of the same shape are one top-k on the device; groups that pay for each other's choices go one by one.
+    shapes: dict[tuple[int, int], list[tuple[int, int, BeamSearch]]] = {}
+    first = 0
+    for number, step in enumerate(steps):
+        if len(step.searches) > 1:
+            count = sum(map(len, step.rows))
+            result[number] = _diverse(step, values[first : first + count].tolist(), ids[first : first + count].tolist())
+            first += count
+            continue
+        search, count = step.searches[0], len(step.rows[0])
+        shapes.setdefault((count, search.num_candidates(len(step.end_ids))), []).append((number, first, search))
+        first += count
+    for (count, keep), members in shapes.items():
+        at = torch.tensor([range(first, first + count) for _, first, _ in members])
+        so_far = torch.tensor([search.logprobs[:count] for _, _, search in members])
+        each = min(keep, values.shape[1])
+        scores = (values[at][:, :, :each] + so_far[:, :, None]).flatten(1)
+        best, where = scores.topk(min(keep, scores.shape[1]))
+        tokens = ids[at][:, :, :each].flatten(1).gather(1, where)
+        rows_of = (where // each).tolist()
+        for (number, _, _), *columns in zip(members, best.tolist(), rows_of, tokens.tolist(), strict=True):
+            result[number] = [[Candidate(*entry) for entry in zip(*columns, strict=True)]]
+    return result
+
+
+def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, TokenSequence]], count: int) -> tuple[Tensor, Tensor]:
+    """``(log-probabilities, token ids)`` ``[rows, count]`` of each beam's best next tokens, penalties applied."""
+    if not any(needs_processing(step.params, sequence) for step, sequence in owners):
+        return kernels.top_log_probabilities(logits, count)
+    log_probs = logits.float().log_softmax(-1)
+    for row, (step, sequence) in zip(log_probs, owners, strict=True):
+        if needs_processing(step.params, sequence):
+            process_logits(row, step.params, sequence, step.end_ids)
+    return log_probs.topk(count)
+
+
+def _diverse(step: BeamStep, values: list[list[float]], ids: list[list[int]]) -> list[list[Candidate]]:
+    """Diverse beam search: each group pays for the tokens that the groups before it are about to choose."""
+    result = []
+    chosen: Counter[int] = Counter()
+    first = 0
+    for search, rows in zip(step.searches, step.rows, strict=True):
+        candidates = [
+            Candidate(value - step.params.diversity_penalty * chosen[token_id] + search.logprobs[beam], beam, token_id)
+            for beam in range(len(rows))
+            for value, token_id in zip(values[first + beam], ids[first + beam], strict=True)
+        ]
+        first += len(rows)
+        candidates.sort(key=lambda candidate: -candidate.logprob)
+        result.append(candidates[: search.num_candidates(len(step.end_ids))])
+        if not search.done:
+            living = [c for c in result[-1] if c.token_id not in step.end_ids][: search.width]
+            chosen.update(candidate.token_id for candidate in living)
+    return result
+
+
+@torch.inference_mode()
+def token_logprobs(logits: Tensor, wanted: Sequence[tuple[int, int]], count: int) -> list[TokenLogprobs]:
+    """The log-probability of (row of logits, token id) pairs, with the ``count`` most probable tokens of the row."""
+    if not wanted:
+        return []
+    device = logits.device
+    rows = torch.tensor([row for row, _ in wanted], device=device)
+    chosen = torch.tensor([token_id for _, token_id in wanted], device=device)
+    log_probs = logits[rows].float().log_softmax(-1)
+    picked = log_probs.gather(1, chosen[:, None])[:, 0].tolist()
+    values, ids = log_probs.topk(min(count, logits.shape[1]))
+    return [
+        TokenLogprobs(token_id, logprob, tuple(zip(row_ids, row_values, strict=True)))
+        for (_, token_id), logprob, row_values, row_ids in zip(
+            wanted, picked, values.tolist(), ids.tolist(), strict=True
+        )
+    ]

@@ -1,0 +1,100 @@
+"""Beam search: which continuations live on, which have finished, and when it is over.
+
+The semantics are those of Hugging Face ``generate`` (its vectorised ``_beam_search``): of the best ``(1 + number of
+end tokens) * width`` continuations, the best ``width`` that do not end live on; those that end and stand among the best
+``width`` are finished. Plain Python on numbers: the tensors are in `minillm.beams.candidates`, the blocks
+follow by fork and free in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Beam = TypeVar("Beam")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Beam number ``beam`` continued by ``token_id``; ``logprob`` is the whole beam's."""
+
+    logprob: float
+    beam: int
+    token_id: int
+
+
+@dataclass(frozen=True)
+class Finished(Generic[Beam]):
+    """A finished beam: whatever the caller keeps of it, and its score."""
+
+    score: float
+    logprob: float
+    beam: Beam
+
+
+@dataclass
+class BeamSearch(Generic[Beam]):
+    """One group of beams of one request. Scores are float32 values held as Python floats."""
+
+    width: int
+    length_penalty: float
+    early_stopping: bool | str
+    max_tokens: int
+    logprobs: list[float] = field(default_factory=lambda: [0.0])  # of the running beams, the best first
+    num_tokens: int = 0  # generated so far
+    finished: list[Finished[Beam]] = field(default_factory=list)  # the best first
+    done: bool = False
+
+    def num_candidates(self, num_end_tokens: int) -> int:
+        """How many continuations to look at: enough that ``width`` of them do not end."""
+        return max(2, 1 + num_end_tokens) * self.width
+
+    def advance(
+        self,
+        candidates: Sequence[Candidate],
+        ends: Callable[[Candidate], bool],
+        keep: Callable[[Candidate], Beam],
+    ) -> list[Candidate]:
+        """Take a step.
+
+        Args:
+            candidates: the best continuations, best first.
+            ends: whether a continuation is complete (an end token, a stop string). Length is looked at here.
+            keep: makes what is kept of a continuation that has finished.
+
+        Returns:
+            The running beams of the next step, best first; empty when the search is done.
+        """
+        self.num_tokens += 1
+        full = self.num_tokens >= self.max_tokens
+        running: list[Candidate] = []
+        all_end = True
+        for rank, candidate in enumerate(candidates):
+            if full or ends(candidate):
+                if rank < self.width:
+                    score = candidate.logprob / self.num_tokens**self.length_penalty
+                    self._finish(score, candidate, keep)
+            else:
+                all_end = False
+                if len(running) < self.width:
+                    running.append(candidate)
+        self.logprobs = [candidate.logprob for candidate in running]
+        self.done = all_end or self._cannot_improve()
+        return [] if self.done else running
+
+    def _finish(self, score: float, candidate: Candidate, keep: Callable[[Candidate], Beam]) -> None:
+        if len(self.finished) == self.width and score <= self.finished[-1].score:
+            return
+        self.finished.append(Finished(score, candidate.logprob, keep(candidate)))
+        self.finished.sort(key=lambda beam: -beam.score)  # stable: among equals the earlier one stays first
+        del self.finished[self.width :]
+
+    def _cannot_improve(self) -> bool:
+        if len(self.finished) < self.width:
+            return False
+        if self.early_stopping is True:
+            return True
+        longest = self.early_stopping == "never" and self.length_penalty > 0
+        length = self.max_tokens if longest else self.num_tokens
+        return self.logprobs[0] / length**self.length_penalty <= self.finished[-1].score

@@ -1,0 +1,59 @@
+"""``minillm info``: what runs here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+from typing import Any
+
+from minillm.interrupt import import_torch
+
+PACKAGES = ("torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "gguf", "jinja2", "textual")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    facts = collect()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        for section, values in facts.items():
+            print(section)
+            for name, value in values.items():
+                print(f"  {name:<18}{value}")
+    return 0
+
+
+def collect() -> dict[str, dict[str, Any]]:
+    """Versions, devices and directories."""
+    import_torch()
+    import torch
+
+    from minillm.paths import cache_dir, config_dir, data_dir
+    from minillm.runner.pool_size import free_bytes
+
+    versions = {"minillm": importlib.metadata.version("minillm"), "python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    cpu = torch.device("cpu")
+    devices: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": f"{torch.get_num_threads()} threads, {free_bytes(cpu) / 2**30:.1f} GiB free",
+        "cuda": torch.version.cuda or "torch is built without CUDA",
+    }
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        devices[f"cuda:{index}"] = f"{name}, compute capability {major}.{minor}, {memory}"
+    return {
+        "versions": versions,
+        "devices": devices,
+        "directories": {"cache": str(cache_dir()), "configuration": str(config_dir()), "data": str(data_dir())},
+    }

@@ -1,0 +1,332 @@
+"""The ``minillm`` command.
+
+Each subcommand lives in a file of its own here; this one only knows their options, so that ``--help`` imports no torch.
+Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 stopped with ctrl-c.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from minillm.errors import MinillmError, UsageError, nearest
+from minillm.text.safe import clean_line
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors as one line that names the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+            known = sorted(_option_strings(self))
+            message = f"unknown option {unknown!r}" + _meant(unknown.split("=")[0], known)
+        elif "invalid choice: " in message:
+            choice = message.split("invalid choice: ")[1].split(" (")[0].strip("'\"")
+            choices = [str(c) for action in self._actions for c in action.choices or ()]
+            message = f"unknown {message.split(':')[0].removeprefix('argument ')} {choice!r}" + _meant(choice, choices)
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def _option_strings(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of a parser and of its subcommands."""
+    found: set[str] = set()
+    for action in parser._actions:
+        found.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for subparser in action.choices.values():
+                found |= _option_strings(subparser)
+    return found
+
+
+def _meant(word: str, words: list[str]) -> str:
+    close = nearest(word, words)
+    return f", did you mean {close}?" if close else ""
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser, with the options of the command that ``argv`` names; of all commands, where it names none.
+
+    Adding all options, most of them `bench`'s, takes longer than everything else here.
+    """
+    parser = _Parser(
+        prog="minillm",
+        description="Llama models on your own machine: chat, batch generation, and a view of the KV cache.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    wanted = next((word for word in argv if word in _COMMANDS), None)
+    for name, (summary, add_options) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        if wanted in (name, None):
+            add_options(command)
+    return parser
+
+
+def _add_chat_options(chat: argparse.ArgumentParser) -> None:
+    _add_model_options(chat)
+    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat.add_argument("--plain", action="store_true", help="line by line: for pipes and screen readers")
+    chat.add_argument("--resume", action="store_true", help="go on with the latest saved conversation")
+    chat.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
+    chat.add_argument("--config", metavar="FILE", help="settings (default: config.toml in the user's directory)")
+    _add_sampling_options(chat, n=False)
+    chat_candidates = chat.add_argument_group("answers to choose from")
+    chat_candidates.add_argument("--n", type=int, metavar="N", help="sample N answers to every question (1)")
+    chat_candidates.add_argument("--beam-width", type=int, metavar="N", help="search with N beams instead of sampling")
+    chat_candidates.add_argument("--length-penalty", type=float, metavar="X", help="above 0 favours long beams (1)")
+
+
+def _add_demo_options(demo: argparse.ArgumentParser) -> None:
+    demo.add_argument("--speed", type=float, default=1.0, metavar="X", help="above 1: faster (1)")
+    demo.add_argument("--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file")
+    demo.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
+
+
+def _add_generate_options(generate: argparse.ArgumentParser) -> None:
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
+    generate.add_argument("-f", "--file", metavar="FILE", help="read prompts from FILE ('-': standard input)")
+    form = generate.add_mutually_exclusive_group()
+    form.add_argument(
+        "--lines", action="store_true", help="every line of the file is a prompt (else the whole text is)"
+    )
+    form.add_argument("--jsonl", action="store_true", help="every line is a JSON request (implied by the name *.jsonl)")
+    generate.add_argument("--chat", action="store_true", help="wrap each prompt as a user's message of a chat")
+    generate.add_argument("--system", metavar="TEXT", help="system prompt; implies --chat")
+    generate.add_argument("--json", action="store_true", help="write one JSON object per prompt")
+    generate.add_argument(
+        "-o", "--output", metavar="FILE", help="write JSON objects to FILE; a run that was stopped goes on from there"
+    )
+    generate.add_argument(
+        "--data-parallel", action="store_true", help="share the prompts among the replicas that torchrun has started"
+    )
+    generate.add_argument("--quiet", action="store_true", help="no progress bar")
+    _add_model_options(generate)
+    _add_sampling_options(generate, n=True)
+
+    beams = generate.add_argument_group("beam search")
+    beams.add_argument("--beam-width", type=int, metavar="N", help="search with N beams instead of sampling")
+    beams.add_argument("--length-penalty", type=float, metavar="X", help="above 0 favours long beams (1)")
+    beams.add_argument(
+        "--early-stopping", choices=("true", "false", "never"), help="stop when N beams have finished (false)"
+    )
+    beams.add_argument("--num-beam-groups", type=int, metavar="N", help="diverse beam search in N groups (1)")
+    beams.add_argument("--diversity-penalty", type=float, metavar="X", help="what a group pays for another's token (0)")
+
+
+def _add_models_options(models: argparse.ArgumentParser) -> None:
+    models.add_argument("--json", action="store_true", help="write one JSON object per model")
+
+
+def _add_pull_options(pull: argparse.ArgumentParser) -> None:
+    pull.add_argument(
+        "model", nargs="?", metavar="NAME", help="a name from `minillm models` (default: the default model)"
+    )
+    pull.add_argument("--verify", action="store_true", help="check the files' sha256 even if they are there already")
+
+
+def _add_info_options(info: argparse.ArgumentParser) -> None:
+    info.add_argument("--json", action="store_true", help="write JSON")
+
+
+def _add_bench_options(bench: argparse.ArgumentParser) -> None:
+    workloads = bench.add_subparsers(dest="workload", metavar="WORKLOAD", required=True, parser_class=_Parser)
+
+    def workload(name: str, summary: str) -> argparse.ArgumentParser:
+        added = workloads.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        added.add_argument("--json", action="store_true", help="write JSON")
+        return added
+
+    latency = workload("latency", "how fast a few sequences decode together")
+    latency.add_argument(
+        "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b, -8b or -70b"
+    )
+    latency.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that decode together")
+    latency.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens of each")
+    latency.add_argument("--output-len", type=int, default=256, metavar="N", help="tokens that each generates")
+    latency.add_argument("--peer", choices=("transformers",), help="measure this too, in the same process")
+    _add_model_options(latency)
+
+    for name, summary in (
+        ("throughput", "256 requests of mixed lengths at once"),
+        ("parallel", "8 samples of each of 32 prompts"),
+        ("prefix", "128 requests that share 2,048 cached tokens"),
+        ("beam", "beam search of width 4 over 8 prompts"),
+        ("stall", "how long running answers wait while a prompt of 8,000 tokens arrives"),
+        ("serve", "requests that arrive by chance, at a given rate"),
+        ("share", "the requests of throughput, shared by the replicas that torchrun has started"),
+    ):
+        whole = workload(name, summary)
+        whole.add_argument(
+            "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b, -8b or -70b"
+        )
+        whole.add_argument("--scale", type=float, default=1.0, metavar="X", help="shorten all prompts and answers (1)")
+        if name == "serve":
+            whole.add_argument("--rate", type=float, default=4.0, metavar="X", help="requests per second (4)")
+            whole.add_argument("--num-requests", type=int, default=256, metavar="N", help="in all (256)")
+        if name == "share":
+            whole.add_argument("--num-requests", type=int, default=256, metavar="N", help="for each replica (256)")
+        _add_model_options(whole)
+
+    profile = workload("profile", "where a decode step's time goes on a GPU, kernel by kernel")
+    profile.add_argument("--shape", metavar="NAME", help="random weights in this shape")
+    profile.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that decode (1)")
+    profile.add_argument("--context", type=int, default=512, metavar="N", help="tokens of each (512)")
+    _add_model_options(profile)
+
+    matvec = workload("matvec", "the tiles of the products of one token, or a few, measured anew on a GPU")
+    matvec.add_argument("--shape", metavar="NAME", help="of this model (smollm2-135m)")
+    matvec.add_argument("--tokens", type=int, default=1, metavar="N", help="that are multiplied, up to 4 (1)")
+    matvec.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="of a rank's part of it (1)")
+
+    workload("chunk-attention", "decode attention over a shared prompt: the ChunkAttention paper's table, on a GPU")
+
+    kernels = workload("kernels", "every kernel against the copy bandwidth and the matmul rate of this GPU")
+    kernels.add_argument("--op", metavar="NAME", help="only this op")
+
+    memory = workload("memory", "what paging and sharing save, and swap against recompute")
+    memory.add_argument("--shape", metavar="NAME", help="shape of the model that is swapped (smollm2-135m)")
+    memory.add_argument("--model", metavar="NAME", help="let this model choose the beams, instead of a simulation, too")
+    memory.add_argument("--num-tokens", type=int, default=512, metavar="N", help="length of the swapped sequence")
+    memory.add_argument("--device", metavar="DEVICE", help="where it is swapped from: cpu, cuda")
+
+    workload("host", "what a step costs beside the device's work")
+    workload("ui", "what the chat app costs: first paint, keys, drawing, and the generation's slow-down")
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model and memory")
+    group.add_argument("--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file")
+    group.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:N (default: a GPU if there is one)")
+    group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16, float16 (default: by device)")
+    group.add_argument("--block-size", type=int, metavar="N", help="token slots per block, a power of two (16)")
+    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: what memory allows)")
+    group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus answer, in tokens")
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at a time (256)")
+    group.add_argument("--preemption", choices=("swap", "recompute"), help="what happens when blocks run out (swap)")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens computed per step")
+    group.add_argument("--prefill-chunk", type=int, metavar="N", help="tokens of prompts while others decode")
+    group.add_argument(
+        "--gpu-memory-utilization", type=float, metavar="X", help="part of the GPU's memory that may be taken (0.9)"
+    )
+    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model (1)")
+    group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
+    group.add_argument(
+        "--no-prefix-attention",
+        dest="enable_prefix_attention",
+        action="store_false",
+        default=None,
+        help="read shared blocks once for each sequence",
+    )
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser, *, n: bool) -> None:
+    group = parser.add_argument_group("sampling")
+    if n:
+        group.add_argument("--n", type=int, metavar="N", help="completions per prompt (1)")
+        group.add_argument("--logprobs", type=int, metavar="N", help="report the N most probable tokens at each step")
+        group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past end-of-sequence tokens")
+        group.add_argument("--min-tokens", type=int, metavar="N", help="no end before N tokens (0)")
+        group.add_argument("--no-repeat-ngram-size", type=int, metavar="N", help="no run of N tokens twice (0: off)")
+    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="N", help="keep the N most probable tokens (0: all)")
+    group.add_argument("--top-p", type=float, metavar="X", help="keep the most probable tokens up to this probability")
+    group.add_argument("--min-p", type=float, metavar="X", help="keep tokens this probable relative to the best")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less (1)")
+    group.add_argument("--presence-penalty", type=float, metavar="X", help="-2 to 2 (0)")
+    group.add_argument("--frequency-penalty", type=float, metavar="X", help="-2 to 2 (0)")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (may be repeated)")
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "chat": ("talk to a model in the terminal, and watch its block tables", _add_chat_options),
+    "demo": ("a guided tour of the cache on the real engine, in the terminal", _add_demo_options),
+    "generate": ("complete prompts: arguments, a file, or standard input", _add_generate_options),
+    "models": ("list the models of weights.toml and which are downloaded", _add_models_options),
+    "pull": ("download a model", _add_pull_options),
+    "info": ("versions, devices and directories: the first thing to put into a bug report", _add_info_options),
+    "bench": ("measure speed", _add_bench_options),
+}
+
+
+ENGINE_OPTIONS = (
+    "device",
+    "dtype",
+    "block_size",
+    "num_blocks",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "prefill_chunk",
+    "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "enforce_eager",
+    "enable_prefix_attention",
+    "preemption",
+)
+SAMPLING_OPTIONS = (
+    "n",
+    "logprobs",
+    "ignore_eos",
+    "min_tokens",
+    "no_repeat_ngram_size",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_tokens",
+    "stop",
+)
+BEAM_OPTIONS = ("beam_width", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
+
+
+def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    """The options among ``names`` that were given on the command line."""
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit code; prints errors that a user can cause as one line."""
+    try:
+        argv = sys.argv[1:] if argv is None else argv
+        arguments = _parser(argv).parse_args(argv)
+        if arguments.version:
+            from importlib.metadata import version
+
+            print(f"minillm {version('minillm')}")
+            return 0
+        if arguments.command is None:
+            _parser(argv).print_help()
+            return 2
+        return int(importlib.import_module(f"minillm.cli.{arguments.command}").run(arguments))
+    except MinillmError as error:
+        print(f"minillm: error: {clean_line(str(error), 1000)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("minillm: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away. Point stdout elsewhere, or the interpreter complains when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if os.environ.get("MINILLM_DEBUG"):
+            raise
+        what = clean_line(f"{type(error).__name__}: {error}", 500)
+        print(f"minillm: internal error: {what} (set MINILLM_DEBUG=1 for the whole story)", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""From a schedule to tensors to logits to drawn tokens."""

@@ -1,0 +1,62 @@
+"""Changes of logits that depend on a sequence's own history: biases, penalties, tokens not allowed yet."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillm.params import Params
+from minillm.sequence import Sequence
+
+
+def needs_processing(params: Params, sequence: Sequence) -> bool:
+    """Whether `process_logits` would change anything at this step."""
+    return params.has_penalties or needs_host(params, sequence)
+
+
+def needs_host(params: Params, sequence: Sequence) -> bool:
+    """Whether this step needs more than the penalties that `minillm.kernels.penalise` applies on the device."""
+    return bool(params.logit_bias or params.no_repeat_ngram_size or sequence.num_output_tokens < params.min_tokens)
+
+
+def process_logits(logits: Tensor, params: Params, sequence: Sequence, end_ids: tuple[int, ...]) -> None:
+    """Apply a request's biases and penalties to the ``[vocab]`` logits of one sequence's next token, in place.
+
+    In this order: logit bias, end tokens before ``min_tokens``, repetition, frequency and presence penalty, tokens that
+    would repeat an n-gram. Beam search applies them to log-probabilities instead, as Hugging Face ``generate`` does.
+
+    Args:
+        end_ids: the tokens that would end the completion.
+    """
+    device = logits.device
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=device)
+        logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=device)
+    if end_ids and sequence.num_output_tokens < params.min_tokens:
+        logits[torch.tensor(end_ids, device=device)] = float("-inf")
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sequence.token_ids, device=device).unique()
+        values, penalty = logits[seen], params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if (params.frequency_penalty or params.presence_penalty) and sequence.num_output_tokens:
+        ids, counts = torch.tensor(sequence.output_token_ids, device=device).unique(return_counts=True)
+        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    if params.no_repeat_ngram_size:
+        banned = repeating_tokens(sequence.token_ids, params.no_repeat_ngram_size)
+        if banned:
+            logits[torch.tensor(banned, device=device)] = float("-inf")
+
+
+def repeating_tokens(token_ids: list[int], size: int) -> list[int]:
+    """The tokens that would make the last ``size`` tokens a run that occurred before."""
+    if len(token_ids) < size:
+        return []
+    if size == 1:
+        return list(dict.fromkeys(token_ids))
+    tail = token_ids[len(token_ids) - size + 1 :]
+    first = tail[0]
+    return [
+        token_ids[i + size - 1]
+        for i in range(len(token_ids) - size + 1)
+        if token_ids[i] == first and token_ids[i : i + size - 1] == tail
+    ]

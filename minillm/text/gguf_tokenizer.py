@@ -1,0 +1,190 @@
+"""Tokenizers rebuilt from a GGUF file's metadata.
+
+GGUF stores a vocabulary and the *name* of the pre-tokenizer, whose expressions live in llama.cpp (llama-vocab.cpp);
+those of the Llama family are here. A wrong one tokenises almost right, so an unknown name is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from minillm.errors import WeightsError
+from minillm.text.safe import clean_line
+
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
+_UNKNOWN = 2
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "tekken": _TEKKEN,
+}
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # `ignore_merges`
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell")
+_GPT2 = ("gpt-2",)
+
+
+def build(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer, and its special tokens by name (``bos_token``, ``eos_token``, …).
+
+    Raises:
+        WeightsError: the metadata is damaged, or describes a tokenizer that is not supported.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = _texts(metadata, "tokens")
+    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens) or not all(type(kind) is int for kind in types):
+        raise WeightsError("tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens")
+    vocabulary = {text: token_id for token_id, text in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        twice = next(text for token_id, text in enumerate(tokens) if vocabulary[text] != token_id)
+        raise WeightsError(f"tokenizer.ggml.tokens holds {clean_line(twice)!r} twice")
+    try:
+        if kind == "gpt2":
+            backend, adds_bos = _byte_level(metadata, vocabulary)
+        elif kind == "llama":
+            backend, adds_bos = _sentencepiece(metadata, tokens, types, vocabulary), True
+        else:
+            raise WeightsError(f"tokenizer.ggml.model {clean_line(str(kind))!r} is not supported (gpt2 and llama are)")
+    except WeightsError:
+        raise
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
+        raise WeightsError(f"the tokenizer in the metadata is damaged: {clean_line(str(error))}") from None
+    hidden = (_CONTROL, _UNKNOWN) if kind == "llama" else (_CONTROL,)
+    control = [AddedToken(tokens[i], special=True, normalized=False) for i, t in enumerate(types) if t in hidden]
+    backend.add_special_tokens(control)
+    own = [AddedToken(tokens[i], special=False, normalized=False) for i, t in enumerate(types) if t == _USER_DEFINED]
+    backend.add_tokens(own)
+    special = _special_tokens(metadata, tokens)
+    before = [special["bos_token"]] if _wanted(metadata, "bos", adds_bos) and "bos_token" in special else []
+    behind = [special["eos_token"]] if _wanted(metadata, "eos", False) and "eos_token" in special else []
+    if before or behind:
+        # By number: a token's text could hold the characters that a template's syntax needs.
+        names = [f"BOS{i}" for i in range(len(before))], [f"EOS{i}" for i in range(len(behind))]
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*names[0], "$A", *names[1]],
+            special_tokens=[
+                {"id": name, "ids": [vocabulary[text]], "tokens": [text]}
+                for name, text in zip([*names[0], *names[1]], [*before, *behind], strict=True)
+            ],
+        )
+    return backend, special
+
+
+def _wanted(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+    if not isinstance(value, bool):
+        raise WeightsError(f"tokenizer.ggml.add_{name}_token {value!r} is neither true nor false")
+    return value
+
+
+def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
+    """Byte-level BPE; and whether it puts BOS before a text unless told otherwise."""
+    name = metadata.get("tokenizer.ggml.pre")
+    pairs = [merge.partition(" ") for merge in _texts(metadata, "merges")]
+    for left, _, right in pairs:
+        if not right or not {left, right, left + right} <= vocabulary.keys():
+            raise WeightsError(
+                f"tokenizer.ggml.merges holds {clean_line(f'{left} {right}')!r}, no pair of known tokens"
+            )
+    merges = [(left, right) for left, _, right in pairs]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=name in _WHOLE_WORDS_FIRST)
+    )
+    if name in _SPLITS:
+        split: list[Any] = [
+            pre_tokenizers.Split(Regex(_SPLITS[name]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    elif name in _DIGITS_APART:
+        split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    elif name in _GPT2:
+        split = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        known = ", ".join([*_SPLITS, *_DIGITS_APART, *_GPT2])
+        raise WeightsError(
+            f"tokenizer.ggml.pre {clean_line(str(name))!r} is not supported, and guessing would tokenise wrongly; "
+            f"supported: {known}"
+        )
+    backend.pre_tokenizer = pre_tokenizers.Sequence(split)
+    backend.decoder = decoders.ByteLevel()
+    return backend, name in _WHOLE_WORDS_FIRST
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]
+) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE, which merges the pair with the best score, as BPE with a list of merges in that order."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if (
+        not isinstance(scores, list)
+        or len(scores) != len(tokens)
+        or not all(type(score) is float and math.isfinite(score) for score in scores)
+    ):
+        raise WeightsError("tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
+    mergeable = {text for text, kind in zip(tokens, types, strict=True) if kind not in (_UNKNOWN, _CONTROL, _BYTE)}
+    merges = []
+    for text in mergeable:
+        score = scores[vocabulary[text]]
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in mergeable and right in mergeable:
+                merges.append((-score, vocabulary[text], vocabulary[left], left, right))
+    merges.sort(key=lambda merge: merge[:3])
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    if type(unknown) is not int or not 0 <= unknown < len(tokens):
+        raise WeightsError(f"tokenizer.ggml.unknown_token_id {unknown!r} is not a token")
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[(left, right) for *_, left, right in merges],
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    replace = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace] if prefixed else [replace])
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefixed:
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
+    values = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+        raise WeightsError(f"the metadata has no usable tokenizer.ggml.{key}")
+    return values
+
+
+def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
+    special = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is None:
+            continue
+        if type(token_id) is not int or not 0 <= token_id < len(tokens):
+            raise WeightsError(f"tokenizer.ggml.{key}_token_id {token_id!r} is not a token")
+        special[f"{name}_token"] = tokens[token_id]
+    return special

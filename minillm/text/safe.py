@@ -1,0 +1,89 @@
+"""The one filter between text that we did not write and a terminal.
+
+Model output, prompts, file names, chat templates and server messages are a stranger's text. Terminals obey control
+characters (ESC, the 8-bit C1 codes, carriage returns), and bidirectional controls reorder what a reader sees. All such
+text passes through `clean` before it reaches a widget, a title, a log line or stdout. Each dangerous character is
+*shown*, as a visible stand-in, never obeyed; each is judged alone, so text may be cut into chunks anywhere.
+
+Markup is not escaped here: widgets that parse markup must not be given text that we did not write.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+_INVISIBLE = (
+    0x00AD,  # soft hyphen
+    0x061C,  # Arabic letter mark
+    0x180E,  # Mongolian vowel separator
+    0x200B,  # zero-width space
+    0x200E,  # left-to-right mark
+    0x200F,  # right-to-left mark
+    *range(0x202A, 0x202F),  # bidirectional embeddings and overrides
+    *range(0x2060, 0x2070),  # word joiner, invisible operators, isolates, deprecated controls
+    0xFEFF,  # byte order mark
+    *range(0xFFF9, 0xFFFC),  # interlinear annotations
+    *range(0xE0000, 0xE0080),  # tag characters: an invisible alphabet
+)  # U+200C and U+200D stay: Persian, Indic scripts and emoji are written with them
+
+
+def _stand_ins() -> dict[int, str]:
+    table = {code: chr(0x2400 + code) for code in range(0x20) if code not in (0x09, 0x0A)}  # ESC -> ␛
+    table[0x7F] = "\u2421"
+    table |= {code: f"‹{code:02X}›" for code in range(0x80, 0xA0)}
+    table |= {code: f"‹U+{code:04X}›" for code in _INVISIBLE}
+    table |= dict.fromkeys((0x2028, 0x2029), "\n")  # line and paragraph separators
+    table |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")  # lone surrogates cannot be encoded
+    return table
+
+
+STAND_INS = _stand_ins()
+
+
+def clean(text: str) -> str:
+    """``text`` with every character that a terminal would obey replaced by a visible stand-in.
+
+    Newlines and tabs stay; ``\\r\\n`` becomes ``\\n``. The result encodes to UTF-8 and contains no C0, DEL or C1 byte
+    sequence, so no escape sequence can begin in it.
+    """
+    return text.replace("\r\n", "\n").translate(STAND_INS)
+
+
+def clean_line(text: str, limit: int = 200) -> str:
+    """`clean`, on one line of at most ``limit`` characters: for titles, names and messages."""
+    line = " ".join(clean(text).split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What ``text`` says.
+
+    Raises:
+        ValueError: it is no JSON, or nested without end.
+    """
+    import json  # not at the top: ``minillm --help`` imports this file
+
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def json_line(value: object) -> str:
+    """``value`` as JSON on one line, which a terminal may be given as well as a file.
+
+    Every character that `clean` replaces is written as its ``\\u`` escape: a reader gets the same value, lone
+    surrogates encode to UTF-8, and no reader takes U+2028 for the end of a line.
+    """
+    import json
+
+    return json.dumps(value, ensure_ascii=False).translate(_escapes())
+
+
+@cache
+def _escapes() -> dict[int, str]:
+    import json
+
+    escapes = {code: json.dumps(chr(code))[1:-1] for code in STAND_INS if code > 0x7F}  # JSON itself escapes below 0x20
+    return {**escapes, 0x7F: "\\u007f"}

@@ -1,0 +1,219 @@
+"""Beam search against Hugging Face ``generate`` on the same weights: the same sequences, the same scores."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from support import DEVICE, engine_for, hf_model, ours, run
+
+from minillm.errors import UsageError
+from minillm.outputs import RequestOutput
+from minillm.params import BeamSearchParams, SamplingParams
+
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Any, Any]:
+    theirs = hf_model(seed=3, vocab_size=97, max_position_embeddings=256).to(DEVICE)
+    # End-of-sequence must come up now and then, or nothing of how searches end is tested.
+    with torch.no_grad():
+        theirs.lm_head.weight[EOS] *= 1.5
+    return theirs, ours(theirs)
+
+
+def prompts(count: int, longest: int = 20) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, 97) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def expected(theirs: Any, prompt: list[int], params: BeamSearchParams, eos: list[int]) -> tuple[list[list[int]], list]:
+    result = theirs.generate(
+        torch.tensor([prompt], device=DEVICE),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=DEVICE),
+        num_beams=params.beam_width,
+        num_return_sequences=params.n or params.beam_width,
+        max_new_tokens=params.max_tokens,
+        min_new_tokens=params.min_tokens or None,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        repetition_penalty=params.repetition_penalty,
+        no_repeat_ngram_size=params.no_repeat_ngram_size,
+        eos_token_id=eos or None,
+        pad_token_id=0,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    sequences = [sequence[len(prompt) :].tolist() for sequence in result.sequences]
+    return [strip(sequence, eos) for sequence in sequences], result.sequences_scores.tolist()
+
+
+def strip(tokens: list[int], eos: list[int]) -> list[int]:
+    """Without the padding behind the end."""
+    ends = [i for i, token in enumerate(tokens) if token in eos]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def assert_same(output: RequestOutput, sequences: list[list[int]], scores: list[float]) -> None:
+    assert [completion.token_ids for completion in output.outputs] == sequences
+    assert [completion.score for completion in output.outputs] == pytest.approx(scores, abs=1e-3)
+
+
+ENDINGS: list[tuple[int, float, bool | str]] = [
+    (2, 1.0, False),
+    (2, 0.0, True),
+    (3, 2.0, "never"),
+    (4, 1.0, True),
+    (4, 0.5, "never"),
+    (4, -1.0, False),
+    (4, -0.5, "never"),
+    (8, 1.0, False),
+    (8, 0.0, "never"),
+    (16, 1.0, True),
+    (16, 2.0, False),
+]
+CASES = [
+    BeamSearchParams(beam_width=width, length_penalty=penalty, early_stopping=early, max_tokens=12)
+    for width, penalty, early in ENDINGS
+] + [
+    BeamSearchParams(beam_width=4, n=2, max_tokens=9, repetition_penalty=1.3),
+    BeamSearchParams(beam_width=3, max_tokens=14, min_tokens=6, length_penalty=0.5),
+    BeamSearchParams(beam_width=4, max_tokens=16, no_repeat_ngram_size=2),
+    BeamSearchParams(beam_width=4, max_tokens=1),
+]
+
+
+@pytest.mark.parametrize("eos", [[EOS], [EOS, 11, 40], []], ids=["one eos", "three eos", "no eos"])
+def test_the_same_beams_and_scores_as_transformers(models: tuple[Any, Any], eos: list[int]) -> None:
+    """All cases in one batch, with other requests among them."""
+    theirs, model = models
+    requests: list[tuple[list[int], Any]] = []
+    for number, (params, prompt) in enumerate(zip(CASES, prompts(len(CASES)), strict=True)):
+        requests.append((prompt, params))
+        if number % 3 == 0:
+            requests.append((prompt[::-1], SamplingParams(n=2, seed=number, max_tokens=10)))
+    engine = engine_for(model, num_blocks=512, eos=frozenset(eos), max_num_seqs=128, max_num_batched_tokens=128)
+    outputs = run(engine, requests)
+    for (prompt, params), output in zip(requests, outputs, strict=True):
+        if isinstance(params, BeamSearchParams):
+            assert_same(output, *expected(theirs, prompt, params, eos))
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_beams_survive_preemption(models: tuple[Any, Any], preemption: str, block_size: int) -> None:
+    theirs, model = models
+    params = BeamSearchParams(beam_width=4, max_tokens=24, ignore_eos=True)
+    requests = [(prompt, params) for prompt in prompts(5, longest=30)]
+    engine = engine_for(
+        model,
+        num_blocks={1: 150, 4: 40, 16: 15}[block_size],
+        block_size=block_size,
+        host_blocks=400 // block_size if preemption == "swap" else 0,
+        admission="optimistic",
+    )
+    outputs = run(engine, requests)
+    assert engine.scheduler.num_preemptions > 0
+    assert (engine.scheduler.swap.num_swapped_in > 0) == (preemption == "swap")
+    for (prompt, _), output in zip(requests, outputs, strict=True):
+        assert_same(output, *expected(theirs, prompt, params, []))
+
+
+def test_one_beam_is_greedy(models: tuple[Any, Any]) -> None:
+    _, model = models
+    engine = engine_for(model)
+    beam = BeamSearchParams(beam_width=1, max_tokens=10, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    one, other = run(engine, [([4, 5, 6], beam), ([4, 5, 6], greedy)])
+    assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+def test_beams_share_the_prompt_and_copy_on_write(models: tuple[Any, Any]) -> None:
+    _, model = models
+    engine = engine_for(model, block_size=4, num_blocks=64)
+    engine.add_request("0", list(range(3, 25)), BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True))
+    engine.step()
+    engine.step()
+    beams = engine.groups["0"].sequences
+    assert len({tuple(beam.table.blocks[:5]) for beam in beams if beam.table}) == 1, "five full blocks are shared"
+    assert engine.cache.num_copies == 3, "the partly filled block was copied for three beams, the last wrote in place"
+    engine.abort("0")
+    engine.step()
+    output = engine.take_finished()[0]
+    assert len(output.outputs) == 4
+    assert all(completion.finish_reason == "abort" for completion in output.outputs)
+    assert engine.cache.num_free == 64
+
+
+def test_logprobs_of_beams_add_up(models: tuple[Any, Any]) -> None:
+    _, model = models
+    params = BeamSearchParams(beam_width=4, max_tokens=8, logprobs=3, length_penalty=2.0)
+    engine = engine_for(model, eos=frozenset([EOS]))
+    for completion in run(engine, [([5, 6, 7], params)])[0].outputs:
+        assert completion.logprobs is not None
+        assert completion.cumulative_logprob is not None
+        assert [token.token_id for token in completion.logprobs] == completion.token_ids
+        assert all(len(token.top) == 3 for token in completion.logprobs)
+        total = sum(token.logprob for token in completion.logprobs)
+        assert completion.cumulative_logprob == pytest.approx(total, abs=1e-3)
+        assert completion.score == pytest.approx(total / len(completion.token_ids) ** 2, abs=1e-3)
+
+
+def diverse_reference(theirs: Any, prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
+    """Diverse beam search in float64, written from the paper: groups one after another at each step."""
+    model = theirs.double()
+    width = params.beam_width // params.num_beam_groups
+    groups: list[list[tuple[float, list[int]]]] = [[(0.0, [])] for _ in range(params.num_beam_groups)]
+    for _ in range(params.max_tokens):
+        counts: dict[int, int] = {}
+        for number, beams in enumerate(groups):
+            everything = []
+            for score, tokens in beams:
+                with torch.no_grad():
+                    logits = model(torch.tensor([prompt + tokens], device=DEVICE)).logits[0, -1]
+                log_probs = logits.log_softmax(-1).tolist()
+                for token, value in enumerate(log_probs):
+                    penalised = score + value - params.diversity_penalty * counts.get(token, 0)
+                    everything.append((penalised, [*tokens, token]))
+            everything.sort(key=lambda beam: -beam[0])
+            groups[number] = everything[:width]
+            for _, tokens in groups[number]:
+                counts[tokens[-1]] = counts.get(tokens[-1], 0) + 1
+    theirs.float()
+    merged = [(t, s / len(t) ** params.length_penalty) for group in groups for s, t in group]
+    return sorted(merged, key=lambda beam: -beam[1])
+
+
+@pytest.mark.parametrize(("width", "groups", "penalty"), [(4, 2, 1.0), (6, 3, 0.5), (4, 4, 5.0), (4, 2, 0.0)])
+def test_diverse_groups_match_a_plain_reference(
+    models: tuple[Any, Any], width: int, groups: int, penalty: float
+) -> None:
+    theirs, model = models
+    params = BeamSearchParams(
+        beam_width=width, num_beam_groups=groups, diversity_penalty=penalty, max_tokens=5, ignore_eos=True
+    )
+    output = run(engine_for(model), [([9, 8, 7, 6], params)])[0]
+    reference = diverse_reference(theirs, [9, 8, 7, 6], params)
+    assert [completion.token_ids for completion in output.outputs] == [tokens for tokens, _ in reference]
+    assert [completion.score for completion in output.outputs] == pytest.approx([s for _, s in reference], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 4, "n": 5}, "n must"),
+        ({"early_stopping": "sometimes"}, "early_stopping"),
+        ({"early_stopping": 1}, "early_stopping"),
+        ({"beam_width": 4, "num_beam_groups": 3}, "num_beam_groups"),
+        ({"length_penalty": float("nan")}, "length_penalty"),
+        ({"temperature": 1.0}, "temperature"),
+    ],
+)
+def test_wrong_parameters_are_named(values: dict[str, Any], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        BeamSearchParams.from_mapping(values)

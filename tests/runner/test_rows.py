@@ -1,0 +1,261 @@
+"""Steps that run ahead of the host, with the sequences' state on the device: the same tokens, and balanced books."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from support import engine_for, hf_model, ours, run
+from torch import Tensor
+
+from minillm import kernels
+from minillm.engine.engine import Engine
+from minillm.engine.scheduler import Schedule
+from minillm.kernels import WorkList
+from minillm.model.llama import Llama
+from minillm.outputs import RequestOutput
+from minillm.params import BeamSearchParams, SamplingParams
+from minillm.runner.rows import padded_size
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return ours(hf_model())
+
+
+def everything(rng: random.Random, count: int) -> list[tuple[list[int], Any]]:
+    """Requests of every kind, with ends that only the token itself brings."""
+    prefix = [rng.randrange(3, 96) for _ in range(24)]
+    requests: list[tuple[list[int], Any]] = []
+    for number in range(count):
+        start = prefix if rng.random() < 0.4 else []
+        prompt = start + [rng.randrange(3, 96) for _ in range(rng.randint(1, 20))]
+        if rng.random() < 0.15:
+            prompt = list(requests[-1][0]) if requests else prompt  # the same prompt again
+        shared: dict[str, Any] = {
+            "max_tokens": rng.randint(1, 20),
+            "stop_token_ids": [rng.randrange(3, 96) for _ in range(rng.choice((0, 0, 8)))],
+        }
+        kinds: list[Any] = [
+            SamplingParams(temperature=0, **shared),
+            SamplingParams(seed=number, temperature=rng.choice((0.5, 2.0)), **shared),
+            SamplingParams(seed=number, n=rng.randint(2, 4), top_p=0.9, top_k=rng.choice((0, 7)), **shared),
+            SamplingParams(seed=number, min_p=0.02, logprobs=rng.choice((0, 3)), **shared),
+            SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.5, **shared),
+            SamplingParams(temperature=0, min_tokens=min(5, shared["max_tokens"]), **shared),
+            BeamSearchParams(beam_width=rng.randint(2, 4), **shared),
+        ]
+        requests.append((prompt, rng.choice(kinds)))
+    return requests
+
+
+def told(outputs: list[RequestOutput]) -> list[Any]:
+    return [
+        [(c.token_ids, c.finish_reason, c.stop_reason, [t.top for t in c.logprobs or ()]) for c in o.outputs]
+        for o in outputs
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_running_ahead_changes_no_token(model: Llama, seed: int) -> None:
+    rng = random.Random(seed)
+    requests = everything(rng, 25)
+    expected = run(engine_for(model, num_blocks=400, on_device=False), requests)
+    roomy = engine_for(model, num_blocks=400, on_device=True)
+    outputs = run(roomy, requests)
+    for ours_, theirs, (_, params) in zip(told(outputs), told(expected), requests, strict=True):
+        if getattr(params, "logprobs", None):  # floats of other batches
+            ours_, theirs = ([c[:3] for c in each] for each in (ours_, theirs))
+        assert ours_ == theirs, params
+    for options in (
+        {"num_blocks": 64, "host_blocks": 80, "max_num_seqs": 9, "admission": "optimistic"},
+        {"num_blocks": 64, "max_num_seqs": 5, "max_num_batched_tokens": 11, "admission": "optimistic"},
+        {"num_blocks": 120, "block_size": 1, "prefix_caching": False},
+    ):
+        tight = engine_for(model, **{"block_size": 4, **options}, on_device=True)  # type: ignore[arg-type]
+        fitting = []
+        for prompt, params in requests:
+            blocks = params.num_sequences * -(-(len(prompt) + params.max_tokens + 4) // tight.cache.block_size)
+            if blocks <= tight.cache.num_blocks and params.num_sequences <= tight.scheduler.max_num_seqs:
+                fitting.append((prompt, params))
+        indices = [requests.index(each) for each in fitting]
+        for number, output in zip(indices, run(tight, fitting), strict=True):
+            assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected[number].outputs], options
+
+
+def attend_by_list(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor, scale: float, work: WorkList
+) -> Tensor:
+    """`prefix_attention`, token by token as the work list says: a list of other tables gives other tokens."""
+    out = torch.zeros_like(q)
+    block_size = k_cache.shape[1]
+    for place, seq in enumerate(work.order.tolist()):
+        runs = [
+            (begin, end, lead)
+            for count, lead, first, begin, end, _ in work.items[: int(work.counts[0])].tolist()
+            if first <= place < first + count
+        ]
+        runs = sorted([*runs, (int(work.tails[place]), int(lens[seq]), seq)])
+        slots = [int(tables[r, t // block_size]) * block_size + t % block_size for b, e, r in runs for t in range(b, e)]
+        assert [t for begin, end, _ in runs for t in range(begin, end)] == list(range(int(lens[seq])))
+        if slots:
+            k, v = (cache.flatten(0, 1)[slots].double() for cache in (k_cache, v_cache))
+            k, v = (each.repeat_interleave(q.shape[1] // k_cache.shape[2], dim=1) for each in (k, v))
+            weights = torch.einsum("hd,thd->ht", q[seq].double() * scale, k).softmax(-1)
+            out[seq] = torch.einsum("ht,thd->hd", weights, v).to(q.dtype)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_sequences_share_is_known_at_every_step(model: Llama, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples, beams, prefix hits, preemption by swap and recompute, prompts between: never a list gone stale."""
+    rng = random.Random(seed)
+    requests = [each for each in everything(rng, 20) if not getattr(each[1], "logprobs", None)]
+    expected = run(engine_for(model, num_blocks=400, on_device=False), requests)
+    used: list[int] = []
+
+    def attend(*arguments: Any) -> Tensor:
+        used.append(arguments[0].shape[0])
+        return attend_by_list(*arguments)
+
+    if not torch.cuda.is_available():  # there the kernel itself is compared
+        monkeypatch.setattr(kernels, "prefix_attention", attend)
+    cases: list[dict[str, Any]] = [
+        {"num_blocks": 400},
+        {"num_blocks": 100, "host_blocks": 80, "max_num_seqs": 9, "admission": "optimistic"},
+        {"num_blocks": 400, "block_size": 1, "max_num_batched_tokens": 11, "max_num_seqs": 8},
+    ]
+    for options in cases:
+        outputs = run(engine_for(model, **options, on_device=True), requests)
+        assert told(outputs) == told(expected), options
+        unshared = run(engine_for(model, **options, on_device=True, sharing=None), requests)
+        assert told(unshared) == told(expected), options
+    assert used or torch.cuda.is_available()
+
+
+def test_a_plan_is_made_when_tables_change_and_not_when_they_grow(
+    model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Any] = []
+    plan_attention = kernels.plan_attention
+
+    def noted(*arguments: Any) -> Any:
+        plans.append(plan_attention(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(kernels, "plan_attention", noted)
+    engine = engine_for(model, on_device=True)
+    engine.add_request("0", list(range(3, 23)), SamplingParams(n=3, seed=0, max_tokens=30))
+    while engine.has_work:
+        engine.step()
+    assert 1 <= len(plans) <= 3, "the prompt's samples, and their first copies on write"
+    assert plans[0] is not None
+    assert plans[0].tails[:3] == [20, 20, 20]
+
+
+def test_the_next_step_is_launched_before_the_host_has_seen_this_one(model: Llama) -> None:
+    engine = engine_for(model, on_device=True)
+    group = engine.add_request("0", [5, 6, 7], SamplingParams(temperature=0, max_tokens=10))
+    engine.step()
+    sequence = group.sequences[0]
+    assert (sequence.num_output_tokens, sequence.num_pending, sequence.num_computed) == (1, 1, 4)
+    engine.step()
+    assert (sequence.num_output_tokens, sequence.num_pending, sequence.num_computed) == (2, 1, 5)
+    while engine.has_work:
+        engine.step()
+    assert sequence.num_output_tokens == 10
+    assert sequence.num_pending == 0
+    assert engine.num_steps == 10, "no step was launched for a token beyond max_tokens"
+
+
+def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
+    """A stop token is seen when the step after it is under way: what that one computes is not the sequence's."""
+    engine = engine_for(model, on_device=True)
+    [plain] = run(engine, [([5, 6, 7], SamplingParams(temperature=0, max_tokens=12))])
+    stop = plain.outputs[0].token_ids[6]
+    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[stop])
+    group = engine.add_request("held", [5, 6, 7], params, hold=True)
+    while engine.has_work:
+        engine.step()
+    held = group.sequences[0]
+    assert held.table is not None
+    assert held.num_computed == held.table.num_tokens == len(held.token_ids) - 1
+    engine.cache.check()
+    longer = [*held.token_ids, 9, 9]
+    engine.add_request("next", longer, SamplingParams(temperature=0, max_tokens=5), parent=held)
+    while engine.has_work:
+        engine.step()
+    output = {output.request_id: output for output in engine.take_finished()}["next"]
+    [alone] = run(engine_for(model, on_device=False), [(longer, SamplingParams(temperature=0, max_tokens=5))])
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert output.num_cached_tokens == len(held.token_ids) - 1
+    engine.release(held)
+    assert engine.cache.num_free == engine.cache.num_blocks
+
+
+def test_blocks_are_saved_in_a_step_that_computes_nothing(model: Llama) -> None:
+    """The first request waits for its last token, and the only other one has to go: nothing is left to compute."""
+    requests = [
+        ([5, 6, 7], SamplingParams(temperature=0, max_tokens=17)),
+        ([8] * 9, SamplingParams(temperature=0, max_tokens=24)),
+    ]
+    expected = [output.outputs[0].token_ids for output in run(engine_for(model, on_device=False), requests)]
+    moved = 0
+    for num_blocks in range(9, 13):
+        for late in range(1, 12):
+            engine = engine_for(model, on_device=True, block_size=4, num_blocks=num_blocks, host_blocks=40,
+                                admission="optimistic")  # fmt: skip
+            move = engine.runner.move
+
+            def count(schedule: Schedule, move: Any = move) -> None:
+                nonlocal moved
+                moved += len(schedule.swap_out)
+                move(schedule)
+
+            engine.runner.move = count  # type: ignore[method-assign]
+            engine.add_request("0", *requests[0])
+            for _ in range(late):
+                engine.step()
+            engine.add_request("1", *requests[1])
+            while engine.has_work:
+                engine.step()
+            outputs = {output.request_id: output.outputs[0].token_ids for output in engine.take_finished()}
+            assert [outputs["0"], outputs["1"]] == expected
+        if moved:
+            break
+    assert moved
+
+
+def test_a_failure_between_two_steps_loses_no_finished_answer(model: Llama) -> None:
+    """The first step's tokens are told although the launch of the next one failed."""
+    engine: Engine = engine_for(model, on_device=True)
+    engine.add_request("ends", [5, 6], SamplingParams(temperature=0, max_tokens=1))
+    engine.add_request("goes on", [7, 8], SamplingParams(temperature=0, max_tokens=5))
+    launch, launched = engine.runner.run, []
+
+    def failing(*arguments: Any) -> Any:
+        launched.append(arguments)
+        if len(launched) == 2:
+            raise RuntimeError("the device is gone")
+        return launch(*arguments)
+
+    engine.runner.run = failing  # type: ignore[method-assign, assignment]
+    with pytest.raises(RuntimeError, match="gone"):
+        engine.step()
+    deltas = engine.step()
+    outputs = {output.request_id: output for output in engine.take_finished()}
+    assert outputs["ends"].error is None
+    assert len(outputs["ends"].outputs[0].token_ids) == 1
+    assert "gone" in (outputs["goes on"].error or "")
+    assert "ends" in {delta.request_id for delta in deltas}
+    assert engine.cache.num_free == engine.cache.num_blocks
+
+
+def test_padded_sizes() -> None:
+    sizes = [padded_size(n) for n in range(1, 300)]
+    assert all(size >= n for n, size in enumerate(sizes, 1))
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) < 30
+    assert all(size <= 2 * n for n, size in enumerate(sizes, 1))

@@ -1,0 +1,353 @@
+"""The engine's process, as the app drives it: a real worker on a small random model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import pytest
+
+from minillm.service.client import EngineProcess
+from minillm.service.messages import (
+    Abort,
+    BeamsChanged,
+    BlockChange,
+    BlockFacts,
+    CacheChanged,
+    Command,
+    ContextFull,
+    Drop,
+    Event,
+    Finished,
+    Forget,
+    Generate,
+    Holder,
+    Inspect,
+    Keep,
+    Load,
+    Loaded,
+    LoadFailed,
+    Loading,
+    LogEntry,
+    Notice,
+    Pin,
+    PoolFigures,
+    Report,
+    RequestFailed,
+    Started,
+    Stepped,
+    TableChange,
+    TextDelta,
+    TokenChoice,
+    decode,
+    encode,
+)
+from minillm.ui.memory.pool import Pool
+
+Wanted = TypeVar("Wanted", bound=Event)
+pytestmark = pytest.mark.anyio
+GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+
+
+class Engine:
+    """The process, and every event that it has sent."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self.process = process
+        self.events: list[Event] = []
+
+    async def listen(self) -> None:
+        async for event in self.process.events():
+            self.events.append(event)
+
+    async def wait_for(self, kind: type[Event], count: int = 1) -> Event:
+        """The ``count``-th event of this kind."""
+        with anyio.fail_after(60):
+            while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
+                await asyncio.sleep(0.01)
+        return found[count - 1]
+
+    async def pool(self, condition: Callable[[Pool], object]) -> Pool:
+        """The pool as all pictures together tell it, once it is so."""
+        with anyio.fail_after(60):
+            while True:
+                pool = Pool(32, 16, 1024)
+                for event in self.events:
+                    if isinstance(event, CacheChanged):
+                        pool.apply(event)
+                if condition(pool):
+                    return pool
+                await asyncio.sleep(0.01)
+
+    async def find(self, kind: type[Wanted], condition: Callable[[Wanted], object] = lambda _: True) -> Wanted:
+        """The first event of a kind that meets a condition."""
+        with anyio.fail_after(60):
+            while True:
+                for event in self.events:
+                    if isinstance(event, kind) and condition(event):
+                        return event
+                await asyncio.sleep(0.01)
+
+    def send(self, command: Command) -> None:
+        self.process.send(command)
+
+
+@asynccontextmanager
+async def engine(tmp_path: Path, model: str, **options: object) -> AsyncIterator[Engine]:
+    process = await EngineProcess.start(tmp_path / "log")
+    running = Engine(process)
+    listening = asyncio.create_task(running.listen())
+    running.send(Load(model, {"device": "cpu", "num_blocks": 32, **options}))
+    try:
+        yield running
+    finally:
+        await process.stop()
+        await listening
+
+
+def question(request: str, text: str, conversation: str = "c", **params: object) -> Generate:
+    return Generate(request, conversation, [{"role": "user", "content": text}], {**GREEDY, **params})
+
+
+async def test_a_conversation_keeps_its_blocks_and_the_next_turn_reuses_them(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        loaded = await running.wait_for(Loaded)
+        assert isinstance(loaded, Loaded)
+        assert (loaded.num_blocks, loaded.block_size, loaded.device) == (32, 16, "cpu")
+        assert loaded.has_chat_template
+        assert any(isinstance(event, Loading) and event.label == "loading weights" for event in running.events)
+        running.send(question("a", "hello"))
+        first = await running.wait_for(Finished)
+        assert isinstance(first, Finished)
+        assert (first.num_output_tokens, first.finish_reason) == (12, "length")
+        text = "".join(event.text for event in running.events if isinstance(event, TextDelta))
+        idle = await running.pool(lambda pool: [table.state for table in pool.tables.values()] == ["idle"])
+        assert idle.tables_of("a")[0].num_tokens == first.num_context_tokens - 1
+        messages = [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "again"},
+        ]
+        running.send(Generate("b", "c", messages, GREEDY))
+        started = await running.wait_for(Started, 2)
+        assert isinstance(started, Started)
+        assert started.num_cached_tokens > 0
+        assert started.num_cached_tokens < started.num_prompt_tokens
+        await running.wait_for(Finished, 2)
+        # The first answer's blocks are still there: a branch may begin at it.
+        await running.pool(lambda pool: len(pool.tables_of("a")) == len(pool.tables_of("b")) == 1)
+        running.send(Forget("c"))
+        await running.pool(lambda pool: not pool.tables and pool.figures.used_slots == 0)
+
+
+async def test_texts_are_told_no_more_often_than_was_asked(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        await running.wait_for(Loaded)
+        running.send(question("a", "hello", max_tokens=40, logprobs=2))
+        await running.wait_for(Finished)
+        at_once = [event for event in running.events if isinstance(event, TextDelta)]
+        running.send(Report(3600))
+        running.send(question("b", "hello", "d", max_tokens=40, logprobs=2))
+        await running.wait_for(Finished, 2)
+        later = [event for event in running.events if isinstance(event, TextDelta) and event.request_id == "b"]
+        assert len(at_once) > 10
+        assert len(later) <= 2
+        assert "".join(event.text for event in later) == "".join(event.text for event in at_once)
+        assert sum(event.num_tokens for event in later) == 40
+        chosen = [[token.text for event in events for token in event.tokens] for events in (at_once, later)]
+        assert chosen[0] == chosen[1]
+        kinds = [type(event) for event in running.events]
+        assert kinds.index(Finished) < kinds.index(TextDelta, kinds.index(Finished))
+        assert kinds[::-1].index(Finished) < kinds[::-1].index(TextDelta)  # the end comes behind the last word
+
+
+async def test_an_answer_can_be_stopped_and_forgotten(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        await running.wait_for(Loaded)
+        running.send(question("a", "hello", max_tokens=400))
+        await running.wait_for(TextDelta)
+        running.send(Abort("a"))
+        finished = await running.wait_for(Finished)
+        assert isinstance(finished, Finished)
+        assert finished.finish_reason == "abort"
+        running.send(question("b", "hello", "d", max_tokens=400))
+        await running.wait_for(Started, 2)
+        running.send(Forget("d"))
+        running.send(Forget("c"))
+        await running.pool(lambda pool: pool.num_logged and not pool.tables and pool.used_blocks == 0)
+
+
+async def test_bad_requests_fail_alone(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        await running.wait_for(Loaded)
+        running.send(question("a", "hello", temperature=-1))
+        failed = await running.wait_for(RequestFailed)
+        assert isinstance(failed, RequestFailed)
+        assert "temperature" in failed.error
+        running.send(question("b", "long " * 600))
+        full = await running.wait_for(ContextFull)
+        assert isinstance(full, ContextFull)
+        assert full.num_tokens >= full.max_model_len
+        running.send(question("c", "hello"))
+        running.send(question("d", "hello"))
+        refused = await running.wait_for(RequestFailed, 2)
+        assert isinstance(refused, RequestFailed)
+        assert "still being generated" in refused.error
+        finished = await running.wait_for(Finished)
+        assert isinstance(finished, Finished)
+        assert finished.request_id == "c"
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+async def test_a_branch_begins_at_any_earlier_answer(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        running.send(question("a", "hello"))
+        await running.find(Finished)
+        text = "".join(event.text for event in running.events if isinstance(event, TextDelta))
+        for number, name in enumerate(("b", "c"), 2):
+            running.send(Generate(name, "c", turns("hello", text, f"again {name}"), GREEDY))
+            await running.wait_for(Finished, number)
+        first = await running.find(Started, lambda event: event.request_id == "b")
+        second = await running.find(Started, lambda event: event.request_id == "c")
+        assert 0 < first.num_cached_tokens <= second.num_cached_tokens
+        running.send(Generate("d", "c", turns("hello", text, "again b"), {**GREEDY, "seed": 1}))
+        again = await running.find(Started, lambda event: event.request_id == "d")
+        assert again.num_cached_tokens == again.num_prompt_tokens - 1, "the question itself has been computed, too"
+        running.send(Drop("b"))
+        await running.pool(lambda pool: not pool.tables_of("b") and pool.tables_of("d"))
+
+
+async def test_candidates_share_the_prompt_until_one_is_kept(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        running.send(question("a", "hello " * 9, temperature=1.0, seed=1, n=3))
+        await running.find(Finished, lambda event: event.index == 2)
+        pool = await running.pool(lambda pool: [t.state for t in pool.tables_of("a")] == ["idle"] * 3)
+        tables = [table.blocks for table in pool.tables_of("a")]
+        assert tables[0][0] == tables[1][0] == tables[2][0]
+        assert pool.figures.shared_blocks > 0
+        assert pool.figures.num_copies >= 2 or pool.tables_of("a")[0].num_tokens % 16 == 12
+        running.send(Keep("a", 1))
+        pool = await running.pool(lambda pool: len(pool.tables) == 1)
+        assert pool.tables_of("a")[0].index == 1
+        kinds = {entry.kind for entry in pool.log}
+        assert {"allocate", "fork", "free"} <= kinds
+
+
+async def test_beams_are_told_while_they_change(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        params = {"beam_width": 3, "max_tokens": 60, "ignore_eos": True}
+        running.send(Generate("a", "c", turns("hello"), params))
+        await running.find(Finished, lambda event: event.index == 2)
+        pictures = [event.beams for event in running.events if isinstance(event, BeamsChanged)]
+        assert len(pictures[-1]) == 3
+        assert all(beam.finished for beam in pictures[-1])
+        for beams in pictures:
+            assert [beam.score for beam in beams] == sorted((beam.score for beam in beams), reverse=True)
+        await running.pool(lambda pool: [t.state for t in pool.tables_of("a")].count("idle") >= 1)
+        running.send(Keep("a", 2))
+        await running.pool(lambda pool: len(pool.tables) == 1)
+        running.send(Forget("c"))
+        await running.pool(lambda pool: not pool.tables)
+
+
+async def test_probabilities_of_the_tokens(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        running.send(question("a", "hello", logprobs=3))
+        await running.find(Finished)
+        tokens = [token for event in running.events if isinstance(event, TextDelta) for token in event.tokens]
+        assert len(tokens) == 12
+        for token in tokens:
+            assert len(token.top_texts) == 3
+            assert token.text == token.top_texts[0]
+            assert token.logprob == pytest.approx(token.top_logprobs[0], abs=1e-5)
+
+
+async def test_an_answer_is_continued(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        said = turns("hello", "so it begins")
+        running.send(Generate("a", "c", said, GREEDY, continues=True))
+        went_on = await running.find(Started, lambda event: event.request_id == "a")
+        await running.find(Finished, lambda event: event.request_id == "a")
+        running.send(Generate("b", "d", said[:1], GREEDY))
+        asked = await running.find(Started, lambda event: event.request_id == "b")
+        await running.find(Finished, lambda event: event.request_id == "b")
+        running.send(Generate("c", "e", said, GREEDY))
+        anew = await running.find(Started, lambda event: event.request_id == "c")
+        assert asked.num_prompt_tokens < went_on.num_prompt_tokens < anew.num_prompt_tokens
+
+
+async def test_the_system_prompt_is_pinned_and_unpinned(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        running.send(Pin("you are brief " * 4))
+        pool = await running.pool(lambda pool: pool.figures.pinned_blocks)
+        assert [table.state for table in pool.tables.values()] == ["pinned"]
+        running.send(Pin("long " * 400))
+        await running.find(Notice, lambda event: "not pinned" in event.text)
+        await running.pool(lambda pool: not pool.figures.pinned_blocks)
+
+
+async def test_a_block_tells_what_it_holds(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        running.send(question("a", "hello " * 9))
+        await running.find(Finished)
+        pool = await running.pool(lambda pool: [t.state for t in pool.tables.values()] == ["idle"])
+        table = pool.tables_of("a")[0]
+        running.send(Inspect(table.blocks[1]))
+        facts = await running.find(BlockFacts)
+        assert (facts.kind, facts.ref_count, facts.filled) == ("owned", 1, 16)
+        assert facts.holders == [Holder("a", 0, table.seq_id, 1)]
+        assert len(facts.tokens) == 16
+        assert facts.node is not None
+        assert facts.age is not None
+        running.send(Forget("c"))
+        await running.pool(lambda pool: pool.figures.cached_blocks)
+        running.send(Inspect(table.blocks[1]))
+        cached = await running.find(BlockFacts, lambda event: event.kind == "cached")
+        assert cached.tokens == facts.tokens
+        running.send(Inspect(10**6))
+        running.send(Inspect(31))
+        assert (await running.find(BlockFacts, lambda event: event.block == 31)).kind == "free"
+
+
+async def test_pressure_is_told_as_swaps_and_evictions(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model), num_blocks=20, admission="optimistic") as running:
+        for name in "abc":
+            running.send(question(name, "hello " * 12, name, max_tokens=120))
+        await running.wait_for(Finished, 3)
+        pool = await running.pool(lambda pool: all(t.state == "idle" for t in pool.tables.values()) and pool.tables)
+        kinds = {entry.kind for entry in pool.log}
+        assert {"preempt", "swap_out", "swap_in"} <= kinds
+        assert pool.figures.num_preemptions > 0
+        steps = [step for event in running.events if isinstance(event, Stepped) for step in event.steps]
+        assert sum(step.num_swapped_out for step in steps) == pool.figures.num_swapped_out
+        assert all(0 <= step.device_seconds <= step.seconds for step in steps)
+
+
+async def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    async with engine(tmp_path, str(tmp_path / "nowhere")) as running:
+        failed = await running.wait_for(LoadFailed)
+        assert isinstance(failed, LoadFailed)
+        assert "nowhere" in failed.error
+        assert "\n" not in failed.error
+
+
+def test_messages_survive_the_pipe() -> None:
+    log = [LogEntry(0.5, "copy", 1, "a", [3, 4], None, 2)]
+    picture = CacheChanged([BlockChange(3, 1, 16, "owned")], [TableChange(1, "a", 0, "idle", 16, 0, [3])], [2],
+                           PoolFigures(free_blocks=7), log, 1)  # fmt: skip
+    delta = TextDelta("a", 0, "x", 1, [TokenChoice("x", -0.5, ["x", "\x1b"], [-0.5, -2.0])])
+    facts = BlockFacts(3, "owned", 1, 16, [Holder("a", 0, 1, 0)], ["x"], None, "", 1.5)
+    for message in (Load("m", {"device": "cpu"}), question("a", "é\u2028\n"), picture, delta, facts):
+        line = encode(message)
+        assert line.count(b"\n") == 1
+        assert decode(line) == message
+    for bad in (b"[]", b'{"message": "Nothing"}', b'{"message": "Abort", "x": 1}', b'{"message": "Abort"}', b"{"):
+        with pytest.raises(ValueError):
+            decode(bad)

@@ -1,0 +1,140 @@
+"""Parameters are checked when they are made; stop strings are found wherever text is cut."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from minillm.config import EngineConfig
+from minillm.errors import UsageError
+from minillm.params import SamplingParams
+from minillm.text.stop import StopStringFilter
+
+NAN, INF = float("nan"), float("inf")
+BAD: dict[str, list[Any]] = {
+    "n": [0, -1, 257, 1 << 31, 10**18, 1.0, True, None, "2"],
+    "temperature": [-0.1, NAN, INF, -INF, "1", None, True, 1e7],
+    "top_k": [-2, 1.5, NAN, True, 1 << 40],
+    "top_p": [0, 0.0, -0.1, 1.1, NAN, None],
+    "min_p": [-0.1, 1.1, NAN, None],
+    "repetition_penalty": [0, -1, NAN, INF, 101],
+    "presence_penalty": [-2.1, 2.1, NAN],
+    "frequency_penalty": [-2.1, 2.1, NAN],
+    "logit_bias": [{1: 101}, {1: NAN}, {-1: 0}, {"x": 1}, [1], dict.fromkeys(range(2000), 0.0)],
+    "seed": [1.5, "x", True, 1 << 70],
+    "stop": [3, [""], "", [1], ["x"] * 65, ["x" * 2000]],
+    "stop_token_ids": ["x", [-1], [1.5], [True], list(range(2000))],
+    "min_tokens": [-1, 1.0, 10**18],
+    "max_tokens": [0, -1, 10**18, None, 1.0],
+    "ignore_eos": [1, "yes", None],
+    "logprobs": [-1, 65, 1.0, True],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_bad_values_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=name.split("_")[0]) as caught:
+        SamplingParams(**{name: value})
+    assert "\n" not in str(caught.value)
+
+
+GOOD: dict[str, list[Any]] = {
+    "n": [1, 256],
+    "temperature": [0, 0.0, -0.0, 1e-9, 1e6],
+    "top_k": [0, -1, 1, 1 << 31],
+    "top_p": [1e-9, 1, 1.0],
+    "min_p": [0, 1],
+    "logit_bias": [{}, {5: -100.0}, {"5": 100}],
+    "seed": [None, 0, -1, (1 << 63) - 1],
+    "stop": [(), "x", ["x", "yy"]],
+    "max_tokens": [1, 1 << 24],
+    "logprobs": [None, 0, 64],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])
+def test_values_at_the_edge_are_taken(name: str, value: Any) -> None:
+    SamplingParams(**{name: value})
+
+
+def test_unknown_names_and_contradictions() -> None:
+    with pytest.raises(UsageError, match="unknown parameter 'temprature'"):
+        SamplingParams.from_mapping({"temprature": 1})
+    with pytest.raises(UsageError, match="min_tokens 5 is above max_tokens 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+    assert SamplingParams(stop="x").stop == ("x",)
+    assert SamplingParams(top_k=-1).top_k == 0
+    assert SamplingParams(logit_bias={"7": 1}).logit_bias == {7: 1.0}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"device": "gpu"}, "device"),
+        ({"device": "cuda:x"}, "device"),
+        ({"device": 3}, "device"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"block_size": 0}, "block_size"),
+        ({"block_size": 3}, "block_size"),
+        ({"block_size": 512}, "block_size"),
+        ({"block_size": True}, "block_size"),
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"max_model_len": -1}, "max_model_len"),
+        ({"max_num_seqs": None}, "max_num_seqs"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "below max_num_seqs"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
+        ({"gpu_memory_utilization": NAN}, "gpu_memory_utilization"),
+        ({"enable_prefix_attention": 1}, "enable_prefix_attention"),
+        ({"load_format": "pt"}, "load_format"),
+        ({"seed": "x"}, "seed"),
+    ],
+)
+def test_engine_options_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        EngineConfig(**options)
+
+
+def push_all(stops: list[str], pieces: list[str]) -> tuple[str, str | None, list[str]]:
+    filter_ = StopStringFilter(stops)
+    shown = []
+    for piece in pieces:
+        shown.append(filter_.push(piece))
+        if filter_.matched is not None:
+            return "".join(shown), filter_.matched, shown
+    shown.append(filter_.finish())
+    return "".join(shown), None, shown
+
+
+def test_stop_strings_are_found_wherever_text_is_cut() -> None:
+    rng = random.Random(0)
+    for _ in range(4000):
+        text = "".join(rng.choice("abc\n") for _ in range(rng.randint(0, 24)))
+        stops = ["".join(rng.choice("abc\n") for _ in range(rng.randint(1, 5))) for _ in range(rng.randint(1, 3))]
+        pieces, rest = [], text
+        while rest:
+            cut = rng.randint(1, 6)
+            pieces.append(rest[:cut])
+            rest = rest[cut:]
+        shown, matched, parts = push_all(stops, pieces)
+        ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
+        if ends:
+            end, _, first = min(ends)
+            assert matched == first
+            assert shown == text[: end - len(first)]
+        else:
+            assert matched is None
+            assert shown == text
+        so_far = ""
+        for part in parts[:-1]:  # no beginning of a stop string is shown that completes later
+            so_far += part
+            assert text.startswith(so_far)
+
+
+def test_a_held_beginning_is_shown_when_nothing_follows() -> None:
+    filter_ = StopStringFilter(["END"])
+    assert filter_.push("the EN") == "the "
+    assert filter_.finish() == "EN"
+    assert StopStringFilter([]).push("x") == "x"

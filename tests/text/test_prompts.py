@@ -1,0 +1,45 @@
+"""What may be given as a prompt, and what is said of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minillm.errors import UsageError
+from minillm.text.prompts import plain_ids, prompt_list
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("text", ["text"]),
+        (["a", "b"], ["a", "b"]),
+        (iter(("a", "b")), ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        (range(2), [[0, 1]]),
+        (np.array([1, 2]), [[1, 2]]),
+        ([np.int64(1), 2], [[1, 2]]),
+        (torch.tensor([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([torch.tensor([1, 2]), "b", (3,)], [[1, 2], "b", [3]]),
+        ([], []),
+    ],
+)
+def test_one_prompt_or_several(given: Any, prompts: list[Any]) -> None:
+    found = [each if isinstance(each, str) else plain_ids(each) for each in prompt_list(given)]
+    assert found == prompts
+    assert all(type(i) is int for each in found if not isinstance(each, str) for i in each)
+
+
+@pytest.mark.parametrize("given", [None, 3, True, b"abc", {"a": 1}, 1.5, object, torch.tensor(3)], ids=str)
+def test_what_is_no_prompt_is_named(given: Any) -> None:
+    with pytest.raises(UsageError, match="prompts are text, token ids, or a list of either, not"):
+        prompt_list(given)
+    with pytest.raises(UsageError, match="a prompt is text or a list of token ids, not"):
+        plain_ids(given)
+
+
+def test_what_is_no_integer_is_left_for_the_engine_to_name() -> None:
+    assert plain_ids([True, "x", None]) == [True, "x", None]  # type: ignore[list-item]

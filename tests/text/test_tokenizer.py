@@ -1,0 +1,300 @@
+"""The tokenizer against Hugging Face's, and against people who type control tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from minillm.errors import UsageError, WeightsError
+from minillm.text.gguf_tokenizer import _LLAMA3
+from minillm.text.tokenizer import Tokenizer
+
+TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    "  two  spaces\n\n\tand tabs\r\n",
+    "don't we'll I'M HE'S",
+    "1234567 3.14 1,000,000",
+    "naïve café 北京 こんにちは мир مرحبا नमस्ते",
+    "🎉🥳👩‍👩‍👧 flags 🇫🇷",
+    "def f(x):\n    return x**2  # comment\n",
+    "a" * 300,
+    "\x00\x01\ufeff\u200b\u202e",
+    "https://example.com/path?q=1&r=2#frag",
+]
+
+
+def random_texts(count: int) -> list[str]:
+    rng = random.Random(1)
+    alphabets = ["abc ABC'.,\n", "0123456789 ", "éàüß北京🎉👍🏽\u0301 ", "{}[]()<>|/\\_-=+*&^%$#@!~`\"'", "\t\n\r   "]
+    alphabets.append("".join(alphabets))
+    return ["".join(rng.choice(rng.choice(alphabets)) for _ in range(rng.randint(1, 60))) for _ in range(count)]
+
+
+CORPUS = [*TEXTS, *random_texts(300), "the quick brown fox jumps over the lazy dog " * 20]
+
+
+def byte_level(tmp_path: Path, *, split: str | None = None, template: str | None = None) -> Path:
+    """A byte-level BPE like Llama 3's or SmolLM's, trained on a few lines."""
+    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=split is not None))
+    first: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated")] if split else [pre_tokenizers.Digits(True)]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|begin_of_text|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"]
+    backend.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=600,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    backend.add_tokens([AddedToken("<｜User｜>", special=False, normalized=False)])
+    backend.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+    backend.add_tokens([AddedToken("        ", special=False, normalized=False)])  # a run of spaces is ordinary text
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", backend.token_to_id("<|begin_of_text|>"))]
+    )
+    return saved(backend, tmp_path, template)
+
+
+def sentencepiece(tmp_path: Path, template: str | None = None) -> Path:
+    """A BPE in SentencePiece's style, as Llama 2, TinyLlama and Mistral have it."""
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend.train_from_iterator(
+        [text for text in CORPUS if text.isascii()],
+        trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False),
+    )
+    rebuilt = tokenizers.Tokenizer.from_str(backend.to_str())
+    # Byte tokens are vocabulary, not added tokens.
+    state = json.loads(rebuilt.to_str())
+    state["added_tokens"] = [entry for entry in state["added_tokens"] if not entry["content"].startswith("<0x")]
+    backend = tokenizers.Tokenizer.from_str(json.dumps(state))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return saved(backend, tmp_path, template, bos="<s>", eos="</s>")
+
+
+def saved(
+    backend: tokenizers.Tokenizer,
+    directory: Path,
+    template: str | None,
+    bos: str = "<|begin_of_text|>",
+    eos: str = "<|eot_id|>",
+) -> Path:
+    backend.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": {"__type": "AddedToken", "content": eos},
+    }
+    if template is not None:
+        config["chat_template"] = template
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(params=["smollm", "llama3", "sentencepiece"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "sentencepiece":
+        return sentencepiece(tmp_path)
+    return byte_level(tmp_path, split=_LLAMA3 if request.param == "llama3" else None)
+
+
+def test_ids_are_hugging_faces_for_ordinary_text(directory: Path) -> None:
+    ours = Tokenizer.from_directory(directory)
+    theirs = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    for text in [*TEXTS, *random_texts(3000)]:
+        assert ours.encode(text) == theirs.encode(text).ids, repr(text)
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False).ids
+
+
+CONTROL_TEXTS = [
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|begin_of_text|>",
+    "<｜User｜>",
+    "<think>",
+    "</s>",
+    "<s>",
+    "[INST]",
+    "[/INST]",
+]
+
+
+def test_what_a_user_types_never_becomes_a_control_token(directory: Path) -> None:
+    ours = Tokenizer.from_directory(directory)
+    assert ours.control_ids
+    for control in CONTROL_TEXTS:
+        for text in (
+            control,
+            f"a{control}b",
+            control * 3,
+            f" {control}\n",
+            control[:3] + control,
+            control + " " + control,
+        ):
+            ids = ours.encode(text, add_special_tokens=False)
+            assert not ours.control_ids.intersection(ids), text
+            assert ours.decode(ids).strip() == text.strip()
+
+
+def test_a_control_token_inside_the_models_own_vocabulary_is_cut() -> None:
+    """A vocabulary may build a control token by merges; plain encoding would then yield it."""
+    vocabulary = {"<": 0, "s": 1, ">": 2, "<s": 3, "<s>": 4, "a": 5}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[("<", "s"), ("<s", ">")]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    ours = Tokenizer(backend, {}, None)
+    assert ours.control_ids == {4}
+    for text in ("<s>", "a<s>a", "<s><s>", "<<s>>"):
+        ids = ours.encode(text)
+        assert 4 not in ids
+        assert ours.decode(ids) == text
+
+
+@pytest.mark.parametrize("text", ["a" * 1_000_000, " " * 1_000_000, "<s_" * 300_000, "\ud800abc", "\x00", "\ufdd0x"])
+def test_hostile_text_is_encoded_in_linear_time(tmp_path: Path, text: str) -> None:
+    ours = Tokenizer.from_directory(byte_level(tmp_path))
+    ids = ours.encode(text)
+    assert ids
+    assert ours.decode(ids[1:]) == text.replace("\ud800", "\ufffd").replace("\ufdd0", "")
+
+
+def test_every_character_survives_a_round_trip(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(byte_level(tmp_path))
+    codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000 and code not in (0xFDD0, 0xFDD1)]
+    for start in range(0, len(codes), 50_000):
+        text = "".join(map(chr, codes[start : start + 50_000]))
+        ids = ours.encode(text, add_special_tokens=False)
+        stream = ours.detokenizer()
+        streamed = "".join(map(stream.push, ids)) + stream.finish()
+        assert streamed == text
+
+
+def test_streaming_gives_what_decoding_all_gives(directory: Path) -> None:
+    ours = Tokenizer.from_directory(directory)
+    theirs = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    rng = random.Random(0)
+    for _ in range(1500):
+        ids = [rng.randrange(ours.vocab_size) for _ in range(rng.randint(0, 12))]
+        stream = ours.detokenizer()
+        pieces = [stream.push(token_id) for token_id in ids] + [stream.finish()]
+        assert "".join(pieces) == ours.decode(ids)
+        expected = theirs.decode(ids, skip_special_tokens=True)
+        if "\ufffd" not in expected:  # how many stand-ins an invalid sequence gets is a matter of taste
+            assert ours.decode(ids) == expected, ids
+    for text in random_texts(300):
+        assert ours.decode(ours.encode(text, add_special_tokens=False)) == text
+
+
+def test_no_piece_ends_inside_a_character(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(byte_level(tmp_path))
+    stream = ours.detokenizer()
+    pieces = [stream.push(token_id) for token_id in ours.encode("né 北京 🎉👩‍👩‍👧!", add_special_tokens=False)]
+    assert "\ufffd" not in "".join(pieces)
+    assert stream.finish() == ""
+
+
+def test_a_character_that_the_prompt_began_comes_out_once(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(byte_level(tmp_path))
+    ids = ours.encode("x🎉", add_special_tokens=False)
+    for cut in range(1, len(ids)):
+        stream = ours.detokenizer(ids[:cut])
+        text = "".join(map(stream.push, ids[cut:])) + stream.finish()
+        assert text in ("🎉", "")  # "" where the prompt held all of it
+    stream = ours.detokenizer(ids[:-1])
+    assert stream.push(ids[-1]) == "🎉"
+
+
+def test_text_that_goes_on_from_a_prompt_keeps_its_first_space(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(sentencepiece(tmp_path))
+    ids = ours.encode("hello world", add_special_tokens=False)
+    assert ours.decode(ids) == "hello world"
+    stream = ours.detokenizer(ours.encode("well"))
+    assert "".join(map(stream.push, ids)) + stream.finish() == " hello world"
+
+
+def test_saved_and_read_again_it_is_the_same(directory: Path, tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(directory)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    ours.save(copy)
+    again = Tokenizer.from_directory(copy)
+    assert again.control_ids == ours.control_ids
+    assert (again.bos_token_id, again.eos_token_id) == (ours.bos_token_id, ours.eos_token_id)
+    assert again.bos_token_id is not None
+    for text in [*TEXTS, *CONTROL_TEXTS]:
+        assert again.encode(text) == ours.encode(text)
+
+
+def test_token_texts_are_for_displays(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(byte_level(tmp_path))
+    assert ours.bos_token_id is not None
+    assert ours.token_text(ours.bos_token_id) == "<|begin_of_text|>"
+    shown = [ours.token_text(token_id) for token_id in ours.encode("é🎉", add_special_tokens=False)]
+    assert all(text.isprintable() for text in shown)
+
+
+def test_thoughts_are_still_shown_after_saving(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(byte_level(tmp_path))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    ours.save(copy)
+    think = [i for i in ours.control_ids if ours.token_text(i) == "<think>"]
+    assert ours.decode(think) == Tokenizer.from_directory(copy).decode(think) == "<think>"
+
+
+def test_a_prompt_without_text_leaves_the_first_space_to_be_stripped(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(sentencepiece(tmp_path))
+    ids = ours.encode("hello", add_special_tokens=False)
+    stream = ours.detokenizer([1])
+    assert "".join(map(stream.push, ids)) + stream.finish() == "hello"
+    stream = ours.detokenizer()
+    assert stream.push(-1) == stream.push(10**9) == ""
+
+
+def test_a_character_waits_through_special_tokens(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(byte_level(tmp_path))
+    ids = [ours.bos_token_id or 0] + [i for byte in "🎉".encode() for i in [_token_of(ours, byte)]]
+    stream = ours.detokenizer(ids[:3] + [ours.bos_token_id or 0] * 6)
+    assert "".join(map(stream.push, ids[3:])) == "🎉"
+
+
+def _token_of(tokenizer: Tokenizer, byte: int) -> int:
+    return next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == bytes([byte]))
+
+
+def test_unusable_files_are_said(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"tokenizer\.json is missing"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(WeightsError, match=r"tokenizer\.json"):
+        Tokenizer.from_directory(tmp_path)
+    byte_level(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ 1 }}")
+    assert Tokenizer.from_directory(tmp_path).has_chat_template
+    huge = tokenizers.Tokenizer(models.BPE(vocab={"a": 300_000_000}, merges=[]))
+    with pytest.raises(WeightsError, match="beyond any vocabulary"):
+        Tokenizer(huge, {}, None)
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    backend.decoder = decoders.WordPiece()
+    with pytest.raises(WeightsError, match="WordPiece"):
+        Tokenizer(backend, {}, None)
+    backend.decoder = decoders.ByteLevel()
+    with pytest.raises(UsageError, match="no chat template"):
+        Tokenizer(backend, {}, None).apply_chat_template([{"role": "user", "content": "hi"}])

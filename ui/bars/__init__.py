@@ -1,0 +1,1 @@
+"""The lines at the top and the bottom of the screen."""

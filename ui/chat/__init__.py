@@ -1,0 +1,1 @@
+"""The conversation: its screen, its data, its messages."""

@@ -1,0 +1,202 @@
+"""Streaming Markdown of a model: cleaned, without clickable links, cheap while it grows."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import lru_cache
+
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
+from rich.cells import cell_len
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.css.query import NoMatches
+from textual.widget import AwaitMount, Widget
+from textual.widgets import Label, Markdown, Static
+from textual.widgets._markdown import MarkdownListItem, MarkdownParagraph
+from textual.widgets.markdown import MarkdownBlock, MarkdownFence
+
+from minillm.text.safe import clean
+from minillm.ui.chat.harmless_markdown import harmless_parser
+from minillm.ui.drawn import Growing, settle, update_in_place
+
+_FIRST = "-first"  # the class of a document's first block
+_MOST_HIGHLIGHTED = 20_000  # characters of one code block; more is shown plain, for it is highlighted at every update
+
+
+@lru_cache(maxsize=256)
+def _known_language(name: str) -> str:
+    """``name``, or "text" where no lexer has it: Textual would guess by trying all of them."""
+    try:
+        get_lexer_by_name(name)
+    except ClassNotFound:
+        return "text"
+    return name
+
+
+class Paragraph(Growing, MarkdownParagraph):
+    """A paragraph that grows where it stands."""
+
+    def set_content(self, content: Content) -> None:
+        self._content = content
+        update_in_place(self, content, self.parent.lines_ahead if isinstance(self.parent, ModelMarkdown) else 0)
+
+
+class GrowingList(MarkdownBlock):
+    """A list that grows at its end: the items above the last one stay as they are.
+
+    Textual builds the last block of a document anew when text is added, and a list is one block, however long.
+    """
+
+    async def _update_from_block(self, block: MarkdownBlock) -> None:
+        grown = False
+        with suppress(NoMatches):  # its rows are not there yet
+            grown = isinstance(block, type(self)) and await self._grow(block)
+        if not grown:
+            await self._replace(block)
+
+    @property
+    def items(self) -> list[MarkdownListItem]:
+        """The items, before `compose` has made them rows."""
+        return [block for block in self._blocks if isinstance(block, MarkdownListItem)]
+
+    def compose(self) -> ComposeResult:
+        yield from (_row(symbol, item) for symbol, item in zip(self._symbols(), self.items, strict=True))
+        self._blocks.clear()
+
+    async def _grow(self, block: GrowingList) -> bool:
+        """Become ``block``, which is this list some text later; False where more than its end is another."""
+        rows, symbols = [row for row in self.children if isinstance(row, Horizontal)], block._symbols()
+        if not 0 < len(rows) <= len(symbols) or [row.query_one(Bullet).symbol for row in rows] != symbols[: len(rows)]:
+            return False
+        item, parts = rows[-1].query_one(Vertical), block.items[len(rows) - 1]._blocks
+        before = list(item.children)
+        if [type(part) for part in before] != [type(part) for part in parts[: len(before)]]:
+            return False
+        if before:
+            if not isinstance(before[-1], (Paragraph, Fence, GrowingList)):
+                return False
+            await before[-1]._update_from_block(parts[len(before) - 1])
+        await item.mount_all(parts[len(before) :])
+        await self.mount_all(
+            _row(symbol, item) for symbol, item in zip(symbols[len(rows) :], block.items[len(rows) :], strict=True)
+        )
+        return True
+
+    async def _replace(self, block: MarkdownBlock) -> None:
+        parent = self.parent
+        assert isinstance(parent, Widget)
+        if self.has_class(_FIRST):
+            block.add_class(_FIRST, update=False)
+        await parent.mount(block, after=self)
+        await self.remove()
+
+    def _symbols(self) -> list[str]:
+        """What each of the items begins with."""
+        raise NotImplementedError
+
+
+class BulletList(GrowingList):
+    """``• one``"""
+
+    def _symbols(self) -> list[str]:
+        return [item.bullet for item in self.items]
+
+
+class OrderedList(GrowingList):
+    """``1. one``, counted from the first item's number."""
+
+    def _symbols(self) -> list[str]:
+        first = int(self.items[0].bullet)
+        words = [f"{number}. " for number in range(first, first + len(self.items))]
+        return [word.rjust(len(words[-1]) + 1) for word in words]
+
+
+class Bullet(Static):
+    """What an item of a list begins with."""
+
+    def __init__(self, symbol: str) -> None:
+        super().__init__(Content(symbol))
+        self.symbol = symbol
+
+
+def _row(symbol: str, item: MarkdownListItem) -> Horizontal:
+    return Horizontal(Bullet(symbol), Vertical(*item._blocks))
+
+
+class Fence(MarkdownFence):
+    """A code block that grows where it stands. One without a language is plain text."""
+
+    def set_content(self, content: Content) -> None:
+        self._content = content
+        with suppress(NoMatches):
+            label = self.query_one("#code-content", Label)
+            if max(map(cell_len, content.plain.split("\n"))) <= label.content_size.width:
+                update_in_place(label, content)
+            else:
+                label.update(content)  # code is not broken into lines: it is scrolled sideways
+
+    @classmethod
+    def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:
+        if len(code) > _MOST_HIGHLIGHTED:
+            return Content(code)
+        return super().highlight(code, _known_language(language) if language else "text", ansi, dark)
+
+
+class ModelMarkdown(Growing, Markdown):
+    """Markdown that grows by `append_text`."""
+
+    BLANK = True  # see `TurnView`
+
+    BLOCKS = {  # noqa: RUF012
+        **Markdown.BLOCKS,
+        "paragraph_open": Paragraph,
+        "bullet_list_open": BulletList,
+        "ordered_list_open": OrderedList,
+        "fence": Fence,
+        "code_block": Fence,
+    }
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(clean(text), parser_factory=harmless_parser, open_links=False)
+        self.lines_ahead = 0
+
+    async def append_text(self, text: str, lines_ahead: int = 0) -> None:
+        """Add what the model said; only the last block of the document is built anew.
+
+        Args:
+            lines_ahead: that the last paragraph takes when it needs one more, so that not every line costs a layout of
+                the screen. `end` gives back what is left of them.
+        """
+        self.lines_ahead = lines_ahead
+        before = self._last_block
+        await self.append(clean(text))
+        last = self._last_block
+        if last is before:
+            return
+        if before is not None:
+            settle(before)
+        if lines_ahead and isinstance(last, Paragraph):
+            last.styles.min_height = 1 + lines_ahead  # with the layout that a new block costs anyway
+
+    def mount(
+        self, *widgets: Widget, before: int | str | Widget | None = None, after: int | str | Widget | None = None
+    ) -> AwaitMount:
+        """See `Widget.mount`. Marks the first block, which has no room above it.
+
+        ``:first-child`` and ``:last-child`` would say so, too, but where a rule has one of those Textual finds the
+        styles of all blocks anew whenever one is added.
+        """
+        if widgets and not self.children:
+            widgets[0].add_class(_FIRST, update=False)
+        return super().mount(*widgets, before=before, after=after)
+
+    def end(self) -> None:
+        """No more will come."""
+        if self._last_block is not None:
+            settle(self._last_block)
+
+    @property
+    def _last_block(self) -> Widget | None:
+        return self.children[-1] if self.children else None

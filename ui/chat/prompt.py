@@ -1,0 +1,140 @@
+"""Where the user types. Enter sends; a long paste is held aside, for laying it out would take seconds."""
+
+from __future__ import annotations
+
+from textual import events
+from textual.binding import Binding
+from textual.message import Message
+from textual.strip import Strip
+from textual.widgets import TextArea
+
+from minillm.ui.chat.slash import completions
+from minillm.ui.numbers import count, plural
+
+_LONGEST_PASTE = 4000  # characters that are pasted into the text itself
+_MOST_PASTED_LINES = 100
+_NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
+
+
+class PromptInput(TextArea):
+    """A text area that grows with its text and posts `Submitted`. ↑ in the first line brings back what was sent before.
+
+    Enter and shift+enter are the same byte in most terminals: shift+enter only works in those with the Kitty keyboard
+    protocol, ctrl+j and alt+enter work everywhere.
+    """
+
+    BINDINGS = [Binding("ctrl+a", "select_all", "Select all", show=False)]  # noqa: RUF012
+
+    class Submitted(Message):
+        """The user pressed Enter."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class Picked(Message):
+        """A digit before anything else, while there is something to pick from: candidate number ``index``."""
+
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index = index
+
+    class HelpAsked(Message):
+        """The user pressed ``?`` before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__(compact=True, highlight_cursor_line=False, placeholder="Ask something")
+        self._held: dict[str, str] = {}  # what stands in the text -> what it stands for
+        self._history: list[str] = []  # what was sent, the latest last
+        self._recalled: int | None = None  # which of them stands in the text now
+        self._draft = ""  # what was being typed before
+        self.num_picks = 0  # candidates that a digit takes now
+
+    @property
+    def full_text(self) -> str:
+        """The text with every paste in its place."""
+        text = self.text
+        for mark, held in self._held.items():
+            text = text.replace(mark, held)
+        return text
+
+    def take(self) -> str:
+        """The full text; the input is empty afterwards."""
+        text = self.full_text
+        self.remember(text)
+        self.text = ""
+        self._held.clear()
+        return text
+
+    def remember(self, text: str) -> None:
+        """Something that ↑ brings back."""
+        if not self._history or self._history[-1] != text:
+            self._history.append(text)
+        self._recalled = None
+
+    def _recall(self, step: int) -> bool:
+        """Bring back what was sent before (-1) or after (1); False where there is nothing."""
+        at = len(self._history) if self._recalled is None else self._recalled
+        if not 0 <= at + step <= len(self._history) or not self._history:
+            return False
+        if self._recalled is None:
+            self._draft = self.full_text
+        self._recalled = at + step if at + step < len(self._history) else None
+        self._held.clear()
+        self.text = self._stand_in(self._draft if self._recalled is None else self._history[self._recalled])
+        self.move_cursor(self.document.end)
+        return True
+
+    def put_back(self, text: str) -> None:
+        """Text that was not sent, in front of what has been typed since."""
+        self.move_cursor((0, 0))
+        separator = "\n" if self.text else ""
+        self.insert(self._stand_in(text) + separator)
+        self.move_cursor(self.document.end)
+
+    def _stand_in(self, text: str) -> str:
+        """``text``, or a mark for it if it is long."""
+        if len(text) <= _LONGEST_PASTE and text.count("\n") < _MOST_PASTED_LINES:
+            return text
+        lines = plural(text.count("\n") + 1, "line")
+        mark = f"[pasted text {len(self._held) + 1}: {count(len(text))} characters, {lines}]"
+        self._held[mark] = text
+        return mark
+
+    def render_line(self, y: int) -> Strip:
+        # Textual divides by the width when it wraps the placeholder.
+        return super().render_line(y) if self.content_size.width > 0 else Strip.blank(0)
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        event.stop()
+        event.prevent_default()
+        self.replace(self._stand_in(event.text), *self.selection, maintain_selection_offset=False)
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key == "enter":
+            event.stop()
+            event.prevent_default()
+            if self.full_text.strip():
+                self.post_message(self.Submitted(self.full_text.strip()))
+        elif not self.text and event.key.isdecimal() and 1 <= int(event.key) <= self.num_picks:
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.Picked(int(event.key) - 1))
+        elif (event.key == "up" and self.cursor_at_first_line and self._recall(-1)) or (
+            event.key == "down" and self.cursor_at_last_line and self._recalled is not None and self._recall(1)
+        ):
+            event.stop()
+            event.prevent_default()
+        elif event.key == "tab" and (commands := completions(self.text)):
+            event.stop()
+            event.prevent_default()
+            self.text = f"/{commands[0].name} "
+            self.move_cursor(self.document.end)
+        elif event.key in _NEWLINE_KEYS:
+            event.stop()
+            event.prevent_default()
+            self.replace("\n", *self.selection, maintain_selection_offset=False)
+        elif event.character == "?" and not self.text:
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.HelpAsked())

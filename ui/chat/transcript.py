@@ -1,0 +1,134 @@
+"""The conversation, scrolling: it follows the answer unless the reader has scrolled up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.app import ComposeResult
+from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
+
+from minillm.ui.chat.candidates import CandidatesView
+from minillm.ui.chat.conversation import Conversation, Turn
+from minillm.ui.chat.message import AnswerView, Note, Question
+from minillm.ui.drawn import Growing
+
+WELCOME = """\
+Ask something and press Enter.
+Ctrl+J begins a new line, Escape stops an answer, F1 lists all keys, / all commands."""
+
+
+class TurnView(Growing, Vertical):
+    """A question, its answer or the candidates for one, and where other branches begin here."""
+
+    BLANK = True  # its children draw all that there is: Textual need not make its lines, anew with each new size
+
+    def __init__(self, turn: Turn, branch: str) -> None:
+        super().__init__()
+        self.turn = turn
+        self.answer_view: AnswerView | CandidatesView = _view_of(turn)
+        self._branch = Static(classes="branch")
+        self.show_branch(branch)
+
+    def compose(self) -> ComposeResult:
+        yield self._branch
+        yield Question(self.turn.question)
+        yield self.answer_view
+
+    def show_branch(self, branch: str) -> None:
+        """``2/3``: the second of three branches; empty where there is only one."""
+        self._branch.update(Content(f"‹ {branch} ›  Alt+← →" if branch else ""))
+        self._branch.display = bool(branch)
+
+    async def show_answer(self) -> None:
+        """Build the answer's view anew: a candidate has been accepted, or the text goes on."""
+        before, self.answer_view = self.answer_view, _view_of(self.turn)
+        await self.mount(self.answer_view, after=before)
+        await before.remove()
+
+
+def _view_of(turn: Turn) -> AnswerView | CandidatesView:
+    return CandidatesView(turn.answer) if turn.answer.candidates else AnswerView(turn.answer)
+
+
+class Transcript(Growing, VerticalScroll, can_focus=True):
+    """Turns and notes in order. One turn can be selected: what the keys for edit, copy and the like act on."""
+
+    BLANK = True  # see `TurnView`
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._selected: TurnView | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Static(Content(WELCOME), id="welcome")
+
+    def on_mount(self) -> None:
+        self.anchor()
+
+    @property
+    def turn_views(self) -> list[TurnView]:
+        return [child for child in self.children if isinstance(child, TurnView)]
+
+    def view_of(self, turn: Turn) -> TurnView | None:
+        return next((view for view in self.turn_views if view.turn is turn), None)
+
+    async def show_path(self, conversation: Conversation) -> None:
+        """Show the conversation's turns; those that are shown already stay as they are."""
+        turns = conversation.turns
+        views = self.turn_views
+        same = next((i for i, (view, turn) in enumerate(zip(views, turns, strict=False)) if view.turn is not turn),
+                    min(len(views), len(turns)))  # fmt: skip
+        if views[same:]:
+            # Whatever stands below the first turn that goes belongs to the branch that is left.
+            below = list(self.children)[list(self.children).index(views[same]) :]
+            await self.remove_children(below)
+        if self._selected not in self.turn_views:
+            self.select(None)
+        added = [TurnView(turn, "") for turn in turns[same:]]
+        if added:
+            await self._add(*added)
+        for view in self.turn_views:
+            siblings = conversation.siblings(view.turn)
+            place = siblings.index(view.turn) + 1
+            view.show_branch(f"{place}/{len(siblings)}" if len(siblings) > 1 else "")
+        if added:
+            self.anchor()  # who asks wants to see the answer, wherever they had scrolled to
+
+    async def add_note(self, text: str, kind: str = "info") -> None:
+        await self._add(Note(text, kind))
+
+    async def _add(self, *widgets: Static | TurnView) -> None:
+        await self.query("#welcome").remove()
+        await self.mount_all(widgets)
+
+    async def clear(self) -> None:
+        """Begin again with the welcome."""
+        self._selected = None
+        await self.remove_children()
+        await self.mount(Static(Content(WELCOME), id="welcome"))
+        self.anchor()
+
+    # --- the selected turn --------------------------------------------------------------------------------------------
+
+    @property
+    def selected(self) -> Turn | None:
+        return self._selected.turn if self._selected is not None else None
+
+    def select(self, view: TurnView | None) -> None:
+        if self._selected is not None:
+            self._selected.remove_class("-selected")
+        self._selected = view
+        if view is not None:
+            view.add_class("-selected")
+            self.scroll_to_widget(view, animate=False)
+
+    def select_next(self, step: int) -> None:
+        """Select the turn below (1) or above (-1) the selected one; past the last one, none."""
+        views: Sequence[TurnView] = self.turn_views
+        if not views:
+            return
+        at = views.index(self._selected) if self._selected in views else len(views)
+        at = max(0, at + step)
+        self.select(views[at] if at < len(views) else None)

@@ -1,0 +1,1 @@
+"""The dialogs above the chat."""

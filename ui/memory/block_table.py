@@ -1,0 +1,251 @@
+"""Block tables, a line per logical block: where it lies, how full it is, who shares it, and the runs they form."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.binding import Binding
+from textual.message import Message
+
+from minillm.runs import contiguous_runs
+from minillm.service.messages import TableView
+from minillm.ui.memory.line_view import LineView
+from minillm.ui.memory.names import Names, table_name
+from minillm.ui.memory.pool import Pool
+from minillm.ui.numbers import bar, count, plural, span
+
+HEADING = "  logical  physical   filled    ×"
+
+
+class BlockTableView(LineView):
+    """One table or several. The bracket on the left joins blocks that lie side by side in the pool.
+
+    With several, each has a line of its own above its blocks, and shared blocks name their sharers.
+    """
+
+    COMPONENT_CLASSES = {  # noqa: RUF012
+        f"block-table--{name}" for name in ("run", "index", "block", "owned", "shared", "swapped", "header", "cursor")
+    }
+    BINDINGS = [  # noqa: RUF012
+        Binding("up", "move(-1)", "Up", show=False),
+        Binding("down", "move(1)", "Down", show=False),
+        Binding("left", "jump(-1)", "Sequence before", show=False),
+        Binding("right", "jump(1)", "Next sequence", show=False),
+        Binding("home", "move(-1000000000)", "First", show=False),
+        Binding("end", "move(1000000000)", "Last", show=False),
+        Binding("t", "tokens", "Tokens", show=False),
+    ]
+
+    class TokensAsked(Message):
+        """The reader wants to know a block, or (None) no longer. Of the host's blocks if ``table`` holds it there."""
+
+        def __init__(self, block: int | None, table: TableView | None = None) -> None:
+            super().__init__()
+            self.block = block
+            self.table = table
+
+    def __init__(self, *, headers: bool = False) -> None:
+        super().__init__()
+        self._headers = headers
+        self.follows = not headers  # one table grows at its end
+        self._pool: Pool | None = None
+        self._names: Names = _unnamed
+        self._tables: list[TableView] = []
+        self._starts: list[int] = [0]  # the line of each table's first block or header; then the number of lines
+        self._sharers: dict[int, list[TableView]] = {}  # of the blocks in view
+        self._cursor = (-1, 0)  # seq_id, line within its table
+        self._tells_tokens = False
+
+    def show_tables(self, pool: Pool | None, tables: Sequence[TableView], names: Names) -> None:
+        """Show tables of a pool, in this order."""
+        self._pool, self._names, self._tables = pool, names, list(tables)
+        self._starts = [0, *accumulate(self._headers + len(table.blocks) for table in tables)]
+        self._find_sharers()
+        self.set_lines(self._starts[-1])
+
+    def _find_sharers(self) -> None:
+        """Who shares the blocks in view: one pass over the tables, not one for each block."""
+        self._sharers = {}
+        if self._pool is None or not self._headers:
+            return
+        top = self.scroll_offset.y
+        # A screen more on both sides: scrolling by a line needs no new look.
+        height = max(1, self.size.height)
+        shared = set()
+        for line in range(max(0, top - height), min(self._starts[-1], top + 2 * height)):
+            table, index = self._at(line)
+            if index >= 0 and table.state != "swapped" and self._sharing(table.blocks[index]) > 1:
+                shared.add(table.blocks[index])
+        if not shared:
+            return
+        for table in self._pool.tables.values():
+            if table.state != "swapped":
+                for block in shared.intersection(table.blocks):
+                    self._sharers.setdefault(block, []).append(table)
+
+    def _sharing(self, block: int) -> int:
+        """How many tables hold a block of the device."""
+        assert self._pool is not None
+        return self._pool.ref_counts[block] if 0 <= block < self._pool.num_blocks else 0
+
+    def _at(self, line: int) -> tuple[TableView, int]:
+        """The table of a line, and the logical block; -1 for the header."""
+        number = bisect_right(self._starts, line) - 1
+        return self._tables[number], line - self._starts[number] - self._headers
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        if round(old_value) != round(new_value):
+            self._find_sharers()
+
+    def on_resize(self) -> None:
+        super().on_resize()
+        self._find_sharers()
+        self.refresh()
+
+    # --- cursor -------------------------------------------------------------------------------------------------------
+
+    def action_move(self, lines: int) -> None:
+        self._move_to(self._cursor_line() + lines)
+
+    def action_jump(self, tables: int) -> None:
+        """To the header of a neighbouring table."""
+        line = self._cursor_line()
+        if self._tables and line < self._starts[-1]:
+            number = bisect_right(self._starts, line) - 1
+            if tables > 0 or line == self._starts[number]:
+                number += tables
+            self._move_to(self._starts[max(0, min(number, len(self._tables) - 1))])
+
+    def _cursor_line(self) -> int:
+        for number, table in enumerate(self._tables):
+            if table.seq_id == self._cursor[0]:
+                length = self._starts[number + 1] - self._starts[number]
+                return self._starts[number] + max(0, min(self._cursor[1], length - 1))
+        return 0
+
+    def _move_to(self, line: int) -> None:
+        if not self._starts[-1]:
+            return
+        line = max(0, min(line, self._starts[-1] - 1))
+        table, index = self._at(line)
+        self._cursor = (table.seq_id, index + self._headers)
+        self.show_line(line)
+        self.refresh()
+        if self._tells_tokens:
+            self._ask()
+
+    def watch_has_focus(self, has_focus: bool) -> None:
+        super().watch_has_focus(has_focus)
+        if has_focus:
+            self._move_to(self._cursor_line())
+        self.refresh()
+
+    def on_click(self, event: events.Click) -> None:
+        line = event.y + self.scroll_offset.y
+        if 0 <= line < self._starts[-1]:
+            self._move_to(line)
+
+    def action_tokens(self) -> None:
+        """Tell the tokens of the cursor's block, wherever it goes; or no longer."""
+        self._tells_tokens = not self._tells_tokens
+        if self._tells_tokens:
+            self._ask()
+        else:
+            self.post_message(self.TokensAsked(None))
+
+    def _ask(self) -> None:
+        line = self._cursor_line()
+        if line >= self._starts[-1]:
+            return
+        table, index = self._at(line)
+        if not table.blocks:
+            return
+        self.post_message(self.TokensAsked(table.blocks[max(0, index)], table if table.state == "swapped" else None))
+
+    # --- drawing ------------------------------------------------------------------------------------------------------
+
+    def line(self, row: int, width: int) -> list[Segment]:
+        assert self._pool is not None
+        table, index = self._at(row)
+        segments = self._header(table, width) if index < 0 else self._block(table, index)
+        if self.has_focus and row == self._cursor_line():
+            cursor = Style(bgcolor=self.part("block-table--cursor").bgcolor, underline=True)
+            segments = [Segment(text, (style or self.base) + cursor) for text, style, _ in segments]
+            used = sum(segment.cell_length for segment in segments)
+            segments.append(Segment(" " * max(0, width - used), cursor))
+        return segments
+
+    def _header(self, table: TableView, width: int) -> list[Segment]:
+        name = table_name(table, self._names)
+        blocks, runs = len(table.blocks), len(list(contiguous_runs(table.blocks)))
+        sizes = (plural(table.num_tokens, "token"), plural(blocks, "block"), plural(runs, "run"))
+        facts = " · ".join((table.state, *sizes))
+        if len(name) + len(facts) + 3 > width:
+            facts = f"{table.state} {count(table.num_tokens)} tok {count(blocks)} bl {plural(runs, 'run')}"
+        state = "block-table--swapped" if table.state == "swapped" else "block-table--index"
+        return [Segment(name, self.part("block-table--header")), Segment(f"   {facts}", self.part(state))]
+
+    def _block(self, table: TableView, index: int) -> list[Segment]:
+        assert self._pool is not None
+        block, size = table.blocks[index], self._pool.block_size
+        filled = self._pool.filled_slots(table, index)
+        swapped = table.state == "swapped"
+        holders = 1 if swapped else self._sharing(block)
+        fill = self.part(f"block-table--{'swapped' if swapped else 'shared' if holders > 1 else 'owned'}")
+        grey = self.part("block-table--index")
+        # "index → block" so that it reads without the heading, too.
+        segments = [
+            Segment(f"{_bracket(table.blocks, index)} ", self.part("block-table--run")),
+            Segment(f"{index:>{4 if self._headers else 5}} → ", grey),
+            Segment(f"{block:<{6 if self._headers else 7}} ", self.part("block-table--block")),
+            Segment(bar(filled / size, 4), fill),
+        ]
+        if not self._headers or filled < size:
+            segments.append(Segment(f" {filled:>3}/{size:<3}", grey))
+        segments.append(Segment(" on the host" if swapped else f" ×{holders}", fill))
+        if not swapped and (sharers := self._sharers.get(block)):
+            segments.append(Segment(f" {self._others(table, sharers)}", grey))
+        return segments
+
+    def _others(self, table: TableView, sharers: Sequence[TableView]) -> str:
+        """The others by name, the siblings first; of each request the first one, and how many more."""
+        by_owner: dict[str, list[TableView]] = {table.owner: []}
+        for other in sharers:
+            if other is not table:
+                by_owner.setdefault(other.owner or f"sequence {other.seq_id}", []).append(other)
+        return ", ".join(
+            table_name(tables[0], self._names) + (f" +{len(tables) - 1}" if len(tables) > 1 else "")
+            for tables in by_owner.values()
+            if tables
+        )
+
+
+def _unnamed(owner: str, index: int) -> str:
+    return f"{owner} · {index + 1}"
+
+
+def _bracket(blocks: Sequence[int], index: int) -> str:
+    """``╶`` for a block alone, ``┌ │ └`` along a run."""
+    above = index > 0 and blocks[index - 1] + 1 == blocks[index]
+    below = index + 1 < len(blocks) and blocks[index] + 1 == blocks[index + 1]
+    return ("╶", "┌", "└", "│")[2 * above + below]
+
+
+def runs_line(blocks: Sequence[int], width: int) -> str:
+    """All runs in one line: ``0–3 → 12–15, 4 → 90``; what does not fit is counted."""
+    parts = [f"{span(start, length)} → {span(block, length)}" for start, block, length in contiguous_runs(blocks)]
+    line = ""
+    for number, part in enumerate(parts):
+        rest = len(parts) - number - 1
+        more = f", and {rest} more" if rest else ""
+        longer = f"{line}, {part}" if line else part
+        if len(longer) + len(more) > width:
+            return f"{line}, and {rest + 1} more" if line else f"{rest + 1} runs"
+        line = longer
+    return line

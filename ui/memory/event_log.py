@@ -1,0 +1,225 @@
+"""What happens to the cache, an event a line, the newest at the bottom: it can be held still, and filtered by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import takewhile
+
+from rich.segment import Segment
+from textual import events
+from textual.content import Content
+from textual.message import Message
+
+from minillm.service.messages import LogEntry
+from minillm.text.safe import clean_line
+from minillm.ui.drawn import flow
+from minillm.ui.memory.line_view import LineView
+from minillm.ui.memory.names import Names
+from minillm.ui.memory.pool import Pool
+from minillm.ui.numbers import count, plural, spans
+
+KINDS = {
+    "a": ("allocate",),
+    "f": ("fork",),
+    "c": ("copy",),
+    "x": ("free",),
+    "h": ("hit",),
+    "e": ("evict",),
+    "s": ("swap_out", "swap_in"),
+    "p": ("preempt",),
+}  # by the key that shows and hides them
+_TITLES = {"copy": "copy on write", "swap_out": "swap out", "swap_in": "swap in"}
+_SHORT_TITLES = {"allocate": "alloc", "swap_out": "swapout", "swap_in": "swap in"}
+_MOST_LINES = 10_000
+_SPARE = 1_000  # lines that may be too many before they are thrown away at once
+_MOST_SPANS = 3
+_ROOMY = 70  # cells: below, the short wording
+_MOST_NAMES = 20_000
+
+
+class EventLog(LineView):
+    """Follows the newest event unless the reader has scrolled up. Space holds it still; a kind's letter hides it."""
+
+    COMPONENT_CLASSES = {  # noqa: RUF012
+        *(f"event-log--{kind}" for kinds in KINDS.values() for kind in kinds),
+        "event-log--time",
+        "event-log--text",
+    }
+
+    follows = True
+
+    class Changed(Message):
+        """Paused or not, or another filter: what stands above and below the log is out of date."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = False
+        self.hidden: set[str] = set()  # keys of `KINDS`
+        self._pool: Pool | None = None
+        self._names: Names | None = None
+        self._last: LogEntry | None = None  # the newest one that has been looked at
+        self._entries: list[LogEntry] = []
+        self._owners: dict[int, tuple[str, int]] = {}  # seq_id -> owner, completion; outlives the sequence
+
+    # --- what it is told ----------------------------------------------------------------------------------------------
+
+    def show_pool(self, pool: Pool | None) -> None:
+        """Another pool, or none."""
+        self._pool, self._last, self._entries = pool, None, []
+        self._owners.clear()
+        self.set_lines(0)
+
+    def learn_owners(self, pool: Pool) -> None:
+        """Remember whose the sequences are: a later event may name one that is gone by then."""
+        for table in pool.tables.values():
+            if table.owner:
+                self._owners[table.seq_id] = (table.owner, table.index)
+        while len(self._owners) > _MOST_NAMES:
+            del self._owners[next(iter(self._owners))]
+
+    def take_new(self, names: Names) -> None:
+        """Show the events that came since the last time, unless it is paused."""
+        self._names = names
+        if self._pool is None or self.paused:
+            return
+        last, wanted = self._last, self._wanted()
+        fresh = list(takewhile(lambda entry: entry is not last, reversed(self._pool.log)))
+        if fresh:
+            self._last = fresh[0]
+            self._entries += [entry for entry in reversed(fresh) if entry.kind in wanted]
+        dropped = 0
+        if len(self._entries) > _MOST_LINES + _SPARE:
+            dropped = len(self._entries) - _MOST_LINES
+            del self._entries[:dropped]
+        if fresh:
+            self.set_lines(len(self._entries), dropped)
+
+    def _wanted(self) -> set[str]:
+        return {kind for key, kinds in KINDS.items() if key not in self.hidden for kind in kinds}
+
+    @property
+    def num_waiting(self) -> int:
+        """Events that came while it was paused."""
+        if self._pool is None or not self.paused:
+            return 0
+        last = self._last
+        return sum(1 for _ in takewhile(lambda entry: entry is not last, reversed(self._pool.log)))
+
+    # --- keys ---------------------------------------------------------------------------------------------------------
+
+    def on_key(self, event: events.Key) -> None:
+        key = event.character or event.key
+        if key in (" ", "space"):
+            self.paused = not self.paused
+            if not self.paused and self._names is not None:
+                self.take_new(self._names)
+        elif key in KINDS:
+            self.hidden ^= {key}
+            self._filter()
+        elif key == "/":
+            # All of them again; if none is hidden, none is left, to pick from there.
+            self.hidden = set() if self.hidden else set(KINDS)
+            self._filter()
+        else:
+            return
+        event.stop()
+        event.prevent_default()
+        self.post_message(self.Changed())
+
+    def _filter(self) -> None:
+        """Choose anew from what has been looked at: a log that is held still stays so."""
+        if self._pool is None:
+            return
+        wanted, looked_at = self._wanted(), []
+        for entry in self._pool.log:
+            looked_at.append(entry)
+            if entry is self._last:
+                break
+        self._entries = [entry for entry in looked_at if entry.kind in wanted] if self._last is not None else []
+        self.set_lines(len(self._entries))
+
+    # --- drawing ------------------------------------------------------------------------------------------------------
+
+    def line(self, row: int, width: int) -> list[Segment]:
+        entry = self._entries[row]
+        short = width < _ROOMY
+        kind = clean_line((_SHORT_TITLES if short else _TITLES).get(entry.kind, entry.kind), 13)
+        style = f"event-log--{entry.kind}"
+        return [
+            Segment(f"{entry.time:>6.1f} ", self.part("event-log--time")),
+            Segment(
+                f"{kind:<{7 if short else 13}} ",
+                self.part(style if style in self.COMPONENT_CLASSES else "event-log--text"),
+            ),
+            Segment(event_words(entry, self._who, short=short), self.part("event-log--text")),
+        ]
+
+    def _who(self, seq_id: int, owner: str = "") -> str:
+        known = self._owners.get(seq_id)
+        if known is not None and self._names is not None:
+            return self._names(*known)
+        if owner and self._names is not None:
+            return self._names(owner, 0)
+        return f"sequence {seq_id}"
+
+    def headline(self, width: int, height: int) -> Content:
+        """How many events there are, and whether it is held still."""
+        if self._pool is None:
+            return Content("no model is loaded")
+        words = [plural(self._pool.num_logged, "event")]
+        if (unlogged := self._pool.num_logged - len(self._pool.log)) > 0:
+            words.append(f"{count(unlogged)} not kept")
+        if self.hidden:
+            words.append(f"{count(len(self._entries))} match")
+        text = Content(" · ".join(words))
+        if self.paused:
+            text = Content.assemble(("paused", "$text-warning bold"), f" · {count(self.num_waiting)} new · ", text)
+        return text
+
+    def legend(self, width: int, height: int) -> Content:
+        """The letters of the kinds: ● shown, ○ hidden."""
+        items = [
+            Content.styled(f"{'○' if key in self.hidden else '●'}{key} {kinds[0].split('_')[0]}", "$foreground 60%")
+            for key, kinds in KINDS.items()
+        ]
+        items.append(Content.styled(f"space {'goes on' if self.paused else 'pauses'}", "$foreground 60%"))
+        return flow(items, width, height)
+
+
+def event_words(entry: LogEntry, who: Callable[[int, str], str], *, short: bool = False) -> str:
+    """What an event means, in words; ``who`` names a sequence by its id, or else by its owner."""
+    words = _short_words if short else _long_words
+    name, number = who(entry.seq_id, entry.owner), plural(len(entry.blocks), "block")
+    parent = "another" if entry.parent_id is None else who(entry.parent_id, "")
+    return words(entry, name, parent, number, spans(entry.blocks, _MOST_SPANS))
+
+
+def _long_words(entry: LogEntry, name: str, parent: str, number: str, where: str) -> str:
+    if entry.kind == "copy" and len(entry.blocks) == 2:
+        holders = "1 other holds" if entry.detail == 1 else f"{count(entry.detail)} others hold"
+        return f"{entry.blocks[0]} → {entry.blocks[1]}  {name} writes to a block that {holders}"
+    return {
+        "allocate": f"{name} takes {number}: {where}",
+        "fork": f"{name} shares {number} with {parent}: {where}",
+        "free": f"{name} gives up {number}: {where}",
+        "hit": f"saved {plural(entry.detail, 'token')} (blocks {where}) for {name}",
+        "evict": f"a cached block makes room: {where}",
+        "preempt": f"{name} makes room with {number}, and waits: {where}",
+        "swap_out": f"{name} left {number} for the host: {where}",
+        "swap_in": f"{name} is back from the host, in {number}: {where}",
+    }.get(entry.kind, f"{name}: {where}")
+
+
+def _short_words(entry: LogEntry, name: str, parent: str, number: str, where: str) -> str:
+    if entry.kind == "copy" and len(entry.blocks) == 2:
+        return f"{entry.blocks[0]}→{entry.blocks[1]} {name}, {count(entry.detail)} share"
+    return {
+        "allocate": f"{name} +{where}",
+        "fork": f"{name} of {parent}",
+        "free": f"{name} −{where}",
+        "hit": f"saved {plural(entry.detail, 'token')}, {name}",
+        "evict": f"cached {where}",
+        "preempt": f"{name} waits: {number}",
+        "swap_out": f"{name}, {number}",
+        "swap_in": f"{name}, {number}",
+    }.get(entry.kind, f"{name}: {where}")

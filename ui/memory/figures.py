@@ -1,0 +1,211 @@
+"""The memory over time: who holds how much of it, what paging and sharing save, and how often the cache helped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.segment import Segment
+
+from minillm.progress import size
+from minillm.service.messages import PoolFigures
+from minillm.ui.memory.line_view import LineView
+from minillm.ui.memory.pool import Pool
+from minillm.ui.numbers import bar, count, sparkline
+
+_SIDE_BY_SIDE = 76  # cells: from here on the two halves stand beside each other
+_ROOMY_HALF = 42
+_LEAST_CHART = 4  # lines
+_CHART = (
+    ("used", "o", "own"),
+    ("shared", "s", "shared"),
+    ("waste", "~", "waste"),
+    ("cached", "c", "cached"),
+    ("free", "·", "free"),
+)  # from below: component class, letter, meaning
+
+Parts = list[tuple[str, str]]  # text, component class without its prefix
+
+
+class MemoryFigures(LineView):
+    """Two halves of figures, and where there is room for it, a chart of the whole pool below them."""
+
+    COMPONENT_CLASSES = {  # noqa: RUF012
+        f"memory-figures--{name}"
+        for name in ("label", "figure", "used", "shared", "cached", "free", "waste", "without")
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pool: Pool | None = None
+        self._lines: list[Parts] = []
+
+    def show_pool(self, pool: Pool | None) -> None:
+        """Show how a pool stands now."""
+        self._pool = pool
+        self._lay_out()
+
+    def on_resize(self) -> None:
+        self._lay_out()
+        self.refresh()
+
+    def _lay_out(self) -> None:
+        room = self.scrollable_content_region
+        self._lines = memory_lines(self._pool, room.width, room.height) if self._pool is not None else []
+        self.set_lines(len(self._lines))
+
+    def line(self, row: int, width: int) -> list[Segment]:
+        return [Segment(text, self.part(f"memory-figures--{part}")) for text, part in self._lines[row]]
+
+
+def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
+    """All lines for a room of ``width`` and ``height`` cells."""
+    if width >= _SIDE_BY_SIDE:
+        half = (width - 4) // 2
+        first, second = _shares(pool, half), [*_savings(pool, half), *_counts(pool, half, spread=False)]
+        blank: Parts = [(" " * half, "label")]
+        num_lines = max(len(first), len(second))
+        first += [blank] * (num_lines - len(first))
+        second += [blank] * (num_lines - len(second))
+        lines = [[*_fitted(one, half), ("    ", "label"), *two] for one, two in zip(first, second, strict=True)]
+    else:
+        rule: Parts = [("", "label")]
+        lines = [*_shares(pool, width), rule, *_savings(pool, width), rule, *_counts(pool, width, spread=True)]
+    room = height - len(lines) - 2
+    if room >= _LEAST_CHART:
+        lines += [[("", "label")], *_chart(pool, width, min(room, 24))]
+    return lines
+
+
+def _fitted(parts: Parts, width: int) -> Parts:
+    """``parts`` and blanks up to ``width``."""
+    used = sum(len(text) for text, _ in parts)
+    return [*parts, (" " * (width - used), "label")] if used < width else parts
+
+
+def _shares(pool: Pool, width: int) -> list[Parts]:
+    """Tokens and bytes of each kind of block now, and how they came to that."""
+    slot_bytes = pool.block_bytes / pool.block_size
+    history = list(pool.history) or [pool.figures]
+    room = max(4, width - 27)
+    lines: list[Parts] = [[(f"{'':7} {'over time':<{room}} {'tokens':>10} {'bytes':>7}", "label")]]
+    rows: list[tuple[str, Callable[[PoolFigures], int]]] = [
+        ("used", lambda figures: figures.used_slots),
+        ("shared", lambda figures: figures.shared_blocks * pool.block_size),
+        ("waste", lambda figures: max(0, _held(pool, figures) * pool.block_size - figures.used_slots)),
+        ("cached", lambda figures: figures.cached_blocks * pool.block_size),
+        ("free", lambda figures: figures.free_blocks * pool.block_size),
+    ]
+    for name, slots in rows:
+        values = [slots(figures) for figures in history[-room:]]
+        now = slots(pool.figures)
+        most = pool.num_blocks * pool.block_size if name == "free" else max(1, *values)
+        lines.append(
+            [
+                (f"{name:<7} ", "label"),
+                (sparkline(values, room, most), name),
+                (f" {count(now):>10}", "figure"),
+                (f" {size(now * slot_bytes):>7}", "label"),
+            ]
+        )
+    return lines
+
+
+def _held(pool: Pool, figures: PoolFigures) -> int:
+    return pool.num_blocks - figures.free_blocks - figures.cached_blocks
+
+
+def _savings(pool: Pool, width: int) -> list[Parts]:
+    """What the same sequences take, and what they would take."""
+    slot_bytes = pool.block_bytes / pool.block_size
+    on_device = sum(1 for table in pool.tables.values() if table.state != "swapped")
+    without, label = ("without", 15) if width >= _ROOMY_HALF else ("no", 10)
+    rows = [
+        ("as it is", pool.used_blocks * pool.block_size, "used"),
+        (f"{without} sharing", pool.figures.logical_blocks * pool.block_size, "shared"),
+        (f"{without} paging", on_device * pool.max_model_len, "without"),
+    ]
+    most = max(1, *(slots for _, slots, _ in rows))
+    room = max(2, width - label - 20)
+    return [
+        [
+            (f"{name:<{label}} ", "label"),
+            (bar(slots / most, room), part),
+            (f" {count(slots):>10}", "figure"),
+            (f" {size(slots * slot_bytes):>7}", "label"),
+        ]
+        for name, slots, part in rows
+    ]
+
+
+def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
+    """What happened since the start; ``spread`` over more lines."""
+    figures = pool.figures
+    looked_up, hits = figures.num_looked_up_tokens, figures.num_hit_tokens
+    rate = f"{hits / looked_up:.0%}" if looked_up else "none yet"
+    hit_rate: Parts = [
+        ("hit rate ", "label"),
+        (rate, "figure"),
+        (f"  {count(hits)} of {count(looked_up)} tokens", "label"),
+    ]
+    if spread:
+        pairs = [
+            ("copied on write", figures.num_copies),
+            ("evicted", figures.num_evictions),
+            ("preempted", figures.num_preemptions),
+            ("swapped out", figures.num_swapped_out),
+            ("swapped in", figures.num_swapped_in),
+            ("on the host", figures.host_blocks_used),
+        ]
+        cells = [[(f"{name:<15} ", "label"), (f"{count(number):<5}", "figure")] for name, number in pairs]
+        return [hit_rate, *([*one, *two] for one, two in zip(cells[::2], cells[1::2], strict=True))]
+    happened = (
+        ("copies", figures.num_copies),
+        ("evicted", figures.num_evictions),
+        ("preempted", figures.num_preemptions),
+    )
+    swaps = f"{count(figures.num_swapped_out)} out, {count(figures.num_swapped_in)} in"
+    return [
+        hit_rate,
+        [part for name, number in happened for part in _named(name, number)],
+        [("swapped ", "label"), (f"{swaps}  ", "figure"), *_named("on the host", figures.host_blocks_used)],
+    ]
+
+
+def _named(name: str, number: int) -> Parts:
+    return [(f"{name} ", "label"), (f"{count(number)}  ", "figure")]
+
+
+def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
+    """The whole pool over time: a column is a moment, and each kind takes its share of it, named by its letter."""
+    history = list(pool.history)[-width:] or [pool.figures]
+    columns = [_column(pool, figures, height - 1) for figures in history]
+    blank = width - len(columns)
+    title: Parts = []
+    for name, mark, meaning in _CHART:
+        title += [("  " if title else "", "label"), (mark, name), (f" {meaning}", "label")]
+    lines = [title]
+    for row in range(height - 2, -1, -1):
+        parts: Parts = [(" " * blank, "label")] if blank else []
+        for column in columns:
+            name, mark, _ = _CHART[column[row]]
+            if parts and parts[-1][1] == name:
+                parts[-1] = (parts[-1][0] + mark, name)
+            else:
+                parts.append((mark, name))
+        lines.append(parts)
+    return lines
+
+
+def _column(pool: Pool, figures: PoolFigures, height: int) -> Sequence[int]:
+    """Which kind stands in each cell, from below. What is there at all gets a cell if another can spare it."""
+    held, size_ = _held(pool, figures), pool.block_size
+    waste = max(0, held * size_ - figures.used_slots) / size_
+    shared = min(figures.shared_blocks, held)
+    amounts = (max(0.0, held - shared - waste), shared, waste, figures.cached_blocks, figures.free_blocks)
+    cells = [amount / max(1, pool.num_blocks) * height for amount in amounts]
+    counts = [max(round(cell), int(cell > 0)) for cell in cells]
+    while sum(counts) > height:
+        counts[counts.index(max(counts))] -= 1
+    while sum(counts) < height:
+        counts[counts.index(max(counts))] += 1
+    return [kind for kind, number in enumerate(counts) for _ in range(number)]

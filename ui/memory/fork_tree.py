@@ -1,0 +1,89 @@
+"""Who was forked from whom, as the blocks tell it: shared ones on the edges, private ones at the leaves."""
+
+from __future__ import annotations
+
+from rich.segment import Segment
+from textual.binding import Binding
+
+from minillm.service.messages import TableView
+from minillm.ui.memory.line_view import LineView
+from minillm.ui.memory.names import Names, table_name
+from minillm.ui.memory.pool import Pool
+from minillm.ui.memory.tree import BlockNode, TreeLine, block_trees, tree_lines
+from minillm.ui.numbers import bar, count, plural, spans
+
+_MOST_SPANS = 4
+
+
+class ForkTree(LineView):
+    """A line per node. ``●`` is a run of blocks that all below it share; a name is a sequence, with what it has alone.
+
+    A sequence without a block of its own stands where its last block is still shared: it has not been written to.
+    """
+
+    COMPONENT_CLASSES = {  # noqa: RUF012
+        f"fork-tree--{name}" for name in ("rail", "shared", "name", "owned", "swapped", "fact")
+    }
+    BINDINGS = [  # noqa: RUF012
+        Binding("up", "scroll_up", "Up", show=False),
+        Binding("down", "scroll_down", "Down", show=False),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pool: Pool | None = None
+        self._names: Names | None = None
+        self._lines: list[TreeLine] = []
+
+    def show_tables(self, pool: Pool | None, names: Names) -> None:
+        """Show all tables of a pool."""
+        self._pool, self._names = pool, names
+        self._lines = tree_lines(block_trees(list(pool.tables.values()))) if pool is not None else []
+        self.set_lines(len(self._lines))
+
+    def line(self, row: int, width: int) -> list[Segment]:
+        assert self._pool is not None
+        line = self._lines[row]
+        rails = Segment(line.rails, self.part("fork-tree--rail"))
+        if line.table is None:
+            assert line.node is not None
+            return [rails, *self._shared(line.node)]
+        return [rails, *self._leaf(line.table, line.node)]
+
+    def _shared(self, node: BlockNode) -> list[Segment]:
+        blocks = plural(len(node.blocks), "block")
+        return [
+            Segment(f"● {blocks} ×{node.num_tables}", self.part("fork-tree--shared")),
+            Segment(f"  {spans(node.blocks, _MOST_SPANS)}", self.part("fork-tree--fact")),
+        ]
+
+    def _leaf(self, table: TableView, node: BlockNode | None) -> list[Segment]:
+        assert self._pool is not None
+        assert self._names is not None
+        segments = [Segment(table_name(table, self._names), self.part("fork-tree--name"))]
+        swapped = table.state == "swapped"
+        if table.state != "idle":
+            state = "fork-tree--swapped" if swapped else "fork-tree--fact"
+            segments.append(Segment(f" {table.state}", self.part(state)))
+        if node is None or not node.blocks:
+            return [*segments, Segment("  0 own", self.part("fork-tree--fact"))]
+        last = self._pool.filled_slots(table, len(table.blocks) - 1)
+        own = f"  {count(len(node.blocks))}{' on the host' if swapped else ' own'} "
+        return [
+            *segments,
+            Segment(own, self.part("fork-tree--swapped" if swapped else "fork-tree--owned")),
+            Segment(bar(last / self._pool.block_size, 4), self.part("fork-tree--owned")),
+            Segment(f" {spans(node.blocks, _MOST_SPANS)}", self.part("fork-tree--fact")),
+        ]
+
+
+def tree_summary(pool: Pool, width: int) -> str:
+    """What sharing saves, on one line of ``width`` cells or on two."""
+    logical, used = pool.figures.logical_blocks, pool.used_blocks
+    if not used:
+        return "no sequence holds a block"
+    saved = max(0, logical - used)
+    num_seqs = sum(1 for table in pool.tables.values() if table.state != "swapped")
+    words = f"{plural(used, 'block')} for {plural(num_seqs, 'sequence')}"
+    instead = f"{count(logical)} without sharing: {saved / max(1, logical):.0%} saved"
+    return f"{words}, {instead}" if len(words) + len(instead) + 2 <= width else f"{words}\n{instead}"

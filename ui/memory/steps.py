@@ -1,0 +1,92 @@
+"""What the engine's steps did, a step a line, the newest at the bottom."""
+
+from __future__ import annotations
+
+from rich.segment import Segment
+from textual.content import Content
+
+from minillm.service.messages import StepView
+from minillm.ui.memory.line_view import LineView
+from minillm.ui.memory.pool import Pool
+from minillm.ui.numbers import count
+
+HEADING = "  step prefill decode     ms "
+_WINDOW = 5.0  # seconds of work that the rates are taken over
+_LEAST_BAR = 2
+_LONGEST_BAR = 40
+
+
+class StepList(LineView):
+    """Number, prefilled tokens (and chunks), decodes, milliseconds, and their split: ▒ the host's own, █ the device.
+
+    ``!`` counts the groups that were preempted, ``↓`` and ``↑`` the blocks that were swapped out and in.
+    """
+
+    COMPONENT_CLASSES = {  # noqa: RUF012
+        f"step-list--{name}" for name in ("number", "prefill", "decode", "time", "host", "device", "trouble")
+    }
+
+    follows = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pool: Pool | None = None
+        self._first = 0  # number of the first step that is listed
+
+    def show_steps(self, pool: Pool | None) -> None:
+        """Show the steps of a pool's engine."""
+        dropped = 0
+        if pool is not None and pool is self._pool and pool.steps:
+            dropped = max(0, pool.steps[0].number - self._first)
+        self._pool = pool
+        self._first = pool.steps[0].number if pool is not None and pool.steps else 0
+        self.set_lines(len(pool.steps) if pool is not None else 0, dropped)
+
+    def line(self, row: int, width: int) -> list[Segment]:
+        assert self._pool is not None
+        step = self._pool.steps[row]
+        chunks = f"{count(step.num_prefill_tokens)}" + (f"/{step.num_prefills}" if step.num_prefills > 1 else "")
+        trouble = _trouble(step)
+        room = max(_LEAST_BAR, min(_LONGEST_BAR, width - len(HEADING) - len(trouble)))
+        host, device = split_bar(step, room)
+        return [
+            Segment(f"{step.number:>6}", self.part("step-list--number")),
+            Segment(f"{chunks if step.num_prefills else '':>8}", self.part("step-list--prefill")),
+            Segment(f"{step.num_decodes or '':>7}", self.part("step-list--decode")),
+            Segment(f"{1000 * step.seconds:>7.1f} ", self.part("step-list--time")),
+            Segment(host, self.part("step-list--host")),
+            Segment(device, self.part("step-list--device")),
+            Segment(trouble, self.part("step-list--trouble")),
+        ]
+
+
+def _trouble(step: StepView) -> str:
+    """What a step had to do for want of room."""
+    parts = (("!", step.num_preempted), ("↓", step.num_swapped_out), ("↑", step.num_swapped_in))
+    return "".join(f" {mark}{number}" for mark, number in parts if number)
+
+
+def split_bar(step: StepView, width: int) -> tuple[str, str]:
+    """The step's time as a bar in two parts: the host's own, and the device's."""
+    device = round(width * min(1.0, step.device_seconds / step.seconds)) if step.seconds > 0 else 0
+    return "▒" * (width - device), "█" * device
+
+
+def steps_summary(pool: Pool | None, width: int) -> Content:
+    """Rates over the last seconds of work, on one line of ``width`` cells or on two."""
+    if pool is None or not pool.steps:
+        return Content("no step yet")
+    steps: list[StepView] = []
+    seconds = 0.0
+    for step in reversed(pool.steps):
+        steps.append(step)
+        seconds += step.seconds
+        if seconds >= _WINDOW:
+            break
+    seconds = max(seconds, 1e-9)
+    decoded = sum(step.num_decodes for step in steps) / seconds
+    prefilled = sum(step.num_prefill_tokens for step in steps) / seconds
+    device = min(1.0, sum(step.device_seconds for step in steps) / seconds)
+    rates = f"{decoded:,.1f} tok/s decoded · {prefilled:,.0f} prefilled"
+    split = f"last {seconds:.1f} s: device █ {device:.0%}, host ▒ {1 - device:.0%}"
+    return Content(rates + (" · " if len(rates) + len(split) + 3 <= width else "\n") + split)

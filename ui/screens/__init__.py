@@ -1,1 +1,0 @@
-"""The chat, and what opens above it."""
