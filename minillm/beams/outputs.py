@@ -39,7 +39,7 @@ def finished_beam(
         cumulative_logprob=None,
         logprobs=None if step.params.logprobs is None else [*sequence.logprobs, *([token] if token else [])],
         finish_reason="length" if reason is None else "stop",
-        stop_reason=reason if isinstance(reason, str) or reason in step.params.stop_token_ids else None,
+        stop_reason=reason if isinstance(reason, str) or reason in tuple(step.params.stop_token_ids) else None,
     )
 
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from minillm.cli.main import ENGINE_OPTIONS, given
+from minillm.cli.options import engine_options
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
 
@@ -63,7 +63,7 @@ def _model(arguments: argparse.Namespace) -> tuple[LLM, str]:
     from minillm.cli.bars import loading_bar, say
     from minillm.llm import LLM
 
-    options = given(arguments, ENGINE_OPTIONS)
+    options = engine_options(arguments)
     name = arguments.model or _shape(arguments)
     if not arguments.model:
         options["load_format"] = "dummy"
@@ -249,7 +249,7 @@ def _memory(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(f"{line.table:20}{line.lengths:16}{line.setting:38}{line.value:>8.1%}", flush=True)
     if arguments.model:
-        chooser = LLM(arguments.model, **given(arguments, ("device",)))
+        chooser = LLM(arguments.model, **engine_options(arguments))
         for lengths in (memory.ALPACA, memory.SHAREGPT):
             for width in (2, 4, 6):
                 value = memory.model_beam_saving(chooser, lengths, width)
@@ -257,7 +257,7 @@ def _memory(arguments: argparse.Namespace) -> int:
                 books.append(memory.MemoryResult("saved by sharing", lengths.name, setting, value))
                 if not arguments.json:
                     print(f"{'saved by sharing':20}{lengths.name:16}{setting:38}{value:>8.1%}", flush=True)
-    llm = LLM(name, load_format="dummy", num_blocks=8, preemption="recompute", **given(arguments, ("device",)))
+    llm = LLM(name, load_format="dummy", num_blocks=8, preemption="recompute", **engine_options(arguments))
     if not arguments.json:
         device = llm.engine.runner.model.device
         print(f"swap against recompute, {arguments.num_tokens} tokens, {name}, {device}, milliseconds")

@@ -6,10 +6,8 @@ import argparse
 import gc
 from pathlib import Path
 
-from minillm.cli.main import ENGINE_OPTIONS, SAMPLING_OPTIONS, given
+from minillm.cli.options import beam_options, engine_options, sampling_options
 from minillm.weights.manifest import default_model
-
-_BEAM_OPTIONS = ("beam_width", "length_penalty")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,9 +27,9 @@ def _chat(arguments: argparse.Namespace) -> int:
 
     flags = Settings(
         model=arguments.model or "",
-        engine=given(arguments, ENGINE_OPTIONS),
-        sampling=given(arguments, SAMPLING_OPTIONS),
-        beams=given(arguments, _BEAM_OPTIONS),
+        engine=engine_options(arguments),
+        sampling=sampling_options(arguments),
+        beams=beam_options(arguments),
         system=arguments.system or "",
         theme=arguments.theme or "",
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.cli.bars import GenerationBar, loading_bar, say
-from minillm.cli.main import BEAM_OPTIONS, ENGINE_OPTIONS, SAMPLING_OPTIONS, given
+from minillm.cli.options import beam_options, engine_options, sampling_options
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
 from minillm.text.safe import clean, json_line, parse_json
@@ -37,9 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Everything that can be wrong with the request is said before the model is loaded.
     from minillm.params import BeamSearchParams, Params, SamplingParams
 
-    base = given(arguments, (*SAMPLING_OPTIONS, *BEAM_OPTIONS))
-    if "early_stopping" in base:
-        base["early_stopping"] = {"true": True, "false": False}.get(base["early_stopping"], "never")
+    base = {**sampling_options(arguments), **beam_options(arguments)}
     all_params: list[Params] = []
     for request in requests:
         values = {**base, **request.params}
@@ -54,9 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     from minillm.weights.manifest import default_model
 
     with loading_bar(enabled=not arguments.quiet) as report:
-        llm = LLM(
-            arguments.model or default_model(), on_progress=report, on_message=say, **given(arguments, ENGINE_OPTIONS)
-        )
+        llm = LLM(arguments.model or default_model(), on_progress=report, on_message=say, **engine_options(arguments))
     if arguments.output:
         return _run_to_file(arguments, llm, requests, all_params)
     prompts = [_prompt_of(request, arguments, llm) for request in requests]

@@ -11,8 +11,9 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from minillm.cli.options import add_model_options, add_sampling_options
 from minillm.errors import MinillmError, UsageError, nearest
 from minillm.text.safe import clean_line
 
@@ -69,17 +70,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_chat_options(chat: argparse.ArgumentParser) -> None:
-    _add_model_options(chat)
+    add_model_options(chat)
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     chat.add_argument("--plain", action="store_true", help="line by line: for pipes and screen readers")
     chat.add_argument("--resume", action="store_true", help="go on with the latest saved conversation")
     chat.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
     chat.add_argument("--config", metavar="FILE", help="settings (default: config.toml in the user's directory)")
-    _add_sampling_options(chat, n=False)
-    chat_candidates = chat.add_argument_group("answers to choose from")
-    chat_candidates.add_argument("--n", type=int, metavar="N", help="sample N answers to every question (1)")
-    chat_candidates.add_argument("--beam-width", type=int, metavar="N", help="search with N beams instead of sampling")
-    chat_candidates.add_argument("--length-penalty", type=float, metavar="X", help="above 0 favours long beams (1)")
+    add_sampling_options(chat)
 
 
 def _add_demo_options(demo: argparse.ArgumentParser) -> None:
@@ -106,17 +103,8 @@ def _add_generate_options(generate: argparse.ArgumentParser) -> None:
         "--data-parallel", action="store_true", help="share the prompts among the replicas that torchrun has started"
     )
     generate.add_argument("--quiet", action="store_true", help="no progress bar")
-    _add_model_options(generate)
-    _add_sampling_options(generate, n=True)
-
-    beams = generate.add_argument_group("beam search")
-    beams.add_argument("--beam-width", type=int, metavar="N", help="search with N beams instead of sampling")
-    beams.add_argument("--length-penalty", type=float, metavar="X", help="above 0 favours long beams (1)")
-    beams.add_argument(
-        "--early-stopping", choices=("true", "false", "never"), help="stop when N beams have finished (false)"
-    )
-    beams.add_argument("--num-beam-groups", type=int, metavar="N", help="diverse beam search in N groups (1)")
-    beams.add_argument("--diversity-penalty", type=float, metavar="X", help="what a group pays for another's token (0)")
+    add_model_options(generate)
+    add_sampling_options(generate)
 
 
 def _add_models_options(models: argparse.ArgumentParser) -> None:
@@ -150,7 +138,7 @@ def _add_bench_options(bench: argparse.ArgumentParser) -> None:
     latency.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens of each")
     latency.add_argument("--output-len", type=int, default=256, metavar="N", help="tokens that each generates")
     latency.add_argument("--peer", choices=("transformers",), help="measure this too, in the same process")
-    _add_model_options(latency)
+    add_model_options(latency)
 
     for name, summary in (
         ("throughput", "256 requests of mixed lengths at once"),
@@ -171,13 +159,13 @@ def _add_bench_options(bench: argparse.ArgumentParser) -> None:
             whole.add_argument("--num-requests", type=int, default=256, metavar="N", help="in all (256)")
         if name == "share":
             whole.add_argument("--num-requests", type=int, default=256, metavar="N", help="for each replica (256)")
-        _add_model_options(whole)
+        add_model_options(whole)
 
     profile = workload("profile", "where a decode step's time goes on a GPU, kernel by kernel")
     profile.add_argument("--shape", metavar="NAME", help="random weights in this shape")
     profile.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that decode (1)")
     profile.add_argument("--context", type=int, default=512, metavar="N", help="tokens of each (512)")
-    _add_model_options(profile)
+    add_model_options(profile)
 
     matvec = workload("matvec", "the tiles of the products of one token, or a few, measured anew on a GPU")
     matvec.add_argument("--shape", metavar="NAME", help="of this model (smollm2-135m)")
@@ -199,52 +187,6 @@ def _add_bench_options(bench: argparse.ArgumentParser) -> None:
     workload("ui", "what the chat app costs: first paint, keys, drawing, and the generation's slow-down")
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model and memory")
-    group.add_argument("--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file")
-    group.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:N (default: a GPU if there is one)")
-    group.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16, float16 (default: by device)")
-    group.add_argument("--block-size", type=int, metavar="N", help="token slots per block, a power of two (16)")
-    group.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the pool (default: what memory allows)")
-    group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt plus answer, in tokens")
-    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences computed at a time (256)")
-    group.add_argument("--preemption", choices=("swap", "recompute"), help="what happens when blocks run out (swap)")
-    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens computed per step")
-    group.add_argument("--prefill-chunk", type=int, metavar="N", help="tokens of prompts while others decode")
-    group.add_argument(
-        "--gpu-memory-utilization", type=float, metavar="X", help="part of the GPU's memory that may be taken (0.9)"
-    )
-    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model (1)")
-    group.add_argument("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
-    group.add_argument(
-        "--no-prefix-attention",
-        dest="enable_prefix_attention",
-        action="store_false",
-        default=None,
-        help="read shared blocks once for each sequence",
-    )
-
-
-def _add_sampling_options(parser: argparse.ArgumentParser, *, n: bool) -> None:
-    group = parser.add_argument_group("sampling")
-    if n:
-        group.add_argument("--n", type=int, metavar="N", help="completions per prompt (1)")
-        group.add_argument("--logprobs", type=int, metavar="N", help="report the N most probable tokens at each step")
-        group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past end-of-sequence tokens")
-        group.add_argument("--min-tokens", type=int, metavar="N", help="no end before N tokens (0)")
-        group.add_argument("--no-repeat-ngram-size", type=int, metavar="N", help="no run of N tokens twice (0: off)")
-    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="N", help="keep the N most probable tokens (0: all)")
-    group.add_argument("--top-p", type=float, metavar="X", help="keep the most probable tokens up to this probability")
-    group.add_argument("--min-p", type=float, metavar="X", help="keep tokens this probable relative to the best")
-    group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1: repeat less (1)")
-    group.add_argument("--presence-penalty", type=float, metavar="X", help="-2 to 2 (0)")
-    group.add_argument("--frequency-penalty", type=float, metavar="X", help="-2 to 2 (0)")
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (may be repeated)")
-
-
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "chat": ("talk to a model in the terminal, and watch its block tables", _add_chat_options),
     "demo": ("a guided tour of the cache on the real engine, in the terminal", _add_demo_options),
@@ -254,46 +196,6 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "info": ("versions, devices and directories: the first thing to put into a bug report", _add_info_options),
     "bench": ("measure speed", _add_bench_options),
 }
-
-
-ENGINE_OPTIONS = (
-    "device",
-    "dtype",
-    "block_size",
-    "num_blocks",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "prefill_chunk",
-    "gpu_memory_utilization",
-    "tensor_parallel_size",
-    "enforce_eager",
-    "enable_prefix_attention",
-    "preemption",
-)
-SAMPLING_OPTIONS = (
-    "n",
-    "logprobs",
-    "ignore_eos",
-    "min_tokens",
-    "no_repeat_ngram_size",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "max_tokens",
-    "stop",
-)
-BEAM_OPTIONS = ("beam_width", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
-
-
-def given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    """The options among ``names`` that were given on the command line."""
-    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
 
 
 def main(argv: list[str] | None = None) -> int:

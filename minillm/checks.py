@@ -1,0 +1,190 @@
+"""Parameters that are declared once, as fields of a dataclass.
+
+A declaration gives the default, the range and the help of a parameter:
+
+    temperature: float = number(1.0, 0, 1e6, help="0 is greedy")
+
+From it come the check (`check_fields`), the reading of dictionaries (`from_mapping`), the docstring (`documented`), the
+option on the command line (`minillm.cli.options`), the key in config.toml and the line in the chat's dialog.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+from minillm.errors import UsageError, nearest
+
+T = TypeVar("T")
+_KEY = "parameter"
+_LONGEST_SHOWN = 60  # characters of a wrong value that an error repeats
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A declared parameter.
+
+    Attributes:
+        check: takes the name and a value, returns the value in its one form, raises `UsageError`.
+        parse: makes a value of the text of a command-line option or of a dialog.
+        help: for people, without the default.
+        choices: all values, where they can be listed.
+        repeats: the command-line option may be given several times; its values make a list.
+        on_command_line: False for parameters that only callers from Python set.
+    """
+
+    check: Callable[[str, Any], Any]
+    parse: Callable[[str], Any]
+    help: str
+    metavar: str
+    choices: tuple[str, ...] = ()
+    repeats: bool = False
+    on_command_line: bool = True
+
+
+def declared(cls: type) -> Iterator[tuple[str, Any, Parameter]]:
+    """(name, default, declaration) of every declared parameter of a dataclass, in their order."""
+    for each in fields(cls):
+        if _KEY in each.metadata:
+            yield each.name, each.default, each.metadata[_KEY]
+
+
+def check_fields(params: object) -> None:
+    """Check every declared field and bring it into its one form; for ``__post_init__`` of a frozen dataclass.
+
+    Raises:
+        UsageError: a value is of the wrong type or out of range.
+    """
+    for name, _, parameter in declared(type(params)):
+        object.__setattr__(params, name, parameter.check(name, getattr(params, name)))
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], what: str = "parameter") -> T:
+    """Make a ``cls`` from a dictionary.
+
+    Raises:
+        UsageError: a name is unknown, or a value is wrong.
+    """
+    check_names(values, [each.name for each in fields(cls) if each.init], what)  # type: ignore[arg-type]
+    return cls(**values)
+
+
+def check_names(values: Collection[str], known: Collection[str], what: str) -> None:
+    """Raise UsageError if one of ``values`` is not ``known``; the message names the nearest one."""
+    unknown = next((name for name in values if name not in known), None)
+    if unknown is not None:
+        close = nearest(str(unknown), known)
+        hint = f"did you mean {close}?" if close else f"known: {', '.join(sorted(known))}"
+        raise UsageError(f"unknown {what} {shown(unknown)}; {hint}")
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Add the declared parameters to the docstring of ``cls``."""
+    lines = [f"    {name} ({shown(default)}): {parameter.help}." for name, default, parameter in declared(cls)]
+    title = "    Parameters, with their defaults:\n\n"
+    cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", title + "\n".join(lines), ""])
+    return cls
+
+
+# --- kinds of parameters ----------------------------------------------------------------------------------------------
+
+
+def integer(default: int | None, low: int, high: int, *, help: str, metavar: str = "N", cli: bool = True) -> Any:
+    """Declare a whole number from ``low`` to ``high``; None is a value where it is the default."""
+
+    def check(name: str, value: Any) -> int | None:
+        return None if value is None and default is None else check_integer(name, value, low, high)
+
+    return _declare(default, Parameter(check, int, help, metavar, on_command_line=cli))
+
+
+def number(default: float, low: float, high: float, *, help: str, above: bool = False) -> Any:
+    """Declare a number from ``low`` to ``high``; ``above`` excludes ``low``."""
+
+    def check(name: str, value: Any) -> float:
+        return check_number(name, value, low, high, above=above)
+
+    return _declare(default, Parameter(check, float, help, "X"))
+
+
+def flag(default: bool, *, help: str) -> Any:
+    """Declare a switch."""
+
+    def check(name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise UsageError(f"{name} must be true or false, not {shown(value)}")
+        return value
+
+    return _declare(default, Parameter(check, bool, help, ""))
+
+
+def choice(default: str, choices: tuple[str, ...], *, help: str, aliases: Mapping[str, str] = {}) -> Any:
+    """Declare one of several words; ``aliases`` maps other spellings to them."""
+
+    def check(name: str, value: Any) -> str:
+        value = aliases.get(value, value) if isinstance(value, str) else value
+        if value not in choices:
+            raise UsageError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
+        return str(value)
+
+    return _declare(default, Parameter(check, str, help, "{" + ",".join(choices) + "}", choices))
+
+
+def custom(
+    default: Any,
+    check: Callable[[str, Any], Any],
+    *,
+    help: str,
+    metavar: str = "TEXT",
+    parse: Callable[[str], Any] = str,
+    repeats: bool = False,
+    cli: bool = True,
+) -> Any:
+    """Declare a parameter with a check of its own."""
+    return _declare(default, Parameter(check, parse, help, metavar, (), repeats, cli))
+
+
+def _declare(default: Any, parameter: Parameter) -> Any:
+    return field(default=default, metadata={_KEY: parameter})
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check_integer(name: str, value: Any, low: int, high: int) -> int:
+    """``value`` as an int from ``low`` to ``high``; numpy's integers are taken.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise UsageError(f"{name} must be a whole number, not {shown(value)}")
+    if not low <= int(value) <= high:
+        raise UsageError(f"{name} must be from {low} to {high}, not {shown(value)}")
+    return int(value)
+
+
+def check_number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
+    """``value`` if it is a number from ``low`` to ``high``; ``above`` excludes ``low``, and NaN is never taken.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise UsageError(f"{name} must be a number, not {shown(value)}")
+    plain = value if isinstance(value, int | float) else float(value)
+    if not low <= plain <= high or (above and plain == low):  # NaN fails every comparison
+        least = f"above {low:g}" if above else f"at least {low:g}"
+        raise UsageError(f"{name} must be {least} and at most {high:g}, not {shown(value)}")
+    return plain
+
+
+def shown(value: Any) -> str:
+    """``value`` for an error message: its repr, cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception:  # an int of more digits than Python prints; a stranger's class
+        return f"{type(value).__name__} too long to show"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"

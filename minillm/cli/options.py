@@ -1,0 +1,78 @@
+"""Command-line options, made from the declarations of parameters (`minillm.checks`)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from typing import Any
+
+from minillm.checks import declared
+from minillm.config import EngineConfig
+from minillm.params import BeamSearchParams, SamplingParams
+
+_SHORT = {"n": "-n", "temperature": "-t"}
+_NO = "enable_"  # a switch that is on by default, enable_x, becomes --no-x
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--model`` and an option for each of EngineConfig's."""
+    group = parser.add_argument_group("model and memory")
+    group.add_argument(
+        "-m", "--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file"
+    )
+    _add(group, EngineConfig, ())
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each parameter of sampling and of beam search."""
+    _add(parser.add_argument_group("sampling"), SamplingParams, ())
+    shared = {name for name, _, _ in declared(SamplingParams)}
+    _add(parser.add_argument_group("beam search, instead of sampling"), BeamSearchParams, shared)
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of EngineConfig that were given."""
+    return _given(arguments, EngineConfig)
+
+
+def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The parameters of SamplingParams that were given."""
+    return _given(arguments, SamplingParams)
+
+
+def beam_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The parameters that only BeamSearchParams has and that were given."""
+    shared = {name for name, _, _ in declared(SamplingParams)}
+    return {name: value for name, value in _given(arguments, BeamSearchParams).items() if name not in shared}
+
+
+def _add(group: argparse._ArgumentGroup, cls: type, skip: Collection[str]) -> None:
+    for name, default, parameter in declared(cls):
+        if name in skip or not parameter.on_command_line:
+            continue
+        words = [_SHORT[name]] if name in _SHORT else []
+        options: dict[str, Any] = {"dest": name, "default": None}
+        if isinstance(default, bool) and parameter.parse is bool:
+            options["action"] = "store_false" if default else "store_true"
+            words.append(f"--{('no-' + name.removeprefix(_NO) if default else name).replace('_', '-')}")
+            options["help"] = f"do not {parameter.help}" if default else parameter.help
+        else:
+            words.append(f"--{name.replace('_', '-')}")
+            shown = (
+                "" if default in (None, ()) else f" ({default:g})" if isinstance(default, float) else f" ({default})"
+            )
+            options |= {"type": parameter.parse, "metavar": parameter.metavar, "help": parameter.help + shown}
+            if parameter.repeats:
+                options["action"] = "append"
+        options["help"] = options["help"].replace("%", "%%")
+        group.add_argument(*words, **options)
+
+
+def _given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
+    return {name: value for name, _, _ in declared(cls) if (value := getattr(arguments, name, None)) is not None}
+
+
+def _shown(default: Any) -> str:
+    if default is None or default == ():
+        return ""
+    return f" ({default:g})" if type(default) is float else f" ({str(default).lower()})"
