@@ -1,4 +1,4 @@
-"""What a run did, step by step: the time that its bytes and FLOPs need at least, and how long the device stood idle."""
+"""The steps of a run: the time that its bytes and FLOPs need at least, and how long the device stood idle."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from minillm.bench.hardware import matmul_rate, read_bandwidth
 from minillm.engine.engine import Engine
-from minillm.engine.scheduler import Schedule
+from minillm.runner.step import StepWork
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine can do at best, measured."""
+    """The best rates of the machine, measured."""
 
     bandwidth: float  # bytes per second
     flops: float | None  # per second; None where it was not measured (on a CPU the bytes decide)
@@ -30,30 +30,39 @@ class Ceilings:
 class Meter:
     """Sums over the steps of a run."""
 
+    engine: Engine
     ceilings: Ceilings
     floor: float = 0.0  # seconds
     idle_share: float | None = None  # of the time between the first and the last of successive decode steps
     peak_blocks: int = 0
-    _marks: list[Any] = field(default_factory=list)
+    _marks: list[Any] = field(default_factory=list)  # (begin, end) of each decode step on the device's clock
 
-    def add(self, engine: Engine, schedule: Schedule) -> None:
+    def begin(self, work: StepWork) -> None:
         """Count a step: the weights and each block in use are read once, or the prompts' products take longer.
 
         Where several ranks share the model, rank 0's part of that.
         """
-        model, cache = engine.runner.model, engine.cache
+        model, cache = self.engine.runner.model, self.engine.cache
         config, size = model.local, model.dtype.itemsize
         bytes_read = model.weight_bytes
-        if schedule.decodes:
+        if work.decode is not None or work.num_decodes:
             used = cache.num_blocks - cache.num_free
             bytes_read += used * cache.block_size * config.kv_bytes_per_token(size)
         seconds = bytes_read / self.ceilings.bandwidth
         if self.ceilings.flops is not None:
-            seconds = max(seconds, 2 * config.num_parameters * schedule.num_tokens / self.ceilings.flops)
+            seconds = max(seconds, 2 * config.num_parameters * work.num_tokens / self.ceilings.flops)
         self.floor += seconds
+        if model.device.type == "cuda" and work.decode is not None and not work.chunks:
+            self._marks.append((_now(), None))
+        elif self._marks:
+            self._marks.append(None)  # no gap between two decode steps begins or ends here
+
+    def end(self) -> None:
+        if self._marks and self._marks[-1] is not None:
+            self._marks[-1] = (self._marks[-1][0], _now())
 
     def conclude(self) -> None:
-        """Read the device's clock: gaps between the end of one decode step and the begin of the next."""
+        """Read the device's clock: gaps between the end of one decode step and the start of the next."""
         idle = total = 0.0
         for before, after in zip(self._marks, self._marks[1:], strict=False):
             if before is not None and after is not None:
@@ -62,31 +71,23 @@ class Meter:
         self.idle_share = idle / total if total else None
 
 
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 @contextmanager
 def metered(engine: Engine, ceilings: Ceilings) -> Iterator[Meter]:
-    """Measure what ``engine`` does inside the ``with``."""
-    meter = Meter(ceilings)
-    runner, run = engine.runner, engine.runner.run
-    decoder = runner.decoder if runner.model.device.type == "cuda" else None  # whose clock there is
-
-    def counting(schedule: Schedule, copies: list[tuple[int, int]]) -> Any:
-        meter.add(engine, schedule)
-        result = run(schedule, copies)
-        if schedule.prefills and meter._marks:
-            meter._marks.append(None)  # what follows is no gap between two decode steps
-        return result
-
+    """Measure everything that ``engine`` does inside the ``with``."""
+    meter = Meter(engine, ceilings)
     engine.reset_peaks()
-    runner.run = counting  # type: ignore[method-assign]
-    if decoder is not None:
-        decoder.marks = meter._marks
+    engine.runner.observers.append(meter)
     try:
         yield meter
-        if decoder is not None:
+        if meter._marks:
             torch.cuda.synchronize()
             meter.conclude()
     finally:
-        del runner.run
-        if decoder is not None:
-            decoder.marks = None
+        engine.runner.observers.remove(meter)
         meter.peak_blocks = engine.cache_stats().peak_used_blocks

@@ -60,8 +60,8 @@ def _model(arguments: argparse.Namespace) -> tuple[LLM, str]:
     """The model that ``--shape`` or ``--model`` asks for, and its name."""
     if arguments.shape and arguments.model:
         raise UsageError("give either --shape (random weights) or --model (real ones), not both")
-    from minillm.cli.bars import loading_bar, say
     from minillm.llm import LLM
+    from minillm.progress import loading_bar, say
 
     options = engine_options(arguments)
     name = arguments.model or _shape(arguments)

@@ -134,7 +134,7 @@ class Tokenizer:
 
     # --- text to ids --------------------------------------------------------------------------------------------------
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """A user's text as ids. What looks like a control token in it becomes ordinary tokens.
 
         Args:

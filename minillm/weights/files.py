@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from minillm.errors import DownloadError, WeightsError
 from minillm.paths import cache_dir
-from minillm.progress import OnProgress, Progress, ignore_progress
+from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
 from minillm.text.safe import clean_line, parse_json
 
 RECORD = "minillm.json"
@@ -41,9 +41,6 @@ class FileRecord:
     name: str
     size: int
     sha256: str
-
-
-OnMessage = Callable[[str], None]
 
 
 def read_json(path: Path) -> dict[str, Any]:

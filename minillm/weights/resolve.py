@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from minillm.errors import DownloadError, UsageError
-from minillm.progress import OnProgress, ignore_progress
+from minillm.progress import OnMessage, OnProgress, ignore_progress
 from minillm.text.safe import clean_line
 from minillm.weights import hub, package
 from minillm.weights.files import (
     ModelFiles,
-    OnMessage,
     downloading,
     find_downloaded,
     place,

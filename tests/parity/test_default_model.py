@@ -101,7 +101,11 @@ def test_alone_together_and_preempted_give_the_same_tokens(llm: LLM, names: tupl
         for ids in prompts
     ]
     model = llm.engine.runner.model
-    options: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 512, "eos": llm.engine.eos_token_ids}
+    options: dict[str, Any] = {
+        "block_size": 16,
+        "max_num_batched_tokens": 512,
+        "eos": llm.engine.requests.eos_token_ids,
+    }
     together, _ = run(engine_for(model, num_blocks=1024, **options), prompts)
     assert together == alone
     longest = max(map(len, prompts)) + NEW_TOKENS

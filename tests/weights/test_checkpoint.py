@@ -18,7 +18,7 @@ from support import hf_model, logits_in_chunks
 
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
-from minillm.load import build_engine
+from minillm.load import load_engine
 from minillm.model.config import ModelConfig
 from minillm.model.loader import load_llama
 from minillm.weights.checkpoint import open_checkpoint
@@ -277,7 +277,7 @@ def test_k_quants_are_read(tmp_path: Path, kind: str) -> None:
 def test_a_gguf_model_computes_what_transformers_computes(tmp_path: Path, tied: bool) -> None:
     model = gguf_model(tie_word_embeddings=tied)
     write_gguf(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType.F32)
-    engine = build_engine(str(tmp_path / "m.gguf"), EngineConfig(device="cpu", num_blocks=16))
+    engine = load_engine(str(tmp_path / "m.gguf"), EngineConfig(device="cpu", num_blocks=16))
     tokens = [3, 14, 15, 92, 65, 35]
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]
