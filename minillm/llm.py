@@ -71,7 +71,9 @@ class LLM:
             UsageError: the model has none (``load_format="dummy"``).
         """
         if self.engine.tokenizer is None:
-            raise UsageError("this model has no tokenizer (load_format='dummy'); give token ids instead of text")
+            raise UsageError(
+                "this model has no tokenizer (no tokenizer.json, or random weights); give token ids instead of text"
+            )
         return self.engine.tokenizer
 
     def close(self) -> None:

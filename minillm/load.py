@@ -6,11 +6,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.distributed import Store
@@ -19,7 +18,7 @@ from minillm.cache import BlockManager, SwapSpace
 from minillm.config import EngineConfig, choose_device, choose_dtype
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Scheduler
-from minillm.errors import MinillmError, UsageError, WeightsError
+from minillm.errors import MinillmError, UsageError
 from minillm.kernels import Costs
 from minillm.model.config import ModelConfig
 from minillm.model.loader import RandomTensors, TensorSource, load_llama
@@ -161,10 +160,10 @@ def _describe(
         return _Description(SHAPES[name], random_tensors(SHAPES[name]), "random weights", None)
     files = resolve(name, on_progress=on_progress, on_message=on_message)
     checkpoint = open_checkpoint(files)
-    model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+    model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config, max_model_len=config.max_model_len)
     if config.load_format == "dummy":
         return _Description(model, random_tensors(model), "random weights", None)
-    tokenizer = _load_tokenizer(checkpoint.tokenizer_source, model)
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_source, model.vocab_size)
     return _Description(model, lambda device: checkpoint, files.source, tokenizer)
 
 
@@ -184,7 +183,7 @@ def _build_runner(
     def layers_loaded(done: int, total: int) -> None:
         on_progress(Progress("loading weights", done, total, "layers"))
 
-    longest = max(config.max_model_len or 0, model_config.max_position_embeddings)
+    longest = config.max_model_len or model_config.max_position_embeddings
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     check_weights_fit(shard.local(model_config), device, dtype.itemsize)
     model = load_llama(
@@ -236,13 +235,3 @@ def _tokens_in_a_stall(config: ModelConfig, device: torch.device) -> int:
     per_cycle = {7: 1024, 8: 2048 if properties.minor == 0 else 1024, 9: 4096}.get(properties.major, 4096)
     rate = 0.65 * properties.multi_processor_count * per_cycle * 1.7e9
     return max(256, int(_STALL_SECONDS * rate / (2 * config.num_parameters)) // 256 * 256)
-
-
-def _load_tokenizer(source: Path | Mapping[str, Any], config: ModelConfig) -> Tokenizer:
-    tokenizer = Tokenizer.from_directory(source) if isinstance(source, Path) else Tokenizer.from_gguf(source)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise WeightsError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the model's embedding {config.vocab_size} rows: "
-            "they belong to different models"
-        )
-    return tokenizer
