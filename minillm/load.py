@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -103,7 +104,7 @@ def new_engine(
         vocab_size=model.config.vocab_size,
         max_model_len=limits.max_model_len,
         eos_token_ids=frozenset(eos),
-        longest_plain_prompt=model.config.max_position_embeddings if model.rotary.dynamic else None,
+        longest_plain_prompt=model.config.rope_changes_beyond,
     )
     return Engine(
         runner,
@@ -112,7 +113,16 @@ def new_engine(
         guard=guard,
         on_close=on_close or (runner.close,),
         source=description.served_by,
+        defaults=sampling_defaults(description.config.generation_defaults),
     )
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that a model's generation_config asks for, under our names."""
+    defaults = dict(generation)
+    if defaults.pop("do_sample", True) is False:
+        defaults["temperature"] = 0.0
+    return defaults
 
 
 def methods_for(requests: Requests, runner: Runner, seed: int = 0) -> dict[type[Params], Method]:

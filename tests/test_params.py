@@ -146,4 +146,4 @@ def test_a_held_beginning_is_shown_when_nothing_follows() -> None:
 def test_a_number_that_python_cannot_print_is_refused_in_one_line() -> None:
     for name in ("max_tokens", "seed", "temperature"):
         with pytest.raises(UsageError, match=f"{name} must be .* not int too long to show"):
-            SamplingParams(**{name: 10**5000})
+            SamplingParams.from_mapping({name: 10**5000})

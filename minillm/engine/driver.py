@@ -78,7 +78,9 @@ class Driver:
             UsageError: the model has none.
         """
         if self.engine.tokenizer is None:
-            raise UsageError("this model has no tokenizer; give token ids instead of text")
+            raise UsageError(
+                "this model has no tokenizer (no tokenizer.json, or random weights); give token ids instead of text"
+            )
         return self.engine.tokenizer
 
     def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from minillm.config import EngineConfig
-from minillm.errors import UsageError, WeightsError
+from minillm.errors import UsageError
 from minillm.kernels import Costs
 from minillm.model.config import ModelConfig
 from minillm.model.loader import RandomTensors, TensorSource, load_llama
@@ -63,10 +61,10 @@ def describe(
         return Description(SHAPES[name], random_tensors(SHAPES[name]), "random weights", None)
     files = resolve(name, on_progress=on_progress, on_message=on_message)
     checkpoint = open_checkpoint(files)
-    model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
+    model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config, max_model_len=config.max_model_len)
     if config.load_format == "dummy":
         return Description(model, random_tensors(model), "random weights", None)
-    tokenizer = _load_tokenizer(checkpoint.tokenizer_source, model)
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_source, model.vocab_size)
     return Description(model, lambda device: checkpoint, files.source, tokenizer)
 
 
@@ -85,7 +83,7 @@ def build_runner(
     def layers_loaded(done: int, total: int) -> None:
         on_progress(Progress("loading weights", done, total, "layers"))
 
-    longest = max(config.max_model_len or 0, model_config.max_position_embeddings)
+    longest = config.max_model_len or model_config.max_position_embeddings
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     check_weights_fit(shard.local(model_config), device, dtype.itemsize)
     model = load_llama(
@@ -130,16 +128,6 @@ def build_runner(
         sharing=Costs() if config.enable_prefix_attention and even else None,
     )
     return runner, limits
-
-
-def _load_tokenizer(source: Path | Mapping[str, Any], config: ModelConfig) -> Tokenizer:
-    tokenizer = Tokenizer.from_directory(source) if isinstance(source, Path) else Tokenizer.from_gguf(source)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise WeightsError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the model's embedding {config.vocab_size} rows: "
-            "they belong to different models"
-        )
-    return tokenizer
 
 
 def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:
