@@ -16,10 +16,13 @@ parameters, and one differing bit would part them for good.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from minillm import kernels
+from minillm.cache import HostMoves
 from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
 from minillm.model.batch import Batch
 from minillm.model.llama import Llama
@@ -28,8 +31,10 @@ from minillm.runner.penalties import needs_host, process_logits
 from minillm.runner.rows import Rows, Sharing, padded_size
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, draw_tokens
-from minillm.runner.step import DecodeWork, StepWork
+from minillm.runner.step import ChunkWork, DecodeWork, StepWork
 from minillm.sequence import Chunk, Schedule, Sequence
+
+_REHEARSED = 37  # tokens of a prompt: no multiple of anything, as most prompts
 
 
 def attention_shape(model: Llama) -> AttentionShape:
@@ -179,6 +184,17 @@ class DeviceRunner(Runner):
     def _end(self) -> None:
         for observer in self.observers:
             observer.end()
+
+    def rehearsals(self) -> list[Callable[[], object]]:
+        """The parts of a first request's work, which do not depend on each other; its numbers are meaningless."""
+        chunk = ChunkWork([0] * _REHEARSED, 0, [0] * -(-_REHEARSED // self.block_size), _REHEARSED, True)
+        row = torch.zeros(1, self._logits.shape[1], dtype=self.model.dtype, device=self._device)
+        return [
+            lambda: self.compute(StepWork(HostMoves(), [], None, [chunk], 0)),
+            lambda: self._forward(1, None),
+            lambda: self._draw(1, False),
+            lambda: kernels.log_probabilities(row, row.argmax(-1)),
+        ]
 
     def forget(self) -> None:
         self._books.forget()
