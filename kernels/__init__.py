@@ -38,7 +38,6 @@ __all__ = [
     "LinearWeight",
     "Plan",
     "WorkList",
-    "add_rms_norm",
     "begin_decode",
     "block_copy",
     "end_decode",
@@ -125,12 +124,6 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension: see `reference.rms_norm`."""
     return norm.rms_norm(x, weight, eps) if x.is_cuda else cpu.rms_norm(x, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Residual addition and RMSNorm: see `reference.add_rms_norm`."""
-    op = norm.add_rms_norm if x.is_cuda else cpu.add_rms_norm
-    return op(x, residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -102,12 +102,6 @@ def _scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `reference.add_rms_norm`."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
-
-
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See `reference.silu_mul`."""
     if gate_up.dtype != torch.float32:
@@ -279,7 +273,7 @@ def paged_attention(
     softmax_scale: float,
     plan: HostPlan | None = None,
 ) -> Tensor:
-    """See `reference.paged_attention`; without the log-sum-exp."""
+    """See `reference.paged_attention`."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
     decodes = _plan_decodes(block_tables, context_lens, k_cache, num_heads) if plan is None else plan.decodes

@@ -36,12 +36,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``sum = x + residual`` in the input's dtype; returns (``rms_norm(sum)``, ``sum``)."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
-
-
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` for ``gate_up`` ``[num_tokens, 2 * size]``, gate first (SwiGLU, Shazeer 2020).
 
@@ -124,7 +118,7 @@ def gather_kv(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
     return cache[block_table[:num_blocks].long()].flatten(0, 1)[:context_len]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, first_position: int) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, first_position: int) -> Tensor:
     """Causal attention of ``q [n, heads, dim]`` at ``first_position…`` over ``k, v [context, kv_heads, dim]``."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (_wide(t).transpose(0, 1) for t in (q, k, v))  # [heads, tokens, dim]
@@ -133,7 +127,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, first_positio
     query_positions = torch.arange(q.shape[1], device=q.device) + first_position
     visible = torch.arange(k.shape[1], device=q.device) <= query_positions[:, None]
     scores = scores.masked_fill(~visible, float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
 def paged_attention(
@@ -143,25 +137,22 @@ def paged_attention(
     block_tables: Tensor,
     context_lens: Tensor,
     softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Decode attention: one query per sequence over its paged context (Kwon et al. 2023).
 
     Args:
         q: ``[num_seqs, num_heads, head_dim]``; head ``h`` reads kv head ``h // (num_heads / num_kv_heads)``.
 
     Returns:
-        ``out`` like ``q``, zero where the context is empty; ``lse`` ``[num_seqs, num_heads]``, the log-sum-exp of the
-        scaled scores (-inf where the context is empty), float32 or wider.
+        Like ``q``; zero where the context is empty.
     """
     out = torch.zeros_like(q)
-    lse = _wide(q).new_full(q.shape[:2], float("-inf"))
     for row, length in enumerate(context_lens.tolist()):
         if length:
             k = gather_kv(k_cache, block_tables[row], length)
             v = gather_kv(v_cache, block_tables[row], length)
-            attended, sums = _attend(q[row : row + 1], k, v, softmax_scale, length - 1)
-            out[row], lse[row] = attended[0].to(q.dtype), sums[0]
-    return out, lse
+            out[row] = _attend(q[row : row + 1], k, v, softmax_scale, length - 1)[0].to(q.dtype)
+    return out
 
 
 def prefill_attention(
@@ -186,8 +177,7 @@ def prefill_attention(
         if end > begin:
             k = gather_kv(k_cache, block_tables[row], length)
             v = gather_kv(v_cache, block_tables[row], length)
-            attended, _ = _attend(q[begin:end], k, v, softmax_scale, length - (end - begin))
-            out[begin:end] = attended.to(q.dtype)
+            out[begin:end] = _attend(q[begin:end], k, v, softmax_scale, length - (end - begin)).to(q.dtype)
     return out
 
 

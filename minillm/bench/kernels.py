@@ -109,30 +109,22 @@ def _random(*shape: int) -> Tensor:
 # --- the ops ----------------------------------------------------------------------------------------------------------
 
 
-def _norms(op: str) -> Callable[[], Iterator[Case]]:
-    def cases() -> Iterator[Case]:
-        from minillm.kernels import norm
+def _rms_norm() -> Iterator[Case]:
+    from minillm.kernels.norm import rms_norm
 
-        for rows, hidden in ((1, 4096), (64, 4096), (8192, 4096)):
-            moved = (2 if op == "rms_norm" else 4) * rows * hidden * 2
-            inputs = [(_random(rows, hidden), _random(rows, hidden)) for _ in range(copies_for_cold_l2(moved))]
-            weight = _random(hidden)
+    for rows, hidden in ((1, 4096), (64, 4096), (8192, 4096)):
+        moved = 2 * rows * hidden * 2
+        inputs = [_random(rows, hidden) for _ in range(copies_for_cold_l2(moved))]
+        weight = _random(hidden)
 
-            def launch(i: int, inputs: list = inputs, weight: Tensor = weight) -> tuple[Tensor, ...]:
-                x, residual = inputs[i % len(inputs)]
-                if op == "rms_norm":
-                    return (norm.rms_norm(x, weight, 1e-5),)
-                return norm.add_rms_norm(x, residual, weight, 1e-5)
+        def launch(i: int, inputs: list[Tensor] = inputs, weight: Tensor = weight) -> Tensor:
+            return rms_norm(inputs[i % len(inputs)], weight, 1e-5)
 
-            def check(inputs: list = inputs, weight: Tensor = weight, launch: Any = launch) -> float:
-                x, residual = (tensor.double() for tensor in inputs[0])
-                # The sum is rounded before the norm sees it: part of the contract, so the reference rounds too.
-                total = x if op == "rms_norm" else (x + residual).to(_DTYPE).double()
-                return relative_error(launch(0)[0], reference.rms_norm(total, weight.double(), 1e-5))
+        def check(inputs: list[Tensor] = inputs, weight: Tensor = weight) -> float:
+            exact = reference.rms_norm(inputs[0].double(), weight.double(), 1e-5)
+            return relative_error(rms_norm(inputs[0], weight, 1e-5), exact)
 
-            yield Case(op, f"{rows} x {hidden}", moved, 0, launch, check)
-
-    return cases
+        yield Case("rms_norm", f"{rows} x {hidden}", moved, 0, launch, check)
 
 
 def _silu_mul() -> Iterator[Case]:
@@ -215,7 +207,7 @@ def _decode_case(heads: int, kv_heads: int, dim: int, seqs: int, context: int, b
         wanted = tables[0][some].long()
         renumbered = torch.arange(wanted.numel(), device=_DEVICE).view_as(wanted)
         double = [cache[wanted.flatten()].double() for cache in (k, v)]  # not the whole pool
-        exact, _ = reference.paged_attention(q[some].double(), double[0], double[1], renumbered, lens[some], scale)
+        exact = reference.paged_attention(q[some].double(), double[0], double[1], renumbered, lens[some], scale)
         return relative_error(got[some], exact)
 
     name = f"{heads}/{kv_heads} x {dim}, B{seqs} c{context}, block {block_size}"
@@ -422,8 +414,7 @@ def _top_log_probabilities() -> Iterator[Case]:
 
 
 OPS: dict[str, Callable[[], Iterator[Case]]] = {
-    "rms_norm": _norms("rms_norm"),
-    "add_rms_norm": _norms("add_rms_norm"),
+    "rms_norm": _rms_norm,
     "silu_mul": _silu_mul,
     "rotary_write_kv": _rotary,
     "paged_attention": _paged_attention,

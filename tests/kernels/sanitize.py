@@ -14,7 +14,7 @@ from shapes import DEVICE, make_pool, randn
 
 from minillm.kernels import DecodeInputs, Field, activation, blocks, decode_rows, matvec, norm, rotary, sampling
 from minillm.kernels.chunked_prefill import prefill_attention
-from minillm.kernels.decode_attention import paged_attention, paged_attention_with_lse
+from minillm.kernels.decode_attention import paged_attention
 from minillm.kernels.prefix_decode_attention import prefix_attention
 from minillm.kernels.prefix_plan import FREE, AttentionShape, WorkList, plan_attention
 
@@ -23,14 +23,12 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x, weight = randn(3, 577, dtype=dtype), randn(577, dtype=dtype)
         norm.rms_norm(x, weight, 1e-5)
-        norm.add_rms_norm(x, x.clone(), weight, 1e-5)
         activation.silu_mul(randn(3, 2 * 333, dtype=dtype))
         for heads, kv_heads, dim, block_size in ((9, 3, 64, 16), (6, 1, 80, 1), (4, 4, 128, 4)):
             pool = make_pool([1, 37, 0, 130], kv_heads, dim, dtype, block_size)
             q = randn(4, heads, dim, dtype=dtype)
             for splits in (1, 3):
                 paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
-                paged_attention_with_lse(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
             chosen = torch.tensor([3, 3, 1, 2], device=DEVICE)  # two of them share all of their full blocks
             tables, lens = pool.tables[chosen], pool.lens[chosen]
             for processors in (1, 132):

@@ -55,7 +55,7 @@ def test_paged_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim
         k, v, tables = make_pool(lengths, kv_heads, head_dim, dtype, block_size, order)
         q = torch.randn(len(lengths), heads + 2, head_dim).to(dtype)[:, 1:-1]  # not contiguous
         context_lens = torch.tensor(lengths, dtype=torch.int32)
-        expected, _ = reference.paged_attention(q.double(), k.double(), v.double(), tables, context_lens, 0.3)
+        expected = reference.paged_attention(q.double(), k.double(), v.double(), tables, context_lens, 0.3)
         got = kernels.paged_attention(q, k, v, tables, context_lens, 0.3)
         assert got.dtype == dtype
         assert relative_error(got, expected) < TOLERANCE[dtype]
@@ -81,13 +81,12 @@ def test_the_reference_attends_like_plain_softmax() -> None:
     """The specification itself, against one query written out by hand."""
     k, v, tables = make_pool([11], 2, 32, torch.float64, SIZE, "shuffled")
     q = torch.randn(1, 4, 32, dtype=torch.float64)
-    out, lse = reference.paged_attention(q, k, v, tables, torch.tensor([11]), 0.5)
+    out = reference.paged_attention(q, k, v, tables, torch.tensor([11]), 0.5)
     for head in range(4):
         keys = torch.stack([k[tables[0, i // SIZE], i % SIZE, head // 2] for i in range(11)])
         values = torch.stack([v[tables[0, i // SIZE], i % SIZE, head // 2] for i in range(11)])
         weights = (keys @ q[0, head] * 0.5).exp()
         torch.testing.assert_close(out[0, head], weights @ values / weights.sum())
-        torch.testing.assert_close(lse[0, head], weights.sum().log())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -140,14 +139,10 @@ def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(p
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 576), (3, 33), (0, 8)])
 def test_norms_and_activation(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
-    weight = torch.randn(shape[1]).to(dtype)
+    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
     exact = x.double()
     expected = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     assert relative_error(kernels.rms_norm(x, weight, 1e-5), expected) < TOLERANCE[dtype]
-    normed, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, kernels.rms_norm(x + residual, weight, 1e-5))
     gate_up = torch.randn(shape[0], 2 * shape[1]).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     assert relative_error(kernels.silu_mul(gate_up), gate * gate.sigmoid() * up) < TOLERANCE[dtype]
@@ -204,7 +199,7 @@ def test_a_plan_serves_every_layer_of_its_step(lengths: list[int], together: boo
         plan = plan or _plan([0] * len(lengths), tables, context_lens, k, heads)
         assert isinstance(plan.decodes, cpu.Together) == together
         q = torch.randn(len(lengths), heads, 32)
-        expected, _ = reference.paged_attention(q.double(), k.double(), v.double(), tables, context_lens, 0.3)
+        expected = reference.paged_attention(q.double(), k.double(), v.double(), tables, context_lens, 0.3)
         assert relative_error(kernels.paged_attention(q, k, v, tables, context_lens, 0.3, plan), expected) < 1e-5
 
 

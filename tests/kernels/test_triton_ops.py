@@ -18,7 +18,7 @@ from minillm.kernels import reference
 pytest.importorskip("triton")
 from minillm.kernels import activation, blocks, matvec, norm, rotary, sampling
 from minillm.kernels.chunked_prefill import prefill_attention
-from minillm.kernels.decode_attention import num_splits_for, paged_attention, paged_attention_with_lse
+from minillm.kernels.decode_attention import num_splits_for, paged_attention
 
 drawn = settings(
     max_examples=60 if ON_GPU else 12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -32,18 +32,12 @@ long = 5000 if ON_GPU else 70
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 576), (3, 33), (0, 8), (5, 4096), (2, 8191)])
-def test_norms(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_rms_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     rows, hidden = shape
-    x, residual = randn(rows, hidden + 3, dtype=dtype)[:, :hidden], randn(rows, hidden, dtype=dtype)  # strided rows
+    x = randn(rows, hidden + 3, dtype=dtype)[:, :hidden]  # strided rows
     weight = randn(hidden, dtype=dtype)
     exact = reference.rms_norm(x.double(), weight.double(), 1e-5)
     assert relative_error(norm.rms_norm(x, weight, 1e-5), exact) < TOLERANCE[dtype]
-    normed, total = norm.add_rms_norm(x, residual, weight, 1e-5)
-    if ON_GPU or dtype != torch.bfloat16:  # the interpreter cuts a bfloat16 off where hardware rounds
-        assert torch.equal(total, x + residual)
-    assert relative_error(total, x.double() + residual.double()) < TOLERANCE[dtype]
-    exact = reference.rms_norm((x + residual).double(), weight.double(), 1e-5)
-    assert relative_error(normed, exact) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,18 +108,10 @@ def check_decode(
     pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed)
     q = randn(len(lengths), num_heads + 2, head_dim, dtype=dtype)[:, 1:-1]  # not contiguous
     scale = head_dim**-0.5
-    exact, exact_lse = reference.paged_attention(
-        q.double(), pool.k.double(), pool.v.double(), pool.tables, pool.lens, scale
-    )
-    out, lse = paged_attention_with_lse(q, pool.k, pool.v, pool.tables, pool.lens, scale, num_splits=splits)
-    plain = paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, scale, num_splits=splits)
-    assert torch.equal(plain, out)
+    exact = reference.paged_attention(q.double(), pool.k.double(), pool.v.double(), pool.tables, pool.lens, scale)
+    out = paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, scale, num_splits=splits)
     assert relative_error(out, exact) < TOLERANCE[dtype]
-    some = pool.lens > 0
-    if some.any():
-        assert (lse[some] - exact_lse[some]).abs().max() < 2e-3
-    assert (lse[~some] == float("-inf")).all()
-    assert not out[~some].any(), "an empty context gives zeros"
+    assert not out[pool.lens == 0].any(), "an empty context gives zeros"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,7 +148,7 @@ def test_tables_that_several_sequences_share() -> None:
     shared = pool.tables.clone()
     shared[1, :5], shared[2, :3] = shared[0, :5], shared[0, :3]
     q = randn(3, 4, 64)
-    exact, _ = reference.paged_attention(q.double(), pool.k.double(), pool.v.double(), shared, pool.lens, 0.1)
+    exact = reference.paged_attention(q.double(), pool.k.double(), pool.v.double(), shared, pool.lens, 0.1)
     got = paged_attention(q, pool.k, pool.v, shared, pool.lens, 0.1)
     assert relative_error(got, exact) < 1e-5
 
@@ -375,10 +361,8 @@ def test_the_same_inputs_give_the_same_bits_ten_times() -> None:
     x, weight = randn(5, 576, dtype=torch.float16), randn(576, dtype=torch.float16)
 
     def everything() -> list[Tensor]:
-        out, lse = paged_attention_with_lse(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=5)
         return [
-            out,
-            lse,
+            paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=5),
             prefill_attention(chunk, pool.k, pool.v, pool.tables, pool.lens, starts, 0.1),
             norm.rms_norm(x, weight, 1e-5),
             *sampling.sample(logits, *settings),
@@ -403,7 +387,6 @@ BAD: list[tuple[str, Any]] = [
     ("rows", lambda: norm.rms_norm(randn(4, 4).T, randn(4), 1e-5)),
     ("weight", lambda: norm.rms_norm(randn(4, 4), randn(5), 1e-5)),
     ("weight", lambda: norm.rms_norm(randn(4, 4), randn(4, dtype=torch.float16), 1e-5)),
-    ("residual", lambda: norm.add_rms_norm(randn(4, 4), randn(3, 4), randn(4), 1e-5)),
     ("size", lambda: activation.silu_mul(randn(4, 5))),
     ("contiguous", lambda: blocks.block_copy(randn(2, 2, 4, 4, 2, 8).transpose(3, 4), torch.zeros(0, 2))),
     ("staging", lambda: blocks.gather_blocks(randn(2, 2, 4, 4, 2, 8), torch.zeros(3).long(), randn(2, 2, 2, 4, 2, 8))),
