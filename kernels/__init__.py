@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels import cpu, reference
+from minillm.kernels.arguments import DecodeInputs, Field
 from minillm.kernels.cpu import HostPlan
 from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
-from minillm.kernels.reference import DecodeInputs, Field, log_probabilities
+from minillm.kernels.reference import log_probabilities
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
     from minillm.kernels import (
@@ -27,6 +28,7 @@ if torch.cuda.is_available():  # Triton is not imported where nothing can run it
         prefix_decode_attention,
         rotary,
         sampling,
+        top_k,
     )
 
 __all__ = [
@@ -258,7 +260,7 @@ def sample(
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The most probable tokens of each row: see `reference.top_log_probabilities`."""
     if logits.is_cuda and count <= 256:
-        return sampling.top_log_probabilities(logits, count)
+        return top_k.top_log_probabilities(logits, count)
     return cpu.top_log_probabilities(logits, count)
 
 

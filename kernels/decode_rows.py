@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import DecodeInputs, Field
 from minillm.kernels.compat import pdl_options, wait_for_inputs
-from minillm.kernels.reference import DecodeInputs, Field
 
 _PIECE = 4096  # of the vocabulary per program
 _TABLE_TILE = 1024

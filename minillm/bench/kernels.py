@@ -390,7 +390,7 @@ def _sample() -> Iterator[Case]:
 
 
 def _top_log_probabilities() -> Iterator[Case]:
-    from minillm.kernels.sampling import top_log_probabilities
+    from minillm.kernels.top_k import top_log_probabilities
 
     for rows, vocab, count in ((64, 128256, 8), (64, 128256, 64)):
         logits = [torch.randn(rows, vocab, device=_DEVICE) * 3 for _ in range(8)]

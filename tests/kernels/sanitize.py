@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from shapes import DEVICE, make_pool, randn
 
-from minillm.kernels import DecodeInputs, Field, activation, blocks, decode_rows, matvec, norm, rotary, sampling
+from minillm.kernels import DecodeInputs, Field, activation, blocks, decode_rows, matvec, norm, rotary, sampling, top_k
 from minillm.kernels.chunked_prefill import prefill_attention
 from minillm.kernels.decode_attention import paged_attention
 from minillm.kernels.prefix_decode_attention import prefix_attention
@@ -67,7 +67,7 @@ def main() -> None:
         ]
         numbers = torch.arange(rows, device=DEVICE)
         sampling.sample(logits, settings[0], settings[1], settings[2], settings[3], numbers, numbers)
-        sampling.top_log_probabilities(logits, 20)
+        top_k.top_log_probabilities(logits, 20)
         words = torch.zeros(rows, Field.TABLE + 7, dtype=torch.int32, device=DEVICE)
         words[:, Field.POSITION] = torch.arange(rows, device=DEVICE)
         words[:, Field.FREQUENCY_PENALTY] = 1  # the least float32 above 0: a penalty all the same

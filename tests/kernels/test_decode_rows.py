@@ -14,6 +14,7 @@ from minillm.kernels import DecodeInputs, Field, reference
 
 pytest.importorskip("triton")
 from minillm.kernels import decode_rows, sampling
+from minillm.kernels.top_k import top_log_probabilities
 
 
 def bits(value: float) -> int:
@@ -106,7 +107,7 @@ def test_logits_of_any_dtype_are_drawn_from(dtype: torch.dtype) -> None:
     exact = reference.log_probabilities(logits.double(), tokens)
     assert relative_error(logprobs, exact) < TOLERANCE[torch.float32]
     assert torch.equal(kernels.sample_with_logprobs(logits, *arguments)[0], tokens)
-    values, ids = sampling.top_log_probabilities(logits, 5)
+    values, ids = top_log_probabilities(logits, 5)
     assert torch.equal(logits.gather(1, ids).float(), logits.float().topk(5).values)
     assert relative_error(values, logits.double().log_softmax(-1).topk(5).values) < TOLERANCE[torch.float32]
 

@@ -16,7 +16,7 @@ from minillm import kernels
 from minillm.kernels import reference
 
 pytest.importorskip("triton")
-from minillm.kernels import activation, blocks, matvec, norm, rotary, sampling
+from minillm.kernels import activation, blocks, matvec, norm, rotary, sampling, top_k
 from minillm.kernels.chunked_prefill import prefill_attention
 from minillm.kernels.decode_attention import num_splits_for, paged_attention
 
@@ -341,12 +341,12 @@ def test_top_log_probabilities(vocab: int, count: int) -> None:
         logits = logits.to(DEVICE)
         if not bool(torch.isfinite(logits).any(-1).all()):
             continue
-        logprobs, ids = sampling.top_log_probabilities(logits, count)
+        logprobs, ids = top_k.top_log_probabilities(logits, count)
         exact, exact_ids = reference.top_log_probabilities(logits.double(), count)
         finite = torch.isfinite(exact)
         assert torch.equal(ids[finite], exact_ids[finite])
         assert (logprobs[finite] - exact[finite]).abs().max() < 1e-4
-    assert sampling.top_log_probabilities(normal[:0].to(DEVICE), count)[0].shape == (0, count)
+    assert top_k.top_log_probabilities(normal[:0].to(DEVICE), count)[0].shape == (0, count)
 
 
 # --- contracts --------------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_the_same_inputs_give_the_same_bits_ten_times() -> None:
             prefill_attention(chunk, pool.k, pool.v, pool.tables, pool.lens, starts, 0.1),
             norm.rms_norm(x, weight, 1e-5),
             *sampling.sample(logits, *settings),
-            *sampling.top_log_probabilities(logits, 9),
+            *top_k.top_log_probabilities(logits, 9),
         ]
 
     first = everything()
@@ -392,8 +392,8 @@ BAD: list[tuple[str, Any]] = [
     ("staging", lambda: blocks.gather_blocks(randn(2, 2, 4, 4, 2, 8), torch.zeros(3).long(), randn(2, 2, 2, 4, 2, 8))),
     ("floating", lambda: sampling.sample(torch.zeros(2, 8, dtype=torch.int32, device=DEVICE), *[randn(2)] * 6)),
     ("temperature", lambda: sampling.sample(randn(2, 8), *[randn(3)] * 6)),
-    ("count", lambda: sampling.top_log_probabilities(randn(2, 8), 9)),
-    ("count", lambda: sampling.top_log_probabilities(randn(2, 800), 0)),
+    ("count", lambda: top_k.top_log_probabilities(randn(2, 8), 9)),
+    ("count", lambda: top_k.top_log_probabilities(randn(2, 800), 0)),
 ]
 
 

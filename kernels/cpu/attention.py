@@ -1,17 +1,12 @@
-"""The ops on a CPU, fast: the same contracts as `minillm.kernels.reference`, which stays the specification.
+"""Rotary embedding and attention on a CPU, over the paged cache.
 
-Three things make the difference there. Linear layers read their weights at memory speed only from a blocked layout, and
-half as many bytes where float16 holds them as well (`packed_linear`). Attention of one sequence needs no gather when
-its blocks happen to be consecutive, and the block manager makes that the usual case; several of similar lengths go
-through one call that gathers K only. The sampler looks at the likeliest thousand tokens first, and sorts the whole
-vocabulary only where that was not enough.
+Attention of one sequence needs no gather when its blocks happen to be consecutive, and the block manager makes that the
+usual case; several of similar lengths go through one call that gathers K only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -19,95 +14,12 @@ from torch.nn import functional
 
 from minillm.kernels import reference
 
-# oneDNN picks its blocked layout for one batch size. The layout for 16 is the one that is fast from 1 to 32 rows:
-# 538 MB of weights take 30 ms at 1 row and 50 ms at 16, against 31 and 69 with the layout for 1, 46 and 86 unpacked
-# (2 cores of an EPYC 7003).
-_PACKED_FOR_ROWS = 16
-_FBGEMM = ("x86", "fbgemm")  # torch's names for the engines that multiply float32 by float16 weights
-_CHECKED_AT_ONCE = 1 << 18  # weights
 # Several sequences at once take half to nine tenths of the time that they take one by one: 16 of 270 tokens 0.83 ms a
 # layer and 1.46, 48 of 1,200 tokens 13.1 and 15.6 (9 heads on 3, of 64). The rest is for what padding would spoil.
 _GATHERED_SEQS = 2
 _GATHERED_PADDING = 2  # slots that are computed, per slot that counts
 _GATHERED_FLOATS = 16 << 20  # of K: 64 MB of scratch
 _SHORT_CONTEXT = 1024  # up to here two plain products are faster than the fused attention with its set-up: 64 to 104 us
-_CANDIDATES = 1024  # tokens that the sampler looks at before it falls back to the whole vocabulary
-
-
-@dataclass(frozen=True)
-class PackedLinear:
-    """A linear layer in the layout from which it is read fastest."""
-
-    apply: Callable[[Tensor], Tensor]  # x [rows, in] -> x @ weight.T + bias [rows, out], float32
-    itemsize: int  # bytes of a weight
-
-
-def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
-    """The fastest layout for ``weight [out, in]`` and ``bias [out]``.
-
-    Arithmetic, ``x`` and the result are float32. The weight is kept in float16 where that changes nothing that float32
-    could tell (`fits_float16`): so it is with every checkpoint that was published in bfloat16 or float16, and a token
-    then costs half the bytes.
-
-    Returns None where nothing is faster than `torch.nn.functional.linear`: weights that are not float32 on a CPU, or a
-    torch without these libraries.
-    """
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
-        return None
-    if torch.backends.quantized.engine in _FBGEMM and fits_float16(weight):
-        half = torch.ops.quantized.linear_prepack_fp16(weight, bias)
-        return PackedLinear(partial(_multiply_float16, half), torch.float16.itemsize)
-    if torch.backends.mkldnn.is_available():
-        blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-        multiply = torch.ops.mkldnn._linear_pointwise
-        return PackedLinear(lambda x: multiply(x, blocked, bias, "none", [], ""), weight.itemsize)
-    return None
-
-
-def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
-    # torch asks every argument for `__torch_function__` first, and a packed weight answers with C++ exceptions. Without
-    # them a token takes 24 ms instead of 31, a step of 16 sequences 85 instead of 92 to 101.
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.ops.quantized.linear_dynamic_fp16.op(x, half)
-
-
-def fits_float16(weight: Tensor) -> bool:
-    """Whether products with ``weight [out, in]`` in float16 are as exact as float32 makes them.
-
-    bfloat16 numbers have fewer digits than float16's; only those below 2^-14 may lose some, 2^-25 at most. That is lost
-    in the rounding of a float32 sum as long as it is below 2^-23 of a typical row's length (its Euclidean norm).
-    """
-    limit = 2**-23 * float(torch.linalg.vector_norm(weight)) / weight.shape[0] ** 0.5
-    for rows in weight.split(max(1, _CHECKED_AT_ONCE // weight.shape[1])):  # so that the copies stay in the cache
-        if not float((rows.half().float() - rows).abs_().max()) <= limit:  # inf or NaN do not fit either
-            return False
-    return True
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.rms_norm`; in float32 there is no cast whose order could matter."""
-    if x.dtype != torch.float32:
-        return reference.rms_norm(x, weight, eps)
-    if x.shape[0] == 1:  # four small ops instead of twelve: with cold caches each costs as much as 576 multiplications
-        row = x.view(-1)
-        return (x * weight).mul_((torch.dot(row, row).item() / row.shape[0] + eps) ** -0.5)
-    # sqrt(mean(x^2) + eps) in three ops: a seventh of the time of torch's own for 2,048 rows, six tenths for 16.
-    root = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5).hypot_(_scalar(eps**0.5))
-    return (x * weight).div_(root)
-
-
-@cache
-def _scalar(value: float) -> Tensor:
-    """For ops that take tensors only."""
-    return torch.tensor(value, dtype=torch.float32, device="cpu")
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `reference.silu_mul`."""
-    if gate_up.dtype != torch.float32:
-        return reference.silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
 
 
 @dataclass(frozen=True)
@@ -360,81 +272,3 @@ def prefill_attention(
         )
         out[begin:end] = attended[0].transpose(0, 1)
     return out
-
-
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """See `reference.sample`: the same draws."""
-    token_ids = logits.argmax(-1)
-    drawn = temperature > 0
-    truncated = drawn & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    plain = drawn & ~truncated
-    if bool(plain.any()):
-        rows = plain.nonzero()[:, 0]
-        scaled = logits[rows] / temperature[rows, None]
-        ids = torch.arange(logits.shape[1], dtype=torch.int32)[None]
-        token_ids[rows] = (scaled + reference.gumbel(seeds[rows], positions[rows], ids)).argmax(-1)
-    if bool(truncated.any()):
-        rows = truncated.nonzero()[:, 0]
-        arguments = [t[rows] for t in (logits, temperature, top_k, top_p, min_p, seeds, positions)]
-        chosen, sure = _sample_candidates(*arguments)
-        if not bool(sure.all()):
-            unsure = (~sure).nonzero()[:, 0]
-            chosen[unsure] = reference.sample(*(t[unsure] for t in arguments))
-        token_ids[rows] = chosen
-    return token_ids
-
-
-def _sample_candidates(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Draw from the largest logits only. Returns (token ids, whether no token outside could have been drawn)."""
-    vocab = logits.shape[1]
-    wanted = torch.where(top_k > 0, top_k, _CANDIDATES)
-    count = min(vocab, int(wanted.max()) + 1)  # one more than is kept shows whether the cut falls among equals
-    values, ids = logits.topk(count)
-    ids, by_id = ids.sort(-1)
-    values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(1, order)
-    scaled = (values - values[:, :1]) / temperature[:, None]
-
-    rank = torch.arange(count)
-    kept = rank < torch.where(top_k > 0, top_k, vocab)[:, None]
-    last = (kept.sum(-1) - 1).clamp_(min=0)[:, None]
-    beyond = (last + 1).clamp_(max=count - 1)
-    tied = (values.gather(1, last) == values.gather(1, beyond)) & (last + 1 < count)
-    sure = (top_k > 0) & ~tied[:, 0]
-
-    all_scaled = (logits - values[:, :1]) / temperature[:, None]
-    total = torch.where(top_k > 0, scaled.masked_fill(~kept, float("-inf")).logsumexp(-1), all_scaled.logsumexp(-1))
-    probabilities = (scaled - total[:, None]).exp()
-    before = probabilities.cumsum(-1) - probabilities
-    cut = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
-    cut |= scaled < torch.log(min_p)[:, None]
-    # Tokens behind the last candidate are cut if it and its equals are: `topk` picks any among equals.
-    tail_is_cut = (cut | (values != values[:, -1:])).all(-1)
-    sure |= (top_k == 0) & tail_is_cut
-    if count == vocab:
-        sure[:] = True
-    score = scaled + reference.gumbel(seeds, positions, ids.to(torch.int32))
-    choice = score.masked_fill(~kept | cut, float("-inf")).argmax(-1, keepdim=True)
-    return ids.gather(1, choice)[:, 0], sure
-
-
-def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """See `reference.top_log_probabilities`, without sorting the vocabulary; any order among equals."""
-    values, ids = logits.topk(count)
-    return values - logits.logsumexp(-1, keepdim=True), ids

@@ -1,0 +1,88 @@
+"""The sampler on a CPU: it looks at the likeliest thousand tokens first, and sorts all only where it has to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillm.kernels import reference
+
+_CANDIDATES = 1024  # tokens that the sampler looks at before it falls back to the whole vocabulary
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """See `reference.sample`: the same draws."""
+    token_ids = logits.argmax(-1)
+    drawn = temperature > 0
+    truncated = drawn & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    plain = drawn & ~truncated
+    if bool(plain.any()):
+        rows = plain.nonzero()[:, 0]
+        scaled = logits[rows] / temperature[rows, None]
+        ids = torch.arange(logits.shape[1], dtype=torch.int32)[None]
+        token_ids[rows] = (scaled + reference.gumbel(seeds[rows], positions[rows], ids)).argmax(-1)
+    if bool(truncated.any()):
+        rows = truncated.nonzero()[:, 0]
+        arguments = [t[rows] for t in (logits, temperature, top_k, top_p, min_p, seeds, positions)]
+        chosen, sure = _sample_candidates(*arguments)
+        if not bool(sure.all()):
+            unsure = (~sure).nonzero()[:, 0]
+            chosen[unsure] = reference.sample(*(t[unsure] for t in arguments))
+        token_ids[rows] = chosen
+    return token_ids
+
+
+def _sample_candidates(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Draw from the largest logits only. Returns (token ids, whether no token outside could have been drawn)."""
+    vocab = logits.shape[1]
+    wanted = torch.where(top_k > 0, top_k, _CANDIDATES)
+    count = min(vocab, int(wanted.max()) + 1)  # one more than is kept shows whether the cut falls among equals
+    values, ids = logits.topk(count)
+    ids, by_id = ids.sort(-1)
+    values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    scaled = (values - values[:, :1]) / temperature[:, None]
+
+    rank = torch.arange(count)
+    kept = rank < torch.where(top_k > 0, top_k, vocab)[:, None]
+    last = (kept.sum(-1) - 1).clamp_(min=0)[:, None]
+    beyond = (last + 1).clamp_(max=count - 1)
+    tied = (values.gather(1, last) == values.gather(1, beyond)) & (last + 1 < count)
+    sure = (top_k > 0) & ~tied[:, 0]
+
+    all_scaled = (logits - values[:, :1]) / temperature[:, None]
+    total = torch.where(top_k > 0, scaled.masked_fill(~kept, float("-inf")).logsumexp(-1), all_scaled.logsumexp(-1))
+    probabilities = (scaled - total[:, None]).exp()
+    before = probabilities.cumsum(-1) - probabilities
+    cut = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
+    cut |= scaled < torch.log(min_p)[:, None]
+    # Tokens behind the last candidate are cut if it and its equals are: `topk` picks any among equals.
+    tail_is_cut = (cut | (values != values[:, -1:])).all(-1)
+    sure |= (top_k == 0) & tail_is_cut
+    if count == vocab:
+        sure[:] = True
+    score = scaled + reference.gumbel(seeds, positions, ids.to(torch.int32))
+    choice = score.masked_fill(~kept | cut, float("-inf")).argmax(-1, keepdim=True)
+    return ids.gather(1, choice)[:, 0], sure
+
+
+def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See `reference.top_log_probabilities`, without sorting the vocabulary; any order among equals."""
+    values, ids = logits.topk(count)
+    return values - logits.logsumexp(-1, keepdim=True), ids
