@@ -9,13 +9,23 @@ import random
 from dataclasses import dataclass
 
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Relative error norms against float64. The interpreter cuts a bfloat16 off where hardware rounds: twice is 1.6e-2.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if ON_GPU else 2e-2, torch.float16: 2e-3}
+CPU_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {**CPU_TOLERANCE, torch.bfloat16: 1e-2 if ON_GPU else 2e-2}
 DTYPES = list(TOLERANCE)
+HEADS = [(1, 1, 32), (9, 3, 64), (6, 1, 80), (5, 5, 96), (4, 2, 256), ((32, 8, 128) if ON_GPU else (8, 2, 128))]
+
+drawn = settings(
+    max_examples=60 if ON_GPU else 12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+dtypes = st.sampled_from(DTYPES)
+long = 5000 if ON_GPU else 70
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,13 +49,21 @@ class Pool:
 
 
 def make_pool(
-    lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, *, seed: int = 0
+    lengths: list[int],
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    block_size: int,
+    *,
+    seed: int = 0,
+    shuffled: bool = True,
+    device: torch.device = DEVICE,
 ) -> Pool:
-    """Blocks in random order."""
+    """A pool with three blocks more than it needs; ``shuffled``: the sequences' blocks lie in random order."""
     rng = random.Random(seed)
     widths = [-(-length // block_size) for length in lengths]
     num_blocks = sum(widths) + 3
-    order = rng.sample(range(num_blocks), num_blocks)
+    order = rng.sample(range(num_blocks), num_blocks) if shuffled else list(range(num_blocks))
     columns = max([*widths, 1]) + 2
     tables = [[rng.randrange(num_blocks) for _ in range(columns)] for _ in lengths]
     slots: list[int] = []
@@ -59,10 +77,25 @@ def make_pool(
     for _ in range(2):
         flat = torch.full((num_blocks * block_size, kv_heads, head_dim), float("nan"), dtype=dtype)
         flat[index] = torch.randn(len(slots), kv_heads, head_dim, generator=generator).to(dtype)
-        pools.append(flat.view(num_blocks, block_size, kv_heads, head_dim).to(DEVICE))
+        pools.append(flat.view(num_blocks, block_size, kv_heads, head_dim).to(device))
     return Pool(
         pools[0],
         pools[1],
-        torch.tensor(tables, dtype=torch.int32, device=DEVICE).view(len(lengths), columns),
-        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        torch.tensor(tables, dtype=torch.int32, device=device).view(len(lengths), columns),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
     )
+
+
+def parameters(rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Random settings per row: greedy, plain, every cut alone and together."""
+
+    def some(probability: float) -> Tensor:
+        return torch.rand(rows, generator=generator) < probability
+
+    temperature = torch.rand(rows, generator=generator) * 2 * some(0.85)
+    top_k = torch.randint(1, 60, (rows,), generator=generator) * some(0.4)
+    top_p = torch.where(some(0.4), torch.rand(rows, generator=generator), 1.0).clamp(min=1e-3)
+    min_p = torch.rand(rows, generator=generator) * some(0.2)
+    seeds = torch.randint(-(1 << 62), 1 << 62, (rows,), generator=generator)
+    positions = torch.randint(0, 5000, (rows,), generator=generator)
+    return tuple(tensor.to(DEVICE) for tensor in (temperature, top_k, top_p, min_p, seeds, positions))
