@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minillm.bench.kernels import shared_inputs
+from minillm.bench.ops.prefix_decode_attention import shared_inputs
 from minillm.bench.timing import graph_microseconds
 from minillm.errors import MinillmError
 
@@ -64,7 +64,8 @@ def _measure(prompt: int, generated: int) -> tuple[float, float, float]:
     from minillm.kernels.prefix_decode_attention import prefix_attention
 
     scale = _DIM**-0.5
-    q, k, v, tables, lens, work, _ = shared_inputs(_HEADS, _HEADS, _DIM, _SEQS, prompt, generated, planned_tail=1)
+    inputs = shared_inputs((_HEADS, _HEADS, _DIM), _SEQS, prompt, generated, planned_tail=1)
+    q, k, v, tables, lens, work = inputs.q, inputs.k, inputs.v, inputs.tables, inputs.lens, inputs.work
     count = len(tables)
     ours = graph_microseconds(lambda i: prefix_attention(q, k, v, tables[i % count], lens, scale, work), 8)
     shared = graph_microseconds(lambda i: paged_attention(q, k, v, tables[i % count], lens, scale), 8)
