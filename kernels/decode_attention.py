@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import dot, pdl_options, wait_for_inputs
 
 
@@ -146,47 +147,38 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: t
     return max(1, min(processors * 4 // programs, -(-max_context // 64)))
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    softmax_scale: float,
-    *,
-    num_splits: int | None = None,
-) -> Tensor:
+def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
     """See `reference.paged_attention`.
 
     Args:
         q: ``[num_seqs, num_heads, head_dim]``, any sequence and head stride.
-        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous; block_size a power of two.
-        block_tables: ``[num_seqs, max_blocks]`` int32; context_lens: ``[num_seqs]`` int32.
+        pages: K and V contiguous, block_size a power of two up to 256.
         num_splits: parts of each context; by default `num_splits_for` the widest table.
 
     Raises:
         ValueError: wrong shape or layout.
     """
     num_seqs, num_heads, head_dim = q.shape
+    k_cache, v_cache, tables, lens = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
-    check_inputs(q, k_cache, v_cache, block_tables, context_lens, num_seqs)
+    check_inputs(q, pages, num_seqs)
     out = torch.empty(num_seqs, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if not num_seqs:
         return out
     group = num_heads // num_kv_heads
     if num_splits is None:
-        num_splits = num_splits_for(num_seqs, num_kv_heads, block_tables.shape[1] * block_size, q.device)
+        num_splits = num_splits_for(num_seqs, num_kv_heads, tables.shape[1] * block_size, q.device)
     dim_tile = max(16, triton.next_power_of_2(head_dim))
     tile, stages, warps = tiling(dim_tile, q.element_size())
-    target, lse, strides = out, out, (out.stride(0), out.stride(1), 0, 0, 0)
+    target, partial_lse, strides = out, out, (out.stride(0), out.stride(1), 0, 0, 0)
     if num_splits > 1:
         target = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
-        strides = (target.stride(0), target.stride(2), target.stride(1), lse.stride(0), lse.stride(1))
+        partial_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
+        strides = (target.stride(0), target.stride(2), target.stride(1), num_splits * num_heads, num_heads)
     _paged_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
-        target, lse,
-        q, k_cache, v_cache, block_tables, context_lens,
-        q.stride(0), q.stride(1), block_tables.stride(0), num_kv_heads * head_dim,
+        target, partial_lse,
+        q, k_cache, v_cache, tables, lens,
+        q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim,
         *strides,
         softmax_scale * 1.4426950408889634, num_splits,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
@@ -195,7 +187,7 @@ def paged_attention(
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits_kernel[(num_seqs, num_heads)](
-            out, target, lse, context_lens,
+            out, target, partial_lse, lens,
             out.stride(0), out.stride(1), num_heads, num_splits,
             HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=tile, SPLITS_TILE=triton.next_power_of_2(num_splits),
             num_warps=4, **pdl_options(q.device),
@@ -209,10 +201,9 @@ def tiling(dim_tile: int, element_size: int) -> tuple[int, int, int]:
     return tile, 3 if dim_tile >= 128 else 2, 4
 
 
-def check_inputs(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, num_seqs: int
-) -> None:
+def check_inputs(q: Tensor, pages: Pages, num_seqs: int) -> None:
     """Raise ValueError unless queries, caches and tables fit together."""
+    k_cache, v_cache, tables, lens = pages
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, cache_dim = k_cache.shape
     if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
@@ -221,7 +212,7 @@ def check_inputs(
         raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit a cache of {k_cache.dtype} {tuple(k_cache.shape)}")
     if block_size & (block_size - 1) or block_size > 256:
         raise ValueError(f"block_size must be a power of two up to 256, not {block_size}")
-    if q.stride(2) != 1 or block_tables.stride(1) != 1 or block_tables.dtype != torch.int32:
+    if q.stride(2) != 1 or tables.stride(1) != 1 or tables.dtype != torch.int32:
         raise ValueError("q and int32 block_tables must have a contiguous last dimension")
-    if block_tables.shape[0] != num_seqs or context_lens.shape != (num_seqs,):
+    if tables.shape[0] != num_seqs or lens.shape != (num_seqs,):
         raise ValueError(f"block_tables and context_lens must have {num_seqs} rows")

@@ -132,11 +132,10 @@ def _penalise_kernel(
 
 def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInputs) -> None:
     """Fill ``inputs`` from the rows and move their positions on: see `reference.begin_decode`."""
-    n = rows.shape[0]
-    _begin_decode_kernel[(n,)](
+    _begin_decode_kernel[(rows.shape[0],)](
         words, rows,
         inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens, inputs.block_tables,
-        inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seeds, inputs.draw_positions,
+        *inputs.sampling,
         words.stride(0), inputs.block_tables.stride(0),
         BLOCK_SIZE=block_size, TILE=min(_TABLE_TILE, triton.next_power_of_2(inputs.block_tables.shape[1])),
         num_warps=4, **pdl_options(words.device),

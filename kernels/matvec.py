@@ -173,7 +173,7 @@ def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     _check(x, weight)
     out = x.new_empty(x.shape[0], weight.shape[0])
-    launch(out, x, weight, bias, None, 0.0, gated=False, add=False)
+    launch(out, x, weight, bias)
     return out
 
 
@@ -190,7 +190,7 @@ def norm_matvec(
     """
     _check(x, weight, out)
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
-    launch(out, x, weight, bias, norm_weight, eps, gated=False, add=False)
+    launch(out, x, weight, bias, (norm_weight, eps))
     return out
 
 
@@ -204,7 +204,7 @@ def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor
     """
     _check(x, weight)
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    launch(out, x, weight, bias, norm_weight, eps, gated=True, add=False)
+    launch(out, x, weight, bias, (norm_weight, eps), gated=True)
     return out
 
 
@@ -215,7 +215,7 @@ def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         ValueError: wrong shape or layout.
     """
     _check(x, weight, residual)
-    launch(residual, x, weight, bias, None, 0.0, gated=False, add=True)
+    launch(residual, x, weight, bias, add=True)
     return residual
 
 
@@ -233,22 +233,22 @@ def launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
+    norm: tuple[Tensor, float] | None = None,
     *,
-    gated: bool,
-    add: bool,
+    gated: bool = False,
+    add: bool = False,
     tile: tuple[int, int, int] | None = None,
 ) -> None:
-    """Any of the four, with ``tile`` (rows, columns, warps) or the recorded one."""
+    """Any of the four, with ``norm`` (weight, eps) in front, by ``tile`` (rows, columns, warps) or the recorded one."""
+    norm_weight, eps = norm or (x, 0.0)
     features, columns = weight.shape
     tokens = triton.next_power_of_2(x.shape[0])
     rows, width, warps = tile or recorded_tile(tokens, features, columns) or _tile_for(tokens, features, columns)
     num_rows = features // 2 if gated else features
     _matvec_kernel[(triton.cdiv(num_rows, rows),)](
-        out, x, weight, norm_weight if norm_weight is not None else x, bias if bias is not None else x,
+        out, x, weight, norm_weight, bias if bias is not None else x,
         x.shape[0], num_rows, columns, eps,
-        NORM=norm_weight is not None, GATED=gated, ADD=add, BIAS=bias is not None,
+        NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None,
         TOKENS=tokens, ROWS=rows, COLUMNS=width, NUM_TILES=triton.cdiv(columns, width),
         num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip

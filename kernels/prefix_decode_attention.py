@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import dot, pdl_options, release, wait, wait_for_inputs, wait_then_release
 from minillm.kernels.decode_attention import check_inputs
 from minillm.kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
@@ -212,15 +213,7 @@ def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
     return max(16, min(shape.tile, 8192 // (shape.dim_tile * shape.element_size))), 2, warps
 
 
-def prefix_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    softmax_scale: float,
-    work: WorkList,
-) -> Tensor:
+def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
     """`decode_attention.paged_attention`, over the prefix tree that a work list was made from.
 
     Args:
@@ -230,8 +223,9 @@ def prefix_attention(
         ValueError: wrong shape or layout.
     """
     num_seqs, num_heads, head_dim = q.shape
+    k_cache, v_cache, tables, lens = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
-    check_inputs(q, k_cache, v_cache, block_tables, context_lens, num_seqs)
+    check_inputs(q, pages, num_seqs)
     shape = work.shape
     if (num_heads, num_kv_heads, head_dim) != (shape.num_heads, shape.num_kv_heads, shape.head_dim):
         raise ValueError(f"a work list for {shape} does not fit q {tuple(q.shape)} and {num_kv_heads} kv heads")
@@ -252,15 +246,15 @@ def prefix_attention(
     most = min(num_kv_heads * work.items.shape[0], MOST_PROGRAMS * shape.num_processors)
     _chunk_first_kernel[(most,)](
         partial, lse,
-        q, k_cache, v_cache, block_tables, work.counts, work.items, work.order, work.starts,
-        q.stride(0), q.stride(1), block_tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
+        q, k_cache, v_cache, tables, work.counts, work.items, work.order, work.starts,
+        q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages, **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)
     _sequence_first_kernel[(num_kv_heads, num_seqs, splits)](
         partial, lse,
-        q, k_cache, v_cache, block_tables, context_lens, work.order, work.tails,
-        q.stride(0), q.stride(1), block_tables.stride(0), slot_stride, scale, num_heads, max_results,
+        q, k_cache, v_cache, tables, lens, work.order, work.tails,
+        q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, max_results,
         ROWS=max(16, triton.next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits,
         **sizes, num_warps=warps, **options,
     )  # fmt: skip

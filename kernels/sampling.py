@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import SamplingInputs
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.scan import PIECE, check_logits, exponential, ordered, read_parts, scan
 from minillm.kernels.top_k import collect, is_above, keep_top, row_above, row_top_k
@@ -136,20 +137,17 @@ def _draw_kernel(
     tl.store(logprobs_ptr + row, tl.load(row_ptr + token).to(tl.float32) - (anchor + tl.log(total_at_one)))
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Draw one token per row: see `reference.sample`.
+def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """Draw one token per row: see `reference.sample`, and for the arguments `sample_with_logprobs`."""
+    return sample_with_logprobs(logits, inputs)[0]
+
+
+def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
+    """Draw one token per row: see `reference.sample_with_logprobs`.
 
     Args:
         logits: ``[rows, vocab]`` float32, bfloat16 or float16, rows may be strided; vocab below 2^24.
-        temperature, top_p, min_p: ``[rows]`` float32. top_k, seeds, positions: ``[rows]`` int64.
+        inputs: contiguous.
 
     Returns:
         ``(token_ids [rows] int64, log_probabilities [rows] float32)``; the latter are the model's own, untempered.
@@ -158,17 +156,17 @@ def sample(
         ValueError: wrong shape or layout.
     """
     rows, vocab = check_logits(logits)
-    for name, tensor in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
+    for name, tensor in zip(inputs._fields, inputs, strict=True):
         if tensor.shape != (rows,) or not tensor.is_contiguous():
             raise ValueError(f"{name} must be a contiguous [{rows}], not {tuple(tensor.shape)}")
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
-        scratch = scan(logits, temperature, top_k, seeds, positions)
+        scratch = scan(logits, inputs)
         _draw_kernel[(rows,)](
             tokens, logprobs,
             *scratch.tensors,
-            logits, temperature, top_k, top_p, min_p, seeds, positions,
+            logits, *inputs,
             logits.stride(0), vocab, scratch.num_pieces, scratch.num_groups,
             **scratch.tiles, ROW_TILE=PIECE,
             num_warps=8, **pdl_options(logits.device),

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import SamplingInputs
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 PIECE = 4096  # logits per program of the scan
@@ -126,8 +127,8 @@ class Scratch:
     tiles: dict[str, int]
 
 
-def scan(logits: Tensor, temperature: Tensor, top_k: Tensor, seeds: Tensor, positions: Tensor) -> Scratch:
-    """Launch the scan of ``logits [rows, vocab]``: see `minillm.kernels.sampling` for the rows' parameters."""
+def scan(logits: Tensor, inputs: SamplingInputs) -> Scratch:
+    """Launch the scan of ``logits [rows, vocab]``."""
     rows, vocab = logits.shape
     num_pieces, num_groups = triton.cdiv(vocab, PIECE), triton.cdiv(vocab, _GROUP)
     groups_tile = triton.next_power_of_2(num_groups)
@@ -138,7 +139,7 @@ def scan(logits: Tensor, temperature: Tensor, top_k: Tensor, seeds: Tensor, posi
     parts, maxima = room(num_pieces * _PARTS, torch.float32), room(num_groups, torch.float32)
     _scan_kernel[(rows, num_pieces)](
         parts, maxima,
-        logits, temperature, top_k, seeds, positions,
+        logits, inputs.temperature, inputs.top_k, inputs.seeds, inputs.positions,
         logits.stride(0), vocab, num_pieces, num_groups,
         PIECE=PIECE, GROUP=_GROUP, PARTS=_PARTS,
         num_warps=8, **pdl_options(logits.device),

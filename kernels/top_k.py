@@ -17,8 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels import reference
+from minillm.kernels.arguments import SamplingInputs
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.scan import PIECE, check_logits, ordered, read_parts, scan
+
+_MOST = 256  # tokens that are ranked each against each
 
 
 @triton.jit
@@ -191,21 +195,23 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Args:
         logits: ``[rows, vocab]`` float32, bfloat16 or float16, rows may be strided; vocab below 2^24.
-        count: 1 to 256, at most vocab.
+        count: 1 to vocab; torch sorts the rows where it is above 256.
 
     Raises:
         ValueError: wrong shape, layout or count.
     """
     rows, vocab = check_logits(logits)
-    if not 1 <= count <= min(256, vocab):
-        raise ValueError(f"count must be from 1 to {min(256, vocab)}, not {count}")
+    if not 1 <= count <= vocab:
+        raise ValueError(f"count must be from 1 to {vocab}, not {count}")
+    if count > _MOST:
+        return reference.top_log_probabilities(logits.float(), count)
     device = logits.device
     logprobs = torch.empty(rows, count, dtype=torch.float32, device=device)
     ids = torch.empty(rows, count, dtype=torch.int64, device=device)
     if rows:
         ones = torch.ones(rows, dtype=torch.float32, device=device)
         counts = torch.full((rows,), count, dtype=torch.int64, device=device)
-        scratch = scan(logits, ones, counts, counts, counts)
+        scratch = scan(logits, SamplingInputs(ones, counts, ones, ones, counts, counts))
         _top_kernel[(rows,)](
             logprobs, ids,
             *scratch.tensors, logits,

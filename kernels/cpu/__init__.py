@@ -1,4 +1,4 @@
-"""The ops on a CPU, fast: the same contracts as `minillm.kernels.reference`, which stays the specification."""
+"""The ops on a CPU, fast: the same contracts as `minillm.kernels.reference`, which computes what gains nothing."""
 
 from minillm.kernels.cpu.attention import (
     HostPlan,
@@ -6,23 +6,33 @@ from minillm.kernels.cpu.attention import (
     paged_attention,
     plan_step,
     prefill_attention,
+    prefix_attention,
     rotary_write_kv,
 )
 from minillm.kernels.cpu.linear import PackedLinear, fits_float16, packed_linear, rms_norm, silu_mul
-from minillm.kernels.cpu.sampling import sample, top_log_probabilities
+from minillm.kernels.cpu.sampling import sample, sample_with_logprobs, top_log_probabilities
+from minillm.kernels.reference import begin_decode, block_copy, end_decode, gather_blocks, penalise, scatter_blocks
 
 __all__ = [
     "HostPlan",
     "PackedLinear",
     "Together",
+    "begin_decode",
+    "block_copy",
+    "end_decode",
     "fits_float16",
+    "gather_blocks",
     "packed_linear",
     "paged_attention",
+    "penalise",
     "plan_step",
     "prefill_attention",
+    "prefix_attention",
     "rms_norm",
     "rotary_write_kv",
     "sample",
+    "sample_with_logprobs",
+    "scatter_blocks",
     "silu_mul",
     "top_log_probabilities",
 ]

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels import reference
+from minillm.kernels.arguments import Pages, Places
+from minillm.kernels.prefix_plan import WorkList
 
 # Several sequences at once take half to nine tenths of the time that they take one by one: 16 of 270 tokens 0.83 ms a
 # layer and 1.46, 48 of 1,200 tokens 13.1 and 15.6 (9 heads on 3, of 64). The rest is for what padding would spoil.
@@ -53,41 +55,29 @@ class HostPlan:
     decodes: Together | list[Span]  # at once where that is the fastest way, else one by one
 
 
-def plan_step(
-    cos: Tensor,
-    sin: Tensor,
-    slot_mapping: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    k_cache: Tensor,
-    num_heads: int,
-) -> HostPlan:
+def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
     """Work out once for all layers what depends on where the tokens lie.
 
     Args:
-        cos: ``[tokens, rotary_dim / 2]`` of the whole step.
-        sin: the same.
-        slot_mapping: ``[tokens]``.
-        block_tables: ``[num_decodes, max_blocks]`` of the decoding sequences.
-        context_lens: ``[num_decodes]``.
-        k_cache: any layer's, for its shape.
+        places: of all tokens of the step.
+        decodes: the decoding sequences', in any layer.
         num_heads: of the queries.
     """
-    decodes = _plan_decodes(block_tables, context_lens, k_cache, num_heads)
-    return HostPlan(padded=bool((slot_mapping < 0).any()), turn=_turn(cos, sin), decodes=decodes)
+    padded = bool((places.slots < 0).any())
+    return HostPlan(padded=padded, turn=_turn(places), decodes=_plan_decodes(decodes, num_heads))
 
 
-def _turn(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """What the halves of a head, and the halves changed about, are multiplied by to rotate it.
+def _turn(places: Places) -> tuple[Tensor, Tensor]:
+    """Multipliers of a head's halves, and of the swapped halves, that rotate it.
 
     ``[tokens, 1, 1, half]`` and ``[tokens, 1, 2, half]``: first * cos - second * sin, second * cos + first * sin.
     """
-    return cos[:, None, None], torch.stack((-sin, sin), dim=1)[:, None]
+    return places.cos[:, None, None], torch.stack((-places.sin, places.sin), dim=1)[:, None]
 
 
-def _plan_decodes(block_tables: Tensor, context_lens: Tensor, k_cache: Tensor, num_heads: int) -> Together | list[Span]:
-    _, block_size, num_kv_heads, head_dim = k_cache.shape
-    lengths = context_lens.tolist()
+def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
+    _, _, num_kv_heads, head_dim = pages.k.shape
+    lengths = pages.lens.tolist()
     longest = max(lengths, default=0)
     if (
         len(lengths) >= _GATHERED_SEQS
@@ -95,33 +85,32 @@ def _plan_decodes(block_tables: Tensor, context_lens: Tensor, k_cache: Tensor, n
         and len(lengths) * longest <= _GATHERED_PADDING * sum(lengths)
         and len(lengths) * longest * num_kv_heads * head_dim <= _GATHERED_FLOATS
     ):
-        return _plan_together(block_tables, context_lens, longest, k_cache, num_heads)
-    return _spans(block_tables, lengths, block_size)
+        return _plan_together(pages, longest, num_heads)
+    return _spans(pages, lengths)
 
 
-def _plan_together(
-    block_tables: Tensor, context_lens: Tensor, longest: int, k_cache: Tensor, num_heads: int
-) -> Together:
+def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
     """A sequence is padded to the longest with its own first token, and not with the slots that happen to follow: those
     may hold NaN, and 0 * NaN is NaN.
     """
+    k_cache, _, tables, lens = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    group = num_heads // num_kv_heads
-    hidden = torch.arange(longest) >= context_lens[:, None]
-    blocks = block_tables[:, : -(-longest // block_size), None]
+    num_seqs, group = len(lens), num_heads // num_kv_heads
+    hidden = torch.arange(longest) >= lens[:, None]
+    blocks = tables[:, : -(-longest // block_size), None]
     slots = torch.add(torch.arange(block_size), blocks, alpha=block_size).flatten(1)[:, :longest]
     slots = torch.where(hidden, blocks[:, 0] * block_size, slots)
     rows = torch.add(torch.arange(num_kv_heads)[:, None], slots[:, None], alpha=num_kv_heads)
     mask = torch.zeros(hidden.shape, dtype=k_cache.dtype).masked_fill_(hidden, float("-inf"))
-    queries = k_cache.new_zeros(len(context_lens) * num_kv_heads, _padded(group), head_dim)
+    queries = k_cache.new_zeros(num_seqs * num_kv_heads, _padded(group), head_dim)
     return Together(
         rows=rows.flatten(),
         mask=mask.repeat_interleave(num_kv_heads, 0)[:, None].expand(-1, _padded(group), -1),
-        gathered=k_cache.new_empty(len(context_lens) * num_kv_heads * longest, head_dim),
+        gathered=k_cache.new_empty(num_seqs * num_kv_heads * longest, head_dim),
         queries=queries,
         heads=queries[:, :group].view(-1, num_kv_heads, group, head_dim),
         heads_rows=rows.repeat_interleave(group, 1).flatten(),
-        heads_starts=torch.arange(len(context_lens) * num_heads) * longest,
+        heads_starts=torch.arange(num_seqs * num_heads) * longest,
     )
 
 
@@ -129,27 +118,25 @@ def rotary_write_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    places: Places,
     k_cache: Tensor,
     v_cache: Tensor,
-    slot_mapping: Tensor,
     plan: HostPlan | None = None,
 ) -> None:
     """See `reference.rotary_write_kv`; for whole heads in float32, and q and k at once where they lie side by side."""
-    half, num_tokens, num_heads = cos.shape[1], *q.shape[:2]
+    half, num_tokens, num_heads = places.cos.shape[1], *q.shape[:2]
     side_by_side = k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.itemsize and k.stride() == q.stride()
-    padded = bool((slot_mapping < 0).any()) if plan is None else plan.padded
+    padded = bool((places.slots < 0).any()) if plan is None else plan.padded
     if q.dtype != torch.float32 or 2 * half != q.shape[2] or not side_by_side or padded:
-        reference.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
+        reference.rotary_write_kv(q, k, v, places, k_cache, v_cache)
         return
     # [tokens, q and k heads, 2, half]
     both = q.as_strided((num_tokens, num_heads + k.shape[1], 2, half), (*q.stride()[:2], half, 1))
-    straight, across = _turn(cos, sin) if plan is None else plan.turn
+    straight, across = _turn(places) if plan is None else plan.turn
     changed_about = both.flip(2)
     both.mul_(straight).addcmul_(changed_about, across)
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, places.slots, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, places.slots, v)
 
 
 def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
@@ -166,9 +153,9 @@ def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
     )
 
 
-def _spans(block_tables: Tensor, lengths: list[int], block_size: int) -> list[Span]:
-    spans = []
-    for row, length in zip(block_tables.tolist(), lengths, strict=True):
+def _spans(pages: Pages, lengths: list[int]) -> list[Span]:
+    spans, block_size = [], pages.k.shape[1]
+    for row, length in zip(pages.tables.tolist(), lengths, strict=True):
         blocks = row[: -(-length // block_size)]
         first = blocks[0] if blocks else 0
         consecutive = blocks == list(range(first, first + len(blocks)))
@@ -176,21 +163,13 @@ def _spans(block_tables: Tensor, lengths: list[int], block_size: int) -> list[Sp
     return spans
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    softmax_scale: float,
-    plan: HostPlan | None = None,
-) -> Tensor:
+def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:
     """See `reference.paged_attention`."""
     num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[2]
-    decodes = _plan_decodes(block_tables, context_lens, k_cache, num_heads) if plan is None else plan.decodes
+    num_kv_heads = pages.k.shape[2]
+    decodes = _plan_decodes(pages, num_heads) if plan is None else plan.decodes
     if isinstance(decodes, Together):
-        return _attend_together(q, k_cache, v_cache, decodes, softmax_scale)
+        return _attend_together(q, pages, decodes, softmax_scale)
     # The query heads of a kv head stand as a batch of queries: nothing is repeated.
     grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim).unbind(0)
     outputs = []
@@ -198,11 +177,16 @@ def paged_attention(
         if not span.length:
             outputs.append(torch.zeros_like(query))
             continue
-        k, v = _sequence_kv(k_cache, span), _sequence_kv(v_cache, span)
+        k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
         outputs.append(_attend_one(query, k, v, softmax_scale))
     if num_seqs == 1:
         return outputs[0].view(q.shape)
     return torch.stack(outputs).view(q.shape) if outputs else torch.empty_like(q)
+
+
+def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
+    """See `reference.prefix_attention`."""
+    return paged_attention(q, pages, softmax_scale)
 
 
 def _attend_one(query: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
@@ -219,44 +203,36 @@ def _padded(group: int) -> int:
     return 4 if group == 3 else group
 
 
-def _attend_together(q: Tensor, k_cache: Tensor, v_cache: Tensor, together: Together, softmax_scale: float) -> Tensor:
+def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
     """All sequences at once: a batched product over gathered K, and sums of V's rows where they lie.
 
     A weighted sum of rows that a list names is what recommendation models do with their tables, and FBGEMM, which torch
     has for them, does it at the speed of memory: 16 sequences of 270 tokens (9 heads on 3, of 64) take 0.26 ms so, and
     0.45 ms by gathering V and a product.
     """
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_kv_heads, head_dim = pages.k.shape[2:]
     # The query heads of a kv head are the rows of one product: nothing is repeated.
     together.heads.copy_(q.view(together.heads.shape))
-    torch.index_select(k_cache.view(-1, head_dim), 0, together.rows, out=together.gathered)
+    torch.index_select(pages.k.view(-1, head_dim), 0, together.rows, out=together.gathered)
     k = together.gathered.view(together.queries.shape[0], -1, head_dim)
     scores = torch.baddbmm(together.mask, together.queries, k.transpose(1, 2), alpha=softmax_scale)
     weights = scores[:, : q.shape[1] // num_kv_heads].softmax(-1)
     # `functional.embedding_bag` checks what is known here: 0 for sums, no gradient scaled by frequency, none sparse.
     attended = torch.embedding_bag(
-        v_cache.view(-1, head_dim), together.heads_rows, together.heads_starts, False, 0, False, weights.view(-1)
+        pages.v.view(-1, head_dim), together.heads_rows, together.heads_starts, False, 0, False, weights.view(-1)
     )[0]
     return attended.view(q.shape)
 
 
-def prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    cu_seqlens: Tensor,
-    softmax_scale: float,
-) -> Tensor:
+def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
     """See `reference.prefill_attention`."""
     out = torch.empty_like(q)
     starts = cu_seqlens.tolist()
-    for row, span in enumerate(_spans(block_tables, context_lens.tolist(), k_cache.shape[1])):
+    for row, span in enumerate(_spans(pages, pages.lens.tolist())):
         begin, end = starts[row], starts[row + 1]
         if begin == end:
             continue
-        k, v = _sequence_kv(k_cache, span), _sequence_kv(v_cache, span)
+        k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
         cached = span.length - (end - begin)
         mask = None
         if cached:

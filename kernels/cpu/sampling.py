@@ -6,50 +6,43 @@ import torch
 from torch import Tensor
 
 from minillm.kernels import reference
+from minillm.kernels.arguments import SamplingInputs
 
 _CANDIDATES = 1024  # tokens that the sampler looks at before it falls back to the whole vocabulary
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
+def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     """See `reference.sample`: the same draws."""
     token_ids = logits.argmax(-1)
-    drawn = temperature > 0
-    truncated = drawn & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    drawn = inputs.temperature > 0
+    truncated = drawn & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
     plain = drawn & ~truncated
     if bool(plain.any()):
         rows = plain.nonzero()[:, 0]
-        scaled = logits[rows] / temperature[rows, None]
+        temperature, *_, seeds, positions = inputs.rows(rows)
         ids = torch.arange(logits.shape[1], dtype=torch.int32)[None]
-        token_ids[rows] = (scaled + reference.gumbel(seeds[rows], positions[rows], ids)).argmax(-1)
+        scaled = logits[rows] / temperature[:, None]
+        token_ids[rows] = (scaled + reference.gumbel(seeds, positions, ids)).argmax(-1)
     if bool(truncated.any()):
         rows = truncated.nonzero()[:, 0]
-        arguments = [t[rows] for t in (logits, temperature, top_k, top_p, min_p, seeds, positions)]
-        chosen, sure = _sample_candidates(*arguments)
+        some, inputs = logits[rows], inputs.rows(rows)
+        chosen, sure = _sample_candidates(some, inputs)
         if not bool(sure.all()):
             unsure = (~sure).nonzero()[:, 0]
-            chosen[unsure] = reference.sample(*(t[unsure] for t in arguments))
+            chosen[unsure] = reference.sample(some[unsure], inputs.rows(unsure))
         token_ids[rows] = chosen
     return token_ids
 
 
-def _sample_candidates(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> tuple[Tensor, Tensor]:
+def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
+    """See `reference.sample_with_logprobs`."""
+    tokens = sample(logits.float(), inputs)
+    return tokens, reference.log_probabilities(logits, tokens)
+
+
+def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
     """Draw from the largest logits only. Returns (token ids, whether no token outside could have been drawn)."""
+    temperature, top_k, top_p, min_p, seeds, positions = inputs
     vocab = logits.shape[1]
     wanted = torch.where(top_k > 0, top_k, _CANDIDATES)
     count = min(vocab, int(wanted.max()) + 1)  # one more than is kept shows whether the cut falls among equals

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm import kernels
-from minillm.kernels import LinearWeight
+from minillm.kernels import LinearWeight, Pages, Places
 from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
 from minillm.model.rope import RotaryTable
@@ -96,12 +96,12 @@ class Llama:
         """
         eps = self.config.rms_norm_eps
         cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
-        tables = (batch.slot_mapping, batch.decode_tables, batch.decode_lens)
-        plan = kernels.plan_step(cos, sin, *tables, kv_cache[0, 0], self.local.num_heads)
+        places = Places(cos, sin, batch.slot_mapping)
+        plan = kernels.plan_step(places, Pages(kv_cache[0, 0], kv_cache[0, 1], *batch.decodes), self.local.num_heads)
         x = self._embed(batch.token_ids)
         for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
             qkv = kernels.norm_linear(x, layer.input_norm, eps, layer.qkv)
-            attended = self._attention(qkv, cos, sin, batch, plan, *layer_cache.unbind(0))
+            attended = self._attention(qkv, layer_cache, batch, places, plan)
             x = self._linear_add(attended, layer.o, x)
             gated = kernels.norm_gated_linear(x, layer.post_attention_norm, eps, layer.gate_up)
             x = self._linear_add(gated, layer.down, x)
@@ -140,34 +140,25 @@ class Llama:
         return logits
 
     def _attention(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: Batch,
-        plan: kernels.HostPlan | None,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        self, qkv: Tensor, cache: Tensor, batch: Batch, places: Places, plan: kernels.HostPlan | None
     ) -> Tensor:
         """Attention of the tokens of one projection, ``[tokens, num_heads * head_dim]``."""
         c = self.local
         scale = c.head_dim**-0.5
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [tokens, q + k + v heads, head_dim]
         q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-        kernels.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping, plan)
+        k_cache, v_cache = cache.unbind(0)
+        kernels.rotary_write_kv(q, k, v, places, k_cache, v_cache, plan)
         n = batch.num_decodes
         outputs = []
         if n:
-            decodes = (q[:n], k_cache, v_cache, batch.decode_tables, batch.decode_lens, scale)
+            pages = Pages(k_cache, v_cache, *batch.decodes)
             if batch.shared is None:
-                outputs.append(kernels.paged_attention(*decodes, plan))
+                outputs.append(kernels.paged_attention(q[:n], pages, scale, plan))
             else:
-                outputs.append(kernels.prefix_attention(*decodes, batch.shared))
+                outputs.append(kernels.prefix_attention(q[:n], pages, scale, batch.shared))
         if n < q.shape[0]:
-            outputs.append(
-                kernels.prefill_attention(
-                    q[n:], k_cache, v_cache, batch.block_tables[n:], batch.context_lens[n:], batch.cu_seqlens, scale
-                )
-            )
+            pages = Pages(k_cache, v_cache, *batch.chunks)
+            outputs.append(kernels.prefill_attention(q[n:], pages, batch.cu_seqlens, scale))
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return attended.flatten(1)

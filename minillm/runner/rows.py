@@ -374,15 +374,7 @@ class DecodeSteps:
         if penalised:
             logits = torch.empty_like(raw, dtype=torch.float32)
             kernels.penalise(raw, self._words, self._counts, rows, logits)
-        tokens, logprobs = kernels.sample_with_logprobs(
-            logits,
-            inputs.temperature,
-            inputs.top_k,
-            inputs.top_p,
-            inputs.min_p,
-            inputs.seeds,
-            inputs.draw_positions,
-        )
+        tokens, logprobs = kernels.sample_with_logprobs(logits, inputs.sampling)
         kernels.end_decode(self._words, self._counts, rows, tokens)
         return tokens, kernels.log_probabilities(raw, tokens) if penalised else logprobs
 

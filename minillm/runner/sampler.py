@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
+from minillm.kernels import SamplingInputs
 from minillm.outputs import TokenLogprobs
 from minillm.params import SamplingParams
 from minillm.runner.penalties import needs_processing, process_logits
@@ -97,12 +98,12 @@ def draw(logits: Tensor, rows: SequenceOf[SampleRow]) -> Tensor:
     if all(p.temperature == 0 for p in params):
         return logits.argmax(-1)
     device = logits.device
-    return kernels.sample(
-        logits,
-        torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.top_k for p in params], device=device),
-        torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        torch.tensor([row.sequence.seed for row in rows], device=device),
-        torch.tensor([row.sequence.num_tokens for row in rows], device=device),
+    inputs = SamplingInputs(
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        top_k=torch.tensor([p.top_k for p in params], device=device),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+        seeds=torch.tensor([row.sequence.seed for row in rows], device=device),
+        positions=torch.tensor([row.sequence.num_tokens for row in rows], device=device),
     )
+    return kernels.sample(logits, inputs)

@@ -6,7 +6,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import DEVICE, DTYPES, HEADS, ON_GPU, TOLERANCE, drawn, dtypes, long, make_pool, randn, relative_error
+from shapes import (
+    DEVICE,
+    DTYPES,
+    HEADS,
+    ON_GPU,
+    TOLERANCE,
+    drawn,
+    dtypes,
+    in_float64,
+    long,
+    make_pool,
+    randn,
+    relative_error,
+)
 
 from minillm.kernels import reference
 
@@ -24,9 +37,8 @@ def check_prefill(
     counts = [count for count, _ in chunks]
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     q = randn(sum(counts), num_heads + 2, head_dim, dtype=dtype)[:, 1:-1]
-    arguments = (pool.tables, pool.lens, starts, head_dim**-0.5)
-    exact = reference.prefill_attention(q.double(), pool.k.double(), pool.v.double(), *arguments)
-    assert relative_error(prefill_attention(q, pool.k, pool.v, *arguments), exact) < TOLERANCE[dtype]
+    exact = reference.prefill_attention(q.double(), in_float64(pool), starts, head_dim**-0.5)
+    assert relative_error(prefill_attention(q, pool, starts, head_dim**-0.5), exact) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+from types import ModuleType
+
 import pytest
 import torch
 from shapes import DEVICE, ON_GPU, make_pool, parameters, randn, relative_error
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import reference
+from minillm.kernels import Pages, Places, cpu, reference
 
 pytest.importorskip("triton")
-from minillm.kernels import blocks, norm, rotary, sampling, top_k
+from minillm.kernels import blocks, gpu, norm, rotary, sampling, top_k
 from minillm.kernels.chunked_prefill import prefill_attention
 from minillm.kernels.decode_attention import paged_attention
 
@@ -26,10 +29,10 @@ def test_the_same_inputs_give_the_same_bits_ten_times() -> None:
 
     def everything() -> list[Tensor]:
         return [
-            paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=5),
-            prefill_attention(chunk, pool.k, pool.v, pool.tables, pool.lens, starts, 0.1),
+            paged_attention(q, pool, 0.1, num_splits=5),
+            prefill_attention(chunk, pool, starts, 0.1),
             norm.rms_norm(x, weight, 1e-5),
-            *sampling.sample(logits, *settings),
+            *sampling.sample_with_logprobs(logits, settings),
             *top_k.top_log_probabilities(logits, 9),
         ]
 
@@ -53,21 +56,19 @@ def test_a_pool_beyond_2_to_the_31_elements() -> None:
     own = small.tables[0, :7].long()
     big_k[last[0].long()], big_v[last[0].long()] = small.k[own], small.v[own]
     q = randn(1, heads, dim, dtype=torch.bfloat16)
-    expected = paged_attention(q, small.k, small.v, small.tables, small.lens, 0.1)
-    got = paged_attention(q, big_k, big_v, last, small.lens, 0.1)
-    assert torch.equal(got, expected)
+    big = Pages(big_k, big_v, last, small.lens)
+    assert torch.equal(paged_attention(q, big, 0.1), paged_attention(q, small, 0.1))
     chunk = randn(50, heads, dim, dtype=torch.bfloat16)
     starts = torch.tensor([0, 50], dtype=torch.int32, device=DEVICE)
-    expected = prefill_attention(chunk, small.k, small.v, small.tables, small.lens, starts, 0.1)
-    assert torch.equal(prefill_attention(chunk, big_k, big_v, last, small.lens, starts, 0.1), expected)
+    expected = prefill_attention(chunk, small, starts, 0.1)
+    assert torch.equal(prefill_attention(chunk, big, starts, 0.1), expected)
     k, v = (randn(1, kv_heads, dim, dtype=torch.bfloat16) for _ in "kv")
     slot = torch.tensor([num_blocks * block_size - 1], device=DEVICE)
-    rotary.rotary_write_kv(
-        q, k, v, torch.ones(1, dim // 2, device=DEVICE), torch.zeros(1, dim // 2, device=DEVICE), big_k, big_v, slot
-    )
+    straight = Places(torch.ones(1, dim // 2, device=DEVICE), torch.zeros(1, dim // 2, device=DEVICE), slot)
+    rotary.rotary_write_kv(q, k, v, straight, big_k, big_v)
     assert torch.equal(big_k[-1, -1], k[0])
     assert torch.equal(big_v[-1, -1], v[0])
-    del big_k, big_v
+    del big, big_k, big_v
     pool = torch.empty(2, 2, num_blocks // 4 + 1, block_size, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
     assert pool.numel() > 1 << 31
     pool[:, :, 0] = randn(2, 2, block_size, kv_heads, dim, dtype=torch.bfloat16)
@@ -101,3 +102,26 @@ def test_fused_projections_are_their_parts(rows: int, bias: bool) -> None:
     assert relative_error(residual, exact) < 1e-5
     exact = torch.nn.functional.linear(wide[0], wide[2], wide[3])  # type: ignore[arg-type]
     assert relative_error(kernels.linear(x, linear), exact) < 1e-5
+
+
+def names(module: ModuleType) -> set[str]:
+    return {name for name in module.__all__ if inspect.isfunction(getattr(module, name))}
+
+
+@pytest.mark.parametrize("name", sorted(names(gpu)))
+def test_every_implementation_takes_what_its_contract_takes(name: str) -> None:
+    contract = inspect.signature(getattr(reference, name)).parameters
+    for module in (cpu, gpu):
+        taken = inspect.signature(getattr(module, name)).parameters
+        assert list(taken)[: len(contract)] == list(contract), module
+        assert [taken[each].annotation for each in contract] == [each.annotation for each in contract.values()], module
+        assert all(each.default is None for each in list(taken.values())[len(contract) :]), "more must not be needed"
+    assert list(inspect.signature(getattr(kernels, name)).parameters)[: len(contract)] == list(contract)
+    assert getattr(kernels, name).__doc__
+
+
+def test_each_device_has_every_op() -> None:
+    assert names(gpu) <= names(cpu)
+    assert names(gpu) <= names(kernels)
+    for name in names(gpu):
+        assert hasattr(reference, name)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import CPU_TOLERANCE, make_pool, relative_error
-from torch import Tensor
+from shapes import CPU_TOLERANCE, in_float64, make_pool, relative_error
 
 from minillm import kernels
-from minillm.kernels import HostPlan, cpu, reference
+from minillm.kernels import HostPlan, Pages, Places, cpu, reference
 
 SIZE = 4  # block size of most pools here
 CPU = torch.device("cpu")
@@ -16,11 +15,9 @@ CPU = torch.device("cpu")
 
 def pool_on_cpu(
     lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, order: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    pool = make_pool(
-        lengths, kv_heads, head_dim, dtype, block_size, seed=sum(lengths), shuffled=order == "shuffled", device=CPU
-    )
-    return pool.k, pool.v, pool.tables
+) -> Pages:
+    shuffled = order == "shuffled"
+    return make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=sum(lengths), shuffled=shuffled, device=CPU)
 
 
 @pytest.mark.parametrize("dtype", CPU_TOLERANCE)
@@ -29,11 +26,10 @@ def pool_on_cpu(
 def test_paged_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str) -> None:
     for block_size in (1, 4, 16):
         lengths = [1, block_size, block_size + 1, 0, 3 * block_size - 1, 37]
-        k, v, tables = pool_on_cpu(lengths, kv_heads, head_dim, dtype, block_size, order)
+        pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, block_size, order)
         q = torch.randn(len(lengths), heads + 2, head_dim).to(dtype)[:, 1:-1]  # not contiguous
-        context_lens = torch.tensor(lengths, dtype=torch.int32)
-        expected = reference.paged_attention(q.double(), k.double(), v.double(), tables, context_lens, 0.3)
-        got = kernels.paged_attention(q, k, v, tables, context_lens, 0.3)
+        expected = reference.paged_attention(q.double(), in_float64(pool), 0.3)
+        got = kernels.paged_attention(q, pool, 0.3)
         assert got.dtype == dtype
         assert relative_error(got, expected) < CPU_TOLERANCE[dtype]
         assert not got[3].any(), "an empty context gives zeros"
@@ -45,13 +41,11 @@ def test_paged_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim
 def test_prefill_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str) -> None:
     chunks = [1, 5, 16, 0, 7, 33]
     lengths = [1, 5, 40, 9, 8, 34]  # cached tokens included
-    k, v, tables = pool_on_cpu(lengths, kv_heads, head_dim, dtype, SIZE, order)
+    pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, SIZE, order)
     q = torch.randn(sum(chunks), heads + 2, head_dim).to(dtype)[:, 1:-1]
-    context_lens = torch.tensor(lengths, dtype=torch.int32)
     cu_seqlens = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
-    arguments = (tables, context_lens, cu_seqlens, 0.3)
-    expected = reference.prefill_attention(q.double(), k.double(), v.double(), *arguments)
-    assert relative_error(kernels.prefill_attention(q, k, v, *arguments), expected) < CPU_TOLERANCE[dtype]
+    expected = reference.prefill_attention(q.double(), in_float64(pool), cu_seqlens, 0.3)
+    assert relative_error(kernels.prefill_attention(q, pool, cu_seqlens, 0.3), expected) < CPU_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", CPU_TOLERANCE)
@@ -63,7 +57,7 @@ def test_rotary_write_kv(dtype: torch.dtype, rotary_dim: int) -> None:
     slots = torch.tensor([9, -1, 3, 4, -1, 0, 11])
     pools = [torch.full((3, SIZE, kv_heads, dim), float("nan"), dtype=dtype) for _ in range(2)]
     q, k, v = packed.clone().split((heads, kv_heads, kv_heads), dim=1)
-    kernels.rotary_write_kv(q, k, v, angles.cos(), angles.sin(), pools[0], pools[1], slots)
+    kernels.rotary_write_kv(q, k, v, Places(angles.cos(), angles.sin(), slots), pools[0], pools[1])
     for head in range(heads):
         for token in range(tokens):
             x = packed[token, head].double()
@@ -85,17 +79,19 @@ def test_rotary_write_kv(dtype: torch.dtype, rotary_dim: int) -> None:
 def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(planned: bool) -> None:
     packed = torch.randn(5, 8, 64)
     angles = torch.randn(5, 32)
-    turn, slots = (angles.cos(), angles.sin()), torch.tensor([9, 2, 3, 4, 0])
-    no_decodes = torch.empty(0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    places = Places(angles.cos(), angles.sin(), torch.tensor([9, 2, 3, 4, 0]))
     results = []
     for fast in (True, False):
         pools = [torch.zeros(3, SIZE, 2, 64) for _ in range(2)]
         q, k, v = packed.clone().split((4, 2, 2), dim=1)
         if fast:
-            plan = cpu.plan_step(*turn, slots, *no_decodes, pools[0], 4) if planned else None
-            cpu.rotary_write_kv(q, k, v, *turn, pools[0], pools[1], slots, plan)
+            no_decodes = Pages(
+                pools[0], pools[1], torch.empty(0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+            )
+            plan = cpu.plan_step(places, no_decodes, 4) if planned else None
+            cpu.rotary_write_kv(q, k, v, places, pools[0], pools[1], plan)
         else:
-            reference.rotary_write_kv(q, k, v, *turn, pools[0], pools[1], slots)
+            reference.rotary_write_kv(q, k, v, places, pools[0], pools[1])
         results.append((q, *pools))
     for got, exact in zip(*results, strict=True):
         torch.testing.assert_close(got, exact)
@@ -107,24 +103,22 @@ def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(p
 )
 @pytest.mark.parametrize("heads", [3, 6, 9, 12])
 def test_a_plan_serves_every_layer_of_its_step(lengths: list[int], together: bool, heads: int) -> None:
-    context_lens = torch.tensor(lengths, dtype=torch.int32)
     plan = None
     for _ in range(3):
-        k, v, tables = pool_on_cpu(lengths, 3, 32, torch.float32, SIZE, "shuffled")
-        plan = plan or _plan([0] * len(lengths), tables, context_lens, k, heads)
+        pool = pool_on_cpu(lengths, 3, 32, torch.float32, SIZE, "shuffled")
+        plan = plan or _plan([0] * len(lengths), pool, heads)
         assert isinstance(plan.decodes, cpu.Together) == together
         q = torch.randn(len(lengths), heads, 32)
-        expected = reference.paged_attention(q.double(), k.double(), v.double(), tables, context_lens, 0.3)
-        assert relative_error(kernels.paged_attention(q, k, v, tables, context_lens, 0.3, plan), expected) < 1e-5
+        expected = reference.paged_attention(q.double(), in_float64(pool), 0.3)
+        assert relative_error(kernels.paged_attention(q, pool, 0.3, plan), expected) < 1e-5
 
 
 def test_a_plan_knows_padding() -> None:
-    k, _, tables = pool_on_cpu([5], 3, 32, torch.float32, SIZE, "in order")
-    lens = torch.tensor([5], dtype=torch.int32)
-    assert _plan([4, -1], tables, lens, k, 4).padded
-    assert not _plan([4, 0], tables, lens, k, 4).padded
+    pool = pool_on_cpu([5], 3, 32, torch.float32, SIZE, "in order")
+    assert _plan([4, -1], pool, 4).padded
+    assert not _plan([4, 0], pool, 4).padded
 
 
-def _plan(slots: list[int], tables: Tensor, lens: Tensor, k: Tensor, heads: int) -> HostPlan:
+def _plan(slots: list[int], pool: Pages, heads: int) -> HostPlan:
     angles = torch.randn(len(slots), 4)
-    return cpu.plan_step(angles.cos(), angles.sin(), torch.tensor(slots), tables, lens, k, heads)
+    return cpu.plan_step(Places(angles.cos(), angles.sin(), torch.tensor(slots)), pool, heads)

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import cpu, reference
+from minillm.kernels import SamplingInputs, cpu, reference
 
 
-def arguments(rows: int, **settings: float) -> list[Tensor]:
+def inputs(rows: int, **settings: float) -> SamplingInputs:
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **settings}
     full = {name: torch.full((rows,), value) for name, value in values.items()}
-    return [
+    return SamplingInputs(
         full["temperature"].float(),
         full["top_k"].long(),
         full["top_p"].float(),
         full["min_p"].float(),
         torch.arange(rows) * 7919 - 3,
         torch.arange(rows) % 50,
-    ]
+    )
 
 
 def expected_distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -71,7 +71,7 @@ def test_draws_follow_the_distribution(setting: tuple[float, int, float, float],
     expected = expected_distribution(logits, temperature, top_k, top_p, min_p)
     rows = 20_000
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    drawn = op(logits.expand(rows, -1), *arguments(rows, **settings))
+    drawn = op(logits.expand(rows, -1), inputs(rows, **settings))
     counts = torch.bincount(drawn, minlength=40).double()
     assert counts[expected == 0].sum() == 0, "a token outside the support was drawn"
     inside = expected > 0
@@ -94,14 +94,14 @@ def test_the_candidate_search_draws_what_the_full_sort_draws(vocab: int, grid: f
         top_k = torch.randint(0, 60, (rows,), generator=generator) * (torch.rand(rows, generator=generator) > 0.5)
         top_p = torch.where(torch.rand(rows, generator=generator) > 0.5, torch.rand(rows, generator=generator), 1.0)
         min_p = torch.rand(rows, generator=generator) * (torch.rand(rows, generator=generator) > 0.7)
-        rest = (temperature, top_k, top_p.clamp(min=1e-3), min_p, *arguments(rows)[4:])
-        assert torch.equal(cpu.sample(logits, *rest), reference.sample(logits, *rest))
+        drawn = SamplingInputs(temperature, top_k, top_p.clamp(min=1e-3), min_p, *inputs(rows)[4:])
+        assert torch.equal(cpu.sample(logits, drawn), reference.sample(logits, drawn))
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-12, 1e-6, 1e-3, 1e3, 1e6])
 def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     logits = torch.randn(8, 100) * 50
-    drawn = kernels.sample(logits, *arguments(8, temperature=temperature, top_k=10))
+    drawn = kernels.sample(logits, inputs(8, temperature=temperature, top_k=10))
     if temperature < 1e-3:
         assert torch.equal(drawn, logits.argmax(-1))
     assert ((drawn >= 0) & (drawn < 100)).all()
@@ -111,13 +111,13 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.full((4000, 30), float("-inf"))
     logits[:, [3, 17]] = torch.tensor([0.0, -25.0])
     for settings in ({}, {"top_k": 5}, {"top_p": 0.999999}, {"min_p": 1e-12}):
-        drawn = kernels.sample(logits, *arguments(4000, **settings))
+        drawn = kernels.sample(logits, inputs(4000, **settings))
         assert set(drawn.tolist()) <= {3, 17}
 
 
 def test_a_draw_depends_on_its_own_row_only() -> None:
     logits = torch.randn(16, 300)
-    settings = arguments(16)
-    together = kernels.sample(logits, *settings)
-    alone = [kernels.sample(logits[i : i + 1], *(t[i : i + 1] for t in settings)) for i in range(16)]
+    settings = inputs(16)
+    together = kernels.sample(logits, settings)
+    alone = [kernels.sample(logits[i : i + 1], settings.rows(slice(i, i + 1))) for i in range(16)]
     assert torch.equal(together, torch.cat(alone))

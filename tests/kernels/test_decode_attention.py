@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import DEVICE, DTYPES, HEADS, ON_GPU, TOLERANCE, drawn, dtypes, long, make_pool, randn, relative_error
+from shapes import (
+    DEVICE,
+    DTYPES,
+    HEADS,
+    ON_GPU,
+    TOLERANCE,
+    drawn,
+    dtypes,
+    in_float64,
+    long,
+    make_pool,
+    randn,
+    relative_error,
+)
 from torch import Tensor
 
 from minillm.kernels import reference
@@ -25,8 +36,8 @@ def check_decode(
     pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed)
     q = randn(len(lengths), num_heads + 2, head_dim, dtype=dtype)[:, 1:-1]  # not contiguous
     scale = head_dim**-0.5
-    exact = reference.paged_attention(q.double(), pool.k.double(), pool.v.double(), pool.tables, pool.lens, scale)
-    out = paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, scale, num_splits=splits)
+    exact = reference.paged_attention(q.double(), in_float64(pool), scale)
+    out = paged_attention(q, pool, scale, num_splits=splits)
     assert relative_error(out, exact) < TOLERANCE[dtype]
     assert not out[pool.lens == 0].any(), "an empty context gives zeros"
 
@@ -65,18 +76,18 @@ def test_tables_that_several_sequences_share() -> None:
     shared = pool.tables.clone()
     shared[1, :5], shared[2, :3] = shared[0, :5], shared[0, :3]
     q = randn(3, 4, 64)
-    exact = reference.paged_attention(q.double(), pool.k.double(), pool.v.double(), shared, pool.lens, 0.1)
-    got = paged_attention(q, pool.k, pool.v, shared, pool.lens, 0.1)
-    assert relative_error(got, exact) < 1e-5
+    pool = pool._replace(tables=shared)
+    exact = reference.paged_attention(q.double(), in_float64(pool), 0.1)
+    assert relative_error(paged_attention(q, pool, 0.1), exact) < 1e-5
 
 
 def test_an_empty_batch_launches_nothing() -> None:
     pool = make_pool([4], 2, 64, torch.float32, 4)
+    pool = pool._replace(tables=pool.tables[:0], lens=pool.lens[:0])
     q = randn(0, 4, 64)
-    out = paged_attention(q, pool.k, pool.v, pool.tables[:0], pool.lens[:0], 0.1)
-    assert out.shape == (0, 4, 64)
+    assert paged_attention(q, pool, 0.1).shape == (0, 4, 64)
     starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    assert prefill_attention(q, pool.k, pool.v, pool.tables[:0], pool.lens[:0], starts, 0.1).shape == (0, 4, 64)
+    assert prefill_attention(q, pool, starts, 0.1).shape == (0, 4, 64)
 
 
 def test_splits_follow_from_shapes_alone() -> None:
@@ -94,13 +105,11 @@ def test_attention_refuses_what_does_not_fit() -> None:
         ("does not fit", {"q": randn(2, 3, 64)}),
         ("does not fit", {"q": randn(2, 4, 32)}),
         ("does not fit", {"q": randn(2, 4, 64, dtype=torch.float16)}),
-        ("power of two", {"k_cache": randn(4, 3, 2, 64), "v_cache": randn(4, 3, 2, 64)}),
-        ("contiguous", {"k_cache": pool.k.transpose(0, 1)}),
-        ("int32", {"block_tables": pool.tables.long()}),
-        ("rows", {"context_lens": pool.lens[:1]}),
+        ("power of two", {"k": randn(4, 3, 2, 64), "v": randn(4, 3, 2, 64)}),
+        ("contiguous", {"k": pool.k.transpose(0, 1)}),
+        ("int32", {"tables": pool.tables.long()}),
+        ("rows", {"lens": pool.lens[:1]}),
     ]
     for said, changes in wrong:
-        fitting = {"q": q, "k_cache": pool.k, "v_cache": pool.v, "block_tables": pool.tables, "context_lens": pool.lens}
-        arguments: Any = {**fitting, **changes, "softmax_scale": 0.1}
         with pytest.raises(ValueError, match=said):
-            paged_attention(**arguments)
+            paged_attention(changes.pop("q", q), pool._replace(**changes), 0.1)

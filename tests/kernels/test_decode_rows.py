@@ -43,11 +43,10 @@ def test_begin_and_end_decode(implementation: object, width: int, block_size: in
     at = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
     implementation.begin_decode(words, at, block_size, inputs)  # type: ignore[attr-defined]
     for i, row in enumerate(rows):
-        got = [
-            getattr(inputs, name)[i].item()
-            for name in ("token_ids", "positions", "slot_mapping", "context_lens", "top_k", "seeds", "draw_positions")
-        ]
-        floats = [getattr(inputs, name)[i].item() for name in ("temperature", "top_p", "min_p")]
+        got = [getattr(inputs, name)[i].item() for name in ("token_ids", "positions", "slot_mapping", "context_lens")]
+        temperature, top_k, top_p, min_p, drawn_seed, draw_position = (each[i].item() for each in inputs.sampling)
+        got += [top_k, drawn_seed, draw_position]
+        floats = [temperature, top_p, min_p]
         if row < 0:
             assert got == [0, 0, -1, 0, 0, 0, 0]
             assert floats == [0.0, 1.0, 0.0]

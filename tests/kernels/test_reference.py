@@ -14,7 +14,7 @@ from minillm.kernels import reference
 def test_attention_is_plain_softmax() -> None:
     pool = make_pool([11], 2, 32, torch.float64, 4, device=torch.device("cpu"))
     q = torch.randn(1, 4, 32, dtype=torch.float64)
-    out = reference.paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, 0.5)
+    out = reference.paged_attention(q, pool, 0.5)
     for head in range(4):
         keys = torch.stack([pool.k[pool.tables[0, i // 4], i % 4, head // 2] for i in range(11)])
         values = torch.stack([pool.v[pool.tables[0, i // 4], i % 4, head // 2] for i in range(11)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from shapes import DEVICE, DTYPES, TOLERANCE, make_pool, randn, relative_error
 
-from minillm.kernels import reference
+from minillm.kernels import Places, reference
 
 pytest.importorskip("triton")
 from minillm.kernels import rotary
@@ -34,14 +34,13 @@ def test_rotary_write_kv(
     pool = make_pool([0], kv_heads, head_dim, dtype, 4)
     slots = torch.randperm(12, device=DEVICE)[:tokens]
     slots[tokens // 2] = -1
-    exact_q = reference.rotary(q.double(), cos, sin)
-    exact_k, exact_v = (torch.full_like(pool.k, float("nan"), dtype=torch.float64) for _ in range(2))
-    reference.write_kv(reference.rotary(k.double(), cos, sin), v.double(), exact_k, exact_v, slots)
-    rotary.rotary_write_kv(q, k, v, cos, sin, pool.k, pool.v, slots)
+    exact_q, exact_k, exact_v = q.double(), *(torch.full_like(pool.k, float("nan"), dtype=torch.float64) for _ in "kv")
+    reference.rotary_write_kv(exact_q, k.double(), v.double(), Places(cos, sin, slots), exact_k, exact_v)
+    rotary.rotary_write_kv(q, k, v, Places(cos, sin, slots), pool.k, pool.v)
     assert relative_error(q, exact_q) < TOLERANCE[dtype]
     for got, exact in ((pool.k, exact_k), (pool.v, exact_v)):
         assert torch.equal(got.isnan(), exact.isnan()), "padding or a slot of nobody was written"
         if tokens > 1:
             assert relative_error(got[~got.isnan()], exact[~exact.isnan()]) < TOLERANCE[dtype]
     assert torch.equal(k, packed[:, heads : heads + kv_heads]), "k itself is left as it was"
-    rotary.rotary_write_kv(q[:0], k[:0], v[:0], cos[:0], sin[:0], pool.k, pool.v, slots[:0])
+    rotary.rotary_write_kv(q[:0], k[:0], v[:0], Places(cos[:0], sin[:0], slots[:0]), pool.k, pool.v)

@@ -10,7 +10,7 @@ from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, parameters, randn, relativ
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import reference
+from minillm.kernels import SamplingInputs, reference
 
 pytest.importorskip("triton")
 from minillm.kernels import sampling
@@ -31,8 +31,8 @@ def test_sampling_draws_what_the_reference_draws(vocab: int, grid: float | None)
             logits[:, 3] = float("-inf")
         logits = logits.to(DEVICE)
         settings = parameters(rows, generator)
-        tokens, logprobs = sampling.sample(logits, *settings)
-        expected = reference.sample(logits, *settings)
+        tokens, logprobs = sampling.sample_with_logprobs(logits, settings)
+        expected = reference.sample(logits, settings)
         different += int((tokens != expected).sum())
         total += rows
         exact = reference.log_probabilities(logits.double(), tokens)
@@ -57,7 +57,7 @@ def test_cuts_that_the_candidates_cannot_decide(top_k: int, top_p: float) -> Non
         torch.randn(rows, vocab, generator=generator).round(),
     ):
         logits = logits.to(DEVICE)
-        settings = (
+        settings = SamplingInputs(
             full,
             torch.full((rows,), top_k, device=DEVICE),
             full * top_p,
@@ -65,8 +65,8 @@ def test_cuts_that_the_candidates_cannot_decide(top_k: int, top_p: float) -> Non
             torch.arange(rows, device=DEVICE),
             torch.arange(rows, device=DEVICE) + 9,
         )
-        tokens, _ = sampling.sample(logits, *settings)
-        expected = reference.sample(logits, *settings)
+        tokens = sampling.sample(logits, settings)
+        expected = reference.sample(logits, settings)
         kept = reference_support(logits, top_k, top_p)
         assert all(bool(kept[row, token]) for row, token in enumerate(tokens.tolist()))
         assert (tokens != expected).sum() <= 1
@@ -91,12 +91,12 @@ def test_logits_of_any_dtype_are_drawn_from(dtype: torch.dtype) -> None:
     top_p = torch.tensor([1.0, 1.0, 1.0, 0.8, 0.9, 1.0], device=DEVICE)
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.05], device=DEVICE)
     seeds, positions = torch.arange(6, device=DEVICE), torch.arange(6, device=DEVICE) + 40
-    arguments = (temperature, top_k, top_p, min_p, seeds, positions)
-    tokens, logprobs = sampling.sample(logits, *arguments)
-    assert torch.equal(tokens, reference.sample(logits.float(), *arguments))
+    inputs = SamplingInputs(temperature, top_k, top_p, min_p, seeds, positions)
+    tokens, logprobs = sampling.sample_with_logprobs(logits, inputs)
+    assert torch.equal(tokens, reference.sample(logits.float(), inputs))
     exact = reference.log_probabilities(logits.double(), tokens)
     assert relative_error(logprobs, exact) < TOLERANCE[torch.float32]
-    assert torch.equal(kernels.sample_with_logprobs(logits, *arguments)[0], tokens)
+    assert torch.equal(kernels.sample_with_logprobs(logits, inputs)[0], tokens)
     values, ids = top_log_probabilities(logits, 5)
     assert torch.equal(logits.gather(1, ids).float(), logits.float().topk(5).values)
     assert relative_error(values, logits.double().log_softmax(-1).topk(5).values) < TOLERANCE[torch.float32]
@@ -108,15 +108,18 @@ def test_a_row_of_nan_is_told_and_ends(top_k: int) -> None:
     logits = randn(3, 700, dtype=torch.float32)
     logits[0, 5] = float("nan")
     logits[1] = float("nan")
-    rows = [torch.full((3,), value, device=DEVICE) for value in (0.8, top_k, 0.5, 0.1, 1, 2)]
-    tokens, logprobs = sampling.sample(logits, *rows)
+    inputs = SamplingInputs(*(torch.full((3,), value, device=DEVICE) for value in (0.8, top_k, 0.5, 0.1, 1, 2)))
+    tokens, logprobs = sampling.sample_with_logprobs(logits, inputs)
     assert logprobs.isnan().tolist() == [True, True, False]
     assert bool(((tokens >= 0) & (tokens < 700)).all())
 
 
 BAD: list[tuple[str, Any]] = [
-    ("floating", lambda: sampling.sample(torch.zeros(2, 8, dtype=torch.int32, device=DEVICE), *[randn(2)] * 6)),
-    ("temperature", lambda: sampling.sample(randn(2, 8), *[randn(3)] * 6)),
+    (
+        "floating",
+        lambda: sampling.sample(randn(2, 8).int(), SamplingInputs(*[randn(2)] * 6)),
+    ),
+    ("temperature", lambda: sampling.sample(randn(2, 8), SamplingInputs(*[randn(3)] * 6))),
 ]
 
 

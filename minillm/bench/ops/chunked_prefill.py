@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from minillm.bench.ops import DEVICE, HEAD_SHAPES, Case, random, relative_error
-from minillm.kernels import reference
+from minillm.kernels import Pages, reference
 
 _CASES = (((8192,), 0), ((2048,), 0), ((2048,), 6144), ((512,) * 16, 0), ((64,) * 32, 2048))  # chunks, tokens cached
 _BLOCK_SIZE = 16
@@ -28,15 +28,16 @@ def _case(shape: tuple[int, int, int], chunks: tuple[int, ...], cached: int) -> 
     k, v = (random(n * blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
     tables = torch.randperm(n * blocks, device=DEVICE).int().view(n, blocks)
     lens = torch.full((n,), context, device=DEVICE, dtype=torch.int32)
+    pages = Pages(k, v, tables, lens)
     starts = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], device=DEVICE, dtype=torch.int32)
     q = random(sum(chunks), heads, dim)
 
     def launch(i: int) -> torch.Tensor:
-        return prefill_attention(q, k, v, tables, lens, starts, scale)
+        return prefill_attention(q, pages, starts, scale)
 
     def check() -> float:
-        one_k, one_v = (tensor[:, :, :1].double() for tensor in (k, v))  # the first kv head's first query head
-        exact = reference.prefill_attention(q[:, :1].double(), one_k, one_v, tables, lens, starts, scale)
+        one = Pages(k[:, :, :1].double(), v[:, :, :1].double(), tables, lens)  # the first kv head's first query head
+        exact = reference.prefill_attention(q[:, :1].double(), one, starts, scale)
         return relative_error(launch(0)[:, :1], exact)
 
     visible = sum(count * cached + count * (count + 1) // 2 for count in chunks)

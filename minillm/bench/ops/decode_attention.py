@@ -8,7 +8,7 @@ import torch
 
 from minillm.bench.ops import DEVICE, HEAD_SHAPES, Case, random, relative_error
 from minillm.bench.timing import copies_for_cold_l2
-from minillm.kernels import reference
+from minillm.kernels import Pages, reference
 
 _CASES = ((1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192), (64, 1024), (64, 4096), (256, 1024))
 
@@ -32,17 +32,16 @@ def _case(shape: tuple[int, int, int], seqs: int, context: int, block_size: int,
     num_blocks = copies * seqs * blocks
     q, k, v = random(seqs, heads, dim), *(random(num_blocks, block_size, kv_heads, dim) for _ in range(2))
     ids = torch.randperm(num_blocks, device=DEVICE) if shuffled else torch.arange(num_blocks, device=DEVICE)
-    tables = ids.int().view(copies, seqs, blocks)
     lens = torch.full((seqs,), context, device=DEVICE, dtype=torch.int32)
+    pages = [Pages(k, v, tables, lens) for tables in ids.int().view(copies, seqs, blocks)]
 
     def check() -> float:
         some = slice(0, min(seqs, 4))
-        got = paged_attention(q, k, v, tables[0], lens, scale)
-        wanted = tables[0][some].long()
+        wanted = pages[0].tables[some].long()
         renumbered = torch.arange(wanted.numel(), device=DEVICE).view_as(wanted)
-        double = [cache[wanted.flatten()].double() for cache in (k, v)]  # not the whole pool
-        exact = reference.paged_attention(q[some].double(), double[0], double[1], renumbered, lens[some], scale)
-        return relative_error(got[some], exact)
+        double = Pages(k[wanted.flatten()].double(), v[wanted.flatten()].double(), renumbered, lens[some])
+        exact = reference.paged_attention(q[some].double(), double, scale)
+        return relative_error(paged_attention(q, pages[0], scale)[some], exact)
 
     name = f"{heads}/{kv_heads} x {dim}, B{seqs} c{context}, block {block_size}{'' if shuffled else ' contiguous'}"
     return Case(
@@ -50,7 +49,7 @@ def _case(shape: tuple[int, int, int], seqs: int, context: int, block_size: int,
         name,
         moved,
         4 * seqs * context * heads * dim,
-        lambda i: paged_attention(q, k, v, tables[i % len(tables)], lens, scale),
+        lambda i: paged_attention(q, pages[i % copies], scale),
         check,
         launches=24 if moved < 1 << 28 else 8,
     )

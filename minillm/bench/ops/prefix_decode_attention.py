@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minillm.bench.ops import DEVICE, DTYPE, HEAD_SHAPES, Case, random, relative_error
 from minillm.bench.timing import copies_for_cold_l2
-from minillm.kernels import AttentionShape, WorkList, plan_attention
+from minillm.kernels import AttentionShape, Pages, WorkList, plan_attention
 from minillm.kernels.prefix_plan import FREE
 
 # Sequences, tokens that all of them share, tokens of each one's own.
@@ -23,10 +23,7 @@ class SharedInputs:
     """A batch behind one prefix, in several copies that lie apart."""
 
     q: Tensor
-    k: Tensor
-    v: Tensor
-    tables: Tensor  # [copies, seqs, blocks]
-    lens: Tensor
+    pages: list[Pages]  # of each copy, in one pool
     work: WorkList  # filled, for every copy alike
     bytes: int  # of one launch
 
@@ -57,7 +54,7 @@ def shared_inputs(
     work = WorkList.allocate(seqs, attention, DEVICE)
     work.fill(plan)
     lens = torch.full((seqs,), prefix + tail, device=DEVICE, dtype=torch.int32)
-    return SharedInputs(random(seqs, heads, dim), k, v, tables, lens, work, moved)
+    return SharedInputs(random(seqs, heads, dim), [Pages(k, v, each, lens) for each in tables], work, moved)
 
 
 def prefix_attention() -> Iterator[Case]:
@@ -72,13 +69,13 @@ def _case(shape: tuple[int, int, int], seqs: int, prefix: int, tail: int) -> Cas
 
     heads, kv_heads, dim = shape
     inputs = shared_inputs(shape, seqs, prefix, tail)
-    q, k, v, tables, lens, scale = inputs.q, inputs.k, inputs.v, inputs.tables, inputs.lens, dim**-0.5
+    q, pages, scale = inputs.q, inputs.pages, dim**-0.5
 
     def launch(i: int) -> Tensor:
-        return prefix_attention(q, k, v, tables[i % len(tables)], lens, scale, inputs.work)
+        return prefix_attention(q, pages[i % len(pages)], scale, inputs.work)
 
     def check() -> float:
-        return relative_error(launch(0), paged_attention(q, k, v, tables[0], lens, scale))  # float64 has checked that
+        return relative_error(launch(0), paged_attention(q, pages[0], scale))  # which float64 has checked
 
     name = f"{heads}/{kv_heads} x {dim}, B{seqs} {prefix}+{tail}"
     return Case("prefix_attention", name, inputs.bytes, 4 * seqs * (prefix + tail) * heads * dim, launch, check)

@@ -8,7 +8,7 @@ import torch
 
 from minillm.bench.ops import DEVICE, Case, relative_error
 from minillm.bench.timing import copies_for_cold_l2
-from minillm.kernels import reference
+from minillm.kernels import SamplingInputs, reference
 
 _SETTINGS = {  # temperature, top-k, top-p, min-p
     "greedy": (0.0, 0, 1.0, 0.0),
@@ -30,11 +30,11 @@ def sample() -> Iterator[Case]:
 
 
 def _case(logits: list[torch.Tensor], label: str) -> Case:
-    from minillm.kernels.sampling import sample
+    from minillm.kernels.sampling import sample_with_logprobs
 
     rows, vocab = logits[0].shape
     temperature, top_k, top_p, min_p = _SETTINGS[label]
-    rest = (
+    inputs = SamplingInputs(
         torch.full((rows,), temperature, device=DEVICE),
         torch.full((rows,), top_k, device=DEVICE),
         torch.full((rows,), top_p, device=DEVICE),
@@ -44,8 +44,8 @@ def _case(logits: list[torch.Tensor], label: str) -> Case:
     )
 
     def check() -> float:
-        tokens, logprobs = sample(logits[0], *rest)
-        agree = (tokens == reference.sample(logits[0], *rest)).float().mean()
+        tokens, logprobs = sample_with_logprobs(logits[0], inputs)
+        agree = (tokens == reference.sample(logits[0], inputs)).float().mean()
         exact = reference.log_probabilities(logits[0].double(), tokens)
         return relative_error(logprobs, exact) + float(1 - agree)
 
@@ -54,6 +54,6 @@ def _case(logits: list[torch.Tensor], label: str) -> Case:
         f"{rows} x {vocab}, {label}",
         rows * vocab * 4,
         0,
-        lambda i: sample(logits[i % len(logits)], *rest),
+        lambda i: sample_with_logprobs(logits[i % len(logits)], inputs),
         check,
     )
