@@ -18,6 +18,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.llama import Layer, Llama
 from minillm.model.rope import RotaryTable
 from minillm.model.shard import shard_of
+from minillm.model.sharded import ShardedLlama
 from minillm.parallel.collectives import Ranks
 
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
@@ -166,8 +167,8 @@ def load_llama(
         stored = vocabulary(source.tensor("lm_head.weight", *shard.part_of("lm_head.weight", config)))
         head = embedding if torch.equal(stored, embedding) else stored
     assert taken == set(held), f"not loaded: {sorted(set(held) - taken)}"
-    rotary = RotaryTable(config, max_positions, device)
-    return Llama(config, shard, embedding, layers, norm, LinearWeight(head), rotary, ranks)
+    parts = (config, embedding, layers, norm, LinearWeight(head), RotaryTable(config, max_positions, device))
+    return Llama(*parts) if ranks is None else ShardedLlama(*parts, shard, ranks)
 
 
 def _fill(target: Tensor, parts: list[Tensor]) -> None:

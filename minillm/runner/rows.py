@@ -32,6 +32,7 @@ from minillm.engine.scheduler import ScheduledChunk
 from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
 from minillm.model.batch import Batch
 from minillm.model.llama import Llama
+from minillm.model.sharded import ranks_of
 from minillm.params import SamplingParams
 from minillm.runner.penalties import needs_host, process_logits
 from minillm.runner.sampler import SampleRow, draw
@@ -105,7 +106,8 @@ class DecodeSteps:
         self._inputs = DecodeInputs.allocate(capacity, width, self._device)
         self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=self._device)
         self._told_rows: list[int] = []
-        draws = model.ranks is None or model.ranks.rank == 0
+        self._ranks = ranks_of(model)
+        draws = self._ranks is None or self._ranks.rank == 0
         vocab = model.config.vocab_size if draws else 0
         # For penalties: how often each token occurred, `minillm.kernels.reference.penalise` says how it is counted.
         self._counts = torch.zeros(max_num_seqs, vocab, dtype=torch.int32, device=self._device)
@@ -350,8 +352,8 @@ class DecodeSteps:
     def _gather_inputs(self, size: int) -> DecodeInputs:
         inputs = self._inputs.first(size)
         kernels.begin_decode(self._words, self._rows[:size], self._block_size, inputs)
-        if self._model.ranks is not None:
-            self._model.ranks.broadcast(inputs.token_ids)
+        if self._ranks is not None:
+            self._ranks.broadcast(inputs.token_ids)
         return inputs
 
     def _forward(self, size: int, shared: WorkList | None) -> None:

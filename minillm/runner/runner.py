@@ -21,6 +21,7 @@ from minillm import kernels
 from minillm.engine.scheduler import Schedule, ScheduledChunk
 from minillm.model.batch import Batch
 from minillm.model.llama import Llama
+from minillm.model.sharded import ranks_of
 from minillm.parallel.channel import Leader
 from minillm.runner.penalties import needs_host
 from minillm.runner.rows import DecodeSteps
@@ -47,8 +48,9 @@ class Runner:
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
         self.decoder: DecodeSteps | None = None
         self._endings: list[Callable[[], object]] = []
-        if leader is not None and model.ranks is not None:
-            self._endings += [leader.close, model.ranks.close]
+        ranks = ranks_of(model)
+        if leader is not None and ranks is not None:
+            self._endings += [leader.close, ranks.close]
         self._end = weakref.finalize(self, _call_all, self._endings)  # at the latest when the interpreter ends
         self._num_host_blocks = num_host_blocks
         self._host_pool: Tensor | None = None  # [num_host_blocks, layers, 2, block_size, kv heads, head_dim]
