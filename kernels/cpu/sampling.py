@@ -21,7 +21,9 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
         rows = plain.nonzero()[:, 0]
         temperature, *_, seeds, positions = inputs.rows(rows)
         ids = torch.arange(logits.shape[1], dtype=torch.int32)[None]
-        scaled = logits[rows] / temperature[:, None]
+        scaled = logits[rows]
+        scaled.sub_(scaled.gather(1, token_ids[rows, None]))  # the largest is 0 now: nothing overflows
+        scaled.div_(temperature[:, None])
         token_ids[rows] = (scaled + reference.gumbel(seeds, positions, ids)).argmax(-1)
     if bool(truncated.any()):
         rows = truncated.nonzero()[:, 0]
@@ -46,10 +48,7 @@ def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, 
     vocab = logits.shape[1]
     wanted = torch.where(top_k > 0, top_k, _CANDIDATES)
     count = min(vocab, int(wanted.max()) + 1)  # one more than is kept shows whether the cut falls among equals
-    values, ids = logits.topk(count)
-    ids, by_id = ids.sort(-1)
-    values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(1, order)
+    values, ids = _largest(logits, count)
     scaled = (values - values[:, :1]) / temperature[:, None]
 
     rank = torch.arange(count)
@@ -75,7 +74,19 @@ def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, 
     return ids.gather(1, choice)[:, 0], sure
 
 
-def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """See `reference.top_log_probabilities`, without sorting the vocabulary; any order among equals."""
+def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``torch.topk``, the lower id first among equals; of those equal to the last one it may hold any."""
     values, ids = logits.topk(count)
+    ids, by_id = ids.sort(-1)
+    values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See `reference.top_log_probabilities`; without sorting the vocabulary."""
+    values, ids = _largest(logits, count)
+    equal = values == values[:, -1:]
+    more = (logits == values[:, -1:]).sum(-1) > equal.sum(-1)
+    for row in more.nonzero()[:, 0].tolist():  # rows whose last token has equals outside: those of the lowest ids count
+        ids[row, equal[row]] = (logits[row] == values[row, -1]).nonzero()[: int(equal[row].sum()), 0]
     return values - logits.logsumexp(-1, keepdim=True), ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -98,13 +99,35 @@ def test_the_candidate_search_draws_what_the_full_sort_draws(vocab: int, grid: f
         assert torch.equal(cpu.sample(logits, drawn), reference.sample(logits, drawn))
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-12, 1e-6, 1e-3, 1e3, 1e6])
-def test_extreme_temperatures_stay_finite(temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [1e-45, 1e-39, 3e-38, 1e-30, 1e-12, 1e-6, 1e-3, 1e3, 1e6])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 10}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("op", [cpu.sample, reference.sample], ids=["cpu", "reference"])
+def test_extreme_temperatures_stay_finite(temperature: float, cut: dict[str, float], op: Any) -> None:
     logits = torch.randn(8, 100) * 50
-    drawn = kernels.sample(logits, inputs(8, temperature=temperature, top_k=10))
+    drawn = op(logits, inputs(8, temperature=temperature, **cut))
     if temperature < 1e-3:
         assert torch.equal(drawn, logits.argmax(-1))
     assert ((drawn >= 0) & (drawn < 100)).all()
+
+
+@pytest.mark.parametrize("count", [1, 3, 50, 100])
+def test_of_equal_tokens_the_lower_id_comes_first(count: int) -> None:
+    """What is told beside a token begins with it, where it is the most probable one."""
+    logits = torch.randn(20, 100)
+    rounded = (logits * 4).round() / 4
+    for each in (logits, rounded, logits.round(), torch.zeros(3, 100), torch.where(logits > 0, 1.0, float("-inf"))):
+        logprobs, ids = cpu.top_log_probabilities(each, count)
+        expected, expected_ids = reference.top_log_probabilities(each, count)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(logprobs, expected)
+        assert torch.equal(ids[:, 0], cpu.sample(each, inputs(len(each), temperature=0)))
+
+
+def test_the_most_probable_tokens_of_a_row_of_nan() -> None:
+    logits = torch.zeros(2, 50)
+    logits[0, 7] = float("nan")
+    logprobs, _ = cpu.top_log_probabilities(logits, 5)
+    assert logprobs.isnan().all(-1).tolist() == [True, False]
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:

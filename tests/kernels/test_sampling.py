@@ -114,6 +114,19 @@ def test_a_row_of_nan_is_told_and_ends(top_k: int) -> None:
     assert bool(((tokens >= 0) & (tokens < 700)).all())
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-39, 3e-38, 1e-12, 1e6])
+@pytest.mark.parametrize("top_k", [0, 10])
+def test_extreme_temperatures_stay_finite(temperature: float, top_k: int) -> None:
+    logits = randn(8, 100) * 50
+    settings = parameters(8, torch.Generator().manual_seed(0))
+    full, none = torch.full_like(settings.top_p, temperature), torch.zeros_like(settings.min_p)
+    settings = settings._replace(temperature=full, top_k=settings.top_k * 0 + top_k, top_p=none + 1, min_p=none)
+    tokens, logprobs = sampling.sample_with_logprobs(logits, settings)
+    if temperature < 1:
+        assert torch.equal(tokens, logits.argmax(-1))
+    assert (logprobs - reference.log_probabilities(logits.double(), tokens)).abs().max() < 1e-4
+
+
 BAD: list[tuple[str, Any]] = [
     (
         "floating",
