@@ -9,7 +9,7 @@ from minillm.kernels.cpu.attention import (
     prefix_attention,
     rotary_write_kv,
 )
-from minillm.kernels.cpu.linear import PackedLinear, fits_float16, packed_linear, rms_norm, silu_mul
+from minillm.kernels.cpu.linear import PackedLinear, float16_scales, packed_linear, rms_norm, silu_mul
 from minillm.kernels.cpu.sampling import sample, sample_with_logprobs, top_log_probabilities
 from minillm.kernels.reference import begin_decode, block_copy, end_decode, gather_blocks, penalise, scatter_blocks
 
@@ -20,7 +20,7 @@ __all__ = [
     "begin_decode",
     "block_copy",
     "end_decode",
-    "fits_float16",
+    "float16_scales",
     "gather_blocks",
     "packed_linear",
     "paged_attention",

@@ -36,7 +36,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
     """The fastest layout for ``weight [out, in]`` and ``bias [out]``.
 
     Arithmetic, ``x`` and the result are float32. The weight is kept in float16 where that changes nothing that float32
-    could tell (`fits_float16`): so it is with every checkpoint that was published in bfloat16 or float16, and a token
+    could tell (`float16_scales`): so it is with every checkpoint that was published in bfloat16 or float16, and a token
     then costs half the bytes.
 
     Returns None where nothing is faster than `torch.nn.functional.linear`: weights that are not float32 on a CPU, or a
@@ -44,14 +44,27 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
         return None
-    if torch.backends.quantized.engine in _FBGEMM and fits_float16(weight):
-        half = torch.ops.quantized.linear_prepack_fp16(weight, bias)
-        return PackedLinear(partial(_multiply_float16, half), torch.float16.itemsize)
+    if torch.backends.quantized.engine in _FBGEMM:
+        scales = float16_scales(weight)
+        if scales is not None:
+            return PackedLinear(_in_float16(weight, bias, scales), torch.float16.itemsize)
     if torch.backends.mkldnn.is_available():
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         multiply = torch.ops.mkldnn._linear_pointwise
         return PackedLinear(lambda x: multiply(x, blocked, bias, "none", [], ""), weight.itemsize)
     return None
+
+
+def _in_float16(weight: Tensor, bias: Tensor | None, scales: Tensor) -> Callable[[Tensor], Tensor]:
+    if bool((scales == 1).all()):
+        return partial(_multiply_float16, torch.ops.quantized.linear_prepack_fp16(weight, bias))
+    half, inverse = torch.ops.quantized.linear_prepack_fp16(weight * scales[:, None], None), scales.reciprocal()
+
+    def multiply(x: Tensor) -> Tensor:
+        product = _multiply_float16(half, x).mul_(inverse)
+        return product if bias is None else product.add_(bias)
+
+    return multiply
 
 
 def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
@@ -61,17 +74,36 @@ def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
         return torch.ops.quantized.linear_dynamic_fp16.op(x, half)
 
 
-def fits_float16(weight: Tensor) -> bool:
-    """Whether products with ``weight [out, in]`` in float16 are as exact as float32 makes them.
+def float16_scales(weight: Tensor) -> Tensor | None:
+    """Powers of two ``[out]`` with which the rows of ``weight [out, in]`` are in float16 what they are in float32.
 
-    bfloat16 numbers have fewer digits than float16's; only those below 2^-14 may lose some, 2^-25 at most. That is lost
-    in the rounding of a float32 sum as long as it is below 2^-23 of a typical row's length (its Euclidean norm).
+    That is, no number changes by more than 2^-23 of the length (Euclidean norm) of its row, nor of its column: a change
+    that is lost in the rounding of float32 sums, also where a row is small and what it computes is multiplied later, or
+    a column is small because its input is large. bfloat16 has fewer digits than float16; its numbers below 2^-14 alone
+    may lose some, 2^-25 at most. So nearly all rows have scale 1.
+
+    Returns None where no scale helps: the weights have more digits, or are infinite or NaN.
     """
-    limit = 2**-23 * float(torch.linalg.vector_norm(weight)) / weight.shape[0] ** 0.5
-    for rows in weight.split(max(1, _CHECKED_AT_ONCE // weight.shape[1])):  # so that the copies stay in the cache
-        if not float((rows.half().float() - rows).abs_().max()) <= limit:  # inf or NaN do not fit either
-            return False
-    return True
+    scales, columns = torch.ones(len(weight)), None
+    at_once = max(1, _CHECKED_AT_ONCE // weight.shape[1])  # so that the copies stay in the cache
+    for rows, scale in zip(weight.split(at_once), scales.split(at_once), strict=True):
+        change = (rows.half().float() - rows).abs_()
+        largest = float(change.max())
+        if largest == 0:
+            continue
+        if columns is None:
+            columns = torch.stack([each.square().sum(0) for each in weight.split(at_once)]).sum(0).sqrt_()
+        lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        if largest <= 2**-23 * min(float(lengths.min()), float(columns.min())):
+            continue
+        limit = torch.minimum(lengths, columns).mul_(2**-23)
+        # The largest number of a row goes to 2^14: as far up as float16 reaches, as far from where digits are lost.
+        exponent = (15 - torch.frexp(rows.abs().amax(1)).exponent).clamp_(max=100)
+        scale.copy_(torch.where((change <= limit).all(1), scale, torch.ldexp(scale, exponent)))
+        held = (rows * scale[:, None]).half().float() / scale[:, None]
+        if not bool(((held - rows).abs_() <= limit).all()):
+            return None
+    return scales
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
