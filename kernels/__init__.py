@@ -91,7 +91,7 @@ end_decode = _op(reference.end_decode)
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan | None:
-    """On a CPU: what the ops of all layers of a step have in common, see `cpu.plan_step`. A GPU's kernels need none."""
+    """The plan of a step on a CPU, see `cpu.plan_step`; None on a GPU, whose kernels need none."""
     return None if decodes.k.is_cuda else cpu.plan_step(places, decodes, num_heads)
 
 
@@ -131,7 +131,7 @@ class LinearWeight:
 
     @property
     def num_bytes(self) -> int:
-        """What one product reads of the weight."""
+        """Bytes of the weight that one product reads."""
         itemsize = self.weight.itemsize if self.packed is None else self.packed.itemsize
         return self.out_features * self.in_features * itemsize
 

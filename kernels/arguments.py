@@ -47,7 +47,7 @@ class SamplingInputs(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """What the model and the sampler take of n decoding sequences; slices of buffers that never move."""
+    """The model's and the sampler's inputs for n decoding sequences; slices of buffers that never move."""
 
     token_ids: Tensor  # [n] int64, as the next two
     positions: Tensor
@@ -92,7 +92,7 @@ class DecodeInputs(NamedTuple):
 
 
 class Field:
-    """Where a row of `minillm.kernels.decode_rows` keeps each of its words. Floats are stored by their bits."""
+    """The place of each word in a row of `minillm.kernels.decode_rows`. Floats are stored by their bits."""
 
     TOKEN = 0  # to be computed next
     POSITION = 1  # of that token

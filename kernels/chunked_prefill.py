@@ -7,10 +7,10 @@ cached, and a recomputation after a preemption are the same call: queries at pos
 Compute-bound from a few hundred tokens on: 4 * queries * visible tokens * heads * head_dim FLOPs, half of the square
 for a chunk without cached tokens.
 
-Grid: (heads, tiles of queries over all chunks). How many tiles there are follows from shapes alone (at most
+Grid: (heads, tiles of queries over all chunks). The number of tiles follows from shapes alone (at most
 ``tokens / ROWS + chunks``); each program finds its chunk by counting. Late tiles, which see most, start first, in all
-heads: on a 2k chunk that is worth 20 %. Tile: ``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so
-any block size works. Tokens that all queries of a tile see need no mask: only the last tile or two compare positions.
+heads. Tile: ``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so any block size works. Tokens that
+all queries of a tile see need no mask: only the last tile or two compare positions.
 
 Reference: `minillm.kernels.reference.prefill_attention`.
 """

@@ -140,7 +140,7 @@ def _num_multiprocessors(index: int) -> int:
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device) -> int:
-    """How many parts each context is cut into: enough programs to fill the chip, by shapes alone."""
+    """The number of parts that each context is cut into: enough programs to fill the chip, by shapes alone."""
     processors = _num_multiprocessors(device.index or 0) if device.type == "cuda" else 4
     programs = max(1, num_seqs * num_kv_heads)
     # Four programs a multiprocessor; `minillm bench kernels --op paged_attention` measured 1 to 16.

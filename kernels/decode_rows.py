@@ -1,8 +1,8 @@
 """The device's memory of the decoding sequences: one row of 32-bit words each, read and written by every step.
 
-A decode step computes one token of each of n sequences. All that it needs to know of them lies in a table of *rows* on
-the device, so a step costs the host nothing but the list of rows and what has changed since the last one. A row holds,
-in this order (see `Field`): the token to compute, its position, the sampling parameters, and the block table.
+A decode step computes one token of each of n sequences. Their state lies in a table of *rows* on the device, so for a
+step the host sends only the list of rows and the changes since the last one. A row holds, in this order (see `Field`):
+the token to compute, its position, the sampling parameters, and the block table.
 
 - ``begin_decode`` gathers n rows into the tensors that the model and the sampler take, and moves each row's position on
   by one. Grid: (n). Bytes: the used part of each block table, read and written: 8 per block of context.

@@ -12,8 +12,8 @@ while one kernel ends and the next one begins: a program asks for its first tile
 
 Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes a load; most rows fit into one tile. The norm costs
 no pass of its own: ``sum(x^2)`` is collected beside the product and applied to its result, for it is one factor.
-Arithmetic is float32 throughout; unlike `norm` and `linear` apart, nothing is rounded between them. It runs without the
-matrix unit, tokens x out x in products, so a few tokens come here where the weight is small (`takes`).
+Arithmetic is float32 throughout; nothing is rounded between the norm and the product. It runs without the matrix unit,
+tokens x out x in products, so several tokens come here only where the weight is small (`takes`).
 
 `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
 
@@ -76,7 +76,7 @@ TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
     },
 }
 MOST_TOKENS = max(TILES)
-# Elements of a weight that so many tokens come here with: in the larger ones cuBLAS is as fast with the norm in front.
+# Most elements of a weight for each number of tokens; with larger weights cuBLAS is as fast with the norm in front.
 _LARGEST = {2: 17_000_000, 3: 2_000_000, 4: 2_000_000}
 
 
@@ -91,7 +91,7 @@ def _load_weights(weight_ptr, rows, columns, num_rows, num_columns):
 @triton.jit
 def _product(weights, x, TOKENS: tl.constexpr):
     """Weights ``[rows, columns]`` times activations: ``[rows]`` for ``[columns]`` of one token, ``[tokens, rows]`` for
-    ``[tokens, 1, columns]`` of a few. (As one of a few, one token took up to 1.4 times as many instructions.)"""
+    ``[tokens, 1, columns]`` of a few. (The general path costs a single token more instructions.)"""
     weights = weights.to(tl.float32)
     if TOKENS == 1:
         return tl.sum(weights * x[None, :], axis=1)
@@ -161,7 +161,7 @@ def _matvec_kernel(
 
 
 def takes(num_tokens: int, weight: Tensor) -> bool:
-    """Whether these kernels are the fastest way to multiply a weight ``[out, in]`` with so many tokens."""
+    """Whether these kernels are the fastest way to multiply a weight ``[out, in]`` with this many tokens."""
     return num_tokens == 1 or weight.numel() <= _LARGEST.get(num_tokens, 0)
 
 
@@ -255,7 +255,7 @@ def launch(
 
 
 def recorded_tile(num_tokens: int, features: int, columns: int) -> tuple[int, int, int] | None:
-    """What `TILES` has for so many tokens and a weight ``[features, columns]``."""
+    """The entry of `TILES` for this many tokens and a weight ``[features, columns]``."""
     return TILES[triton.next_power_of_2(num_tokens)].get((features, columns))
 
 

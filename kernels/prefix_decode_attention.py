@@ -201,15 +201,12 @@ def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
 
     Tails are short, and there is one for each sequence and kv head: what counts is how many are under way beside the
     first phase. So a tail has one warp, and a tile 16 tokens. With one query head for each kv head there are so many
-    that they come in turns, and wider tiles bring each to its end sooner. (Microseconds of 16 tokens in three stages
-    and of 8 kB in two: 2,048 shared tokens and 64, 128, 192 own ones, 128 sequences, 32/8 heads x 128 36.8, 38.5, 46.8
-    and 36.9, 37.8, 43.0; 4,096 and 64, 32 sequences 19.9 and 24.3; with 32 kv heads 1,024 and 64, 192, 320, 448 21.2,
-    41.5, 58.6, 73.3 and 21.9, 39.5, 55.1, 69.6.) In float32 two warps: a product takes many registers without the
-    matrix unit.
+    that they come in turns, and wider tiles bring each to its end sooner. In float32 a tail has two warps: without the
+    matrix unit a product takes many registers.
     """
     warps = 2 if shape.element_size == 4 else 1
     if shape.group > 1:
-        return 16, 3, warps
+        return 16, 3, warps  # 32 sequences, 4,096 shared tokens and 64 own ones, 32/8 heads x 128: 19.9 us, 24.3 below
     return max(16, min(shape.tile, 8192 // (shape.dim_tile * shape.element_size))), 2, warps
 
 

@@ -53,10 +53,10 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 
 
 def all_reduce(parts: list[Tensor]) -> Tensor:
-    """The sum of what the ranks hold, added in float32 (or float64) in their order and rounded once.
+    """The sum of the ranks' ``parts``, added in float32 (or float64) in their order and rounded once.
 
     Args:
-        parts: of each rank, all of one shape and dtype.
+        parts: one of each rank, all of one shape and dtype.
     """
     total = _wide(parts[0])
     for part in parts[1:]:

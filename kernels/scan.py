@@ -102,7 +102,7 @@ def _scan_kernel(
 
 @triton.jit
 def read_parts(parts_ptr, row, num_pieces, PIECES_TILE: tl.constexpr, PARTS: tl.constexpr):
-    """What the scan wrote of a row's pieces.
+    """Read the scan's results for a row's pieces.
 
     Returns (where each piece's values lie, which pieces there are, their maxima, the row's maximum, it or 0 where it is
     -inf, the sum of ``exp(logit - that)``).
@@ -119,7 +119,7 @@ def read_parts(parts_ptr, row, num_pieces, PIECES_TILE: tl.constexpr, PARTS: tl.
 
 @dataclass(frozen=True)
 class Scratch:
-    """What the scan leaves for the kernel behind it, and room for that kernel's candidates."""
+    """The scan's results for the kernel behind it, and room for that kernel's candidates."""
 
     tensors: tuple[Tensor, ...]  # group ids, candidates' values and ids, parts, maxima
     num_pieces: int

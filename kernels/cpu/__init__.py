@@ -1,4 +1,4 @@
-"""The ops on a CPU, fast: the same contracts as `minillm.kernels.reference`, which computes what gains nothing."""
+"""The ops on a CPU: fast functions for the contracts of `minillm.kernels.reference`, else that module's own."""
 
 from minillm.kernels.cpu.attention import (
     HostPlan,

@@ -16,8 +16,8 @@ from minillm.kernels import reference
 from minillm.kernels.arguments import Pages, Places
 from minillm.kernels.prefix_plan import WorkList
 
-# Several sequences at once take half to nine tenths of the time that they take one by one: 16 of 270 tokens 0.83 ms a
-# layer and 1.46, 48 of 1,200 tokens 13.1 and 15.6 (9 heads on 3, of 64). The rest is for what padding would spoil.
+# Several sequences at once are faster than one by one (16 of 270 tokens, 9/3 heads x 64: 0.83 ms a layer, 1.46) unless
+# padding spoils it.
 _GATHERED_SEQS = 2
 _GATHERED_PADDING = 2  # slots that are computed, per slot that counts
 _GATHERED_FLOATS = 16 << 20  # of K: 64 MB of scratch
@@ -48,7 +48,7 @@ class Span:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """What every layer's ops would otherwise work out again from a step's positions, tables, slots and lengths."""
+    """Facts of a step that every layer's ops would otherwise work out again from its places and pages."""
 
     padded: bool  # whether a slot is -1
     turn: tuple[Tensor, Tensor]  # see `_turn`
@@ -90,8 +90,8 @@ def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
 
 
 def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
-    """A sequence is padded to the longest with its own first token, and not with the slots that happen to follow: those
-    may hold NaN, and 0 * NaN is NaN.
+    """Pad each sequence to the longest with its own first token, not with the slots that happen to follow: those may
+    hold NaN, and 0 * NaN is NaN.
     """
     k_cache, _, tables, lens = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -199,16 +199,15 @@ def _attend_one(query: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Te
 
 
 def _padded(group: int) -> int:
-    """Rows of a product for so many query heads: MKL multiplies 4 in two thirds of the time that it takes for 3."""
+    """Rows of a product for a group of query heads: MKL multiplies 4 faster than 3."""
     return 4 if group == 3 else group
 
 
 def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
     """All sequences at once: a batched product over gathered K, and sums of V's rows where they lie.
 
-    A weighted sum of rows that a list names is what recommendation models do with their tables, and FBGEMM, which torch
-    has for them, does it at the speed of memory: 16 sequences of 270 tokens (9 heads on 3, of 64) take 0.26 ms so, and
-    0.45 ms by gathering V and a product.
+    Recommendation models form weighted sums of rows that a list names, and FBGEMM, which torch has for them, does it at
+    the speed of memory.
     """
     num_kv_heads, head_dim = pages.k.shape[2:]
     # The query heads of a kv head are the rows of one product: nothing is repeated.

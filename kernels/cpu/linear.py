@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from minillm.kernels import reference
 
-# oneDNN picks its blocked layout for one batch size. The layout for 16 is the one that is fast from 1 to 32 rows:
-# 538 MB of weights take 30 ms at 1 row and 50 ms at 16, against 31 and 69 with the layout for 1, 46 and 86 unpacked
-# (2 cores of an EPYC 7003).
+# oneDNN picks its blocked layout for one batch size. The layout for 16 is fast from 1 to 32 rows: 538 MB of weights
+# take 30 ms at 1 row and 50 at 16, with the layout for 1 they take 31 and 69 (2 cores of an EPYC 7003).
 _PACKED_FOR_ROWS = 16
 _FBGEMM = ("x86", "fbgemm")  # torch's names for the engines that multiply float32 by float16 weights
 _CHECKED_AT_ONCE = 1 << 18  # weights
@@ -68,8 +67,8 @@ def _in_float16(weight: Tensor, bias: Tensor | None, scales: Tensor) -> Callable
 
 
 def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
-    # torch asks every argument for `__torch_function__` first, and a packed weight answers with C++ exceptions. Without
-    # them a token takes 24 ms instead of 31, a step of 16 sequences 85 instead of 92 to 101.
+    # torch asks every argument for `__torch_function__` first, and a packed weight answers with C++ exceptions, which
+    # cost a quarter of a token's time.
     with torch._C.DisableTorchFunctionSubclass():
         return torch.ops.quantized.linear_dynamic_fp16.op(x, half)
 
@@ -113,7 +112,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.shape[0] == 1:  # four small ops instead of twelve: with cold caches each costs as much as 576 multiplications
         row = x.view(-1)
         return (x * weight).mul_((torch.dot(row, row).item() / row.shape[0] + eps) ** -0.5)
-    # sqrt(mean(x^2) + eps) in three ops: a seventh of the time of torch's own for 2,048 rows, six tenths for 16.
+    # sqrt(mean(x^2) + eps) in three ops, which is faster than torch's own.
     root = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5).hypot_(_scalar(eps**0.5))
     return (x * weight).div_(root)
 
