@@ -121,7 +121,7 @@ class WorkList:
 
     order: Tensor  # [n] int32, the sequences so that those of a node are neighbours
     tails: Tensor  # [n] int32, in that order: the first token that a sequence reads on its own
-    starts: Tensor  # [n + 1] int32, in that order: the begin of a sequence's results
+    starts: Tensor  # [n + 1] int32, in that order: the start of a sequence's results
     counts: Tensor  # [2] int32: items, and the programs that work on them
     items: Tensor  # [max_items(n), ITEM_WORDS] int32
     shape: AttentionShape
