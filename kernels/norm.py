@@ -33,8 +33,8 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    dtype = out_ptr.dtype.element_ty
-    tl.store(out_ptr + row * SIZE + offsets, (normed.to(dtype).to(tl.float32) * weight).to(dtype), mask=mask)
+    out = normed.to(out_ptr.dtype.element_ty).to(tl.float32) * weight
+    tl.store(out_ptr + row * SIZE + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
