@@ -26,6 +26,7 @@ from minillm.cache import HostMoves
 from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
 from minillm.model.batch import Batch
 from minillm.model.llama import Llama
+from minillm.model.sharded import ranks_of
 from minillm.runner.graphs import Graphs
 from minillm.runner.penalties import needs_host, process_logits
 from minillm.runner.rows import Rows, Sharing, padded_size
@@ -84,7 +85,8 @@ class DeviceRunner(Runner):
         self._words = torch.zeros(max_num_seqs, Field.TABLE + width, dtype=torch.int32, device=self._device)
         self._inputs = DecodeInputs.allocate(capacity, width, self._device)
         self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=self._device)
-        draws = model.ranks is None or model.ranks.rank == 0
+        self._ranks = ranks_of(model)
+        draws = self._ranks is None or self._ranks.rank == 0
         vocab = model.config.vocab_size if draws else 0
         # For penalties: how often each token occurred, `kernels.reference.penalise` says how it is counted.
         self._counts = torch.zeros(max_num_seqs, vocab, dtype=torch.int32, device=self._device)
@@ -241,8 +243,8 @@ class DeviceRunner(Runner):
     def _gather_inputs(self, size: int) -> DecodeInputs:
         inputs = self._inputs.first(size)
         kernels.begin_decode(self._words, self._rows[:size], self.block_size, inputs)
-        if self.model.ranks is not None:
-            self.model.ranks.broadcast(inputs.token_ids)
+        if self._ranks is not None:
+            self._ranks.broadcast(inputs.token_ids)
         return inputs
 
     def _forward(self, size: int, shared: WorkList | None) -> None:
@@ -265,14 +267,6 @@ class DeviceRunner(Runner):
         if penalised:
             logits = torch.empty_like(raw, dtype=torch.float32)
             kernels.penalise(raw, self._words, self._counts, rows, logits)
-        tokens, logprobs = kernels.sample_with_logprobs(
-            logits,
-            inputs.temperature,
-            inputs.top_k,
-            inputs.top_p,
-            inputs.min_p,
-            inputs.seeds,
-            inputs.draw_positions,
-        )
+        tokens, logprobs = kernels.sample_with_logprobs(logits, inputs.sampling)
         kernels.end_decode(self._words, self._counts, rows, tokens)
         return tokens, kernels.log_probabilities(raw, tokens) if penalised else logprobs
