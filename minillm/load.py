@@ -142,7 +142,9 @@ class Followers:
     leader: Leader
 
     def begin(self, work: StepWork) -> None:
-        self.leader.send(work.encode())
+        from minillm.runner import wire
+
+        self.leader.send(wire.encode(work))
 
     def end(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""One step's work as plain data: decided by the scheduler's side, computed by every rank.
+"""One step's work as plain data.
 
 The device's part of a step needs token ids, positions and block ids, and nothing of requests.
 """
@@ -6,7 +6,7 @@ The device's part of a step needs token ids, positions and block ids, and nothin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from minillm.cache import HostMoves
 
@@ -49,31 +49,9 @@ class StepWork:
         decoding = 0 if self.decode is None else self.decode.num_seqs
         return decoding + sum(len(chunk.token_ids) for chunk in self.chunks)
 
-    def encode(self) -> bytes:
-        """The work as a message to another rank."""
-        import msgspec  # only where there are other ranks
-
-        decode, chunks = self.decode, [_values(chunk) for chunk in self.chunks]
-        moves = _values(self.moves)
-        return msgspec.msgpack.encode([moves, self.copies, decode and _values(decode), chunks, self.num_decodes])
-
-    @classmethod
-    def from_message(cls, data: bytes) -> StepWork:
-        """The work that `encode` made a message of."""
-        import msgspec
-
-        moves, copies, decode, chunks, num_decodes = msgspec.msgpack.decode(data)
-        works = [ChunkWork(*chunk) for chunk in chunks]
-        return cls(HostMoves(*moves), copies, None if decode is None else DecodeWork(*decode), works, num_decodes)
-
-
-def _values(record: Any) -> list[Any]:
-    """A record's values in their order: names would be most of the message."""
-    return [getattr(record, name) for name in record.__slots__]
-
 
 class StepObserver(Protocol):
-    """Hears of every step that a runner computes: other ranks do, and measurements."""
+    """Hears of every step that a runner computes."""
 
     def begin(self, work: StepWork) -> None:
         """The device is about to be given ``work``."""

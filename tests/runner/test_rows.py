@@ -167,7 +167,7 @@ def test_the_next_step_is_launched_before_the_host_has_seen_this_one(model: Llam
         engine.step()
     assert sequence.num_output_tokens == 10
     assert sequence.num_pending == 0
-    assert engine.num_steps == 10, "no step was launched for a token beyond max_tokens"
+    assert engine.figures.num_steps == 10, "no step was launched for a token beyond max_tokens"
 
 
 def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
