@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from minillm.cache import BlockManager, BlockTable
+from minillm.cache import BlockManager, BlockTable, check, pool_stats
 from minillm.config import BLOCK_SIZES
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams
@@ -103,7 +103,7 @@ def paged_waste(lengths: Lengths, block_size: int) -> float:
             if table.num_tokens >= end:
                 manager.free(table)
         running = [(table, end) for table, end in running if table.num_tokens]
-    manager.check()
+    check(manager)
     return 1 - filled / allocated
 
 
@@ -130,7 +130,7 @@ def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> fl
 
 
 def _saved(manager: BlockManager) -> tuple[int, int]:
-    stats = manager.stats()
+    stats = pool_stats(manager)
     return stats.logical_blocks - stats.used_blocks, stats.logical_blocks
 
 
