@@ -26,7 +26,8 @@ beams
 engine
 load branch
 llm rank service
-ui bench
+ui
+bench
 cli
 """
 ROOMS = [floor.split() for floor in FLOORS.strip().splitlines()]

@@ -13,11 +13,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-
-from minillm.bench.kernels import shared_inputs
-from minillm.bench.timing import graph_microseconds
+from minillm.bench.registry import NoOptions, Workload
+from minillm.bench.table import Column
 from minillm.errors import MinillmError
 
 _SEQS, _HEADS, _DIM = 32, 32, 128
@@ -34,6 +33,16 @@ class ChunkAttentionResult:
     shared: float  # the paged kernel, one prompt
     ours: float  # the prefix kernel
 
+    COLUMNS: ClassVar = (
+        Column("prompt", lambda r: r.prompt, "d"),
+        Column("completion", lambda r: r.completion, "d"),
+        Column("copied us", lambda r: r.copied, ".1f"),
+        Column("shared us", lambda r: r.shared, ".1f"),
+        Column("prefix us", lambda r: r.ours, ".1f"),
+        Column("speed-up", lambda r: r.speedup, ".1f"),
+        Column("over shared", lambda r: r.speedup_over_shared, ".1f"),
+    )
+
     @property
     def speedup(self) -> float:
         """Over the paged kernel with copies, which is what the paper's headline compares with."""
@@ -44,12 +53,14 @@ class ChunkAttentionResult:
         return self.shared / self.ours
 
 
-def measure() -> Iterator[ChunkAttentionResult]:
+def measure(options: NoOptions) -> Iterator[ChunkAttentionResult]:
     """All rows of the table.
 
     Raises:
         MinillmError: there is no GPU.
     """
+    import torch
+
     if not torch.cuda.is_available():
         raise MinillmError("bench chunk-attention needs a CUDA GPU, and torch finds none here")
     for prompt in (1024, 2048, 4096):
@@ -60,6 +71,10 @@ def measure() -> Iterator[ChunkAttentionResult]:
 
 
 def _measure(prompt: int, generated: int) -> tuple[float, float, float]:
+    import torch
+
+    from minillm.bench.kernels import shared_inputs
+    from minillm.bench.timing import graph_microseconds
     from minillm.kernels.decode_attention import paged_attention
     from minillm.kernels.prefix_decode_attention import prefix_attention
 
@@ -74,3 +89,6 @@ def _measure(prompt: int, generated: int) -> tuple[float, float, float]:
     own = torch.randperm(_SEQS * width, device=k.device).int().view(_SEQS, width)
     copied = graph_microseconds(lambda i: paged_attention(q, k, v, own, lens, scale), 8)
     return copied, shared, ours
+
+
+WORKLOADS = {"chunk-attention": Workload(NoOptions, measure)}

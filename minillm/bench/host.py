@@ -9,10 +9,12 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from minillm.beams.candidates import BeamStep
 from minillm.beams.search import Candidate
+from minillm.bench.registry import NoOptions, Workload
+from minillm.bench.table import Column
 from minillm.cache import BlockManager, SwapSpace
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Scheduler
@@ -30,6 +32,11 @@ class HostResult:
 
     what: str
     microseconds: float
+
+    COLUMNS: ClassVar = (
+        Column("", lambda r: r.what, width=52),
+        Column("us a step", lambda r: r.microseconds, ".0f"),
+    )
 
 
 class _Config:
@@ -62,7 +69,7 @@ def _add_requests(engine: Engine, rng: random.Random, count: int, params: Params
         engine.add_request(str(number), prompt, params)
 
 
-def measure() -> list[HostResult]:
+def measure(options: NoOptions) -> list[HostResult]:
     """Both figures, and their parts."""
     return [*_decode_step(256), *_beam_step(32, 4)]
 
@@ -129,3 +136,6 @@ def _beam_step(num_groups: int, width: int) -> list[HostResult]:
         if len(schedule.decodes) == num_groups * width:
             times.append(scheduled - began + noted - noting + done - choosing)
     return [HostResult(f"beam step, {num_groups} groups of width {width}", 1e6 * statistics.median(times))]
+
+
+WORKLOADS = {"host": Workload(NoOptions, measure)}

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from minillm.bench.hardware import matmul_rate, read_bandwidth
+from minillm.bench.registry import Workload
+from minillm.bench.table import Column
 from minillm.bench.timing import copies_for_cold_l2, graph_microseconds
+from minillm.checks import check_fields, custom
 from minillm.errors import MinillmError, UsageError
 from minillm.kernels import reference
 
@@ -40,6 +43,17 @@ class KernelResult:
     fraction: float  # of the copy bandwidth or the matmul rate
     error: float | None  # relative error norm against float64; None where the result is not a number to compare
 
+    COLUMNS: ClassVar = (
+        Column("op", lambda r: r.op, width=22),
+        Column("shape", lambda r: r.shape, width=34),
+        Column("us", lambda r: r.microseconds, ".1f", width=7),
+        Column("MB", lambda r: r.bytes / 1e6, ".1f", width=7),
+        Column("GFLOP", lambda r: r.flops / 1e9, ".1f", width=7),
+        Column("limit", lambda r: r.bound, width=7),
+        Column("of it", lambda r: r.fraction, ".0%", width=5),
+        Column("error", lambda r: r.error, ".1e", width=8),
+    )
+
 
 @dataclass(frozen=True)
 class Case:
@@ -60,6 +74,25 @@ class Limits:
 
     copy_bandwidth: float  # bytes per second, read and written
     matmul_rate: float  # FLOPs per second, bfloat16
+
+    COLUMNS: ClassVar = (
+        Column("copy, TB/s", lambda r: r.copy_bandwidth / 1e12, ".2f"),
+        Column("bfloat16 products, TFLOP/s", lambda r: r.matmul_rate / 1e12, ".0f"),
+    )
+
+
+@dataclass(frozen=True)
+class KernelsOptions:
+    op: str | None = custom(None, lambda name, value: value, metavar="NAME", help="only this op")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def measure(options: KernelsOptions) -> dict[str, Any]:
+    """The ceilings, then every op, or the one asked for."""
+    limits = measure_limits()
+    return {"limits": limits, "results": run(limits, options.op)}
 
 
 def measure_limits() -> Limits:
@@ -435,3 +468,5 @@ OPS: dict[str, Callable[[], Iterator[Case]]] = {
     "sample": _sample,
     "top_log_probabilities": _top_log_probabilities,
 }
+
+WORKLOADS = {"kernels": Workload(KernelsOptions, measure)}

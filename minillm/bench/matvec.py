@@ -5,12 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
+from minillm.bench.registry import Workload, check_shape
+from minillm.bench.table import Column
+from minillm.checks import check_fields, custom, integer
+from minillm.errors import UsageError
+from minillm.model.shapes import SHAPES
+from minillm.model.shard import shard_of
 
-from minillm.bench.hardware import read_bandwidth
-from minillm.bench.timing import copies_for_cold_l2, graph_microseconds
-from minillm.model.config import ModelConfig
+
+@dataclass(frozen=True)
+class MatvecOptions:
+    shape: str = custom("smollm2-135m", check_shape, metavar="NAME", help="of this model")
+    tokens: int = integer(1, 1, 1 << 16, help="that are multiplied at once")
+    tensor_parallel_size: int = integer(1, 1, 1 << 16, help="of the part that one of N ranks has")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -26,16 +38,39 @@ class MatvecResult:
     tile: tuple[int, int, int]  # (rows, columns, warps)
     recorded: tuple[int, int, int] | None  # in `TILES`
 
+    COLUMNS: ClassVar = (
+        Column("op", lambda r: r.op),
+        Column("features", lambda r: r.features, "d"),
+        Column("columns", lambda r: r.columns, "d"),
+        Column("floor us", lambda r: r.floor, ".1f"),
+        Column("cuBLAS us", lambda r: r.cublas, ".1f"),
+        Column("ours us", lambda r: r.ours, ".1f"),
+        Column("tile", lambda r: str(r.tile), width=12),
+        Column("recorded", lambda r: str(r.recorded), width=12),
+    )
 
-def measure(config: ModelConfig, tokens: int = 1) -> Iterator[MatvecResult]:
+
+def measure(options: MatvecOptions) -> Iterator[MatvecResult]:
     """Each of the five products of a model, or of a rank's part of it, over all sensible tiles.
 
-    Args:
-        tokens: up to `minillm.kernels.matvec.MOST_TOKENS`.
+    Raises:
+        UsageError: there is no GPU, or our kernel does not take so many tokens.
     """
+    import torch
+
+    from minillm.bench.hardware import read_bandwidth
+    from minillm.bench.timing import copies_for_cold_l2, graph_microseconds
+
+    if not torch.cuda.is_available():
+        raise UsageError("bench matvec needs a GPU")
     from minillm.kernels import matvec
 
-    device, dtype, c = torch.device("cuda"), torch.bfloat16, config
+    tokens, most = options.tokens, matvec.MOST_TOKENS
+    if tokens > most:
+        raise UsageError(f"tokens must be at most {most}, not {tokens}: cuBLAS multiplies more")
+    shape = SHAPES[options.shape]
+    c = shard_of(shape, 0, options.tensor_parallel_size).local(shape)
+    device, dtype = torch.device("cuda"), torch.bfloat16
     bandwidth = read_bandwidth(device)
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     for op, features, columns in (
@@ -71,3 +106,6 @@ def _tiles(columns: int, matrices: int, tokens: int) -> Iterator[tuple[int, int,
         per_thread = rows * width * matrices / (32 * warps)
         if width < 2 * columns and 8 <= per_thread <= (128 if tokens == 1 else 64):
             yield rows, width, warps
+
+
+WORKLOADS = {"matvec": Workload(MatvecOptions, measure)}

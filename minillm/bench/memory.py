@@ -16,11 +16,20 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from minillm.bench.registry import Workload, check_shape
+from minillm.bench.table import Column
 from minillm.cache import BlockManager, BlockTable
-from minillm.config import BLOCK_SIZES
-from minillm.llm import LLM
-from minillm.params import BeamSearchParams
+from minillm.checks import check_fields, custom, integer
+from minillm.config import BLOCK_SIZES, EngineConfig
+from minillm.errors import UsageError
+from minillm.model.shapes import SHAPES
+from minillm.params import MAX_TOKENS, BeamSearchParams
+
+if TYPE_CHECKING:
+    from minillm.bench.swap import SwapResult
+    from minillm.llm import LLM
 
 LONGEST = 2048
 _BATCH = 48
@@ -59,9 +68,48 @@ class MemoryResult:
     setting: str
     value: float
 
+    COLUMNS: ClassVar = (
+        Column("", lambda r: r.table, width=18),
+        Column("lengths", lambda r: r.lengths, width=14),
+        Column("setting", lambda r: r.setting, width=36),
+        Column("", lambda r: r.value, ".1%"),
+    )
 
-def measure() -> Iterator[MemoryResult]:
-    """All tables."""
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    shape: str = custom("smollm2-135m", check_shape, metavar="NAME", help="shape of the model that is swapped")
+    model: str | None = custom(
+        None, lambda name, value: value, metavar="NAME",
+        help="let this model choose the beams, instead of a simulation, too",
+    )  # fmt: skip
+    num_tokens: int = integer(512, 1, MAX_TOKENS, help="length of the swapped sequence")
+    device: str = custom(
+        "auto", lambda name, value: value, metavar="DEVICE", help="where it is swapped from: cpu, cuda"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        EngineConfig(device=self.device)  # checks it
+        longest = SHAPES[self.shape].max_position_embeddings
+        if self.num_tokens > longest:
+            raise UsageError(f"num_tokens must be at most {longest}, not {self.num_tokens}: {self.shape} has no more")
+
+
+def measure(options: MemoryOptions) -> dict[str, Iterator[Any]]:
+    """The replays on the books, and what swapping costs on the device."""
+    return {"books": _books(options), "swap": _swap(options)}
+
+
+def _swap(options: MemoryOptions) -> Iterator[SwapResult]:
+    from minillm.bench import swap
+    from minillm.llm import LLM
+
+    llm = LLM(options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device)
+    yield from swap.measure(llm.engine.runner.model, options.num_tokens)
+
+
+def _books(options: MemoryOptions) -> Iterator[MemoryResult]:
     for lengths in (ALPACA, SHAREGPT):
         for block_size in BLOCK_SIZES:
             yield MemoryResult("waste", lengths.name, f"block size {block_size}", paged_waste(lengths, block_size))
@@ -75,6 +123,14 @@ def measure() -> Iterator[MemoryResult]:
     for prefix in (1024, 2048, 4096):
         setting = f"shared prefix of {prefix}, batch 32"
         yield MemoryResult("saved by sharing", SHAREGPT.name, setting, prefix_saving(SHAREGPT, prefix, 32))
+    if options.model is not None:
+        from minillm.llm import LLM
+
+        chooser = LLM(options.model, device=options.device)
+        for lengths in (ALPACA, SHAREGPT):
+            for width in (2, 4, 6):
+                value = model_beam_saving(chooser, lengths, width)
+                yield MemoryResult("saved by sharing", lengths.name, f"{width} beams of {options.model}", value)
 
 
 # --- waste ------------------------------------------------------------------------------------------------------------
@@ -240,3 +296,6 @@ def prefix_saving(lengths: Lengths, prefix: int, batch: int, block_size: int = 1
         manager.commit(table, tokens, len(tokens))
     saved, logical = _saved(manager)
     return saved / logical
+
+
+WORKLOADS = {"memory": Workload(MemoryOptions, measure)}

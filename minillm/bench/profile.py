@@ -5,15 +5,21 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-
-from minillm.bench.hardware import read_bandwidth
+from minillm.bench.registry import ModelOptions, Subject, Workload
+from minillm.bench.table import Column
+from minillm.checks import integer
 from minillm.errors import UsageError
-from minillm.llm import LLM
-from minillm.params import SamplingParams
+from minillm.params import MAX_TOKENS, SamplingParams
 
 _STEPS = 8
+
+
+@dataclass(frozen=True)
+class ProfileOptions(ModelOptions):
+    batch_size: int = integer(1, 1, MAX_TOKENS, help="sequences that decode")
+    context: int = integer(512, 1, MAX_TOKENS, help="tokens of each")
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,15 @@ class KernelShare:
     bytes: int | None
     fraction: float | None  # of the bandwidth
 
+    COLUMNS: ClassVar = (
+        Column("kernel", lambda r: r.kernel, width=48),
+        Column("launches", lambda r: r.launches, ".1f"),
+        Column("a layer", lambda r: r.launches_per_layer, ".2f"),
+        Column("us", lambda r: r.microseconds, ".1f"),
+        Column("MB", lambda r: None if r.bytes is None else r.bytes / 1e6, ".0f"),
+        Column("of copy speed", lambda r: r.fraction, ".0%"),
+    )
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -35,13 +50,24 @@ class Profile:
     step_microseconds: float  # from the first kernel of a step to the first of the next
     kernels: list[KernelShare]
 
+    COLUMNS: ClassVar = (
+        Column("sequences", lambda r: r.batch_size, ","),
+        Column("tokens of each", lambda r: r.context, ","),
+        Column("us of a step", lambda r: r.step_microseconds, ".0f"),
+    )
 
-def measure(llm: LLM, batch_size: int, context: int) -> Profile:
+
+def measure(subject: Subject, options: ProfileOptions) -> Profile:
     """Profile decode steps of ``batch_size`` sequences of about ``context`` tokens.
 
     Raises:
         UsageError: the model is not on a GPU, or has no room for so much.
     """
+    import torch
+
+    from minillm.bench.hardware import read_bandwidth
+
+    llm, batch_size, context = subject.llm, options.batch_size, options.context
     engine = llm.engine
     model = engine.runner.model
     if batch_size > engine.scheduler.max_num_seqs or context + 64 > engine.max_model_len:
@@ -111,3 +137,6 @@ def _is_linear(name: str) -> bool:
 
 def _is_attention(name: str) -> bool:
     return "paged_attention" in name or "merge_splits" in name
+
+
+WORKLOADS = {"profile": Workload(ProfileOptions, measure)}

@@ -6,9 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from minillm.bench.table import Column
 from minillm.cache import BlockManager
 from minillm.config import BLOCK_SIZES
 from minillm.engine.engine import Engine
@@ -29,6 +31,14 @@ class SwapResult:
     swap_out: float
     swap_in: float
     recompute: float
+
+    COLUMNS: ClassVar = (
+        Column("block size", lambda r: r.block_size, "d"),
+        Column("tokens", lambda r: r.num_tokens, "d"),
+        Column("swap out ms", lambda r: r.swap_out, ".2f"),
+        Column("swap in ms", lambda r: r.swap_in, ".2f"),
+        Column("recompute ms", lambda r: r.recompute, ".1f"),
+    )
 
 
 def measure(model: Llama, num_tokens: int) -> Iterator[SwapResult]:

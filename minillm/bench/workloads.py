@@ -19,13 +19,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
-from minillm.bench.meter import Ceilings, Meter, metered
+from minillm.bench.registry import ScaleOptions, Subject, Workload
+from minillm.bench.table import Column
 from minillm.errors import UsageError
-from minillm.llm import LLM
 from minillm.params import BeamSearchParams, Params, SamplingParams
+
+if TYPE_CHECKING:
+    from minillm.bench.meter import Meter
+    from minillm.llm import LLM
 
 Request = tuple[list[int], Params]
 
@@ -48,6 +52,21 @@ class WorkloadResult:
     peak_kv_tokens: int
     peak_kv_share: float  # of the pool
     longest_wait: float | None = None  # ``stall`` only: between two tokens of a sequence that decodes
+
+    COLUMNS: ClassVar = (
+        Column("requests", lambda r: r.num_requests, ","),
+        Column("tokens per second", lambda r: r.rate, ",.0f"),
+        Column("output tokens", lambda r: r.output_tokens, ","),
+        Column("seconds", lambda r: r.seconds, ".2f"),
+        Column("ms to the first token, median", lambda r: 1e3 * r.time_to_first_token, ",.0f"),
+        Column("ms per output token, median", lambda r: 1e3 * r.time_per_output_token, ".2f"),
+        Column("seconds of the floor", lambda r: r.floor_seconds, ".2f"),
+        Column("of it reached", lambda r: r.fraction_of_floor, ".0%"),
+        Column("GPU idle between decode steps", lambda r: r.idle_share, ".1%"),
+        Column("peak KV use, token slots", lambda r: r.peak_kv_tokens, ","),
+        Column("peak KV use, of the pool", lambda r: r.peak_kv_share, ".0%"),
+        Column("ms of the longest wait", lambda r: r.longest_wait and 1e3 * r.longest_wait, ".1f"),
+    )
 
 
 def throughput(rng: random.Random, vocab: int, scale: float) -> list[Request]:
@@ -77,7 +96,7 @@ def beam(rng: random.Random, vocab: int, scale: float) -> list[Request]:
     return [(_prompt(rng, vocab, max(1, int(256 * scale))), params) for _ in range(8)]
 
 
-WORKLOADS: dict[str, Callable[[random.Random, int, float], list[Request]]] = {
+REQUESTS: dict[str, Callable[[random.Random, int, float], list[Request]]] = {
     "throughput": throughput,
     "parallel": parallel,
     "prefix": prefix,
@@ -85,22 +104,21 @@ WORKLOADS: dict[str, Callable[[random.Random, int, float], list[Request]]] = {
 }
 
 
-def measure(llm: LLM, workload: str, name: str, scale: float = 1.0) -> WorkloadResult:
-    """Run one of `WORKLOADS`, or ``stall``, twice and measure the second run.
+def measure(workload: str, subject: Subject, options: ScaleOptions) -> WorkloadResult:
+    """Run one of `REQUESTS`, or ``stall``, twice and measure the second run."""
+    from minillm.bench.meter import Ceilings, metered
 
-    Args:
-        scale: shortens all prompts and answers: for a CPU, or to try it out.
-    """
-    device = llm.engine.runner.model.device
-    ceilings = Ceilings.measure(device)
-    vocab = llm.engine.runner.model.config.vocab_size
+    llm, scale = subject.llm, options.scale
+    model = llm.engine.runner.model
+    ceilings = Ceilings.measure(model.device)
+    vocab = model.config.vocab_size
     if workload == "stall":
         _stall(llm, random.Random(0), scale)
         llm.reset_prefix_cache()
         with metered(llm.engine, ceilings) as meter:
             run = _stall(llm, random.Random(2), scale)
     else:
-        make = WORKLOADS[workload]
+        make = REQUESTS[workload]
         llm.reset_prefix_cache()
         _drive(llm, make(random.Random(0), vocab, scale))
         if workload != "prefix":
@@ -108,7 +126,7 @@ def measure(llm: LLM, workload: str, name: str, scale: float = 1.0) -> WorkloadR
         requests = make(random.Random(2), vocab, scale)
         with metered(llm.engine, ceilings) as meter:
             run = _drive(llm, requests)
-    return _result(llm, workload, name, run, meter)
+    return _result(subject, workload, run, meter)
 
 
 @dataclass
@@ -126,6 +144,8 @@ def _prompt(rng: random.Random, vocab: int, length: int) -> list[int]:
 
 
 def _synchronize(llm: LLM) -> None:
+    import torch
+
     if llm.engine.runner.model.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -184,11 +204,11 @@ def _stall(llm: LLM, rng: random.Random, scale: float) -> _Run:
     return _Run(seconds, first, [seconds / params.max_tokens], count, len(outputs), longest)
 
 
-def _result(llm: LLM, workload: str, name: str, run: _Run, meter: Meter) -> WorkloadResult:
-    cache = llm.engine.cache
+def _result(subject: Subject, workload: str, run: _Run, meter: Meter) -> WorkloadResult:
+    cache = subject.llm.engine.cache
     return WorkloadResult(
         workload=workload,
-        name=name,
+        name=subject.name,
         num_requests=run.num_requests,
         output_tokens=run.output_tokens,
         seconds=run.seconds,
@@ -202,3 +222,6 @@ def _result(llm: LLM, workload: str, name: str, run: _Run, meter: Meter) -> Work
         peak_kv_share=meter.peak_blocks / cache.num_blocks,
         longest_wait=run.longest_wait,
     )
+
+
+WORKLOADS = {name: Workload(ScaleOptions, partial(measure, name)) for name in (*REQUESTS, "stall")}

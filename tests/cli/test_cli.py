@@ -172,7 +172,7 @@ MISTAKES = [
     (["bench", "latency", "--shape", "gpt-5"], "unknown shape"),
     (["bench", "speed"], "unknown"),
     (["bench"], "WORKLOAD"),
-    (["bench", "latency", "--batch-size", "0"], "--batch-size"),
+    (["bench", "latency", "--batch-size", "0"], "batch_size must be from 1"),
     (["bench", "latency", "--shape", "llama-8b", "--model", "x"], "not both"),
 ]
 
