@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from minillm import LLM
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 if not torch.cuda.is_available():
     # Before anything imports triton: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# Conversations and settings of the tests, and what killed processes leave behind, lie in one place, which is removed:
+# nothing is written where a user's own files are.
+_HOME = Path(tempfile.mkdtemp(prefix="minillm-tests-"))
+for name in ("MINILLM_DATA", "MINILLM_CONFIG", "TMPDIR"):
+    (_HOME / name).mkdir()
+    os.environ[name] = str(_HOME / name)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_HOME, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +38,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def llm() -> LLM:
+    """The real default model, float32 on the CPU."""
+    from minillm import LLM
+
+    return LLM("smollm2-135m", device="cpu", dtype="float32", num_blocks=1024)
+
+
+@pytest.fixture(scope="session")
+def theirs() -> Any:
+    """The same weights in transformers."""
+    from support import default_model_of_transformers
+
+    return default_model_of_transformers()
 
 
 @pytest.fixture
