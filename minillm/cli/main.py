@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from minillm import __version__
 from minillm.cli.options import add_model_options, add_sampling_options
 from minillm.cli.parser import Parser
 from minillm.errors import MinillmError
@@ -107,9 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:] if argv is None else argv
         arguments = _parser().parse_args(argv)
         if arguments.version:
-            from importlib.metadata import version
-
-            print(f"minillm {version('minillm')}")
+            print(f"minillm {__version__}")
             return 0
         if arguments.command is None:
             _parser().print_help()
