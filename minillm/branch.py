@@ -1,23 +1,21 @@
 """Branches: fork / append / free for callers. Tree search, best-of-n, agents and roll-outs are made of these.
 
 A branch is a text under way whose K and V stay in the cache. Forking one shares its blocks; going on from it computes
-only what is new; rolling it back gives blocks up. Nothing is computed before it is needed, and many branches go on
-together in one batch (`LLM.sample`, `LLM.next_logprobs`).
+only new tokens; rolling it back gives blocks up. Nothing is computed before it is needed, and many branches go on
+together in one batch (`sample`, `next_logprobs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from minillm.engine.driver import Driver, Request
 from minillm.errors import UsageError
-from minillm.outputs import CompletionOutput
+from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.params import SamplingParams
-from minillm.sequence import Sequence as TokenSequence
-
-if TYPE_CHECKING:
-    from minillm.llm import LLM
+from minillm.sequence import Sequence
 
 
 class Branch:
@@ -25,8 +23,8 @@ class Branch:
     given up when the pool needs them.
     """
 
-    def __init__(self, llm: LLM, token_ids: list[int], sequence: TokenSequence | None = None) -> None:
-        self._llm = llm
+    def __init__(self, driver: Driver, token_ids: list[int], sequence: Sequence | None = None) -> None:
+        self._driver = driver
         self.token_ids = token_ids  # all of them, the prompt's too
         self.sequence = sequence  # the idle sequence that holds the blocks of its beginning
         self.freed = False
@@ -34,31 +32,32 @@ class Branch:
     def fork(self) -> Branch:
         """Another branch at this point. It shares every block; the first to write to a partly filled one copies it."""
         self.check()
-        sequence = None if self.sequence is None else self._llm.fork_idle(self.sequence)
-        return Branch(self._llm, list(self.token_ids), sequence)
+        sequence = None if self.sequence is None else self._driver.fork_idle(self.sequence)
+        return Branch(self._driver, list(self.token_ids), sequence)
 
-    def append(self, text: str | Sequence[int]) -> Self:
+    def append(self, text: str | SequenceOf[int]) -> Self:
         """Go on with text or token ids that the caller gives.
 
         Raises:
-            UsageError: they are none of this model's, or more than its context holds; the branch stays as it was.
+            UsageError: the ids are not in the model's vocabulary, or more than its context holds; the branch stays as
+                it was.
         """
         self.check()
-        longer = self.token_ids + self._llm.token_ids(text, add_special_tokens=False)
-        self._llm.engine.check_prompt(longer)
+        longer = self.token_ids + self._driver.token_ids(text, add_special_tokens=False)
+        self._driver.engine.requests.check_prompt(longer)
         self.token_ids = longer
         return self
 
     def sample(self, params: SamplingParams | None = None) -> CompletionOutput:
-        """Go on with what the model says. Several branches at once: `LLM.sample`.
+        """Go on with tokens of the model's. Several branches at once: `LLM.sample`.
 
         The tokens of the completion become part of the branch, an end-of-sequence token excepted.
         """
-        return self._llm.sample([self], params)[0]
+        return sample(self._driver, [self], [params or SamplingParams()])[0]
 
     def logprobs(self, count: int = 20) -> list[tuple[int, float]]:
         """The most probable next tokens, best first, as (token id, log-probability). The branch stays where it is."""
-        return self._llm.next_logprobs([self], count)[0]
+        return next_logprobs(self._driver, [self], count)[0]
 
     def rollback(self, num_tokens: int) -> Self:
         """Take the last tokens back.
@@ -72,24 +71,30 @@ class Branch:
         if num_tokens:
             del self.token_ids[-num_tokens:]
             if self.sequence is not None:
-                self.sequence = self._llm.fork_idle(self.sequence, len(self.token_ids), replace=True)
+                child = self._driver.fork_idle(self.sequence, len(self.token_ids))
+                self._driver.release(self.sequence)
+                self.sequence = child
         return self
 
     def free(self) -> None:
         """Let the blocks go. A freed branch cannot be used; freeing it again does nothing."""
         if not self.freed and self.sequence is not None:
-            self._llm.release(self.sequence)
+            self._driver.release(self.sequence)
         self.freed, self.sequence = True, None
 
     @property
     def text(self) -> str:
         """The text of the whole branch, the prompt included."""
-        return self._llm.tokenizer.decode(self.token_ids)
+        return self._driver.tokenizer.decode(self.token_ids)
 
     def check(self) -> None:
         """Raise UsageError if it has been freed."""
         if self.freed:
             raise UsageError("this branch has been freed; fork before you free")
+
+    def __repr__(self) -> str:
+        state = "freed" if self.freed else f"{len(self.token_ids)} tokens"
+        return f"<Branch: {state}>"
 
     def __enter__(self) -> Self:
         return self
@@ -98,3 +103,51 @@ class Branch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.free()
+
+
+def sample(driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[SamplingParams]) -> list[CompletionOutput]:
+    """Go on with several branches in one batch; each grows by its completion."""
+    if any(each.n != 1 for each in params):
+        raise UsageError("a branch goes on with one completion: SamplingParams with n=1; fork it to have several")
+    completions = []
+    eos_token_ids = driver.engine.requests.eos_token_ids
+    for branch, (sequence, output) in zip(branches, _go_on(driver, branches, params), strict=True):
+        completion = output.outputs[0]
+        end = completion.token_ids[-1:] if completion.finish_reason == "stop" else []
+        if end and (end[0] in eos_token_ids or end[0] == completion.stop_reason):
+            sequence.token_ids.pop()  # it was never computed: its place is free
+        branch.sequence, branch.token_ids = sequence, list(sequence.token_ids)
+        completions.append(completion)
+    return completions
+
+
+def next_logprobs(driver: Driver, branches: SequenceOf[Branch], count: int) -> list[list[tuple[int, float]]]:
+    """The ``count`` most probable next tokens of each branch, in one batch; the branches stay as they are."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
+    result = []
+    for branch, (sequence, output) in zip(branches, _go_on(driver, branches, [params] * len(branches)), strict=True):
+        sequence.token_ids.pop()
+        branch.sequence = sequence
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        result.append(list(logprobs[0].top))
+    return result
+
+
+def _go_on(
+    driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[SamplingParams]
+) -> list[tuple[Sequence, RequestOutput]]:
+    for branch in branches:
+        branch.check()
+    if len({id(branch) for branch in branches}) != len(branches):
+        raise UsageError("the same branch twice in one batch; fork it")
+    results = driver.hold(
+        [
+            Request(branch.token_ids, each, parent=branch.sequence, hold=True)
+            for branch, each in zip(branches, params, strict=True)
+        ]
+    )
+    for branch in branches:
+        if branch.sequence is not None:
+            driver.release(branch.sequence)
+    return results

@@ -19,6 +19,7 @@ from minillm.errors import UsageError, nearest
 
 T = TypeVar("T")
 _KEY = "parameter"
+_BEYOND_REASON = 1 << 40  # an upper bound that no error needs to name
 _LONGEST_SHOWN = 60  # characters of a wrong value that an error repeats
 
 
@@ -162,7 +163,8 @@ def check_integer(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise UsageError(f"{name} must be a whole number, not {shown(value)}")
     if not low <= int(value) <= high:
-        raise UsageError(f"{name} must be from {low} to {high}, not {shown(value)}")
+        allowed = f"at least {low}" if high >= _BEYOND_REASON else f"from {low} to {high}"
+        raise UsageError(f"{name} must be {allowed}, not {shown(value)}")
     return int(value)
 
 

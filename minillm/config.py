@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minillm.checks import check_fields, choice, custom, documented, flag, integer, number, shown
 from minillm.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
 
 BLOCK_SIZES = tuple(1 << power for power in range(9))
 _MOST = 1 << 40
@@ -97,44 +94,3 @@ class EngineConfig:
                 )
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise UsageError(f"device {self.device!r}: with tensor_parallel_size each rank takes a GPU; say 'cuda'")
-
-
-def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:
-    """The device that ``config`` asks for.
-
-    Args:
-        local_rank: of this process among those on this machine; where ``config`` names no GPU it takes that one.
-
-    Raises:
-        UsageError: a GPU was asked for and there is none, or not that one.
-    """
-    import torch
-
-    if config.device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        if config.device == "auto":
-            return torch.device("cpu")
-        built = torch.version.cuda
-        reason = f"torch {torch.__version__} was built without CUDA" if built is None else "torch finds no CUDA GPU"
-        raise UsageError(f"device {config.device}: {reason}; use --device cpu, or install a CUDA build of torch")
-    device = torch.device("cuda" if config.device == "auto" else config.device)
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        raise UsageError(f"device {config.device}: this machine has {torch.cuda.device_count()} GPUs")
-    if device.index is None and local_rank >= torch.cuda.device_count():
-        raise UsageError(
-            f"rank {local_rank} would take GPU {local_rank}, and this machine has {torch.cuda.device_count()}; "
-            "start fewer ranks (tensor_parallel_size, or torchrun's --nproc-per-node)"
-        )
-    return torch.device("cuda", local_rank if device.index is None else device.index)
-
-
-def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """The dtype that ``config`` asks for on ``device``."""
-    import torch
-
-    if config.dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
-    if device.type == "cpu":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

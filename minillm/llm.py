@@ -1,174 +1,182 @@
-"""`LLM`: what scripts import."""
+"""`LLM`: the public face, for scripts."""
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
 
+from minillm import branch as branches
 from minillm.branch import Branch
 from minillm.cache import CacheStats, PrefixReport
+from minillm.checks import check_names
 from minillm.config import EngineConfig
+from minillm.engine.driver import Driver, Request, raise_error
 from minillm.engine.engine import Engine
-from minillm.errors import MinillmError, UsageError, nearest
-from minillm.interrupt import deferred_interrupt
-from minillm.load import build_engine
+from minillm.errors import MinillmError, UsageError
+from minillm.load import load_engine
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
-from minillm.progress import OnProgress, ignore_progress
+from minillm.progress import GenerationBar, OnMessage, OnProgress, loading_bar
 from minillm.sequence import Sequence as TokenSequence
-from minillm.text.prompts import Prompt, plain_ids, prompt_list
+from minillm.text.prompts import Prompt, prompt_list
 from minillm.text.tokenizer import Tokenizer
-from minillm.weights.files import OnMessage
 
 Message = Mapping[str, str]
+Prompts = Prompt | Iterable[Prompt]
+SomeParams = Params | Sequence[Params] | None
 
 
 @dataclass(frozen=True)
 class PinnedPrefix:
-    """What `LLM.pin` keeps: for `LLM.unpin`."""
+    """A prefix that `LLM.pin` keeps: for `LLM.unpin`."""
 
     token_ids: list[int]
     sequence: TokenSequence
 
 
 class LLM:
-    """A model that generates.
+    """A model that generates. All methods may be called from any thread; one of them computes at a time.
 
     Args:
-        model: a name of ``weights.toml``, a directory with config.json and safetensors, or a ``.gguf`` file.
-        on_progress, on_message: told how far download and loading have come, and what served the weights.
+        model: a name of ``weights.toml``, a repository of the Hugging Face hub, a directory with config.json and
+            safetensors, or a ``.gguf`` file; by default the default model.
+        on_progress, on_message: told of download and loading; by default a bar shows it, on terminals and in notebooks.
         options: see `minillm.config.EngineConfig`; an unknown one is an error.
 
     Raises:
         MinillmError: the model cannot be found, fetched, read or held in memory.
-
-    All methods may be called from any thread; one of them computes at a time.
     """
 
     def __init__(
         self,
-        model: str,
+        model: str | None = None,
         *,
-        on_progress: OnProgress = ignore_progress,
+        on_progress: OnProgress | None = None,
         on_message: OnMessage = lambda message: None,
         **options: Any,
     ) -> None:
-        self.config = _engine_config(options)
-        self.engine: Engine = build_engine(model, self.config, on_progress, on_message)
-        self._lock = threading.RLock()
-        self._ids = itertools.count()
-        self._streams: dict[str, deque[Delta]] = {}
+        check_names(options, [field.name for field in fields(EngineConfig)], "option")
+        self.config = EngineConfig(**options)
+        with loading_bar(on_progress) as report:
+            self.engine: Engine = load_engine(model, self.config, report, on_message)
+        self._driver = Driver(self.engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
 
         Raises:
-            UsageError: the model has none (``load_format="dummy"``).
+            UsageError: the model has none (``load_format="dummy"``, say).
         """
-        if self.engine.tokenizer is None:
-            raise UsageError("this model has no tokenizer (load_format='dummy'); give token ids instead of text")
-        return self.engine.tokenizer
+        return self._driver.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """`tokenizer`, under vLLM's name."""
+        return self.tokenizer
 
     def close(self) -> None:
         """End the other processes of a model that several share; nothing can be generated after that.
 
         Without it they end with this object, or with this process.
         """
-        with self._lock:
-            self.engine.runner.close()
+        with self._driver.locked() as engine:
+            engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        model, cache = self.engine.runner.model, self.engine.cache
+        where = f"{model.device}, {str(model.dtype).removeprefix('torch.')}"
+        pool = f"{cache.num_blocks:,} blocks of {cache.block_size} tokens"
+        return f"<LLM: {self.engine.source}, {model.config.num_parameters / 1e6:,.0f}M parameters, {where}, {pool}>"
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
+    def default_params(self) -> SamplingParams:
+        """The sampling parameters that the model's own generation_config asks for."""
+        return SamplingParams(**self.engine.defaults)
+
     def generate(
-        self, prompts: Prompt | Iterable[Prompt], params: Params | Sequence[Params] | None = None
+        self,
+        prompts: Prompts,
+        params: SomeParams = None,
+        *,
+        sampling_params: SomeParams = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many, batched; one output per prompt, in their order.
 
         Args:
-            prompts: text, or token ids, or a list of either.
-            params: one set for all prompts, or one for each.
+            prompts: text, token ids, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or a list of any of these.
+                Text that spells the model's chat format or control tokens is ordinary text; see `token_ids`.
+            params: one set for all prompts, or one for each; by default those of `default_params`. ``sampling_params``
+                is vLLM's name for it.
+            use_tqdm: show a progress bar; by default on terminals and in notebooks, for more than one prompt.
 
         Raises:
             MinillmError: a prompt or parameter is bad; nothing has been generated then.
         """
-        outputs = dict(self.as_completed(prompts, params, raise_errors=True))
-        return [outputs[index] for index in sorted(outputs)]
+        found = prompt_list(prompts)
+        with GenerationBar(len(found), enabled=use_tqdm) as bar:
+            outputs = {}
+            for index, output in self.as_completed(found, params or sampling_params, raise_errors=True):
+                outputs[index] = output
+                bar.advance(sum(len(completion.token_ids) for completion in output.outputs))
+        return [outputs[index] for index in range(len(found))]
 
     def as_completed(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        params: Params | Sequence[Params] | None = None,
-        *,
-        raise_errors: bool = False,
+        self, prompts: Prompts, params: SomeParams = None, *, raise_errors: bool = False
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Like `generate`, as (index of the prompt, output) in the order in which they finish.
 
         A prompt that is refused fails alone: its output carries ``error``. With ``raise_errors`` it raises instead,
-        before anything is generated. Leaving the iterator early, or ctrl-c, aborts what is still running.
+        before anything is generated. Leaving the iterator early, or ctrl-c, aborts everything still running.
         """
         found = prompt_list(prompts)
-        all_params = _params_list(params, len(found))
-        pending: dict[str, int] = {}
-        refused: list[tuple[int, RequestOutput]] = []
-        try:
-            for index, (prompt, each) in enumerate(zip(found, all_params, strict=True)):
-                request_id = f"request-{next(self._ids)}"
-                try:
-                    self._add(request_id, prompt, each)
-                    pending[request_id] = index
-                except MinillmError as error:
-                    if raise_errors:
-                        raise type(error)(f"prompt {index}: {error}" if len(found) > 1 else str(error)) from None
-                    refused.append((index, _refusal(request_id, prompt, error)))
-            yield from refused
-            while pending:
-                self._step()
-                for request_id in [name for name in pending if name in self.engine.finished]:
-                    yield pending.pop(request_id), self.engine.finished.pop(request_id)
-        finally:
-            self._abort_now(pending)
+        jobs = iter([list(enumerate(zip(found, self._params_list(params, len(found)), strict=True)))])
+
+        def refuse(index: int, error: MinillmError) -> RequestOutput:
+            if raise_errors:
+                raise type(error)(f"prompt {index}: {error}" if len(found) > 1 else str(error)) from None
+            return _refusal(found[index], error)
+
+        def take(room: int) -> Iterable[tuple[int, Callable[[], Request]]]:
+            return [(index, partial(self._request, *job)) for index, job in next(jobs, [])]
+
+        yield from self._outputs(take, refuse)
 
     def work_off(
-        self, take: Callable[[int], Sequence[tuple[int, Prompt, Params]]]
+        self, take: Callable[[int], Iterable[tuple[int, Prompt, Params]]]
     ) -> Generator[tuple[int, RequestOutput], None, None]:
-        """Complete prompts that somebody else hands out, as (index, output) in the order in which they finish.
+        """Complete prompts that are handed out piece by piece, as (index, output) in the order in which they finish.
 
         Args:
-            take: given how many sequences there is room for, the next (index, prompt, parameters): as many as it likes,
-                and none when there will be no more. It is asked whenever no request waits for its turn.
+            take: given the number of sequences there is room for, returns the next (index, prompt, parameters): as many
+                as it likes, and none when there will be no more.
         """
-        pending: dict[str, int] = {}
-        more = True
-        try:
-            while more or pending:
-                scheduler = self.engine.scheduler
-                room = scheduler.max_num_seqs - sum(group.num_seqs for group in scheduler.running)
-                if more and room > 0 and not scheduler.waiting:
-                    taken = take(room)
-                    more = bool(taken)
-                    for index, prompt, params in taken:
-                        request_id = f"request-{next(self._ids)}"
-                        try:
-                            self._add(request_id, prompt, params)
-                            pending[request_id] = index
-                        except MinillmError as error:
-                            yield index, _refusal(request_id, prompt, error)
-                if not pending:
-                    continue
-                self._step()
-                for request_id in [name for name in pending if name in self.engine.finished]:
-                    yield pending.pop(request_id), self.engine.finished.pop(request_id)
-        finally:
-            self._abort_now(pending)
+        prompts: dict[int, Prompt] = {}
 
-    def beam_search(
-        self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams | None = None
-    ) -> list[RequestOutput]:
+        def make(room: int) -> Iterable[tuple[int, Callable[[], Request]]]:
+            for index, prompt, params in take(room):
+                prompts[index] = prompt
+                yield index, partial(self._request, prompt, params)
+
+        for index, output in self._outputs(make, lambda index, error: _refusal(prompts[index], error)):
+            del prompts[index]
+            yield index, output
+
+    def beam_search(self, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
         """Complete prompts by beam search; each output's completions are its best beams, the best first.
 
         `generate` takes BeamSearchParams as well, and mixes them with sampling in one batch.
@@ -178,48 +186,76 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: Params | Sequence[Params] | None = None,
+        params: SomeParams = None,
+        *,
+        sampling_params: SomeParams = None,
+        use_tqdm: bool | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many, each a list of ``{"role": …, "content": …}``, by the model's template."""
+        """Answer one conversation or many, each a list of ``{"role": …, "content": …}``, by the model's template.
+
+        Args:
+            add_generation_prompt, continue_final_message: see `minillm.text.chat_template.ChatTemplate.render`.
+            others: as in `generate`.
+        """
         several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], list | tuple)
         conversations: Sequence[Any] = messages if several else [messages]
-        return self.generate([self.tokenizer.apply_chat_template(each) for each in conversations], params)
+        prompts = [
+            self.tokenizer.apply_chat_template(
+                each,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+            )
+            for each in conversations
+        ]
+        return self.generate(prompts, params or sampling_params, use_tqdm=use_tqdm)
 
     def stream(
-        self, prompt: Prompt, params: Params | None = None, *, request_id: str | None = None
+        self, prompt: Prompt, params: Params | None = None, *, request_id: str = ""
     ) -> Generator[Delta, None, None]:
-        """Complete one prompt, yielding what each step adds. Leaving the iterator early aborts the request."""
-        request_id = request_id or f"stream-{next(self._ids)}"
-        self._add(request_id, prompt, params or SamplingParams(), streamed=True)
-        deltas = self._streams[request_id] = deque()
+        """Complete one prompt, yielding the additions of each step. Leaving the iterator early aborts the request."""
+        [params] = self._params_list(params, 1)
+        jobs = iter([[(0, partial(self._request, prompt, params, streamed=True, request_id=request_id))]])
+        for _, result in self._driver.run(lambda room: next(jobs, [])):
+            if isinstance(result, Delta):
+                yield result
+
+    async def astream(self, prompt: Prompt, params: Params | None = None) -> AsyncGenerator[Delta, None]:
+        """`stream` for asyncio: any number of them are computed in one batch. Leaving it early aborts the request."""
+        deltas, lock = self.stream(prompt, params), threading.Lock()
+
+        def advance(step: Callable[[], Delta | None]) -> Delta | None:
+            with lock:
+                return step()
+
         try:
-            while request_id in self.engine.groups or deltas:
-                if not deltas:
-                    self._step()
-                while deltas:
-                    yield deltas.popleft()
+            while (delta := await asyncio.to_thread(advance, partial(next, deltas, None))) is not None:
+                yield delta
         finally:
-            del self._streams[request_id]
-            self._abort_now([request_id])
+            await asyncio.shield(asyncio.to_thread(advance, deltas.close))
 
     def abort(self, request_id: str) -> None:
-        """End a request; what it has generated so far is kept, with ``finish_reason`` "abort"."""
+        """End a request; its completions so far are kept, with ``finish_reason`` "abort"."""
         self.engine.abort(request_id)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
 
     def cache_stats(self) -> CacheStats:
         """Token-true memory figures of the pool, now."""
-        with self._lock:
-            return self.engine.cache_stats()
+        with self._driver.locked() as engine:
+            return engine.cache_stats()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; what runs now is not disturbed."""
-        with self._lock:
-            self.engine.cache.reset_prefix_cache()
+        """Forget every cached prefix; running requests are not disturbed."""
+        with self._driver.locked() as engine:
+            engine.cache.reset_prefix_cache()
 
     def explain_miss(self, prompt: Prompt, *, salt: str | None = None) -> PrefixReport:
         """How many tokens of a prompt would be found in the prefix cache, and which token differs first."""
-        with self._lock:
-            return self.engine.cache.explain_miss(self.token_ids(prompt), salt)
+        token_ids = self.token_ids(prompt)
+        with self._driver.locked() as engine:
+            return engine.cache.explain_miss(token_ids, engine.requests.salt_for(len(token_ids), salt))
 
     def pin(self, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
         """Compute a prefix, a system prompt say, and keep its blocks under any load until it is unpinned.
@@ -228,180 +264,84 @@ class LLM:
             CapacityError: more than half of the pool would be pinned.
         """
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        sequence = self._hold([(self.token_ids(prompt), None)], [params], salt=salt)[0][0]
-        with self._lock:
-            try:
-                self.engine.pin(sequence)
-            except MinillmError:
-                self.engine.release(sequence)
-                raise
+        [(sequence, _)] = self._driver.hold([Request(self.token_ids(prompt), params, hold=True, salt=salt)])
+        try:
+            self._driver.pin(sequence)
+        except MinillmError:
+            self._driver.release(sequence)
+            raise
         return PinnedPrefix(sequence.token_ids[:-1], sequence)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
-        """Let a pinned prefix go; it stays in the prefix cache until its blocks are needed."""
-        with self._lock:
-            self.engine.unpin(prefix.sequence)
+        """Let a pinned prefix go; it stays in the prefix cache until its blocks are needed. Twice does nothing."""
+        self._driver.unpin(prefix.sequence)
 
     # --- branches -----------------------------------------------------------------------------------------------------
 
     def branch(self, prompt: Prompt) -> Branch:
         """A branch that begins with ``prompt``; see `minillm.branch.Branch`."""
         token_ids = self.token_ids(prompt)
-        self.engine.check_prompt(token_ids)
-        return Branch(self, token_ids)
+        self.engine.requests.check_prompt(token_ids)
+        return Branch(self._driver, token_ids)
 
     def sample(
-        self, branches: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, branches_: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[CompletionOutput]:
         """Go on with several branches in one batch; each grows by its completion.
 
         Args:
             params: one set for all branches, or one for each; ``n`` must be 1 (fork first).
         """
-        each = [p for p in _params_list(params, len(branches)) if isinstance(p, SamplingParams)]
-        if len(each) != len(branches) or any(p.n != 1 for p in each):
-            raise UsageError("a branch goes on with one completion: SamplingParams with n=1; fork it to have several")
-        completions = []
-        for branch, (sequence, output) in zip(branches, self._go_on(branches, each), strict=True):
-            completion = output.outputs[0]
-            end = completion.token_ids[-1:] if completion.finish_reason == "stop" else []
-            if end and (end[0] in self.engine.eos_token_ids or end[0] == completion.stop_reason):
-                sequence.token_ids.pop()  # it was never computed: its place is free
-            branch.sequence, branch.token_ids = sequence, list(sequence.token_ids)
-            completions.append(completion)
-        return completions
+        each = [p for p in self._params_list(params, len(branches_)) if isinstance(p, SamplingParams)]
+        if len(each) != len(branches_):
+            raise UsageError("a branch goes on with SamplingParams, not by beam search")
+        return branches.sample(self._driver, branches_, each)
 
-    def next_logprobs(self, branches: Sequence[Branch], count: int = 20) -> list[list[tuple[int, float]]]:
+    def next_logprobs(self, branches_: Sequence[Branch], count: int = 20) -> list[list[tuple[int, float]]]:
         """The ``count`` most probable next tokens of each branch, in one batch; the branches stay as they are."""
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
-        result = []
-        for branch, (sequence, output) in zip(branches, self._go_on(branches, [params] * len(branches)), strict=True):
-            sequence.token_ids.pop()
-            branch.sequence = sequence
-            logprobs = output.outputs[0].logprobs
-            assert logprobs is not None
-            result.append(list(logprobs[0].top))
-        return result
-
-    def fork_idle(
-        self, sequence: TokenSequence, num_tokens: int | None = None, *, replace: bool = False
-    ) -> TokenSequence:
-        """For branches: share an idle sequence's beginning; with ``replace`` the original is freed."""
-        with self._lock:
-            child = self.engine.fork_idle(sequence, num_tokens)
-            if replace:
-                self.engine.release(sequence)
-            return child
-
-    def release(self, sequence: TokenSequence) -> None:
-        """For branches: free an idle sequence."""
-        with self._lock:
-            self.engine.release(sequence)
-
-    def _go_on(
-        self, branches: Sequence[Branch], params: Sequence[SamplingParams]
-    ) -> list[tuple[TokenSequence, RequestOutput]]:
-        for branch in branches:
-            branch.check()
-        if len({id(branch) for branch in branches}) != len(branches):
-            raise UsageError("the same branch twice in one batch; fork it")
-        results = self._hold([(branch.token_ids, branch.sequence) for branch in branches], params)
-        for branch in branches:
-            if branch.sequence is not None:
-                self.release(branch.sequence)
-        return results
-
-    def _hold(
-        self,
-        starts: Sequence[tuple[list[int], TokenSequence | None]],
-        params: Sequence[SamplingParams],
-        *,
-        salt: str | None = None,
-    ) -> list[tuple[TokenSequence, RequestOutput]]:
-        """Run requests whose blocks stay: each start's tokens, and the idle sequence that has computed some of them."""
-        names: list[str] = []
-        sequences = []
-        outputs: dict[str, RequestOutput] = {}
-        try:
-            for (token_ids, parent), each in zip(starts, params, strict=True):
-                name = f"branch-{next(self._ids)}"
-                with self._lock:
-                    group = self.engine.add_request(name, token_ids, each, parent=parent, hold=True, salt=salt)
-                names.append(name)
-                sequences.append(group.sequences[0])
-            while len(outputs) < len(names):
-                self._step()
-                for name in names:
-                    if name in self.engine.finished:
-                        outputs[name] = self.engine.finished.pop(name)
-            failed = next((output.error for output in outputs.values() if output.error is not None), None)
-            if failed is not None:
-                raise MinillmError(failed)
-        except BaseException:
-            self._abort_now([name for name in names if name not in outputs])
-            for sequence in sequences:
-                self.release(sequence)
-            raise
-        return [(sequence, outputs[name]) for sequence, name in zip(sequences, names, strict=True)]
-
-    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """A prompt's ids; only text needs a tokenizer, and has special tokens added.
-
-        Raises:
-            UsageError: it is no prompt, or text for a model without a tokenizer.
-        """
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        return plain_ids(prompt)
+        return branches.next_logprobs(self._driver, branches_, count)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _add(self, request_id: str, prompt: Prompt, params: Params, *, streamed: bool = False) -> None:
+    def token_ids(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
+        """A prompt's ids, special tokens added to text.
+
+        Args:
+            parse_special: control tokens that the text spells are control tokens: for text that you trust. Otherwise
+                they are ordinary text, so that no user can forge the chat format.
+        """
+        return self._driver.token_ids(prompt, parse_special=parse_special)
+
+    def _request(self, prompt: Prompt, params: Params, *, streamed: bool = False, request_id: str = "") -> Request:
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self.token_ids(prompt)
-        with self._lock:
-            self.engine.add_request(request_id, token_ids, params, prompt=text, streamed=streamed)
+        return Request(self.token_ids(prompt), params, text, streamed=streamed, request_id=request_id)
 
-    def _step(self) -> None:
-        with self._lock, deferred_interrupt():
-            for delta in self.engine.step():
-                stream = self._streams.get(delta.request_id)
-                if stream is not None:
-                    stream.append(delta)
+    def _outputs(
+        self,
+        take: Callable[[int], Iterable[tuple[int, Callable[[], Request]]]],
+        refuse: Callable[[int, MinillmError], RequestOutput] = raise_error,
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        for index, result in self._driver.run(take, refuse=refuse):
+            if isinstance(result, RequestOutput):
+                yield index, result
 
-    def _abort_now(self, request_ids: Sequence[str] | Mapping[str, int]) -> None:
-        """Abort requests and wait until their blocks are back, without computing anything."""
-        with self._lock:
-            for request_id in request_ids:
-                self.engine.abort(request_id)
-            self.engine.carry_out_aborts()
-            for request_id in request_ids:
-                self.engine.finished.pop(request_id, None)
-
-
-def _engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    known = [field.name for field in fields(EngineConfig)]
-    for name in options:
-        if name not in known:
-            close = nearest(name, known)
-            hint = f"did you mean {close}?" if close else f"known: {', '.join(known)}"
-            raise UsageError(f"unknown option {name!r}; {hint}")
-    return EngineConfig(**options)
+    def _params_list(self, params: SomeParams, count: int) -> list[Params]:
+        if params is None:
+            return [self.default_params()] * count
+        if isinstance(params, Params):
+            return [params] * count
+        if not isinstance(params, Sequence) or not all(isinstance(each, Params) for each in params):
+            raise UsageError("sampling parameters are a SamplingParams or BeamSearchParams, or a list of them")
+        if len(params) != count:
+            raise UsageError(
+                f"{len(params)} sets of sampling parameters for {count} prompts; give one, or one for each"
+            )
+        return list(params)
 
 
-def _params_list(params: Params | Sequence[Params] | None, count: int) -> list[Params]:
-    if params is None or isinstance(params, Params):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Sequence) or not all(isinstance(each, Params) for each in params):
-        raise UsageError("sampling parameters are a SamplingParams or BeamSearchParams, or a list of them")
-    if len(params) != count:
-        raise UsageError(f"{len(params)} sets of sampling parameters for {count} prompts; give one, or one for each")
-    return list(params)
-
-
-def _refusal(request_id: str, prompt: Prompt, error: MinillmError) -> RequestOutput:
+def _refusal(prompt: Prompt, error: MinillmError) -> RequestOutput:
     return RequestOutput(
-        request_id=request_id,
+        request_id="",
         prompt=prompt if isinstance(prompt, str) else None,
         prompt_token_ids=list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else [],
         outputs=[],

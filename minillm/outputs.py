@@ -1,4 +1,4 @@
-"""What a caller gets back."""
+"""The outputs of requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RequestOutput:
     """One request with all its completions."""
 
@@ -59,12 +59,25 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None  # why it was refused; its outputs are empty then
 
+    @property
+    def text(self) -> str:
+        """The text of the first completion; empty where there is none."""
+        return self.outputs[0].text if self.outputs else ""
+
+    def __repr__(self) -> str:
+        texts = [output.text if len(output.text) <= 60 else f"{output.text[:59]}…" for output in self.outputs]
+        state = "" if self.finished else ", unfinished"
+        failed = "" if self.error is None else f", error={self.error!r}"
+        return f"RequestOutput({self.request_id!r}, {len(self.prompt_token_ids)} prompt tokens, {texts}{state}{failed})"
+
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to one completion. ``text`` never holds half a character nor the start of a stop string.
+    """The additions of one step to one completion.
 
-    Of a beam search it is the best beam so far, whole: ``replaces`` is True, for another beam may be the best one now.
+    ``text`` never holds half a character nor the start of a stop string.
+
+    In a beam search it is the best beam so far, whole; ``replaces`` is True, for the best one may have changed.
     """
 
     request_id: str

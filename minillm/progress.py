@@ -1,9 +1,15 @@
-"""How far something long has come: data for whoever shows it."""
+"""Progress of long operations: as plain data, and as bars on terminals and in notebooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from minillm.text.safe import clean_line
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,7 @@ class Progress:
 
 
 OnProgress = Callable[[Progress], None]
+OnMessage = Callable[[str], None]
 
 
 def ignore_progress(progress: Progress) -> None:
@@ -30,3 +37,111 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} GB"
+
+
+def say(message: str) -> None:
+    """Write a message about the work on stderr, without running into a bar."""
+    _tqdm().write(f"minillm: {clean_line(message, 1000)}", file=sys.stderr)
+
+
+@contextmanager
+def loading_bar(on_progress: OnProgress | None = None, *, enabled: bool | None = None) -> Iterator[OnProgress]:
+    """Show a model's download and loading; yields the function to call with each `Progress`.
+
+    Args:
+        on_progress: called instead of showing a bar.
+        enabled: None shows a bar on terminals and in notebooks.
+    """
+    if on_progress is not None or not _is_shown(enabled):
+        yield on_progress or ignore_progress
+        return
+    bar: Any = None
+    label = ""
+
+    def report(progress: Progress) -> None:
+        nonlocal bar, label
+        if bar is None or progress.label != label:
+            if bar is not None:
+                bar.close()
+            label = progress.label
+            in_bytes = progress.unit == "bytes"
+            bar = _tqdm()(
+                desc=clean_line(label),
+                total=progress.total,
+                unit="B" if in_bytes else f" {progress.unit}",
+                unit_scale=in_bytes,
+                unit_divisor=1024,
+                file=sys.stderr,
+                leave=False,
+                dynamic_ncols=True,
+            )
+        bar.total = progress.total
+        bar.update(progress.done - bar.n)
+
+    try:
+        yield report
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+class GenerationBar:
+    """Prompts done out of all, and tokens per second.
+
+    Args:
+        enabled: None shows the bar on terminals and in notebooks, for more than one prompt.
+    """
+
+    def __init__(self, total: int, *, enabled: bool | None = None) -> None:
+        shown = _is_shown(enabled) and total > 1
+        self._tokens = 0
+        self._bar: Any = None
+        if shown:
+            self._bar = _tqdm()(total=total, unit="prompt", file=sys.stderr, leave=False, dynamic_ncols=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def print(self, text: str) -> None:
+        """Print a line on stdout, without running into the bar where both are on one terminal."""
+        if self._bar is not None:
+            self._bar.clear()
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def advance(self, num_tokens: int) -> None:
+        """One more prompt is done, with ``num_tokens`` generated."""
+        self._tokens += num_tokens
+        if self._bar is not None:
+            elapsed = self._bar.format_dict["elapsed"]
+            if elapsed:
+                self._bar.set_postfix_str(f"{self._tokens / elapsed:.0f} tok/s", refresh=False)
+            self._bar.update()
+
+
+def _is_shown(enabled: bool | None) -> bool:
+    if enabled is not None and not enabled:
+        return False
+    watched = sys.stderr is not None and sys.stderr.isatty()
+    return watched or (_in_notebook() if enabled is None else False)
+
+
+def _in_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
+def _tqdm() -> Any:
+    """tqdm, which takes a while to import."""
+    if _in_notebook():
+        from tqdm.auto import tqdm
+    else:
+        from tqdm import tqdm
+    return tqdm

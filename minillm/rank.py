@@ -1,22 +1,57 @@
-"""A rank that rank 0 has started: ``python -m minillm.rank``, its task as JSON on standard input."""
+"""A rank other than the first: computes the steps that rank 0 sends, until rank 0 has no more work.
+
+Rank 0 starts it as ``python -m minillm.rank``, with its task as JSON on standard input, or torchrun has started it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
+from typing import NoReturn
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from minillm.config import EngineConfig
+from minillm.errors import MinillmError
+from minillm.parallel.channel import Follower
+from minillm.parallel.collectives import Ranks
+from minillm.parallel.launch import LOCAL, PATIENCE, connect
+from minillm.runner.build import build_runner, choose_device, describe
+from minillm.runner.step import StepWork
+
+
+def follow(
+    follower: Follower, store: Store, rank: int, name: str, config: EngineConfig, device: torch.device, host: str
+) -> NoReturn:
+    """Be rank ``rank`` of a model, until rank 0 has no more work; then end the process.
+
+    A failure is reported to rank 0, which raises it. ``host``: see `Ranks`.
+    """
+    status = 0
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # under torchrun ctrl-c reaches all; this one ends with rank 0
+    try:
+        ranks = Ranks(store, rank, config.tensor_parallel_size, device, host)
+        runner, _ = build_runner(describe(name, config), config, device, ranks)
+        for message in follower.messages():
+            runner.compute(StepWork.from_message(message))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the others may still need what is under way
+    except Exception as error:
+        follower.fail(str(error) if isinstance(error, MinillmError) else f"{type(error).__name__}: {error}")
+        status = 1
+    # Not sys.exit: what waits for other ranks, on the device or in a thread of the process group, must not hold it up.
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main() -> None:
     task = json.loads(sys.stdin.read())
-    from minillm.parallel.launch import LOCAL, PATIENCE, connect
-
     follower = connect(task, task["rank"])  # first: from here on each end sees the other die
-
-    from torch.distributed import PrefixStore, TCPStore
-
-    from minillm.config import EngineConfig, choose_device
-    from minillm.load import follow
-
     config = EngineConfig(**task["config"])
     store = TCPStore(task["host"], task["store"], timeout=PATIENCE)
     device = choose_device(config, task["rank"])

@@ -1,18 +1,18 @@
-"""What is being generated: a sequence, and the group of sequences that answers one request."""
+"""A sequence, the group of sequences that answers one request, and the part of them that a step computes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Protocol
 
-from minillm.beams.search import BeamSearch
-from minillm.cache import BlockTable
-from minillm.outputs import CompletionOutput, FinishReason, RequestMetrics, TokenLogprobs
+from minillm.cache import BlockTable, HostMoves
+from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestMetrics, TokenLogprobs
 from minillm.params import Params
-from minillm.text.stop import StopStringFilter
+from minillm.text.stop import OutputText
 
 if TYPE_CHECKING:
-    from minillm.text.detokenizer import StreamingDetokenizer
+    from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -22,18 +22,17 @@ class Sequence:
     seq_id: int
     token_ids: list[int]  # prompt, then output
     num_prompt_tokens: int
-    seed: int
     index: int = 0  # of the completion within its group
+    seed: int = 0
     num_computed: int = 0  # tokens whose K and V are in the cache, or will be after the steps under way
     num_pending: int = 0  # tokens that the device has drawn, or is about to, and that the host has not seen yet
     table: BlockTable | None = None  # None while the sequence holds no block
-    text: list[str] = field(default_factory=list)
-    detokenizer: StreamingDetokenizer | None = None
-    stop_filter: StopStringFilter = field(default_factory=lambda: StopStringFilter(()))
+    text: OutputText | None = None  # of the output; None without a tokenizer, and where text is made at the end
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    decode: Chunk | None = None  # its last token as a chunk: the same object at every step, since making one takes time
 
     @property
     def num_tokens(self) -> int:
@@ -52,35 +51,45 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks of its table, which it must have."""
+        assert self.table is not None, f"sequence {self.seq_id} runs without a block table"
+        return self.table.blocks
+
+
+class Stage(Enum):
+    """Where a group stands."""
+
+    PROMPT = auto()  # its first unfinished sequence computes the prompt; the others will fork from it
+    SPLIT = auto()  # every unfinished sequence has a block table of its own
+    SAVED = auto()  # preempted, and its blocks are on the host
+
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
     """The sequences of one request: admitted, preempted and resumed together.
 
-    Until the prompt is computed only the first unfinished sequence holds blocks; then it is forked into the others.
-    After a preemption by recompute the same happens again, and each sequence computes its own output tokens anew.
-
-    Of a beam search the sequences are the running beams: they decode in step, for each step chooses among all of them.
+    A preemption that gives the blocks up begins with the prompt again: the group forks once more, and each sequence
+    computes its own output tokens anew.
     """
 
     request_id: str
     params: Params
+    method: Method
     max_tokens: int  # params.max_tokens, or less where the context ends first
     sequences: list[Sequence]
     metrics: RequestMetrics
-    seed: int
+    stage: Stage
     prompt: str | None = None
     parent: Sequence | None = None  # an idle sequence whose beginning is shared when this group is admitted
     hold: bool = False  # keep the blocks of its completions when they end: they become idle
-    forked: bool = False
-    swapped: bool = False  # its blocks are on the host
-    num_cached_tokens: int = 0
-    end_ids: tuple[int, ...] = ()  # the tokens that end a completion
     salt: str | None = None  # only requests of the same salt share cached blocks
-    # Of a beam search: its groups of beams, the beams of each, and whether deltas with text are wanted.
-    searches: list[BeamSearch[CompletionOutput]] = field(default_factory=list)
-    beams: list[list[Sequence]] = field(default_factory=list)
-    streamed: bool = False
+    end_ids: tuple[int, ...] = ()  # the tokens that end a completion
+    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that must not be generated
+    streamed: bool = False  # deltas with text are wanted even where they cost something
+    num_cached_tokens: int = 0
+    state: Any = None  # the method's own
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -88,31 +97,110 @@ class SequenceGroup:
 
     @property
     def unfinished(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if not sequence.finished]
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
     def num_seqs(self) -> int:
         """Sequences that hold blocks at a time, once the prompt is computed."""
-        if self.searches:
-            return self.params.num_sequences
         return self.params.num_sequences - sum(sequence.finished for sequence in self.sequences)
-
-    @property
-    def finished(self) -> bool:
-        return all(sequence.finished for sequence in self.sequences)
 
     @property
     def computing(self) -> list[Sequence]:
         """The sequences that hold blocks, or would if the group were admitted now."""
-        if not self.forked:
-            return self.unfinished[:1]
-        return self.sequences if self.searches else self.unfinished
+        return self.unfinished[:1] if self.stage is Stage.PROMPT else self.unfinished
 
     def num_tokens_to_compute(self, sequence: Sequence) -> int:
         """Tokens whose K and V are still missing; before the fork, those of the prompt."""
-        end = sequence.num_tokens if self.forked else self.num_prompt_tokens
+        end = self.num_prompt_tokens if self.stage is Stage.PROMPT else sequence.num_tokens
         return end - sequence.num_computed
 
     def is_complete(self, sequence: Sequence) -> bool:
         """Whether the tokens under way are the last ones that the sequence may have."""
         return sequence.num_tokens - sequence.num_prompt_tokens >= self.max_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """``count`` tokens of one sequence, from ``sequence.num_computed`` on.
+
+    A chunk that ``decodes`` is the last token of its sequence alone. ``row`` numbers the step's rows of logits; it has
+    a meaning for chunks that compute a sequence's last token.
+    """
+
+    group: SequenceGroup
+    sequence: Sequence
+    count: int
+    decodes: bool
+    row: int = -1
+
+    @classmethod
+    def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:
+        """The last token of a sequence whose other tokens are computed."""
+        if sequence.decode is None:
+            sequence.decode = cls(group, sequence, 1, True)
+        return sequence.decode
+
+    @property
+    def reaches_the_end(self) -> bool:
+        """Whether it computes its sequence's last token, whose logits are wanted. Asked before the step."""
+        return self.sequence.num_computed + self.count == self.sequence.num_tokens
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step: the decoding sequences first (one token each, their last), then the chunks of prompts."""
+
+    decodes: list[Chunk] = field(default_factory=list)
+    prefills: list[Chunk] = field(default_factory=list)
+    preempted: list[SequenceGroup] = field(default_factory=list)
+    moves: HostMoves = field(default_factory=HostMoves)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return self.decodes + self.prefills
+
+
+class Method(Protocol):
+    """A way of decoding: how the sequences of a group go on. The engine and the scheduler know this door only."""
+
+    def begin(self, group: SequenceGroup) -> None:
+        """Give a new group, which has one sequence, all that the method needs."""
+
+    def due(self, group: SequenceGroup) -> list[Chunk]:
+        """Everything of an admitted group that could be computed now."""
+
+    def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
+        """Fork the group where its prompt, computed by ``leader``, is all that was missing."""
+
+    def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
+        """Begin to decide how sequences go on whose last token the step computes; ``chunk.row`` is its row."""
+
+    def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
+        """Everything that a group has generated so far."""
+
+
+class Flight(Protocol):
+    """Decisions that one step and one method have under way."""
+
+    may_run_ahead: bool  # the next step depends on nothing that this one has to tell the host
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        """The groups that are decided on, each once."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any of its sequences has not ended meanwhile."""
+
+    def wait(self) -> None:
+        """Wait for the device."""
+
+    def conclude(self) -> list[Delta]:
+        """Let the sequences go on as was decided."""
+
+    def discard(self) -> None:
+        """Forget the decisions."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +16,6 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 if not torch.cuda.is_available():
     # Before anything imports triton: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-# Conversations and settings of the tests, and what killed processes leave behind, lie in one place, which is removed:
-# nothing is written where a user's own files are.
-_HOME = Path(tempfile.mkdtemp(prefix="minillm-tests-"))
-for name in ("MINILLM_DATA", "MINILLM_CONFIG", "TMPDIR"):
-    (_HOME / name).mkdir()
-    os.environ[name] = str(_HOME / name)
-
-
-def pytest_unconfigure() -> None:
-    shutil.rmtree(_HOME, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

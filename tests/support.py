@@ -13,14 +13,17 @@ from torch import Tensor
 
 from minillm.cache import BlockManager, SwapSpace
 from minillm.engine.engine import Engine
+from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.kernels import Costs
 from minillm.kernels.prefix_plan import FREE
+from minillm.load import methods_for
 from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
 from minillm.outputs import RequestOutput
+from minillm.runner.device_runner import DeviceRunner
 from minillm.runner.runner import Runner
 
 if TYPE_CHECKING:
@@ -127,19 +130,19 @@ def engine_for(
     There blocks that sequences share are read once wherever there are any, unless ``sharing`` says otherwise.
     """
     cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
-    runner = Runner(model, num_blocks, block_size, host_blocks)
+    scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, SwapSpace(host_blocks), admission)
     max_model_len = min(model.rotary.cos.shape[0], num_blocks * block_size)
-    if (model.device.type == "cuda" if on_device is None else on_device) and not model.rotary.dynamic:
-        runner.decode_on_device(max_num_seqs, max_model_len, graphs=model.device.type == "cuda", sharing=sharing)
-    return Engine(
-        runner=runner,
-        cache=cache,
-        scheduler=Scheduler(cache, max_num_seqs, max_num_batched_tokens, SwapSpace(host_blocks), admission),
-        tokenizer=tokenizer,
-        max_model_len=max_model_len,
-        eos_token_ids=eos,
-        seed=seed,
-    )
+    dynamic, on_gpu = model.rotary.dynamic, model.device.type == "cuda"
+    sizes = (num_blocks, block_size, host_blocks)
+    if (on_gpu if on_device is None else on_device) and not dynamic:
+        runner: Runner = DeviceRunner(
+            model, *sizes, max_num_seqs=max_num_seqs, max_model_len=max_model_len, graphs=on_gpu, sharing=sharing
+        )
+    else:
+        runner = Runner(model, *sizes)
+    plain = model.config.max_position_embeddings if dynamic else None
+    requests = Requests(scheduler, tokenizer, model.config.vocab_size, max_model_len, eos, plain)
+    return Engine(runner, requests, methods_for(requests, runner, seed))
 
 
 def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], block_size: int = 4) -> Tensor:

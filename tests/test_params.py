@@ -22,14 +22,15 @@ BAD: dict[str, list[Any]] = {
     "repetition_penalty": [0, -1, NAN, INF, 101],
     "presence_penalty": [-2.1, 2.1, NAN],
     "frequency_penalty": [-2.1, 2.1, NAN],
-    "logit_bias": [{1: 101}, {1: NAN}, {-1: 0}, {"x": 1}, [1], dict.fromkeys(range(2000), 0.0)],
+    "logit_bias": [{1: "x"}, {1: NAN}, {-1: 0}, {"x": 1}, [1], dict.fromkeys(range(2000), 0.0)],
     "seed": [1.5, "x", True, 1 << 70],
     "stop": [3, [""], "", [1], ["x"] * 65, ["x" * 2000]],
     "stop_token_ids": ["x", [-1], [1.5], [True], list(range(2000))],
     "min_tokens": [-1, 1.0, 10**18],
-    "max_tokens": [0, -1, 10**18, None, 1.0],
+    "max_tokens": [0, -1, 10**18, 10**400, 1.0],
+    "bad_words": [3, [""], [[]], [[-1]], [1.5], [["x"]]],
     "ignore_eos": [1, "yes", None],
-    "logprobs": [-1, 65, 1.0, True],
+    "logprobs": [-2, 65, 1.0, True],
 }
 
 
@@ -46,11 +47,13 @@ GOOD: dict[str, list[Any]] = {
     "top_k": [0, -1, 1, 1 << 31],
     "top_p": [1e-9, 1, 1.0],
     "min_p": [0, 1],
-    "logit_bias": [{}, {5: -100.0}, {"5": 100}],
+    "logit_bias": [{}, {5: -100.0}, {"5": 100}, {5: 1e9}],
     "seed": [None, 0, -1, (1 << 63) - 1],
-    "stop": [(), "x", ["x", "yy"]],
-    "max_tokens": [1, 1 << 24],
-    "logprobs": [None, 0, 64],
+    "stop": [(), None, "x", ["x", "yy"], {"x"}],
+    "stop_token_ids": [(), None, [3], {3, 4}],
+    "bad_words": [(), None, "x", ["x", [3, 4]]],
+    "max_tokens": [1, 1 << 24, None],
+    "logprobs": [None, 0, 64, -1],
 }
 
 
@@ -138,3 +141,9 @@ def test_a_held_beginning_is_shown_when_nothing_follows() -> None:
     assert filter_.push("the EN") == "the "
     assert filter_.finish() == "EN"
     assert StopStringFilter([]).push("x") == "x"
+
+
+def test_a_number_that_python_cannot_print_is_refused_in_one_line() -> None:
+    for name in ("max_tokens", "seed", "temperature"):
+        with pytest.raises(UsageError, match=f"{name} must be .* not int too long to show"):
+            SamplingParams.from_mapping({name: 10**5000})

@@ -159,7 +159,7 @@ def run(settings: Settings, store: SessionStore, resumed: Conversation | None = 
     Raises:
         MinillmError: the model cannot be had, or has no chat template.
     """
-    from minillm.cli.bars import loading_bar, say
+    from minillm.progress import loading_bar, say
 
     with loading_bar() as report:
         llm = LLM(settings.model, on_progress=report, on_message=say, **settings.engine)

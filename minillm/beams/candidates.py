@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
@@ -14,26 +14,33 @@ from minillm.beams.search import BeamSearch, Candidate
 from minillm.outputs import TokenLogprobs
 from minillm.params import BeamSearchParams
 from minillm.runner.penalties import needs_processing, process_logits
-from minillm.sequence import Sequence as TokenSequence
+from minillm.sequence import Sequence, SequenceGroup
 
 
 @dataclass(frozen=True)
 class BeamStep:
-    """One request's beams at this step.
+    """One request's beams at this step: ``rows[g][i]`` is the row of logits of beam i of search g, ``beams[g][i]``."""
 
-    ``searches`` are its groups of beams; ``rows[g][i]`` is the row of logits of beam i of group g, and
-    ``sequences[g][i]`` the beam. In the first step all groups have one beam, the prompt.
-    """
-
-    params: BeamSearchParams
-    searches: list[BeamSearch]
+    group: SequenceGroup
     rows: list[list[int]]
-    sequences: list[list[TokenSequence]]
-    end_ids: tuple[int, ...]
+    beams: list[list[Sequence]]
+
+    @property
+    def params(self) -> BeamSearchParams:
+        assert isinstance(self.group.params, BeamSearchParams)
+        return self.group.params
+
+    @property
+    def searches(self) -> list[BeamSearch]:
+        return self.group.state.searches
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return self.group.end_ids
 
 
 @torch.inference_mode()
-def beam_candidates(logits: Tensor, steps: Sequence[BeamStep]) -> list[list[list[Candidate]]]:
+def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Candidate]]]:
     """For each step, for each of its groups: the best continuations, the best first.
 
     The vocabulary is searched on the device; the few tokens found for each beam come to the host, which compares beams.
@@ -42,7 +49,7 @@ def beam_candidates(logits: Tensor, steps: Sequence[BeamStep]) -> list[list[list
         logits: ``[n, vocab]``. Where a row holds NaN, so do all its candidates.
     """
     rows = [row for step in steps for group in step.rows for row in group]
-    owners = [(step, s) for step in steps for group in step.sequences for s in group]
+    owners = [(step, s) for step in steps for group in step.beams for s in group]
     # What a diversity penalty takes away from a group's continuations, at most as many others replace.
     extra = max((step.params.beam_width for step in steps if len(step.searches) > 1), default=0)
     wanted = max(s.num_candidates(len(step.end_ids)) for step in steps for s in step.searches) + extra
@@ -76,14 +83,14 @@ def beam_candidates(logits: Tensor, steps: Sequence[BeamStep]) -> list[list[list
     return result
 
 
-def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, TokenSequence]], count: int) -> tuple[Tensor, Tensor]:
+def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count: int) -> tuple[Tensor, Tensor]:
     """``(log-probabilities, token ids)`` ``[rows, count]`` of each beam's best next tokens, penalties applied."""
-    if not any(needs_processing(step.params, sequence) for step, sequence in owners):
+    if not any(needs_processing(step.group, sequence) for step, sequence in owners):
         return kernels.top_log_probabilities(logits, count)
     log_probs = logits.float().log_softmax(-1)
     for row, (step, sequence) in zip(log_probs, owners, strict=True):
-        if needs_processing(step.params, sequence):
-            process_logits(row, step.params, sequence, step.end_ids)
+        if needs_processing(step.group, sequence):
+            process_logits(row, step.group, sequence)
     return log_probs.topk(count)
 
 
@@ -108,7 +115,7 @@ def _diverse(step: BeamStep, values: list[list[float]], ids: list[list[int]]) ->
 
 
 @torch.inference_mode()
-def token_logprobs(logits: Tensor, wanted: Sequence[tuple[int, int]], count: int) -> list[TokenLogprobs]:
+def token_logprobs(logits: Tensor, wanted: SequenceOf[tuple[int, int]], count: int) -> list[TokenLogprobs]:
     """The log-probability of (row of logits, token id) pairs, with the ``count`` most probable tokens of the row."""
     if not wanted:
         return []
@@ -117,7 +124,7 @@ def token_logprobs(logits: Tensor, wanted: Sequence[tuple[int, int]], count: int
     chosen = torch.tensor([token_id for _, token_id in wanted], device=device)
     log_probs = logits[rows].float().log_softmax(-1)
     picked = log_probs.gather(1, chosen[:, None])[:, 0].tolist()
-    values, ids = log_probs.topk(min(count, logits.shape[1]))
+    values, ids = log_probs.topk(min(count, logits.shape[1]) if count >= 0 else logits.shape[1])
     return [
         TokenLogprobs(token_id, logprob, tuple(zip(row_ids, row_values, strict=True)))
         for (_, token_id), logprob, row_values, row_ids in zip(

@@ -59,7 +59,7 @@ class BeamSearch(Generic[Beam]):
         """Take a step.
 
         Args:
-            candidates: the best continuations, best first.
+            candidates: the best continuations, best first. Those of log-probability -inf are not allowed.
             ends: whether a continuation is complete (an end token, a stop string). Length is looked at here.
             keep: makes what is kept of a continuation that has finished.
 
@@ -71,6 +71,8 @@ class BeamSearch(Generic[Beam]):
         running: list[Candidate] = []
         all_end = True
         for rank, candidate in enumerate(candidates):
+            if candidate.logprob == float("-inf"):
+                break
             if full or ends(candidate):
                 if rank < self.width:
                     score = candidate.logprob / self.num_tokens**self.length_penalty

@@ -1,6 +1,6 @@
-"""``host``: what a step costs beside the device's work, on one core: scheduler, cache, beams.
+"""``host``: the cost of a step beside the device's work, on one core: scheduler, cache, beams.
 
-The device is played by nobody: tokens and candidates are made up beforehand, at random.
+There is no device: tokens and candidates are made up beforehand, at random.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from minillm.beams.candidates import BeamStep
+from minillm.beams.method import Searches, beam_step
 from minillm.beams.search import Candidate
 from minillm.bench.registry import NoOptions, Workload
 from minillm.bench.table import Column
-from minillm.cache import BlockManager, SwapSpace
-from minillm.engine.engine import Engine
+from minillm.cache import BlockManager
+from minillm.engine.engine import Engine, Step
+from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
-from minillm.outputs import TokenLogprobs
+from minillm.load import methods_for
 from minillm.params import BeamSearchParams, Params, SamplingParams
-from minillm.runner.runner import reaches_the_end
+from minillm.sequence import Chunk, Schedule
 
 _VOCAB = 49152
 _STEPS = 200
@@ -39,28 +41,43 @@ class HostResult:
     )
 
 
-class _Config:
-    vocab_size = _VOCAB
+class _Drawn:
+    """Drawn tokens, made up."""
 
+    may_run_ahead = False
 
-class _Model:
-    config = _Config()
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def wait(self) -> tuple[list[int], list[None], list[bool]]:
+        count = len(self._tokens)
+        return self._tokens, [None] * count, [False] * count
 
 
 class _Runner:
-    model = _Model()
+    """A runner without a device."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._tokens: list[int] = []
+
+    def make_up(self, count: int) -> None:
+        """Draw the tokens of the next step, before its time is taken."""
+        self._tokens = [self._rng.randrange(3, _VOCAB) for _ in range(count)]
+
+    def draw(self, logits: object, draws: list[Chunk]) -> _Drawn:
+        return _Drawn(self._tokens[: len(draws)])
 
 
-def _engine(num_blocks: int, max_num_seqs: int) -> Engine:
-    cache = BlockManager(num_blocks, 16, prefix_caching=True)
-    return Engine(
-        runner=cast(Any, _Runner()),
-        cache=cache,
-        scheduler=Scheduler(cache, max_num_seqs, 8192, SwapSpace(0)),
-        tokenizer=None,
-        max_model_len=4096,
-        eos_token_ids=frozenset([2]),
-    )
+def measure(options: NoOptions) -> list[HostResult]:
+    """Both figures, and their parts."""
+    return [*_decode_step(256), *_beam_step(32, 4)]
+
+
+def _engine(runner: _Runner, num_blocks: int, max_num_seqs: int) -> Engine:
+    scheduler = Scheduler(BlockManager(num_blocks, 16, prefix_caching=True), max_num_seqs, 8192)
+    requests = Requests(scheduler, None, _VOCAB, 4096, frozenset([2]))
+    return Engine(cast(Any, runner), requests, methods_for(requests, cast(Any, runner)))
 
 
 def _add_requests(engine: Engine, rng: random.Random, count: int, params: Params) -> None:
@@ -69,33 +86,37 @@ def _add_requests(engine: Engine, rng: random.Random, count: int, params: Params
         engine.add_request(str(number), prompt, params)
 
 
-def measure(options: NoOptions) -> list[HostResult]:
-    """Both figures, and their parts."""
-    return [*_decode_step(256), *_beam_step(32, 4)]
+def _books(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
+    """Schedule a step and note it as computed: the seconds of that, and the chunks that reach their end."""
+    began = time.perf_counter()
+    schedule = engine.scheduler.schedule()
+    engine.cache.take_copies()
+    scheduled = time.perf_counter()
+    sampled = [chunk for chunk in schedule.chunks if chunk.reaches_the_end]
+    for row, chunk in enumerate(sampled):
+        chunk.row = row
+    noting = time.perf_counter()
+    engine.note_computed(schedule)
+    return scheduled - began + time.perf_counter() - noting, schedule, sampled
 
 
 def _decode_step(num_seqs: int) -> list[HostResult]:
     rng = random.Random(0)
-    engine = _engine(num_seqs * 80, num_seqs)
-    params = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-    _add_requests(engine, rng, num_seqs, params)
+    runner = _Runner(rng)
+    engine = _engine(runner, num_seqs * 80, num_seqs)
+    _add_requests(engine, rng, num_seqs, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
     books: list[float] = []
     rest: list[float] = []
     while len(books) < _STEPS:
-        began = time.perf_counter()
-        schedule = engine.scheduler.schedule()
-        engine.cache.take_copies()
-        scheduled = time.perf_counter()
-        sampled = [chunk for chunk in schedule.chunks if reaches_the_end(chunk)]
-        noting = time.perf_counter()
-        first = engine.note_computed(schedule)
+        runner.make_up(num_seqs)
+        seconds, schedule, sampled = _books(engine)
         noted = time.perf_counter()
-        draws, _ = engine.draws_of(sampled, first)
-        for group, row in draws:
-            engine.append_token(group, row.sequence, TokenLogprobs(rng.randrange(3, _VOCAB), 0.0))
+        step = Step(schedule, [])
+        engine.launch_flights(step, cast(Any, None), sampled)
+        engine.conclude(step)
         done = time.perf_counter()
         if len(schedule.decodes) == num_seqs:
-            books.append(scheduled - began + noted - noting)
+            books.append(seconds)
             rest.append(done - noted)
     return [
         HostResult(f"decode, {num_seqs} sequences: scheduler and cache", 1e6 * statistics.median(books)),
@@ -105,9 +126,8 @@ def _decode_step(num_seqs: int) -> list[HostResult]:
 
 def _beam_step(num_groups: int, width: int) -> list[HostResult]:
     rng = random.Random(0)
-    engine = _engine(num_groups * width * 80, num_groups * width)
-    params = BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True)
-    _add_requests(engine, rng, num_groups, params)
+    engine = _engine(_Runner(rng), num_groups * width * 80, num_groups * width)
+    _add_requests(engine, rng, num_groups, BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True))
     times: list[float] = []
 
     def candidates(step: BeamStep) -> list[Candidate]:
@@ -119,22 +139,22 @@ def _beam_step(num_groups: int, width: int) -> list[HostResult]:
         return sorted(found, key=lambda candidate: -candidate.logprob)[: 2 * width]
 
     while len(times) < _STEPS:
-        began = time.perf_counter()
-        schedule = engine.scheduler.schedule()
-        engine.cache.take_copies()
-        scheduled = time.perf_counter()
-        sampled = [chunk for chunk in schedule.chunks if reaches_the_end(chunk)]
-        noting = time.perf_counter()
-        _, searching = engine.draws_of(sampled, engine.note_computed(schedule))
-        steps = engine.beam_steps(searching)
-        noted = time.perf_counter()
-        found = [candidates(step) for step in steps]
+        seconds, schedule, sampled = _books(engine)
+        launching = time.perf_counter()
+        step = Step(schedule, [])
+        engine.launch_flights(step, cast(Any, None), sampled)
+        if not step.flights:
+            continue
+        flight = cast(Searches, step.flights[0])
+        steps = [beam_step(group, row_of) for group, row_of in flight.searching]
+        launched = time.perf_counter()
+        found = [candidates(each) for each in steps]
         choosing = time.perf_counter()
-        for (group, _), step, each in zip(searching, steps, found, strict=True):
-            engine.advance_beams_of(group, step, [each], {})
+        for each, best in zip(steps, found, strict=True):
+            flight.beams.advance(each, [best], {})
         done = time.perf_counter()
         if len(schedule.decodes) == num_groups * width:
-            times.append(scheduled - began + noted - noting + done - choosing)
+            times.append(seconds + launched - launching + done - choosing)
     return [HostResult(f"beam step, {num_groups} groups of width {width}", 1e6 * statistics.median(times))]
 
 

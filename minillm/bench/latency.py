@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from minillm.bench.busy import busy
+from minillm.bench.peers import Timing, transformers_peer
 from minillm.bench.registry import ModelOptions, Subject, Workload
 from minillm.bench.table import Column
 from minillm.checks import custom, integer
@@ -44,14 +45,6 @@ class LatencyOptions(ModelOptions):
     output_len: int = integer(256, 1, MAX_TOKENS, help="tokens that each generates")
     peer: str | None = custom(None, _peer, metavar="{transformers}", help="measure this as well, in the same process")
     busy: int = integer(0, 0, 1024, help="measure once more, beside N other processes that each keep a core busy")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One run, in seconds."""
-
-    first_token: float  # from the request to the first token
-    total: float
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,6 @@ def measure(subject: Subject, options: LatencyOptions) -> list[LatencyResult]:
 
     from minillm.bench.hardware import read_bandwidth
     from minillm.bench.meter import Ceilings, metered
-    from minillm.bench.peers import transformers_peer
 
     llm, model = subject.llm, subject.llm.engine.runner.model
     generator = torch.Generator().manual_seed(0)

@@ -1,8 +1,8 @@
-"""What a run did, step by step: the time that its bytes and FLOPs need at least, and how long the device stood idle."""
+"""The steps of a run: the time that its bytes and FLOPs need at least, and how long the device stood idle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +11,12 @@ import torch
 
 from minillm.bench.hardware import matmul_rate, read_bandwidth
 from minillm.engine.engine import Engine
+from minillm.runner.step import StepWork
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine can do at best, measured."""
+    """The best rates of the machine, measured."""
 
     bandwidth: float  # bytes per second
     flops: float | None  # per second; None where it was not measured (on a CPU the bytes decide)
@@ -25,44 +26,43 @@ class Ceilings:
         return cls(read_bandwidth(device), matmul_rate(device) if device.type == "cuda" else None)
 
 
-@dataclass(frozen=True)
-class Step:
-    """The tokens that a step computes."""
-
-    num_decodes: int  # of sequences that decode, one each
-    num_tokens: int  # those and the prompts'
-
-
 @dataclass
 class Meter:
     """Sums over the steps of a run."""
 
+    engine: Engine
     ceilings: Ceilings
     floor: float = 0.0  # seconds
     idle_share: float | None = None  # of the time between the first and the last of successive decode steps
     peak_blocks: int = 0
-    _marks: list[Any] = field(default_factory=list)
+    _marks: list[Any] = field(default_factory=list)  # (begin, end) of each decode step on the device's clock
 
-    def add(self, engine: Engine, step: Step) -> None:
+    def begin(self, work: StepWork) -> None:
         """Count a step: the weights and each block in use are read once, or the prompts' products take longer.
 
         Where several ranks share the model, rank 0's part of that.
         """
-        model, cache = engine.runner.model, engine.cache
+        model, cache = self.engine.runner.model, self.engine.cache
         config, size = model.local, model.dtype.itemsize
         bytes_read = model.weight_bytes
-        if step.num_decodes:
+        if work.decode is not None or work.num_decodes:
             used = cache.num_blocks - cache.num_free
             bytes_read += used * cache.block_size * config.kv_bytes_per_token(size)
         seconds = bytes_read / self.ceilings.bandwidth
         if self.ceilings.flops is not None:
-            seconds = max(seconds, 2 * config.num_parameters * step.num_tokens / self.ceilings.flops)
+            seconds = max(seconds, 2 * config.num_parameters * work.num_tokens / self.ceilings.flops)
         self.floor += seconds
-        if step.num_tokens > step.num_decodes and self._marks:
-            self._marks.append(None)  # what follows is no gap between two decode steps
+        if model.device.type == "cuda" and work.decode is not None and not work.chunks:
+            self._marks.append((_now(), None))
+        elif self._marks:
+            self._marks.append(None)  # no gap between two decode steps begins or ends here
+
+    def end(self) -> None:
+        if self._marks and self._marks[-1] is not None:
+            self._marks[-1] = (self._marks[-1][0], _now())
 
     def conclude(self) -> None:
-        """Read the device's clock: gaps between the end of one decode step and the begin of the next."""
+        """Read the device's clock: gaps between the end of one decode step and the start of the next."""
         idle = total = 0.0
         for before, after in zip(self._marks, self._marks[1:], strict=False):
             if before is not None and after is not None:
@@ -71,35 +71,23 @@ class Meter:
         self.idle_share = idle / total if total else None
 
 
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 @contextmanager
 def metered(engine: Engine, ceilings: Ceilings) -> Iterator[Meter]:
-    """Measure what ``engine`` does inside the ``with``."""
-    meter = Meter(ceilings)
-    on_gpu = engine.runner.model.device.type == "cuda"  # which has a clock of its own
+    """Measure everything that ``engine`` does inside the ``with``."""
+    meter = Meter(engine, ceilings)
     engine.reset_peaks()
-    with _observed(engine, lambda step: meter.add(engine, step), meter._marks if on_gpu else None):
+    engine.runner.observers.append(meter)
+    try:
         yield meter
-        if on_gpu:
+        if meter._marks:
             torch.cuda.synchronize()
             meter.conclude()
-    meter.peak_blocks = engine.cache_stats().peak_used_blocks
-
-
-@contextmanager
-def _observed(engine: Engine, note: Callable[[Step], None], marks: list[Any] | None) -> Iterator[None]:
-    """Call ``note`` before each step, and let a GPU note the begin and end of decode steps in ``marks``."""
-    runner, run = engine.runner, engine.runner.run
-
-    def noting(schedule: Any, copies: list[tuple[int, int]]) -> Any:
-        note(Step(len(schedule.decodes), schedule.num_tokens))
-        return run(schedule, copies)
-
-    runner.run = noting  # type: ignore[method-assign]
-    if runner.decoder is not None:
-        runner.decoder.marks = marks
-    try:
-        yield
     finally:
-        del runner.run
-        if runner.decoder is not None:
-            runner.decoder.marks = None
+        engine.runner.observers.remove(meter)
+        meter.peak_blocks = engine.cache_stats().peak_used_blocks

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from minillm.bench.latency import Timing
 from minillm.errors import UsageError
-from minillm.llm import LLM
+
+if TYPE_CHECKING:
+    from minillm.llm import LLM
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run of an engine, in seconds."""
+
+    first_token: float  # from the request to the first token
+    total: float
 
 
 def transformers_peer(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
@@ -23,6 +31,8 @@ def transformers_peer(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int
         import transformers
     except ImportError:
         raise UsageError("--peer transformers needs the package transformers; pip install transformers") from None
+    import torch
+
     model = llm.engine.runner.model
     c = model.config
     config = transformers.LlamaConfig(

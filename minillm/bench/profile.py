@@ -79,7 +79,7 @@ def measure(subject: Subject, options: ProfileOptions) -> Profile:
     llm.reset_prefix_cache()
     for number in range(batch_size):
         engine.add_request(str(number), [rng.randrange(model.config.vocab_size) for _ in range(context)], params)
-    last = engine.groups[str(batch_size - 1)].sequences[0]
+    last = engine.requests.groups[str(batch_size - 1)].sequences[0]
     while last.num_output_tokens < 8:
         engine.step()
     torch.cuda.synchronize()
@@ -87,8 +87,8 @@ def measure(subject: Subject, options: ProfileOptions) -> Profile:
         for _ in range(_STEPS):
             engine.step()
         torch.cuda.synchronize()
-    tokens = sum(group.sequences[0].num_computed for group in engine.groups.values())
-    for request_id in list(engine.groups):
+    tokens = sum(group.sequences[0].num_computed for group in engine.requests.groups.values())
+    for request_id in list(engine.requests.groups):
         engine.abort(request_id)
     engine.carry_out_aborts()
     engine.take_finished()

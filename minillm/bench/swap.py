@@ -14,7 +14,9 @@ from minillm.bench.table import Column
 from minillm.cache import BlockManager
 from minillm.config import BLOCK_SIZES
 from minillm.engine.engine import Engine
+from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
+from minillm.load import methods_for
 from minillm.model.llama import Llama
 from minillm.params import SamplingParams
 from minillm.runner.runner import Runner
@@ -50,27 +52,21 @@ def measure(model: Llama, num_tokens: int) -> Iterator[SwapResult]:
         where = torch.randperm(4 * blocks)[:blocks].tolist()
         out = [(block, host) for host, block in enumerate(where)]
         back = [(host, block) for block, host in out]
-        runner.move_to_host(out)  # allocates, and pins, the host's pool
+        runner.host_pool.save(out)  # allocates, and pins, the host's pool
         yield SwapResult(
             block_size,
             num_tokens,
-            _milliseconds(lambda runner=runner, out=out: runner.move_to_host(out), model.device),  # type: ignore[misc]
-            _milliseconds(lambda runner=runner, back=back: runner.move_from_host(back), model.device),  # type: ignore[misc]
+            _milliseconds(lambda runner=runner, out=out: runner.host_pool.save(out), model.device),  # type: ignore[misc]
+            _milliseconds(lambda runner=runner, back=back: runner.host_pool.restore(back), model.device),  # type: ignore[misc]
             recompute,
         )
 
 
 def _prefill(model: Llama, num_tokens: int) -> float:
     blocks = num_tokens // 16 + 2
-    cache = BlockManager(blocks, 16)
-    engine = Engine(
-        runner=Runner(model, blocks, 16),
-        cache=cache,
-        scheduler=Scheduler(cache, 1, num_tokens),
-        tokenizer=None,
-        max_model_len=num_tokens + 1,
-        eos_token_ids=frozenset(),
-    )
+    scheduler, runner = Scheduler(BlockManager(blocks, 16), 1, num_tokens), Runner(model, blocks, 16)
+    requests = Requests(scheduler, None, model.config.vocab_size, num_tokens + 1, frozenset())
+    engine = Engine(runner, requests, methods_for(requests, runner))
     prompt = torch.randint(0, model.config.vocab_size, (num_tokens,)).tolist()
 
     def run() -> None:

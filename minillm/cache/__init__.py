@@ -4,13 +4,14 @@ from minillm.cache.block_manager import BlockManager, BlockTable, OutOfBlocks
 from minillm.cache.events import CacheEvent, Subscriber
 from minillm.cache.prefix_cache import PrefixReport
 from minillm.cache.stats import CacheStats
-from minillm.cache.swap import SwapSpace
+from minillm.cache.swap import HostMoves, SwapSpace
 
 __all__ = [
     "BlockManager",
     "BlockTable",
     "CacheEvent",
     "CacheStats",
+    "HostMoves",
     "OutOfBlocks",
     "PrefixReport",
     "Subscriber",

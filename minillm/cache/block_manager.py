@@ -238,7 +238,18 @@ class BlockManager:
 
     def stats(self) -> CacheStats:
         """Token-true figures of this moment: see `CacheStats`."""
-        return CacheStats.of(self)
+        return CacheStats.of(
+            ((table.blocks, table.num_tokens) for table in self.tables.values()),
+            self.ref_counts,
+            self.block_size,
+            free_blocks=self.num_free,
+            used_blocks=self.num_blocks - self.num_free,
+            num_copies=self.num_copies,
+            cached_blocks=self.num_cached,
+            num_evictions=self.num_evictions,
+            num_hit_tokens=self.num_hit_tokens,
+            num_looked_up_tokens=self.num_looked_up_tokens,
+        )
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

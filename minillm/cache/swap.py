@@ -7,11 +7,19 @@ the tables share again what they shared before. Only the books are here; the run
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minillm.cache.block_manager import BlockManager, BlockTable
 from minillm.cache.events import CacheEvent
 from minillm.runs import common_length
+
+
+@dataclass(slots=True)
+class HostMoves:
+    """Blocks to move between device and host before a step computes: all of ``out``, then all of ``back``."""
+
+    out: list[tuple[int, int]] = field(default_factory=list)  # (block, host block)
+    back: list[tuple[int, int]] = field(default_factory=list)  # (host block, block), before the copies on write
 
 
 @dataclass(frozen=True)

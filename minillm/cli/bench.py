@@ -64,8 +64,8 @@ def _subject(arguments: argparse.Namespace, options: ModelOptions) -> Subject:
     """The model that ``--shape`` or ``--model`` asks for; without either, the smallest shape."""
     if options.shape and arguments.model:
         raise UsageError("give either --shape (random weights) or --model (real ones), not both")
-    from minillm.cli.bars import loading_bar, say
     from minillm.llm import LLM
+    from minillm.progress import loading_bar, say
 
     engine: dict[str, Any] = engine_options(arguments)
     if not arguments.model:

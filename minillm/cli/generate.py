@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from minillm.cli.bars import GenerationBar, loading_bar, say
 from minillm.cli.options import beam_options, engine_options, sampling_options
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
+from minillm.progress import GenerationBar, loading_bar, say
 from minillm.text.safe import clean, json_line, parse_json
 
 MAX_INPUT_BYTES = 256 << 20

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from minillm import __version__
+import minillm
 from minillm.cli.options import add_model_options, add_sampling_options
 from minillm.cli.parser import Parser
 from minillm.errors import MinillmError
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:] if argv is None else argv
         arguments = _parser().parse_args(argv)
         if arguments.version:
-            print(f"minillm {__version__}")
+            print(f"minillm {minillm.__version__}")
             return 0
         if arguments.command is None:
             _parser().print_help()

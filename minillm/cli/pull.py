@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from minillm.cli.bars import loading_bar, say
+from minillm.progress import loading_bar, say
 from minillm.weights.files import find_downloaded, verify
 from minillm.weights.manifest import load_manifest
 from minillm.weights.resolve import resolve

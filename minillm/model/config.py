@@ -7,37 +7,34 @@ and nonsense after them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.errors import WeightsError
+from minillm.model.rope_config import RopeConfig, read_rope
+from minillm.text.values import Values, shown
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al. 2021) and how it is stretched beyond the trained context.
-
-    ``options`` holds the remaining keys of the scaling type, under Hugging Face's names (``low_freq_factor``,
-    ``beta_fast``, ``attention_factor``, …). ``frequency_factors`` divides each frequency, as GGUF files store llama3
-    scaling: one value per pair of dimensions.
-    """
-
-    theta: float
-    type: str = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    options: Mapping[str, float] = field(default_factory=dict)
-    frequency_factors: tuple[float, ...] | None = None
+# Far above any model; they keep a forged size from being counted up to. Sizes are compared with the file's later.
+_MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH, _MAX_VOCAB = 1 << 14, 1 << 16, 1 << 24, 1 << 24
+_MISTRAL_WINDOW = 4096  # where a Mistral's config.json does not say: the default of transformers
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama-family decoder. All sizes in elements; ``max_position_embeddings`` in tokens."""
+    """Shape of a Llama-family decoder. All sizes in elements; ``max_position_embeddings`` in tokens.
+
+    Attributes:
+        eos_token_ids: the tokens that end an answer, as transformers' ``generate`` takes them: those of
+            generation_config.json where it names any, else those of config.json. (The engine adds the tokenizer's own
+            end token, with which chat templates end a turn.) Ids beyond the vocabulary are dropped.
+        bos_token_id: None also where the id is beyond the vocabulary.
+        dtype: what the checkpoint was saved in, where it says so.
+        generation_defaults: what generation_config.json says of sampling, checked: ``temperature``, ``top_p``,
+            ``top_k``, ``repetition_penalty`` and ``do_sample``, as far as it has them.
+    """
 
     architecture: str
     vocab_size: int
@@ -55,7 +52,8 @@ class ModelConfig:
     mlp_bias: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    dtype: str | None = None  # what the checkpoint was saved in, where it says so
+    dtype: str | None = None
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_parameters(self) -> int:
@@ -73,164 +71,142 @@ class ModelConfig:
         """Bytes of K and V that one token slot takes over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_size
 
+    @property
+    def longest_context(self) -> int:
+        """The most tokens of a sequence: the trained context, times its factor where rope scaling is ``dynamic``."""
+        stretch = self.rope.factor if self.rope.type == "dynamic" else 1.0
+        return int(self.max_position_embeddings * max(1.0, stretch))
+
+    @property
+    def rope_changes_beyond(self) -> int | None:
+        """The sequence length above which rotary angles depend on that length, not on positions alone; None: never.
+
+        K of the same tokens then differs between sequences, so their blocks must not be shared by tokens alone.
+        """
+        if self.rope.type == "dynamic":
+            return self.max_position_embeddings
+        return self.rope.original_max_position_embeddings if self.rope.type == "longrope" else None
+
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+    def from_hf(
+        cls,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any] | None = None,
+        *,
+        max_model_len: int | None = None,
+    ) -> ModelConfig:
         """Read a ``config.json`` (old and new key layouts).
+
+        Args:
+            max_model_len: the longest sequence that is wanted, in tokens; None: the model's context. Within its
+                sliding window a model attends to everything and is supported; beyond it, it is not.
 
         Raises:
             WeightsError: a required key is missing or of the wrong type, or names something unsupported.
         """
-        architecture = _architecture(config)
-        heads = _integer(config, "num_attention_heads")
-        hidden = _integer(config, "hidden_size")
-        kv_heads = heads if config.get("num_key_value_heads") is None else _integer(config, "num_key_value_heads")
-        if config.get("head_dim") is not None:
-            head_dim = _integer(config, "head_dim")
-        elif hidden % heads:
-            raise WeightsError(
-                f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}; no head_dim is given"
-            )
-        else:
-            head_dim = hidden // heads
+        values, generation = Values("config.json", config), Values("generation_config.json", generation_config or {})
+        architecture = _architecture(values)
+        heads = values.integer("num_attention_heads", most=_MAX_HEADS)
+        kv_heads = values.integer("num_key_value_heads", heads, most=_MAX_HEADS)
+        hidden = values.integer("hidden_size", most=_MAX_WIDTH)
+        head_dim = _head_dim(values, hidden, heads)
         if heads % kv_heads:
             raise WeightsError(
                 f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
             )
-        if head_dim % 2:
-            raise WeightsError(f"config.json: head_dim {head_dim} is odd; rotary embedding needs pairs")
-        max_positions = _integer(config, "max_position_embeddings")
-        _refuse_unsupported(config, max_positions)
-        eos = _token_ids(config.get("eos_token_id")) + _token_ids((generation_config or {}).get("eos_token_id"))
-        bos = _token_ids(config.get("bos_token_id"))
+        context = values.integer("max_position_embeddings")
+        vocab = values.integer("vocab_size", most=_MAX_VOCAB)
+        _refuse_unsupported(values)
+        if architecture == "MistralForCausalLM":
+            _check_window(values, max_model_len or context)
+        ends = generation.token_ids("eos_token_id", vocab), values.token_ids("eos_token_id", vocab)
+        dtype = config.get("dtype") or config.get("torch_dtype")
         return cls(
             architecture=architecture,
-            vocab_size=_integer(config, "vocab_size"),
+            vocab_size=vocab,
             hidden_size=hidden,
-            num_layers=_integer(config, "num_hidden_layers"),
+            num_layers=values.integer("num_hidden_layers", most=_MAX_LAYERS),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=_integer(config, "intermediate_size"),
-            rms_norm_eps=_number(config, "rms_norm_eps"),
-            max_position_embeddings=max_positions,
-            rope=_rope(config, max_positions, head_dim),
-            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
-            attention_bias=_flag(config, "attention_bias"),
-            mlp_bias=_flag(config, "mlp_bias"),
-            bos_token_id=bos[0] if bos else None,
-            eos_token_ids=tuple(dict.fromkeys(eos)),
-            dtype=config.get("dtype") or config.get("torch_dtype"),
+            intermediate_size=values.integer("intermediate_size", most=_MAX_WIDTH),
+            rms_norm_eps=values.number("rms_norm_eps"),
+            max_position_embeddings=context,
+            rope=read_rope(values, context, head_dim),
+            tie_word_embeddings=values.flag("tie_word_embeddings"),
+            attention_bias=values.flag("attention_bias"),
+            mlp_bias=values.flag("mlp_bias"),
+            bos_token_id=next(iter(values.token_ids("bos_token_id", vocab)), None),
+            eos_token_ids=ends[0] or ends[1],
+            dtype=dtype if isinstance(dtype, str) else None,
+            generation_defaults=_generation_defaults(generation),
         )
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or []
+def _architecture(values: Values) -> str:
+    by_type = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+    names = values.values.get("architectures")
     if not names:
-        by_type = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-        names = [by_type.get(config.get("model_type", ""), config.get("model_type") or "(none named)")]
+        kind = values.text("model_type", "(none named)")
+        names = [by_type.get(kind, kind)]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise values.error("architectures", "a list of names")
     if names[0] not in ARCHITECTURES:
         raise WeightsError(
-            f"config.json: architecture {names[0]} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"config.json: architecture {shown(names[0])} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
-    return str(names[0])
+    return names[0]
 
 
-def _refuse_unsupported(config: Mapping[str, Any], max_positions: int) -> None:
-    activation = config.get("hidden_act", "silu")
+def _head_dim(values: Values, hidden: int, heads: int) -> int:
+    if not values.has("head_dim") and hidden % heads:
+        raise WeightsError(
+            f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}; no head_dim is given"
+        )
+    head_dim = values.integer("head_dim", hidden // heads, most=_MAX_WIDTH)
+    if head_dim % 2:
+        raise WeightsError(f"config.json: head_dim {head_dim} is odd; rotary embedding needs pairs")
+    return head_dim
+
+
+def _refuse_unsupported(values: Values) -> None:
+    activation = values.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise WeightsError(f"config.json: hidden_act {activation!r} is not supported; supported: 'silu'")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+        raise WeightsError(f"config.json: hidden_act {shown(activation)} is not supported; supported: 'silu'")
+    quantization = values.part("quantization_config")
+    if quantization.values:
+        method = quantization.text("quant_method", "unknown")
         raise WeightsError(
-            f"config.json: quantised weights ({method}) are not supported; use the unquantised model or a .gguf file"
+            f"config.json: quantised weights ({shown(method)}) are not supported; "
+            "use the unquantised model or a .gguf file"
         )
-    window = config.get("sliding_window")
-    if window is not None and config.get("use_sliding_window", True) and window < max_positions:
+
+
+def _check_window(values: Values, longest: int) -> None:
+    """Attention over a sliding window is not supported; a sequence that lies within it does not notice.
+
+    Only Mistral has one: transformers passes over the key in a Llama's config.json.
+    """
+    if "sliding_window" in values.values and not values.has("sliding_window"):
+        return
+    window = values.integer("sliding_window", _MISTRAL_WINDOW)
+    if longest > window:
         raise WeightsError(
-            f"config.json: sliding_window {window} is not supported (context {max_positions}); "
-            f"set sliding_window to null and max_position_embeddings to {window} to use the model within its window"
+            f"config.json: attention over a sliding_window ({window} tokens) is not supported beyond it; "
+            f"run the model within it with --max-model-len {window}"
         )
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise WeightsError("config.json: partial_rotary_factor other than 1 is not supported")
 
 
-def _rope(config: Mapping[str, Any], max_positions: int, head_dim: int) -> RopeConfig:
-    """Both layouts: ``rope_parameters`` (new) and ``rope_theta`` + ``rope_scaling`` (old)."""
-    if config.get("rope_parameters") is not None:
-        values = dict(config["rope_parameters"])
-        if "rope_theta" not in values and "rope_theta" not in config:
-            raise WeightsError("config.json: rope_parameters has no rope_theta")
-        theta = values.pop("rope_theta", config.get("rope_theta"))
-        if config.get("rope_scaling") is not None:
-            raise WeightsError("config.json: both rope_parameters and rope_scaling are given; remove one")
-    else:
-        values = dict(config.get("rope_scaling") or {})
-        # Llama 1 and 2 were saved before the key existed; their theta is 10,000.
-        theta = config.get("rope_theta", 10_000.0)
-    rope_type = values.pop("rope_type", None) or values.pop("type", None) or "default"
-    values.pop("type", None)
-    if rope_type not in ROPE_TYPES:
-        raise WeightsError(f"config.json: rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    factors = values.pop("frequency_factors", None)
-    if values.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise WeightsError("config.json: partial_rotary_factor other than 1 is not supported")
-    if factors is not None and len(factors) != head_dim // 2:
-        raise WeightsError(
-            f"rope frequency factors: {len(factors)} values for head_dim {head_dim}; needs {head_dim // 2}"
-        )
-    factor = values.pop("factor", None)
-    if rope_type != "default" and factor is None:
-        raise WeightsError(f"config.json: rope type {rope_type!r} needs a factor")
-    if rope_type == "llama3":
-        for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
-            if values.get(key) is None:
-                raise WeightsError(f"config.json: rope type 'llama3' needs {key}")
-    original = values.pop("original_max_position_embeddings", None)
-    if original is None:
-        original = config.get("original_max_position_embeddings")
-    options = {key: value for key, value in values.items() if value is not None}
-    for key, value in [
-        ("rope_theta", theta),
-        ("factor", 1.0 if factor is None else factor),
-        *options.items(),
-    ]:
-        if isinstance(value, bool) and key == "truncate":
-            continue
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-            raise WeightsError(f"config.json: rope {key} must be a number, not {value!r}")
-    return RopeConfig(
-        theta=float(theta),
-        type=rope_type,
-        factor=1.0 if factor is None else float(factor),
-        original_max_position_embeddings=None if original is None else int(original),
-        options=options,
-        frequency_factors=None if factors is None else tuple(float(value) for value in factors),
-    )
-
-
-def _number(config: Mapping[str, Any], key: str) -> float:
-    value = config.get(key)
-    if value is None:
-        raise WeightsError(f"config.json: required key {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise WeightsError(f"config.json: {key} must be a positive number, not {value!r}")
-    return float(value)
-
-
-def _integer(config: Mapping[str, Any], key: str) -> int:
-    value = _number(config, key)
-    if value != int(value):
-        raise WeightsError(f"config.json: {key} must be a whole number, not {value!r}")
-    return int(value)
-
-
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key, False)
-    if not isinstance(value, bool):
-        raise WeightsError(f"config.json: {key} must be true or false, not {value!r}")
-    return value
-
-
-def _token_ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [int(item) for item in values if item is not None]
+def _generation_defaults(values: Values) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if values.has("temperature"):
+        found["temperature"] = values.number("temperature", most=1e6)
+    if values.has("top_p"):
+        found["top_p"] = values.positive("top_p", most=1.0)
+    if values.has("top_k"):
+        found["top_k"] = max(0, values.integer("top_k", least=-1, most=1 << 31))
+    if values.has("repetition_penalty"):
+        found["repetition_penalty"] = values.positive("repetition_penalty", most=100.0)
+    if values.has("do_sample"):
+        found["do_sample"] = values.flag("do_sample")
+    return found

@@ -19,6 +19,7 @@ from minillm.model.llama import Layer, Llama
 from minillm.model.rope import RotaryTable
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
+from minillm.text.safe import clean_line
 
 Progress = Callable[[int, int], None]  # (layers done, layers in all)
 
@@ -105,11 +106,11 @@ def load_llama(
         ranks: those that share the model; this one's part of it is loaded.
 
     Raises:
-        WeightsError: a tensor is missing, unknown or of the wrong shape.
+        WeightsError: a tensor is missing, unknown or of the wrong shape, or the config's numbers give no rotary angles.
         UsageError: there are more ranks than the model has heads.
     """
-    expected = dict(parameter_shapes(config))
-    _check_names(source, expected)
+    _check_names(source, config)
+    rotary = RotaryTable(config, max_positions, device)
     shard = shard_of(config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     held = {name: shape for name, shape in parameter_shapes(shard.local(config)) if shard.holds(name)}
     taken: set[str] = set()
@@ -166,7 +167,6 @@ def load_llama(
         stored = vocabulary(source.tensor("lm_head.weight", *shard.part_of("lm_head.weight", config)))
         head = embedding if torch.equal(stored, embedding) else stored
     assert taken == set(held), f"not loaded: {sorted(set(held) - taken)}"
-    rotary = RotaryTable(config, max_positions, device)
     return Llama(config, shard, embedding, layers, norm, LinearWeight(head), rotary, ranks)
 
 
@@ -178,17 +178,19 @@ def _fill(target: Tensor, parts: list[Tensor]) -> None:
     assert start == target.shape[0]
 
 
-def _check_names(source: TensorSource, expected: dict[str, tuple[int, ...]]) -> None:
-    present = set(source.names())
-    for name, shape in expected.items():
+def _check_names(source: TensorSource, config: ModelConfig) -> None:
+    present, expected = set(source.names()), {}
+    for name, shape in parameter_shapes(config):  # of more layers than are there, the first one ends it
+        expected[name] = shape
         if name not in present:
             raise WeightsError(f"the checkpoint has no tensor {name}; it is incomplete or its config.json is another's")
         if tuple(source.shape(name)) != shape:
             raise WeightsError(f"tensor {name} has shape {tuple(source.shape(name))}, and config.json asks for {shape}")
     unknown = sorted(
-        name for name in present - set(expected) if not name.endswith(_IGNORED_SUFFIXES) and name != "lm_head.weight"
+        name for name in present - expected.keys() if not name.endswith(_IGNORED_SUFFIXES) and name != "lm_head.weight"
     )
     if unknown:
         raise WeightsError(
-            f"the checkpoint has {len(unknown)} tensors that this architecture does not use, {unknown[0]} among them"
+            f"the checkpoint has {len(unknown)} tensors that this architecture does not use, "
+            f"{clean_line(unknown[0])} among them"
         )

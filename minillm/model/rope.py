@@ -1,4 +1,4 @@
-"""Rotary tables and the ways of stretching them: which angle belongs to which position.
+"""Rotary tables: which angle belongs to which position.
 
 Names and arithmetic follow Hugging Face transformers, so that long contexts agree with it to the bit in float32.
 """
@@ -10,38 +10,68 @@ import math
 import torch
 from torch import Tensor
 
-from minillm.model.config import ModelConfig, RopeConfig
+from minillm.errors import WeightsError
+from minillm.model.config import ModelConfig
+from minillm.model.rope_config import RopeConfig
+from minillm.model.rope_scaling import longrope, yarn
+
+_MAX_POSITIONS = 1 << 23  # of a table: with 128 dimensions it takes 4 GiB
 
 
 def inverse_frequencies(config: ModelConfig, length: int | None = None) -> tuple[Tensor, float]:
     """The angular step of each pair of dimensions, ``[head_dim / 2]`` float32, and the factor on cos and sin.
 
     Args:
-        length: for ``dynamic`` scaling only: the sequence's length in tokens, on which the frequencies depend.
+        length: the sequence's length in tokens, for the types whose frequencies depend on it (``dynamic``,
+            ``longrope``).
+
+    Raises:
+        WeightsError: the model's numbers give none.
     """
     rope, dim = config.rope, config.head_dim
-    inverse, attention_factor = _plain(rope.theta, dim), 1.0
-    if rope.type == "linear":
-        inverse = inverse / rope.factor
-    elif rope.type == "dynamic":
-        inverse = _dynamic(rope, dim, config.max_position_embeddings, length)
-    elif rope.type == "llama3":
-        inverse = _llama3(rope, inverse)
-    elif rope.type == "yarn":
-        inverse, attention_factor = _yarn(rope, dim, config.max_position_embeddings)
+    try:
+        inverse, factor = _scaled(rope, dim, config.max_position_embeddings, length)
+    except (ArithmeticError, ValueError):
+        inverse, factor = torch.tensor(math.nan), math.nan
     if rope.frequency_factors is not None:
         inverse = inverse / torch.tensor(rope.frequency_factors)
-    return inverse, attention_factor
+    factor *= rope.amplitude
+    farthest = inverse * max(length or 0, config.max_position_embeddings)
+    if not (farthest.isfinite().all() and math.isfinite(factor)):
+        raise WeightsError(
+            f"config.json: rope type {rope.type!r} with rope_theta {rope.theta:g} and factor {rope.factor:g} "
+            "gives no finite angles; one of its numbers is wrong"
+        )
+    return inverse, factor
+
+
+def _scaled(rope: RopeConfig, dim: int, context: int, length: int | None) -> tuple[Tensor, float]:
+    if rope.type == "yarn":
+        return yarn(rope, dim)
+    if rope.type == "longrope":
+        return longrope(rope, dim, length)
+    if rope.type == "dynamic":
+        return _dynamic(rope, dim, context, length), 1.0
+    inverse = _plain(rope.theta, dim)
+    if rope.type == "linear":
+        inverse = inverse / rope.factor
+    elif rope.type == "llama3":
+        inverse = _llama3(rope, inverse)
+    elif rope.type == "proportional":
+        # A share of the dimensions turns, the slow rest stands still.
+        turning = int(rope.options["partial_rotary_factor"] * dim // 2)
+        inverse = inverse.where(torch.arange(dim // 2) < turning, 0.0) / rope.factor
+    return inverse, 1.0
 
 
 def _plain(theta: float, dim: int) -> Tensor:
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
 
 
-def _dynamic(rope: RopeConfig, dim: int, max_positions: int, length: int | None) -> Tensor:
+def _dynamic(rope: RopeConfig, dim: int, context: int, length: int | None) -> Tensor:
     """NTK-aware scaling by the current length (u/emozilla 2023): theta grows once the trained context is exceeded."""
-    length = max(length or 0, max_positions)
-    stretch = rope.factor * length / max_positions - (rope.factor - 1)
+    length = max(length or 0, context)
+    stretch = rope.factor * length / context - (rope.factor - 1)
     return _plain(rope.theta * stretch ** (dim / (dim - 2)), dim)
 
 
@@ -49,7 +79,7 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
     """Llama 3.1: low frequencies are divided by ``factor``, high ones kept, those between interpolated."""
     low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
     original = rope.original_max_position_embeddings
-    assert original is not None  # ModelConfig refuses llama3 without it
+    assert original is not None  # read_rope sets it
     wavelength = 2 * math.pi / inverse
     scaled = torch.where(wavelength > original / low, inverse / rope.factor, inverse)
     smooth = (original / wavelength - low) / (high - low)
@@ -58,54 +88,41 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
     return torch.where(medium, between, scaled)
 
 
-def _yarn(rope: RopeConfig, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): interpolate slow dimensions, extrapolate fast ones, sharpen the softmax."""
-    options = rope.options
-    original = rope.original_max_position_embeddings or max_positions
-    factor = rope.factor
-
-    def sharpness(scale: float, weight: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
-
-    attention_factor = options.get("attention_factor")
-    if attention_factor is None:
-        both, every = options.get("mscale"), options.get("mscale_all_dim")
-        attention_factor = sharpness(factor, both) / sharpness(factor, every) if both and every else sharpness(factor)
-
-    def dimension_of(rotations: float) -> float:
-        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dimension_of(options.get("beta_fast") or 32), dimension_of(options.get("beta_slow") or 1)
-    if options.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2).float() - low) / ((high - low) or 0.001)).clamp(0, 1)
-    steps = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
-    return (1.0 / (factor * steps)) * ramp + (1.0 / steps) * (1 - ramp), float(attention_factor)
-
-
 class RotaryTable:
     """Cosines and sines per position, ``[max_positions, head_dim / 2]`` float32 each.
 
-    ``dynamic`` scaling has no such table, since its angles depend on a length as well as on a position: `rows` computes
-    them. A prompt token counts the whole prompt as its length, a generated token its own position, as transformers
-    does; so the angle of a token never depends on how the prompt was cut into chunks.
+    The angles of ``dynamic`` and ``longrope`` scaling have no such table where sequences may be longer than
+    `ModelConfig.rope_changes_beyond`: they depend on a length as well as on a position, and `rows` computes them. A
+    prompt token counts the whole prompt as its length, a generated token its own position, as transformers does; so
+    the angle of a token never depends on how the prompt was cut into chunks. What was computed before a sequence grew
+    beyond that length keeps its angles, as in the cache of transformers. Under ``longrope`` that is a break: a model
+    that is asked within its original context only is better (and faster) off with ``max_model_len`` at most that.
+
+    Raises:
+        WeightsError: the model's numbers give no angles, or there are too many positions.
     """
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
+        if max_positions > _MAX_POSITIONS:
+            raise WeightsError(
+                f"a context of {max_positions:,} tokens is more than {_MAX_POSITIONS:,}; say a lower --max-model-len"
+            )
         self.config = config
         self.device = device
-        self.dynamic = config.rope.type == "dynamic" and max_positions > config.max_position_embeddings
+        limit = config.rope_changes_beyond
+        self.dynamic = limit is not None and max_positions > limit
         inverse, self.factor = inverse_frequencies(config)
+        if self.dynamic:
+            inverse_frequencies(config, max_positions)  # raises here and not in the middle of an answer
         angles = torch.outer(torch.arange(max_positions).float(), inverse)
-        self.cos = (angles.cos() * self.factor).to(device)
-        self.sin = (angles.sin() * self.factor).to(device)
+        self.cos = angles.cos().mul_(self.factor).to(device)
+        self.sin = angles.sin_().mul_(self.factor).to(device)
 
     def rows(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """``(cos, sin)``, each ``[num_tokens, head_dim / 2]``, for ``positions [num_tokens]`` int64.
 
         Args:
-            lengths: per token, the sequence length that ``dynamic`` scaling goes by; needed by that type only.
+            lengths: per token, the sequence length that its angles go by; needed where ``dynamic`` only.
         """
         if not self.dynamic:
             return self.cos[positions], self.sin[positions]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minillm.model.config import ModelConfig, RopeConfig
+from minillm.model.config import ModelConfig
+from minillm.model.rope_config import RopeConfig
 
 
 def _shape(

@@ -5,29 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minillm.params import Params
-from minillm.sequence import Sequence
+from minillm.sequence import Sequence, SequenceGroup
 
 
-def needs_processing(params: Params, sequence: Sequence) -> bool:
+def needs_processing(group: SequenceGroup, sequence: Sequence) -> bool:
     """Whether `process_logits` would change anything at this step."""
-    return params.has_penalties or needs_host(params, sequence)
+    return group.params.has_penalties or needs_host(group, sequence)
 
 
-def needs_host(params: Params, sequence: Sequence) -> bool:
+def needs_host(group: SequenceGroup, sequence: Sequence) -> bool:
     """Whether this step needs more than the penalties that `minillm.kernels.penalise` applies on the device."""
-    return bool(params.logit_bias or params.no_repeat_ngram_size or sequence.num_output_tokens < params.min_tokens)
+    params = group.params
+    return bool(
+        params.logit_bias
+        or group.bad_words
+        or params.no_repeat_ngram_size
+        or sequence.num_output_tokens < params.min_tokens
+    )
 
 
-def process_logits(logits: Tensor, params: Params, sequence: Sequence, end_ids: tuple[int, ...]) -> None:
+def process_logits(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> None:
     """Apply a request's biases and penalties to the ``[vocab]`` logits of one sequence's next token, in place.
 
     In this order: logit bias, end tokens before ``min_tokens``, repetition, frequency and presence penalty, tokens that
-    would repeat an n-gram. Beam search applies them to log-probabilities instead, as Hugging Face ``generate`` does.
-
-    Args:
-        end_ids: the tokens that would end the completion.
+    would repeat an n-gram, tokens that would complete one of the bad words. Beam search applies them to
+    log-probabilities instead, as Hugging Face ``generate`` does.
     """
+    params, end_ids = group.params, group.end_ids
     device = logits.device
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=device)
@@ -41,10 +45,10 @@ def process_logits(logits: Tensor, params: Params, sequence: Sequence, end_ids: 
     if (params.frequency_penalty or params.presence_penalty) and sequence.num_output_tokens:
         ids, counts = torch.tensor(sequence.output_token_ids, device=device).unique(return_counts=True)
         logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
-    if params.no_repeat_ngram_size:
-        banned = repeating_tokens(sequence.token_ids, params.no_repeat_ngram_size)
-        if banned:
-            logits[torch.tensor(banned, device=device)] = float("-inf")
+    banned = repeating_tokens(sequence.token_ids, params.no_repeat_ngram_size) if params.no_repeat_ngram_size else []
+    banned += completing_tokens(sequence.token_ids, group.bad_words)
+    if banned:
+        logits[torch.tensor(banned, device=device)] = float("-inf")
 
 
 def repeating_tokens(token_ids: list[int], size: int) -> list[int]:
@@ -60,3 +64,8 @@ def repeating_tokens(token_ids: list[int], size: int) -> list[int]:
         for i in range(len(token_ids) - size + 1)
         if token_ids[i] == first and token_ids[i : i + size - 1] == tail
     ]
+
+
+def completing_tokens(token_ids: list[int], words: tuple[tuple[int, ...], ...]) -> list[int]:
+    """The tokens that would complete one of ``words``, given as runs of token ids."""
+    return [word[-1] for word in words if len(word) == 1 or tuple(token_ids[1 - len(word) :]) == word[:-1]]

@@ -105,9 +105,7 @@ def size_pool(
         CapacityError: not one block fits, or the pool asked for does not.
     """
     longest = config.max_model_len or model.max_position_embeddings
-    limit = model.max_position_embeddings
-    if model.rope.type == "dynamic":
-        limit = int(limit * model.rope.factor)
+    limit = model.longest_context
     if longest > limit:
         raise CapacityError(f"max_model_len {longest} is above the model's context of {limit} tokens; lower it")
     block_bytes = model.kv_bytes_per_token(element_size) * config.block_size

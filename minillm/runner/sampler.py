@@ -1,9 +1,11 @@
-"""One step's logits to one step's tokens."""
+"""One step's logits to one step's tokens.
+
+A draw is a `Chunk`: the next token of its sequence, from its row of logits (n samples of a prompt share one row).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,17 +14,7 @@ from minillm import kernels
 from minillm.outputs import TokenLogprobs
 from minillm.params import SamplingParams
 from minillm.runner.penalties import needs_processing, process_logits
-from minillm.sequence import Sequence
-
-
-@dataclass(slots=True)
-class SampleRow:
-    """One draw: the next token of ``sequence`` from row ``logits_row`` (n samples of a prompt share one row)."""
-
-    params: SamplingParams
-    sequence: Sequence
-    logits_row: int
-    end_ids: tuple[int, ...]  # tokens that would end the completion
+from minillm.sequence import Chunk, SequenceGroup
 
 
 class Drawn:
@@ -31,19 +23,31 @@ class Drawn:
     The log-probabilities are the model's own, before penalties and temperature; NaN where the request asked for none.
     """
 
-    def __init__(self, rows: SequenceOf[SampleRow], token_ids: Tensor, logprobs: Tensor, logits: Tensor) -> None:
+    def __init__(
+        self,
+        draws: SequenceOf[Chunk],
+        token_ids: Tensor,
+        logprobs: Tensor,
+        logits: Tensor,
+        *,
+        may_run_ahead: bool = False,
+    ) -> None:
         """
         Args:
-            token_ids: ``[rows]`` int64; logprobs ``[rows]``, of these tokens: NaN where a logit is NaN.
-            logits: ``[rows, vocab]``, the model's own, for the most probable tokens where they are wanted.
+            token_ids: ``[draws]`` int64.
+            logprobs: ``[draws]``, of these tokens: NaN where a logit is NaN.
+            logits: ``[draws, vocab]``, the model's own, for the most probable tokens where they are wanted.
+            may_run_ahead: the next step can be launched before the host has seen these tokens.
         """
-        self._rows = rows
-        self._wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        most = max((rows[i].params.logprobs or 0 for i in self._wanted), default=0)
+        self.may_run_ahead = may_run_ahead
+        self._counts = [draw.group.params.logprobs for draw in draws]
+        wanted = [i for i, count in enumerate(self._counts) if count is not None]
+        vocab = logits.shape[-1]
+        most = max((vocab if count < 0 else count for count in self._counts if count is not None), default=0)
         results = [token_ids, logprobs]
         if most:
-            index = torch.tensor(self._wanted, device=logits.device)
-            results += kernels.top_log_probabilities(logits[index], min(most, logits.shape[1]))
+            index = torch.tensor(wanted, device=logits.device)
+            results += kernels.top_log_probabilities(logits[index], min(most, vocab))
         self._event: torch.cuda.Event | None = None
         if token_ids.is_cuda:
             # Into pinned memory of this draw's own: the next one may be under way before these are looked at.
@@ -55,45 +59,44 @@ class Drawn:
             self._event.record()
         self._results = results
 
-    def wait(self) -> tuple[list[TokenLogprobs], list[bool]]:
-        """The tokens, and of each whether its logits held NaN."""
+    def wait(self) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
+        """The tokens, their log-probabilities where they are wanted, and whether a token's logits held NaN."""
         if self._event is not None:
             self._event.synchronize()
         token_ids, logprobs, *top = [each.tolist() for each in self._results]
-        tokens = [TokenLogprobs(token_id, float("nan")) for token_id in token_ids]
-        for number, i in enumerate(self._wanted):
-            count = self._rows[i].params.logprobs
-            pairs = tuple(zip(top[1][number][:count], top[0][number][:count], strict=True)) if top else ()
-            tokens[i] = TokenLogprobs(token_ids[i], logprobs[i], pairs)
-        return tokens, [logprob != logprob for logprob in logprobs]
+        tokens: list[TokenLogprobs | None] = [None] * len(token_ids)
+        number = 0
+        for i, count in enumerate(self._counts):
+            if count is not None:
+                end = count if count >= 0 else None
+                pairs = tuple(zip(top[1][number][:end], top[0][number][:end], strict=True)) if top else ()
+                tokens[i] = TokenLogprobs(token_ids[i], logprobs[i], pairs)
+                number += 1
+        return token_ids, tokens, [logprob != logprob for logprob in logprobs]
 
 
 @torch.inference_mode()
-def sample_tokens(logits: Tensor, rows: SequenceOf[SampleRow]) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per row of ``rows`` from ``logits [n, vocab]``.
-
-    Returns:
-        What `Drawn` takes: token ids ``[rows]`` int64, their log-probabilities, and their rows of logits. Where nobody
-        wants the log-probabilities only whether they are NaN has a meaning.
-    """
+def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
+    """Draw one token for each of ``draws`` from ``logits [n, vocab]``."""
     raw = logits
-    if [row.logits_row for row in rows] != list(range(len(logits))):
-        raw = logits[torch.tensor([row.logits_row for row in rows], device=logits.device)]
+    rows = [draw.row for draw in draws]
+    if rows != list(range(len(logits))):
+        raw = logits[torch.tensor(rows, device=logits.device)]
     processed = raw
-    for i, row in enumerate(rows):
-        if needs_processing(row.params, row.sequence):
+    for i, draw in enumerate(draws):
+        if needs_processing(draw.group, draw.sequence):
             if processed is raw:
                 processed = raw.to(torch.float32, copy=True)
-            process_logits(processed[i], row.params, row.sequence, row.end_ids)
-    token_ids = draw(processed, rows)
-    if all(row.params.logprobs is None for row in rows):
-        return token_ids, raw.amax(-1), raw
-    return token_ids, kernels.log_probabilities(raw, token_ids), raw
+            process_logits(processed[i], draw.group, draw.sequence)
+    token_ids = draw_tokens(processed, draws)
+    if all(draw.group.params.logprobs is None for draw in draws):
+        return Drawn(draws, token_ids, raw.amax(-1), raw)  # only whether it is NaN has a meaning
+    return Drawn(draws, token_ids, kernels.log_probabilities(raw, token_ids), raw)
 
 
-def draw(logits: Tensor, rows: SequenceOf[SampleRow]) -> Tensor:
-    """One token per row of ``logits [rows, vocab]``, drawn by the requests' parameters: ``[rows]`` int64."""
-    params = [row.params for row in rows]
+def draw_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Tensor:
+    """One token for each row of ``logits [draws, vocab]``, by the requests' parameters: ``[draws]`` int64."""
+    params = [sampling_params(draw.group) for draw in draws]
     if all(p.temperature == 0 for p in params):
         return logits.argmax(-1)
     device = logits.device
@@ -103,6 +106,12 @@ def draw(logits: Tensor, rows: SequenceOf[SampleRow]) -> Tensor:
         torch.tensor([p.top_k for p in params], device=device),
         torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
         torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        torch.tensor([row.sequence.seed for row in rows], device=device),
-        torch.tensor([row.sequence.num_tokens for row in rows], device=device),
+        torch.tensor([draw.sequence.seed for draw in draws], device=device),
+        torch.tensor([draw.sequence.num_tokens for draw in draws], device=device),
     )
+
+
+def sampling_params(group: SequenceGroup) -> SamplingParams:
+    """The parameters of a group that samples."""
+    assert isinstance(group.params, SamplingParams)
+    return group.params

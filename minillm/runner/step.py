@@ -1,19 +1,18 @@
-"""One step's work as plain data: what rank 0 decides, and every rank computes.
+"""One step's work as plain data: decided by the scheduler's side, computed by every rank.
 
-The device's part of a step needs token ids, positions and block ids, and nothing of requests. Decoding sequences whose
-state is on the device (`minillm.runner.rows`) bring only what has changed since the last step.
+The device's part of a step needs token ids, positions and block ids, and nothing of requests.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from typing import Protocol
 
-Pairs = list[tuple[int, int]]
+import msgspec
+
+from minillm.cache import HostMoves
 
 
-@dataclass(slots=True)
-class ChunkWork:
+class ChunkWork(msgspec.Struct, array_like=True):
     """Successive tokens of one sequence."""
 
     token_ids: list[int]
@@ -23,52 +22,50 @@ class ChunkWork:
     wants_logits: bool  # of the last of them
 
 
-@dataclass(slots=True)
-class DecodeWork:
-    """One token of each of the sequences that have a row on the device."""
+class DecodeWork(msgspec.Struct, array_like=True):
+    """One token of each of the sequences that have a row on the device (`minillm.runner.rows`)."""
 
     num_seqs: int
     rows: list[int] | None  # of all sequences, and -1 for each row of padding; None: as in the last step
     changed: list[int]  # places in the rows' words
-    values: list[int]  # what is there now
-    shares_blocks: bool  # reading what the sequences share once is worth it, as the latest plan says
-    plan: list[list[int]] | None  # the fields of a `minillm.kernels.prefix_plan.Plan`; None: as in the last step
+    values: list[int]  # the new words there
+    shares_blocks: bool  # reading shared blocks once is worth it, as the latest plan says
+    plan: list[list[int]] | None  # the fields of a `minillm.kernels.Plan`; None: as in the last step
 
 
-@dataclass(slots=True)
-class StepWork:
+class StepWork(msgspec.Struct, array_like=True):
     """A step, in this order: save blocks, bring blocks back, copy blocks, compute."""
 
-    swap_out: Pairs  # (block, host block)
-    swap_in: Pairs  # (host block, block)
-    copies: Pairs  # (source, destination)
+    moves: HostMoves
+    copies: list[tuple[int, int]]  # (source, destination)
     decode: DecodeWork | None
     chunks: list[ChunkWork]
     num_decodes: int  # of the chunks, the first ones: sequences that decode and have no row on the device
 
+    @property
+    def num_tokens(self) -> int:
+        decoding = 0 if self.decode is None else self.decode.num_seqs
+        return decoding + sum(len(chunk.token_ids) for chunk in self.chunks)
+
     def encode(self) -> bytes:
-        """As a message to another rank."""
-        decode, fields = self.decode, ChunkWork.__slots__
-        return json.dumps(
-            [
-                self.swap_out,
-                self.swap_in,
-                self.copies,
-                decode and [getattr(decode, name) for name in DecodeWork.__slots__],
-                [[getattr(chunk, name) for name in fields] for chunk in self.chunks],
-                self.num_decodes,
-            ],
-            separators=(",", ":"),
-        ).encode()
+        """The work as a message to another rank."""
+        return _ENCODER.encode(self)
 
     @classmethod
     def from_message(cls, data: bytes) -> StepWork:
-        swap_out, swap_in, copies, decode, chunks, num_decodes = json.loads(data)
-        return cls(
-            swap_out,
-            swap_in,
-            copies,
-            None if decode is None else DecodeWork(*decode),
-            [ChunkWork(*chunk) for chunk in chunks],
-            num_decodes,
-        )
+        """The work that `encode` made a message of."""
+        return _DECODER.decode(data)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(StepWork)
+
+
+class StepObserver(Protocol):
+    """Hears of every step that a runner computes: other ranks do, and measurements."""
+
+    def begin(self, work: StepWork) -> None:
+        """The device is about to be given ``work``."""
+
+    def end(self) -> None:
+        """The device has been given the step's work, or its draws as well: it may be called twice for a step."""

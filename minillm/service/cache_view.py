@@ -118,7 +118,7 @@ class CacheView:
         tables, gone = self._table_changes(owners)
         pinned = frozenset(
             block
-            for sequence in self.engine.scheduler.pinned.values()
+            for sequence in self.engine.scheduler.idle.pinned.values()
             if sequence.table is not None
             for block in sequence.table.blocks
         )
@@ -144,7 +144,7 @@ class CacheView:
             name, index, state = ("", 0, "running") if owner is None else (owner.request_id, owner.index, owner.state)
             if seq_id in saved:
                 state = "swapped"
-            elif seq_id in self.engine.scheduler.pinned:
+            elif seq_id in self.engine.scheduler.idle.pinned:
                 state = "pinned"
             shown = self._shown.get(seq_id)
             before = [] if shown is None else shown.blocks
@@ -225,7 +225,7 @@ class CacheView:
             num_evictions=cache.num_evictions,
             num_hit_tokens=cache.num_hit_tokens,
             num_looked_up_tokens=cache.num_looked_up_tokens,
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=scheduler.preemption.count,
             num_swapped_out=scheduler.swap.num_swapped_out,
             num_swapped_in=scheduler.swap.num_swapped_in,
         )

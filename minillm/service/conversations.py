@@ -16,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from minillm.engine.scheduler import shared_length
+from minillm.engine.driver import Driver
+from minillm.engine.idle import shared_length
 from minillm.errors import MinillmError, UsageError
 from minillm.runs import common_length
 from minillm.service.cache_view import CacheView, Owner
@@ -72,6 +73,11 @@ class Answer:
     beams_told_at: float = 0.0
     kept: bool = True  # its blocks stay when it ends
 
+    @property
+    def searches(self) -> bool:
+        """Whether it is a beam search."""
+        return "beam_width" in self.command.params
+
 
 @dataclass
 class KeptAnswer:
@@ -93,6 +99,7 @@ class Conversations:
 
     def __post_init__(self) -> None:
         self._view = CacheView(self.engine)
+        self._driver = Driver(self.engine)
         self._interval = _INTERVAL
         self._text_interval = 0.0
         self._last_picture = self._last_text = 0.0
@@ -164,7 +171,7 @@ class Conversations:
         """Tokens that each completion can have at most in this pool: a chat cuts answers rather than refuse them."""
         cache = self.engine.cache
         shared = num_prompt_tokens // cache.block_size
-        blocks = (cache.num_blocks - self.engine.scheduler.num_pinned_blocks - shared) // params.num_sequences
+        blocks = (cache.num_blocks - self.engine.scheduler.idle.num_pinned_blocks - shared) // params.num_sequences
         return blocks * cache.block_size - num_prompt_tokens % cache.block_size
 
     def _nearest(self, conversation: str, token_ids: list[int]) -> Sequence | None:
@@ -209,7 +216,7 @@ class Conversations:
                 for sequence in answer.group.sequences:
                     self._tell_text((output.request_id, sequence.index))
                 self.send(RequestFailed(output.request_id, output.error))
-            elif answer.group.searches:
+            elif answer.searches:
                 self._end_beams(answer, output)
             self._keep(answer, output)
 
@@ -220,7 +227,7 @@ class Conversations:
         group = answer.group
         self._tell_start(answer)
         sequence = next((each for each in group.sequences if each.index == delta.index), None)
-        if sequence is None or group.searches:
+        if sequence is None or answer.searches:
             return
         if delta.text or delta.token_ids:
             chosen = sequence.logprobs[-len(delta.token_ids) :] if delta.token_ids else []
@@ -281,10 +288,14 @@ class Conversations:
     def _tell_beams(self) -> None:
         now = time.monotonic()
         for answer in self.answers.values():
-            if answer.group.searches and answer.group.beams and now - answer.beams_told_at >= self._interval:
+            if (
+                answer.searches
+                and answer.group.metrics.first_token_time is not None
+                and now - answer.beams_told_at >= self._interval
+            ):
                 self._tell_start(answer)
                 answer.beams_told_at = now
-                outputs = self.engine.output_of(answer.group).outputs
+                outputs = self.engine.requests.output_of(answer.group).outputs
                 self.send(BeamsChanged(answer.command.request_id, _beam_views(outputs)))
 
     def _end_beams(self, answer: Answer, output: RequestOutput) -> None:
@@ -298,7 +309,7 @@ class Conversations:
 
     def _keep(self, answer: Answer, output: RequestOutput) -> None:
         sequences = [sequence for sequence in answer.group.sequences if sequence.table is not None]
-        outputs = sorted(output.outputs, key=_by_score) if answer.group.searches else output.outputs
+        outputs = sorted(output.outputs, key=_by_score) if answer.searches else output.outputs
         kept = KeptAnswer(answer.command.conversation, sequences, outputs)
         if answer.kept and sequences:
             self.kept[output.request_id] = kept
@@ -331,7 +342,7 @@ class Conversations:
     def _release(self, kept: KeptAnswer, spared: Sequence | None) -> None:
         for sequence in kept.sequences:
             if sequence is not spared:
-                self.engine.release(sequence)
+                self._driver.release(sequence)
 
     # --- the pinned system prompt -------------------------------------------------------------------------------------
 
@@ -340,7 +351,7 @@ class Conversations:
 
         engine = self.engine
         if self._pinned is not None:
-            engine.unpin(self._pinned)
+            self._driver.unpin(self._pinned)
             self._pinned = None
         if not system or engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             return
@@ -364,9 +375,9 @@ class Conversations:
         if sequence.table is None:
             return
         try:
-            self.engine.pin(sequence)
+            self._driver.pin(sequence)
         except MinillmError as error:
-            self.engine.release(sequence)
+            self._driver.release(sequence)
             self.send(Notice(f"the system prompt is not pinned: {error}"))
         else:
             self._pinned = sequence
@@ -447,7 +458,7 @@ def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) 
 
 def _load(command: Load, send: Callable[[Event], None]) -> Engine:
     from minillm.config import EngineConfig
-    from minillm.load import build_engine
+    from minillm.load import load_engine
     from minillm.progress import Progress
 
     began = time.monotonic()
@@ -456,7 +467,7 @@ def _load(command: Load, send: Callable[[Event], None]) -> Engine:
         send(Loading(progress.label, progress.done, progress.total, progress.unit))
 
     report(Progress("starting", 0, None, ""))
-    engine = build_engine(command.model, EngineConfig(**command.options), report, lambda text: send(Notice(text)))
+    engine = load_engine(command.model, EngineConfig(**command.options), report, lambda text: send(Notice(text)))
     model = engine.runner.model
     itemsize = model.dtype.itemsize
     send(

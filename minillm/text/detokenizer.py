@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from copy import copy
+from typing import Self
 
 
 class StreamingDetokenizer:
@@ -24,7 +26,7 @@ class StreamingDetokenizer:
 
     def __init__(self, table: Sequence[bytes], prompt_ids: Sequence[int] = (), *, strip_space: bool = False) -> None:
         self._table = table
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder = _utf8_decoder()
         tail = b""
         for token_id in reversed(prompt_ids):
             tail = self._bytes(token_id) + tail
@@ -32,6 +34,13 @@ class StreamingDetokenizer:
                 break
         self._decoder.decode(_incomplete_end(tail))
         self._strip_space = strip_space and not tail
+
+    def copy(self) -> Self:
+        """Return a decoder that goes on from here by itself."""
+        other = copy(self)
+        other._decoder = _utf8_decoder()
+        other._decoder.setstate(self._decoder.getstate())
+        return other
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
@@ -51,8 +60,15 @@ class StreamingDetokenizer:
         return text
 
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+def _utf8_decoder() -> codecs.IncrementalDecoder:
+    return _Utf8Decoder(errors="replace")
+
+
 def _incomplete_end(data: bytes) -> bytes:
     """The bytes at the end of ``data`` that begin a character without completing it."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder = _utf8_decoder()
     decoder.decode(data)
     return decoder.getstate()[0]

@@ -1,7 +1,6 @@
 """Tokenizers rebuilt from a GGUF file's metadata.
 
-GGUF stores a vocabulary and the *name* of the pre-tokenizer, whose expressions live in llama.cpp (llama-vocab.cpp);
-those of the Llama family are here. A wrong one tokenises almost right, so an unknown name is refused.
+GGUF stores a vocabulary and the *name* of the pre-tokenizer: see `minillm.text.pre_tokenizers`.
 """
 
 from __future__ import annotations
@@ -14,34 +13,17 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from minillm.errors import WeightsError
+from minillm.text.pre_tokenizers import SPLITS
 from minillm.text.safe import clean_line
+from minillm.text.values import Values, shown
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 _UNKNOWN = 2
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "smaug-bpe": _LLAMA3,
-    "tekken": _TEKKEN,
-}
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # `ignore_merges`
-_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell")
-_GPT2 = ("gpt-2",)
+_MAX_TOKEN = 1 << 10  # characters
 
 
-def build(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer, and its special tokens by name (``bos_token``, ``eos_token``, …).
+def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
+    """The tokenizer, its special tokens by name (``bos_token``, ``eos_token``, …), and its chat template if it has one.
 
     Raises:
         WeightsError: the metadata is damaged, or describes a tokenizer that is not supported.
@@ -51,6 +33,9 @@ def build(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, 
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     if not isinstance(types, list) or len(types) != len(tokens) or not all(type(kind) is int for kind in types):
         raise WeightsError("tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens")
+    longest = max(map(len, tokens))
+    if longest > _MAX_TOKEN:
+        raise WeightsError(f"tokenizer.ggml.tokens holds a token of {longest} characters, which no model has")
     vocabulary = {text: token_id for token_id, text in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(text for token_id, text in enumerate(tokens) if vocabulary[text] != token_id)
@@ -61,7 +46,7 @@ def build(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, 
         elif kind == "llama":
             backend, adds_bos = _sentencepiece(metadata, tokens, types, vocabulary), True
         else:
-            raise WeightsError(f"tokenizer.ggml.model {clean_line(str(kind))!r} is not supported (gpt2 and llama are)")
+            raise WeightsError(f"tokenizer.ggml.model {shown(kind)} is not supported (gpt2 and llama are)")
     except WeightsError:
         raise
     except (KeyboardInterrupt, SystemExit):
@@ -86,19 +71,28 @@ def build(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, 
                 for name, text in zip([*names[0], *names[1]], [*before, *behind], strict=True)
             ],
         )
-    return backend, special
+    template = Values("the metadata", metadata).text("tokenizer.chat_template", "")
+    return backend, special, template or None
 
 
 def _wanted(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
     value = metadata.get(f"tokenizer.ggml.add_{name}_token", default)
     if not isinstance(value, bool):
-        raise WeightsError(f"tokenizer.ggml.add_{name}_token {value!r} is neither true nor false")
+        raise WeightsError(f"tokenizer.ggml.add_{name}_token {shown(value)} is neither true nor false")
     return value
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
     """Byte-level BPE; and whether it puts BOS before a text unless told otherwise."""
     name = metadata.get("tokenizer.ggml.pre")
+    if name is None or name == "":
+        name = "default"
+    if not isinstance(name, str) or name not in SPLITS:
+        raise WeightsError(
+            f"tokenizer.ggml.pre {shown(name)} is not supported, and guessing would tokenise wrongly; "
+            f"supported: {', '.join(SPLITS)}"
+        )
+    split = SPLITS[name]
     pairs = [merge.partition(" ") for merge in _texts(metadata, "merges")]
     for left, _, right in pairs:
         if not right or not {left, right, left + right} <= vocabulary.keys():
@@ -107,26 +101,14 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tupl
             )
     merges = [(left, right) for left, _, right in pairs]
     backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=name in _WHOLE_WORDS_FIRST)
+        models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=split.ignore_merges)
     )
-    if name in _SPLITS:
-        split: list[Any] = [
-            pre_tokenizers.Split(Regex(_SPLITS[name]), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    elif name in _DIGITS_APART:
-        split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    elif name in _GPT2:
-        split = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    else:
-        known = ", ".join([*_SPLITS, *_DIGITS_APART, *_GPT2])
-        raise WeightsError(
-            f"tokenizer.ggml.pre {clean_line(str(name))!r} is not supported, and guessing would tokenise wrongly; "
-            f"supported: {known}"
-        )
-    backend.pre_tokenizer = pre_tokenizers.Sequence(split)
+    cuts: list[Any] = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in split.patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     backend.decoder = decoders.ByteLevel()
-    return backend, name in _WHOLE_WORDS_FIRST
+    return backend, split.adds_bos
 
 
 def _sentencepiece(
@@ -151,7 +133,7 @@ def _sentencepiece(
     merges.sort(key=lambda merge: merge[:3])
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     if type(unknown) is not int or not 0 <= unknown < len(tokens):
-        raise WeightsError(f"tokenizer.ggml.unknown_token_id {unknown!r} is not a token")
+        raise WeightsError(f"tokenizer.ggml.unknown_token_id {shown(unknown)} is not a token")
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocabulary,
@@ -185,6 +167,6 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
         if token_id is None:
             continue
         if type(token_id) is not int or not 0 <= token_id < len(tokens):
-            raise WeightsError(f"tokenizer.ggml.{key}_token_id {token_id!r} is not a token")
+            raise WeightsError(f"tokenizer.ggml.{key}_token_id {shown(token_id)} is not a token")
         special[f"{name}_token"] = tokens[token_id]
     return special

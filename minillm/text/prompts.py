@@ -1,4 +1,4 @@
-"""What callers may give as prompts, and what becomes of it: text, or token ids as a list of Python's own ints."""
+"""Accepted forms of a prompt, and their normal form: text, or token ids as a list of Python's own ints."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from typing import Any
 from minillm.errors import UsageError
 
 Prompt = str | Sequence[int]
+_KEYS = ("prompt", "prompt_token_ids")
 
 
-def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list.
+def prompt_list(prompts: Any) -> list[Prompt]:
+    """One prompt or several, as a list; a prompt that is none stays for `plain_ids` to refuse.
 
     Raises:
         UsageError: it is neither.
     """
-    if isinstance(prompts, str):
-        return [prompts]
-    found = _as_python(prompts)
+    found = _as_python(_unwrapped(prompts))
+    if isinstance(found, str):
+        return [found]
     if not isinstance(found, Iterable) or isinstance(found, bytes | bytearray | Mapping):
         raise UsageError(f"prompts are text, token ids, or a list of either, not {type(prompts).__name__}")
     many = list(found)
-    return [many] if many and isinstance(many[0], Integral) else many
+    return [many] if many and isinstance(many[0], Integral) else [_unwrapped(each) for each in many]
 
 
-def plain_ids(prompt: Sequence[int]) -> list[int]:
-    """Token ids from a list, a range, an array or a tensor. Whether the model has them is not looked at.
+def plain_ids(prompt: Any) -> list[int]:
+    """Token ids from a list, a range, an array or a tensor. They may lie outside the vocabulary.
 
     Raises:
         UsageError: it is no sequence.
@@ -37,11 +38,18 @@ def plain_ids(prompt: Sequence[int]) -> list[int]:
     if not isinstance(found, Sequence) or isinstance(found, str | bytes | bytearray):
         raise UsageError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
     ids = list(found)
-    if countOf(map(type, ids), int) != len(ids):  # numpy's integers, say; what is no integer stays for who checks ids
+    if countOf(map(type, ids), int) != len(ids):  # numpy's integers, say; values that are no integer are refused later
         ids = [index(i) if isinstance(i, Integral) and not isinstance(i, bool) else i for i in ids]
     return ids
 
 
+def _unwrapped(prompt: Any) -> Any:
+    """The text or the ids of vLLM's dictionaries: ``{"prompt": text}``, ``{"prompt_token_ids": ids}``."""
+    if isinstance(prompt, Mapping) and len(prompt) == 1 and next(iter(prompt)) in _KEYS:
+        return next(iter(prompt.values()))
+    return prompt
+
+
 def _as_python(value: Any) -> Any:
-    """Lists in place of arrays and tensors."""
+    """A list in place of an array or a tensor."""
     return value.tolist() if hasattr(value, "tolist") else value

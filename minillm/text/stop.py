@@ -1,34 +1,90 @@
-"""When a completion ends, and what of its text may be shown before it does."""
+"""The text of a completion: when it ends, and which part of it may be shown before it does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import Self
+
+from minillm.text.detokenizer import StreamingDetokenizer
+
+
+class OutputText:
+    """The text of one completion, token by token: decoded, searched for stop strings, held back where one may begin.
+
+    A stop string ends the completion if a token behind the first ``min_tokens`` completes it, wherever it begins.
+    """
+
+    def __init__(self, detokenizer: StreamingDetokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._filter = StopStringFilter(stops)
+        self._not_yet = min_tokens  # tokens to come that cannot complete a stop string
+        self._shown: list[str] = []
+
+    def push(self, token_id: int) -> str:
+        """Take a token; returns the text that may be shown now. Once a stop string has matched, nothing is."""
+        self._not_yet -= 1
+        return self._show(self._filter.push(self._detokenizer.push(token_id), may_match=self._not_yet < 0))
+
+    def finish(self) -> str:
+        """Return the rest of the text: no more tokens come."""
+        return self._show(self._filter.push(self._detokenizer.finish(), may_match=self._not_yet < 0)) + self.cut_off()
+
+    def cut_off(self) -> str:
+        """Return the text that is held back, without an incomplete character: the completion was cut off."""
+        return self._show(self._filter.finish())
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that has ended the completion."""
+        return self._filter.matched
+
+    @property
+    def text(self) -> str:
+        """All text that may be shown, stop strings excluded."""
+        return "".join(self._shown)
+
+    def copy(self) -> Self:
+        """Return a completion that goes on from here by itself."""
+        other = copy(self)
+        other._detokenizer, other._filter = self._detokenizer.copy(), copy(self._filter)
+        other._shown = self._shown.copy()
+        return other
+
+    def _show(self, text: str) -> str:
+        if text:
+            self._shown.append(text)
+        return text
 
 
 class StopStringFilter:
     """Finds stop strings in text that arrives in pieces, wherever the pieces are cut.
 
-    Text that could be the beginning of a stop string is held back; all else is passed on at once. What has been passed
-    on can be part of no later match, so only the held text is searched.
+    Text that could be the beginning of a stop string is held back; all else is passed on at once. Text that has been
+    passed on can be part of no later match, so only the held text is searched.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self._immune = 0  # characters of the held text in which no match may end
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """Take more text; returns what may be shown. Once a stop string matched, nothing more comes out."""
+    def push(self, text: str, *, may_match: bool = True) -> str:
+        """Take more text; returns the part that may be shown. Once a stop string has matched, nothing more comes out.
+
+        Args:
+            may_match: False if no stop string may end inside ``text``; one may still begin there.
+        """
         if self.matched is not None:
             return ""
         if not self._stops:
             return text
         self._held += text
+        if not may_match:
+            self._immune = len(self._held)
         # The one that is complete first; of two that end together the longer. So the cuts do not matter.
-        match = min(
-            ((self._held.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in self._held),
-            default=None,
-        )
+        match = min((found for stop in self._stops if (found := self._find(stop)) is not None), default=None)
         if match is not None:
             end, _, self.matched = match
             shown, self._held = self._held[: end - len(self.matched)], ""
@@ -36,16 +92,22 @@ class StopStringFilter:
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
         shown, self._held = self._held[:cut], self._held[cut:]
+        self._immune = max(0, self._immune - cut)
         return shown
 
     def finish(self) -> str:
-        """The text still held back: the completion ended without completing a stop string."""
+        """Return the text still held back: the completion ended without completing a stop string."""
         held, self._held = self._held, ""
         return held
 
+    def _find(self, stop: str) -> tuple[int, int, str] | None:
+        """Where ``stop`` ends first behind the immune text, as a key by which matches are ordered."""
+        at = self._held.find(stop, max(0, self._immune + 1 - len(stop)))
+        return None if at < 0 else (at + len(stop), -len(stop), stop)
+
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop`` without completing it."""
+    """Return the length of the longest end of ``text`` that begins ``stop`` without completing it."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -2,12 +2,26 @@
 
 The work is the ``tokenizers`` library's. What is ours: text that a user typed can never become a control token (see
 `minillm.text.control_tokens`), and decoding goes through a table of bytes (see `minillm.text.detokenizer`).
+
+How text becomes tokens here
+----------------------------
+As the model's tokenizer.json says. Plain text has the ids that the ``tokenizers`` library gives it, and so
+transformers. They differ here:
+
+- A control token that a text spells (``</s>``, ``<|im_end|>``) is ordinary text, unless ``parse_special`` is asked for.
+- Control tokens are looked for in the text as it comes, those that are marked ``normalized`` too. transformers looks
+  for such a one after the normalizer, which may have put a mark before it, and then misses a ``</s>`` within a chat.
+- transformers 5 drops the Prepend normalizer of a tokenizer.json whose class is LlamaTokenizer. It is followed here, as
+  transformers 4 and SentencePiece do: a text's first word has other ids than transformers 5 gives it.
+- Of the spaces that a text begins with, decoding drops one, as SentencePiece does. transformers drops all where the
+  decoder is Metaspace.
+- Byte tokens that form no UTF-8 become one U+FFFD for each invalid sequence, and what is valid between them stays.
+  transformers replaces the whole run of them, which a stream could not know in time.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,41 +33,71 @@ from minillm.errors import UsageError, WeightsError
 from minillm.text.chat_template import ChatTemplate, check_messages
 from minillm.text.control_tokens import BREAK, Spellings, admissible, is_control
 from minillm.text.detokenizer import StreamingDetokenizer
+from minillm.text.gguf_tokenizer import rebuild
+from minillm.text.hf_tokenizer import read_directory
+from minillm.text.reading import is_there
 from minillm.text.safe import clean_line
-from minillm.weights.files import read_json
+from minillm.text.token_bytes import TokenBytes
 
 _REASONING_TAGS = ("<think>", "</think>")  # templates look for them in what the assistant said
-_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MAX_VOCAB = 1 << 24
+_MAX_CONTROL = 1 << 10  # characters of a control token
+_NO_TOKENIZER = (None, "none", "no_vocab")  # what GGUF files say that have none
+_MORE_THAN_ROWS = 1 << 10  # ids that added tokens may have beyond the embedding
 
 
 class Tokenizer:
-    """A model's tokenizer. Made by `from_directory` or `from_gguf`."""
+    """A model's tokenizer. Made by `load`, `from_directory` or `from_gguf`.
+
+    Args:
+        num_rows: of the model's embedding. Added tokens may lie beyond it (a ``<pad>`` that the model was never given):
+            the model cannot produce them, and a text that holds one is refused. None: there is no bound.
+
+    Raises:
+        WeightsError: it decodes in a way that is not supported, or belongs to another model.
+    """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat_template: str | None
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
+        num_rows: int | None = None,
     ) -> None:
         self._backend = backend
         self.special_tokens = dict(special_tokens)
+        self._added = backend.get_added_tokens_decoder()
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        if self.vocab_size > _MAX_VOCAB:
-            raise WeightsError(f"the tokenizer has a token id of {self.vocab_size - 1}, beyond any vocabulary")
-        self._texts: list[str] = [""] * self.vocab_size
+        self._num_rows = self.vocab_size if num_rows is None else num_rows
+        self._check_sizes(vocabulary)
+        self._decoding = TokenBytes.of(backend)
+        self._texts, self._table = [""] * self.vocab_size, [b""] * self.vocab_size
         for text, token_id in vocabulary.items():
             self._texts[token_id] = text
-        self._added = backend.get_added_tokens_decoder()
+            self._table[token_id] = self._bytes_of(token_id)
         self.control_ids = frozenset(i for i, token in self._added.items() if is_control(token))
         self._user_spellings = Spellings(self._added[i].content for i in self.control_ids)
         self._assistant_spellings = Spellings(t for t in self._user_spellings.texts if t not in _REASONING_TAGS)
-        self._decoding = _Decoding.of(backend)
-        self._table = [self._bytes_of(token_id) for token_id in range(self.vocab_size)]
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         self._own_normalizer = backend.normalizer
         self._drop_breaks()
         self._prefix, self._suffix = self._wrapping()
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
+
+    def _check_sizes(self, vocabulary: Mapping[str, int]) -> None:
+        if self.vocab_size > _MAX_VOCAB:
+            raise WeightsError(f"the tokenizer has a token id of {self.vocab_size - 1}, beyond any vocabulary")
+        own = max((i for i in vocabulary.values() if i not in self._added), default=-1) + 1
+        if own > self._num_rows or self.vocab_size > self._num_rows + _MORE_THAN_ROWS:
+            raise WeightsError(
+                f"the tokenizer has {max(own, self.vocab_size)} ids and the model's embedding {self._num_rows} rows: "
+                "they belong to different models"
+            )
+        longest = max((len(token.content) for token in self._added.values() if is_control(token)), default=0)
+        if longest > _MAX_CONTROL:
+            raise WeightsError(f"the tokenizer has a control token of {longest} characters, which no model has")
 
     def _drop_breaks(self) -> None:
         """Have the backend look for control tokens in the text as it comes, and drop our break only afterwards."""
@@ -75,47 +119,32 @@ class Tokenizer:
     # --- making one ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_directory(cls, directory: Path) -> Tokenizer:
+    def load(cls, source: Path | Mapping[str, Any], num_rows: int) -> Tokenizer | None:
+        """The tokenizer of a model directory or of a GGUF file's metadata; None where there is none.
+
+        A model without one takes prompts of token ids.
+        """
+        if isinstance(source, Path):
+            return cls.from_directory(source, num_rows) if is_there(source / "tokenizer.json") else None
+        return None if source.get("tokenizer.ggml.model") in _NO_TOKENIZER else cls.from_gguf(source, num_rows)
+
+    @classmethod
+    def from_directory(cls, directory: Path, num_rows: int | None = None) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
         Raises:
-            WeightsError: tokenizer.json is missing or damaged, or decodes in a way that is not supported.
+            WeightsError: tokenizer.json is missing or damaged, or of a kind that is not supported.
         """
-        path = directory / "tokenizer.json"
-        if not path.exists():
-            raise WeightsError(f"{path} is missing: only fast tokenizers (tokenizer.json) are supported")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
-            raise WeightsError(f"{path}: {clean_line(str(error))}") from None
-        backend.no_truncation()
-        backend.no_padding()
-        config = _optional_json(directory / "tokenizer_config.json")
-        config = {**_optional_json(directory / "special_tokens_map.json"), **config}
-        special = {name: text for name in _TOKEN_NAMES if (text := _token_text(config.get(name))) is not None}
-        template_file = directory / "chat_template.jinja"
-        if template_file.exists():
-            template: str | None = template_file.read_text(encoding="utf-8", errors="replace")
-        else:
-            template = _named_template(config.get("chat_template"))
-        return cls(backend, special, template)
+        return cls(*read_directory(directory), num_rows)
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+    def from_gguf(cls, metadata: Mapping[str, Any], num_rows: int | None = None) -> Tokenizer:
         """Rebuild the tokenizer from a GGUF file's metadata.
 
         Raises:
             WeightsError: the metadata is damaged, or the tokenizer of a kind that is not supported.
         """
-        from minillm.text.gguf_tokenizer import build
-
-        backend, special = build(metadata)
-        template = metadata.get("tokenizer.chat_template")
-        if template is not None and not isinstance(template, str):
-            raise WeightsError("tokenizer.chat_template is not text")
-        return cls(backend, special, template)
+        return cls(*rebuild(metadata), num_rows)
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as `from_directory` and transformers read them."""
@@ -134,21 +163,40 @@ class Tokenizer:
 
     # --- text to ids --------------------------------------------------------------------------------------------------
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """A user's text as ids. What looks like a control token in it becomes ordinary tokens.
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        """A text as ids. What looks like a control token in it becomes ordinary tokens, unless asked otherwise.
 
         Args:
             add_special_tokens: with the tokens that the tokenizer puts around every text, usually BOS before it.
+            parse_special: control tokens that the text spells become those tokens, as in transformers. For text that
+                you trust: whoever may write ``<|im_end|>`` can forge a turn of a conversation. A text that brings its
+                own BOS gets a second one unless ``add_special_tokens`` is false.
+
+        Raises:
+            UsageError: the text holds a token that the model has no embedding for, or cannot be encoded without
+                control tokens.
         """
-        text = self._user_spellings.broken(admissible(text))
+        text = admissible(text)
+        ids = self._ids(text) if parse_special else self._plain_ids(self._user_spellings.broken(text))
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def _ids(self, text: str) -> list[int]:
+        """What the tokenizer itself makes of ``text``."""
         ids = self._backend.encode(text, add_special_tokens=False).ids
+        if self.vocab_size > self._num_rows and max(ids, default=0) >= self._num_rows:
+            beyond = next(self._texts[i] for i in ids if i >= self._num_rows)
+            raise UsageError(f"the model has no embedding for the token {clean_line(beyond, 60)!r}; leave it out")
+        return ids
+
+    def _plain_ids(self, broken: str) -> list[int]:
+        """The ids of a text whose spellings of control tokens are broken."""
+        ids = self._ids(broken)
         if self.control_ids.intersection(ids):
             # The model's own vocabulary spells a control token: keep the halves apart.
-            pieces = text.split(BREAK)
-            ids = [i for piece in pieces for i in self._backend.encode(piece, add_special_tokens=False).ids]
+            ids = [i for piece in broken.split(BREAK) for i in self._ids(piece)]
             if self.control_ids.intersection(ids):
                 raise UsageError("the text cannot be encoded without control tokens of the model; rephrase it")
-        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+        return ids
 
     @property
     def has_chat_template(self) -> bool:
@@ -177,10 +225,10 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        ids = self._ids(text)
         meant = self._user_spellings.count(text)
         if sum(token_id in self.control_ids for token_id in ids) > meant:
-            ids = [i for piece in text.split(BREAK) for i in self._backend.encode(piece, add_special_tokens=False).ids]
+            ids = [i for piece in text.split(BREAK) for i in self._ids(piece)]
         return ids
 
     def _broken(self, message: Mapping[str, str]) -> dict[str, str]:
@@ -218,11 +266,13 @@ class Tokenizer:
     def _bytes_of(self, token_id: int) -> bytes:
         if token_id in self._added:
             return b"" if self._added[token_id].special else self._added[token_id].content.encode()
-        return self._decoding.bytes_of(self._texts[token_id])
+        return self._decoding(self._texts[token_id])
 
     def _id_of(self, name: str) -> int | None:
+        """The id of a named token; None also where the model has no embedding for it."""
         text = self.special_tokens.get(name)
-        return None if text is None else self._backend.token_to_id(text)
+        token_id = None if text is None else self._backend.token_to_id(text)
+        return None if token_id is None or token_id >= self._num_rows else token_id
 
     def _wrapping(self) -> tuple[list[int], list[int]]:
         """What the tokenizer puts before and behind every text."""
@@ -233,87 +283,9 @@ class Tokenizer:
             raise
         except BaseException as error:
             raise WeightsError(f"tokenizer.json: its post-processor is damaged: {clean_line(str(error))}") from None
+        if max(wrapped, default=0) >= self._num_rows:
+            raise WeightsError("the tokenizer puts a token around every text that the model has no embedding for")
         for start in range(len(wrapped) - len(bare) + 1):
             if wrapped[start : start + len(bare)] == bare:
                 return wrapped[:start], wrapped[start + len(bare) :]
         raise WeightsError("tokenizer.json: its post-processor changes the text's own tokens, which is not supported")
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
-def _token_text(value: Any) -> str | None:
-    """A token in a config is text, or an object that has it as content."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
-
-
-def _named_template(value: Any) -> str | None:
-    """One template, or a list of named ones of which "default" is for chats."""
-    if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
-
-
-class _Decoding:
-    """How the text of a vocabulary entry becomes bytes."""
-
-    def __init__(self, byte_level: bool, space_mark: str | None, byte_fallback: bool, strips_space: bool) -> None:
-        self._byte_level = byte_level
-        self._space_mark = space_mark
-        self._byte_fallback = byte_fallback
-        self.strips_space = strips_space
-
-    @classmethod
-    def of(cls, backend: tokenizers.Tokenizer) -> _Decoding:
-        """Read the backend's decoder.
-
-        Raises:
-            WeightsError: it is of a kind that is not supported.
-        """
-        decoder: Any = backend.decoder
-        state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
-        parts = state["decoders"] if state["type"] == "Sequence" else [state]
-        kinds = [part["type"] for part in parts]
-        if kinds == ["ByteLevel"]:
-            return cls(True, None, False, False)
-        if kinds == ["Metaspace"]:
-            first = parts[0].get("prepend_scheme", "always") != "never"
-            return cls(False, parts[0]["replacement"], False, first)
-        mark, fallback, strips = None, False, False
-        for part in parts:
-            if part["type"] == "Replace" and part.get("content") == " ":
-                mark = part["pattern"].get("String")
-            elif part["type"] == "ByteFallback":
-                fallback = True
-            elif part["type"] == "Strip" and part.get("content") == " ":
-                strips = part.get("start", 0) > 0
-            elif part["type"] != "Fuse":
-                raise WeightsError(f"tokenizer.json: the decoder {part['type']} is not supported")
-        if mark is None:
-            raise WeightsError(f"tokenizer.json: the decoder {'+'.join(kinds)} is not supported")
-        return cls(False, mark, fallback, strips)
-
-    def bytes_of(self, text: str) -> bytes:
-        if self._byte_level:
-            try:
-                return bytes(_UNICODE_TO_BYTE[character] for character in text)
-            except KeyError:
-                return text.encode()
-        if self._byte_fallback and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", text):
-            return bytes([int(text[3:5], 16)])
-        assert self._space_mark is not None
-        return text.replace(self._space_mark, " ").encode()
-
-
-def _unicode_to_byte() -> dict[str, int]:
-    """The inverse of GPT-2's map of bytes to printable characters (Radford et al. 2019)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_UNICODE_TO_BYTE = _unicode_to_byte()

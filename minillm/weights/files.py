@@ -9,18 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from minillm.errors import DownloadError, WeightsError
 from minillm.paths import cache_dir
-from minillm.progress import OnProgress, Progress, ignore_progress
-from minillm.text.safe import clean_line, parse_json
+from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
+from minillm.text.reading import open_regular, read_bytes
+from minillm.text.safe import parse_json
 
 RECORD = "minillm.json"
 
@@ -43,28 +43,6 @@ class FileRecord:
     sha256: str
 
 
-OnMessage = Callable[[str], None]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        WeightsError: there is no such file, or no JSON object in it.
-    """
-    try:
-        value = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WeightsError(
-            f"{path} is missing: a model directory has config.json, safetensors and tokenizer.json"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{path}: {clean_line(str(error))}") from None
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path}: not a JSON object")
-    return value
-
-
 def models_dir() -> Path:
     return cache_dir() / "models"
 
@@ -73,12 +51,11 @@ def find_downloaded(name: str) -> ModelFiles | None:
     """The downloaded model called ``name``, its files present at their recorded sizes; None otherwise."""
     directory = models_dir() / name
     try:
-        record = parse_json((directory / RECORD).read_text(encoding="utf-8"))
-        files = [FileRecord(**entry) for entry in record["files"]]
+        source, files = _read_record(directory)
         complete = all((directory / item.name).stat().st_size == item.size for item in files)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
-    return ModelFiles(name, directory, record["source"]) if complete and files else None
+    return ModelFiles(name, directory, source) if complete and files else None
 
 
 def verify(name: str, on_progress: OnProgress) -> None:
@@ -89,23 +66,38 @@ def verify(name: str, on_progress: OnProgress) -> None:
     """
     directory = models_dir() / name
     try:
-        record = parse_json((directory / RECORD).read_text(encoding="utf-8"))
+        _, files = _read_record(directory)
     except (OSError, ValueError):
         raise WeightsError(f"model {name} is not downloaded; `minillm pull {name}` does that") from None
-    for entry in record["files"]:
-        path = directory / entry["name"]
+    for item in files:
+        path = directory / item.name
         found = sha256_of(path, on_progress) if path.exists() else "no such file"
-        if found != entry["sha256"]:
+        if found != item.sha256:
             raise WeightsError(
-                f"{path}: sha256 is {found}, recorded was {entry['sha256']}; "
+                f"{path}: sha256 is {found}, recorded was {item.sha256}; "
                 f"delete {directory} and run `minillm pull {name}`"
             )
+
+
+def _read_record(directory: Path) -> tuple[str, list[FileRecord]]:
+    """A downloaded model's source and files.
+
+    Raises:
+        OSError, ValueError: there is no record, or a damaged one.
+    """
+    record = parse_json(read_bytes(directory / RECORD))
+    try:
+        return str(record["source"]), [
+            FileRecord(str(entry["name"]), int(entry["size"]), str(entry["sha256"])) for entry in record["files"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(str(error)) from None
 
 
 def sha256_of(path: Path, on_progress: OnProgress = ignore_progress) -> str:
     """The file's sha256 in hexadecimal."""
     digest, done, total = hashlib.sha256(), 0, path.stat().st_size
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         while chunk := stream.read(1 << 22):
             digest.update(chunk)
             done += len(chunk)

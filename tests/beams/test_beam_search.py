@@ -117,7 +117,7 @@ def test_beams_survive_preemption(models: tuple[Any, Any], preemption: str, bloc
         admission="optimistic",
     )
     outputs = run(engine, requests)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.preemption.count > 0
     assert (engine.scheduler.swap.num_swapped_in > 0) == (preemption == "swap")
     for (prompt, _), output in zip(requests, outputs, strict=True):
         assert_same(output, *expected(theirs, prompt, params, []))
@@ -138,7 +138,7 @@ def test_beams_share_the_prompt_and_copy_on_write(models: tuple[Any, Any]) -> No
     engine.add_request("0", list(range(3, 25)), BeamSearchParams(beam_width=4, max_tokens=10, ignore_eos=True))
     engine.step()
     engine.step()
-    beams = engine.groups["0"].sequences
+    beams = engine.requests.groups["0"].sequences
     assert len({tuple(beam.table.blocks[:5]) for beam in beams if beam.table}) == 1, "five full blocks are shared"
     assert engine.cache.num_copies == 3, "the partly filled block was copied for three beams, the last wrote in place"
     engine.abort("0")

@@ -135,7 +135,7 @@ def test_a_beam_search_streams_its_best_beam(llm: LLM) -> None:
     deltas = list(llm.stream("hello", params))
     final = llm.beam_search("hello", params)[0].outputs[0]
     assert all(delta.replaces for delta in deltas)
-    assert deltas[-1].finish_reason == "stop"
+    assert deltas[-1].finish_reason == final.finish_reason == "length"
     assert deltas[-1].token_ids == final.token_ids
     assert deltas[-1].text == final.text
 

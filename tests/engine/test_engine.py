@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import engine_for, hf_model, ours
 
+from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.errors import CapacityError, UsageError
 from minillm.model.llama import Llama
@@ -125,7 +126,7 @@ def test_abort_at_any_step_returns_every_block(model: Llama, step: int) -> None:
     engine.abort("never heard of")
     engine.step()
     engine.cache.check()
-    assert not {"0", "2", "4", "6"} & set(engine.groups)
+    assert not {"0", "2", "4", "6"} & set(engine.requests.groups)
     while engine.has_work:
         engine.step()
     assert engine.cache.num_free == 40
@@ -231,7 +232,7 @@ def test_a_held_sequence_gives_its_blocks_to_the_next_turn(model: Llama) -> None
         engine.step()
     _, output = engine.take_finished()
     assert output.num_cached_tokens == second.num_cached_tokens == len(held.token_ids) - 1
-    engine.release(held)
+    Driver(engine).release(held)
     assert engine.cache.num_free == 64
     [afresh] = run(engine_for(model), [(longer, GREEDY)])
     assert tokens([output]) == tokens([afresh])

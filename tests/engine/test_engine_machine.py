@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import DEVICE, engine_for, hf_model, ours
 
+from minillm.engine.driver import Driver
 from minillm.errors import CapacityError
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
@@ -80,7 +81,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert [c.token_ids for c in output.outputs] == answer(prompt, kind), (prompt, kind)
             group = self.groups.pop(output.request_id, None)
             if group is not None:
-                self.idle += [each for each in group.sequences if each.seq_id in self.engine.scheduler.idle]
+                self.idle += [each for each in group.sequences if each.seq_id in self.engine.scheduler.idle.idle]
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -93,19 +94,19 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         sequence = self.idle.pop(data.draw(st.integers(0, len(self.idle) - 1)))
-        if sequence.seq_id not in self.engine.scheduler.idle:  # pressure took it
-            self.engine.release(sequence)
+        if sequence.seq_id not in self.engine.scheduler.idle.idle:  # pressure took it
+            Driver(self.engine).release(sequence)
             return
         try:
-            self.engine.pin(sequence)
+            Driver(self.engine).pin(sequence)
             self.pinned.append(sequence)
         except CapacityError:
-            self.engine.release(sequence)
+            Driver(self.engine).release(sequence)
 
     @precondition(lambda self: self.pinned)
     @rule()
     def unpin(self) -> None:
-        self.engine.unpin(self.pinned.pop())
+        Driver(self.engine).unpin(self.pinned.pop())
 
     @rule()
     def forget_prefixes(self) -> None:
@@ -130,9 +131,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.has_work, "a request never ends"
         assert not self.requests
         for sequence in self.idle:
-            self.engine.release(sequence)
+            Driver(self.engine).release(sequence)
         while self.pinned:
-            self.engine.unpin(self.pinned.pop())
+            Driver(self.engine).unpin(self.pinned.pop())
         self.books_balance()
         assert self.engine.cache.num_free == self.engine.cache.num_blocks, "blocks leaked"
         assert self.engine.scheduler.swap.num_free == self.engine.scheduler.swap.num_blocks, "host blocks leaked"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support import engine_for, hf_model, ours
 
+from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
@@ -47,7 +48,7 @@ def everything_is_back(engine: Engine) -> None:
     check(engine)
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
     assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
-    assert not engine.groups
+    assert not engine.requests.groups
     assert not engine.scheduler.running
 
 
@@ -71,10 +72,10 @@ def test_aborts_at_every_step_give_every_block_back(model: Llama, on_device: boo
                     engine.abort(str(number))
         engine.carry_out_aborts()
         assert len(engine.take_finished()) == 10
-        for sequence in list(engine.scheduler.idle.values()):
-            engine.release(sequence)
+        for sequence in list(engine.scheduler.idle.idle.values()):
+            Driver(engine).release(sequence)
         everything_is_back(engine)
-        preemptions += engine.scheduler.num_preemptions
+        preemptions += engine.scheduler.preemption.count
     assert preemptions > 0
 
 

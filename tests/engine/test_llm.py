@@ -28,8 +28,8 @@ def balanced(llm: LLM) -> Any:
     llm.engine.cache.check()
     stats = llm.cache_stats()
     assert stats.free_blocks == stats.num_blocks, "blocks leaked"
-    assert not llm.engine.groups
-    assert not llm.engine.finished
+    assert not llm.engine.requests.groups
+    assert not llm.engine.requests.finished
 
 
 def test_one_prompt_or_many_text_or_ids(llm: LLM) -> None:
@@ -59,7 +59,7 @@ def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
 
 
 def test_a_prompt_that_is_none_fails_alone(llm: LLM) -> None:
-    prompts: Any = ["a", None, {"prompt": "b"}, [10**9], "c"]
+    prompts: Any = ["a", None, {"text": "b"}, [10**9], "c"]
     outputs = dict(llm.as_completed(prompts, GREEDY))
     assert [outputs[i].error is None for i in range(5)] == [True, False, False, False, True]
     with pytest.raises(UsageError, match="prompt 1: a prompt is text or a list of token ids, not NoneType"):
@@ -93,7 +93,7 @@ def test_stop_strings_end_a_completion_and_are_not_part_of_it(llm: LLM) -> None:
 
 
 def test_end_of_sequence_ends_unless_ignored_or_too_early(llm: LLM) -> None:
-    [eos] = llm.engine.eos_token_ids - {llm.tokenizer.eos_token_id}
+    [eos] = llm.engine.requests.eos_token_ids - {llm.tokenizer.eos_token_id}
     push = {eos: 100.0}
     [ended] = llm.generate("hello", SamplingParams(max_tokens=9, logit_bias=push))
     assert ended.outputs[0].token_ids == [eos]
@@ -191,7 +191,7 @@ def test_leaving_an_iterator_aborts_what_it_started(llm: LLM) -> None:
         break
     stream = llm.stream("hello", SamplingParams(max_tokens=100))
     next(stream)
-    assert llm.engine.groups
+    assert llm.engine.requests.groups
     stream.close()
 
 

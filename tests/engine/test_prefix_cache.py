@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import engine_for, hf_model, ours, run
 
+from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.errors import CapacityError
 from minillm.model.llama import Llama
@@ -105,18 +106,18 @@ def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
         return group.sequences[0]
 
     pinned = held(system)
-    engine.pin(pinned)
+    Driver(engine).pin(pinned)
     for number in range(12):
         finish(engine, "x", [30 + number] * 40)
     assert finish(engine, "y", [*system, 50, 51]).num_cached_tokens == 16
     assert engine.cache_stats().used_blocks == 5
     large = held([60] * 60)
     with pytest.raises(CapacityError, match="pinned"):
-        engine.pin(large)
-    engine.release(large)
+        Driver(engine).pin(large)
+    Driver(engine).release(large)
     with pytest.raises(CapacityError, match="5 of them pinned"):
         engine.add_request("z", [4] * 60, SamplingParams(max_tokens=20))
-    engine.unpin(pinned)
+    Driver(engine).unpin(pinned)
     assert engine.cache.num_free == 24
     engine.cache.check()
 
@@ -209,7 +210,7 @@ def test_the_same_request_gives_the_same_tokens_whatever_else_happens(model: Lla
         )
         assert tokens_of(engine, kind, others) == expected, (caching, block_size, chunk, others, pressure)
         if pressure != "none":
-            preempted[pressure] += engine.scheduler.num_preemptions
+            preempted[pressure] += engine.scheduler.preemption.count
             assert pressure == "swap" or not engine.scheduler.swap.num_swapped_out
     assert min(preempted.values()) > 0, "nothing was preempted"
 
@@ -221,7 +222,7 @@ def test_a_pin_leaves_room_for_requests_that_wait(model: Llama) -> None:
         engine.step()
     engine.add_request("large", [6] * 10, SamplingParams(temperature=0, max_tokens=16))
     with pytest.raises(CapacityError, match="under way may need 7 of 8"):
-        engine.pin(held)
+        Driver(engine).pin(held)
     while engine.has_work:
         engine.step()
     assert all(output.error is None for output in engine.take_finished())

@@ -98,13 +98,13 @@ def drive(engine: Engine, rng: random.Random, requests: list[tuple[list[int], An
             device_bytes, taken_bytes = device_memory()
     scheduler = engine.scheduler
     print(f"{number} requests, {compared} compared, {wrong} differ, {steps} steps, {time.monotonic() - began:.0f} s")
-    print(f"{scheduler.num_preemptions} preemptions, {scheduler.swap.num_swapped_out} blocks swapped out")
+    print(f"{scheduler.preemption.count} preemptions, {scheduler.swap.num_swapped_out} blocks swapped out")
     # Greedy choices between logits that differ in the last bit only may fall otherwise in another batch.
     assert wrong <= compared // 10_000
     engine.cache.check()
     assert engine.cache.num_free == engine.cache.num_blocks
     assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks
-    assert engine.scheduler.num_preemptions > number // 200
+    assert engine.scheduler.preemption.count > number // 200
     if DEVICE.type == "cuda":
         gc.collect()
         at_the_end = device_memory()

@@ -94,8 +94,9 @@ def test_old_and_new_rope_keys_mean_the_same(name: str) -> None:
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "longrope"),
-        ({"rope_parameters": {"rope_type": "default"}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "mrope"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "short_factor"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_theta"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": "x", "factor": 2.0}}, "rope_theta"),

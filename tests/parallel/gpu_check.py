@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm import LLM, BeamSearchParams, SamplingParams
+from minillm.load import Followers
 from minillm.parallel.channel import RankDied
 from minillm.params import Params
 
@@ -132,12 +133,12 @@ def check_tokens(sizes: list[int]) -> None:
 
 def check_death(size: int) -> None:
     llm = LLM("llama-1b", load_format="dummy", device="cuda", tensor_parallel_size=size)
-    leader = llm.engine.runner.leader
-    assert leader is not None
+    [followers] = llm.engine.runner.observers
+    assert isinstance(followers, Followers)
     stream = llm.stream([5, 6, 7], SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True))
     for _ in range(20):
         next(stream)
-    os.kill(leader._lines.processes[size - 1].pid, signal.SIGKILL)
+    os.kill(followers.leader._lines.processes[size - 1].pid, signal.SIGKILL)
     began = time.monotonic()
     try:
         for _ in stream:

@@ -63,10 +63,10 @@ def test_the_same_beams_and_scores(llm: LLM, theirs: Any, number: int) -> None:
     ids = llm.tokenizer.apply_chat_template(messages) if messages else llm.tokenizer.encode(prompt["prompt"])
     beams = llm.beam_search(ids, params)[0].outputs
     tokens = [beam.token_ids for beam in beams]
-    sequences, scores = generated(theirs, ids, params, sorted(llm.engine.eos_token_ids))
+    sequences, scores = generated(theirs, ids, params, sorted(llm.engine.requests.eos_token_ids))
     if tokens != sequences:
         assert number in NEAR_TIES
-        sequences, scores = generated(theirs.double(), ids, params, sorted(llm.engine.eos_token_ids))
+        sequences, scores = generated(theirs.double(), ids, params, sorted(llm.engine.requests.eos_token_ids))
         theirs.float()
     assert tokens == sequences
     difference = max(abs((beam.score or 0) - score) for beam, score in zip(beams, scores, strict=True))

@@ -71,7 +71,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     print(f"{prompt['name']}: {len(ids)} tokens, largest difference of a logit {difference:.2e}")
     assert difference <= 1e-3
     assert chosen == expected[len(ids) - 1 : -1].argmax(-1).tolist()
-    ends = [place for place, token in enumerate(chosen) if token in llm.engine.eos_token_ids]
+    ends = [place for place, token in enumerate(chosen) if token in llm.engine.requests.eos_token_ids]
     assert ends == [len(chosen) - 1] or (not ends and len(chosen) == NEW_TOKENS)
 
 
@@ -116,7 +116,11 @@ def test_alone_together_and_preempted_give_the_same_tokens(
     prompts = sorted((prompt_ids(llm, prompt) for prompt in named(names)), key=len, reverse=True)
     expected = [alone(tuple(ids)) for ids in prompts]
     model = llm.engine.runner.model
-    options: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 512, "eos": llm.engine.eos_token_ids}
+    options: dict[str, Any] = {
+        "block_size": 16,
+        "max_num_batched_tokens": 512,
+        "eos": llm.engine.requests.eos_token_ids,
+    }
     together, _ = run(engine_for(model, num_blocks=1024, **options), prompts)
     assert together == expected
     longest = max(map(len, prompts)) + NEW_TOKENS

@@ -11,6 +11,7 @@ from support import engine_for, hf_model, ours, run
 from torch import Tensor
 
 from minillm import kernels
+from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Schedule
 from minillm.kernels import WorkList
@@ -191,7 +192,7 @@ def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
     [alone] = run(engine_for(model, on_device=False), [(longer, SamplingParams(temperature=0, max_tokens=5))])
     assert output.outputs[0].token_ids == alone.outputs[0].token_ids
     assert output.num_cached_tokens == len(held.token_ids) - 1
-    engine.release(held)
+    Driver(engine).release(held)
     assert engine.cache.num_free == engine.cache.num_blocks
 
 
@@ -211,7 +212,7 @@ def test_blocks_are_saved_in_a_step_that_computes_nothing(model: Llama) -> None:
 
             def count(schedule: Schedule, move: Any = move) -> None:
                 nonlocal moved
-                moved += len(schedule.swap_out)
+                moved += len(schedule.moves.out)
                 move(schedule)
 
             engine.runner.move = count  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ import tokenizers
 from test_tokenizer import TEXTS, byte_level, random_texts, sentencepiece
 
 from minillm.errors import WeightsError
-from minillm.text.gguf_tokenizer import _LLAMA3
+from minillm.text.pre_tokenizers import LLAMA3
 from minillm.text.tokenizer import Tokenizer
 
 
@@ -37,7 +37,7 @@ def metadata_of(directory: Path, pre: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("pre", "split"), [("smollm", None), ("llama-bpe", _LLAMA3)])
+@pytest.mark.parametrize(("pre", "split"), [("smollm", None), ("llama-bpe", LLAMA3)])
 def test_byte_level_bpe_is_rebuilt(tmp_path: Path, pre: str, split: str | None) -> None:
     directory = byte_level(tmp_path, split=split)
     original, rebuilt = Tokenizer.from_directory(directory), Tokenizer.from_gguf(metadata_of(directory, pre))
@@ -157,7 +157,8 @@ def broken(**changes: Any) -> dict[str, Any]:
         {"model": "bert"},
         {"model": None},
         {"pre": "no-such"},
-        {"pre": None},
+        {"pre": 0},
+        {"pre": ["smollm"]},
         {"tokens": ["a", "a", "ab"]},
         {"tokens": []},
         {"tokens": [1, 2, 3]},

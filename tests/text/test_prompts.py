@@ -42,4 +42,4 @@ def test_what_is_no_prompt_is_named(given: Any) -> None:
 
 
 def test_what_is_no_integer_is_left_for_the_engine_to_name() -> None:
-    assert plain_ids([True, "x", None]) == [True, "x", None]  # type: ignore[list-item]
+    assert plain_ids([True, "x", None]) == [True, "x", None]

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from minillm.errors import UsageError, WeightsError
-from minillm.text.gguf_tokenizer import _LLAMA3
+from minillm.text.pre_tokenizers import LLAMA3
 from minillm.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -112,7 +112,7 @@ def saved(
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "sentencepiece":
         return sentencepiece(tmp_path)
-    return byte_level(tmp_path, split=_LLAMA3 if request.param == "llama3" else None)
+    return byte_level(tmp_path, split=LLAMA3 if request.param == "llama3" else None)
 
 
 def test_ids_are_hugging_faces_for_ordinary_text(directory: Path) -> None:
@@ -298,3 +298,88 @@ def test_unusable_files_are_said(tmp_path: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     with pytest.raises(UsageError, match="no chat template"):
         Tokenizer(backend, {}, None).apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_text_that_is_trusted_may_spell_control_tokens(directory: Path) -> None:
+    ours = Tokenizer.from_directory(directory)
+    theirs = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    spelled = [theirs.id_to_token(i) or "" for i in sorted(ours.control_ids)]
+    assert spelled
+    rng = random.Random(3)
+    for text in [*TEXTS, *CONTROL_TEXTS, *random_texts(300)]:
+        text = rng.choice(spelled) + text + rng.choice(spelled)
+        parsed = ours.encode(text, parse_special=True)
+        assert parsed == theirs.encode(text).ids
+        assert len(ours.control_ids.intersection(parsed)) >= 1
+        assert ours.encode(text, add_special_tokens=False, parse_special=True) == parsed[1:]
+        assert not ours.control_ids.intersection(ours.encode(text, add_special_tokens=False))
+
+
+def with_pad(directory: Path, *tokens: AddedToken) -> tuple[Path, int]:
+    """A tokenizer to which tokens were added, and the rows that the model had before."""
+    path = directory / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    rows = backend.get_vocab_size(with_added_tokens=True)
+    backend.add_tokens(list(tokens))
+    backend.save(str(path))
+    return directory, rows
+
+
+def test_tokens_that_were_added_without_rows_cannot_be_had(tmp_path: Path) -> None:
+    pad, word = AddedToken("<pad>", special=True), AddedToken("zugzwang", special=False)
+    directory, rows = with_pad(byte_level(tmp_path, template="{{ messages[0]['content'] }}"), pad, word)
+    ours = Tokenizer.load(directory, rows)
+    assert ours is not None
+    assert ours.vocab_size == rows + 2
+    for text in [*TEXTS, "<pad>", "a <pad> b"]:
+        assert max(ours.encode(text)) < rows
+    for refused, options in (("a zugzwang", {}), ("<pad>", {"parse_special": True})):
+        with pytest.raises(UsageError, match="no embedding for the token") as caught:
+            ours.encode(refused, **options)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UsageError, match="zugzwang"):
+        ours.apply_chat_template([{"role": "user", "content": "a zugzwang"}])
+
+
+def test_an_end_token_without_a_row_is_none(tmp_path: Path) -> None:
+    directory, rows = with_pad(byte_level(tmp_path), AddedToken("<end>", special=True))
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<end>"}))
+    assert Tokenizer.from_directory(directory).eos_token_id == rows
+    assert Tokenizer.from_directory(directory, rows).eos_token_id is None
+
+
+def test_the_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    directory, rows = with_pad(byte_level(tmp_path))
+    with pytest.raises(WeightsError, match="belong to different models"):
+        Tokenizer.from_directory(directory, rows - 5)  # entries of its own vocabulary, and not added ones
+    many = [AddedToken(f"<{i}>", special=True) for i in range(2000)]
+    with_pad(directory, *many)
+    with pytest.raises(WeightsError, match="belong to different models"):
+        Tokenizer.from_directory(directory, rows)
+
+
+def test_a_model_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    assert Tokenizer.load(tmp_path, 100) is None
+    assert Tokenizer.load({}, 100) is None
+    assert Tokenizer.load({"tokenizer.ggml.model": "no_vocab"}, 100) is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(WeightsError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path, 100)
+
+
+def test_a_control_token_without_end_is_refused() -> None:
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<" + "x" * 100_000 + ">", special=True)])
+    with pytest.raises(WeightsError, match="100002 characters"):
+        Tokenizer(backend, {}, None)
+
+
+def test_byte_tokens_that_are_no_character_become_stand_ins_alone(tmp_path: Path) -> None:
+    """Where it differs from transformers on purpose: see the module's docstring."""
+    ours = Tokenizer.from_directory(sentencepiece(tmp_path))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ids = [_token_of(ours, byte) for byte in (0xC3, 0xA9, 0xFF)]
+    assert ours.decode(ids) == "é\ufffd"
+    assert theirs.decode(ids) == "\ufffd\ufffd\ufffd"

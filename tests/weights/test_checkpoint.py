@@ -18,7 +18,7 @@ from support import hf_model, logits_in_chunks
 
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
-from minillm.load import build_engine
+from minillm.load import load_engine
 from minillm.model.config import ModelConfig
 from minillm.model.loader import load_llama
 from minillm.weights.checkpoint import open_checkpoint
@@ -186,8 +186,8 @@ def write_gguf(path: Path, model: Any, kind: gguf.GGMLQuantizationType, **metada
     writer.add_token_types([1] * len(tokens))
     writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
     for key, value in metadata.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(key, value)
+        adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+        adders[type(value)](key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     exact = {}
     for name, tensor in model.state_dict().items():
@@ -195,7 +195,7 @@ def write_gguf(path: Path, model: Any, kind: gguf.GGMLQuantizationType, **metada
             continue
         values = tensor.float().numpy()
         stored = values
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             stored = permuted(values, heads)
         this_kind = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
@@ -204,7 +204,7 @@ def write_gguf(path: Path, model: Any, kind: gguf.GGMLQuantizationType, **metada
         back = gguf.quants.dequantize(data, this_kind)
         if stored is not values:
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-            back = back.reshape(heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+            back = back.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         exact[name] = back
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -277,7 +277,7 @@ def test_k_quants_are_read(tmp_path: Path, kind: str) -> None:
 def test_a_gguf_model_computes_what_transformers_computes(tmp_path: Path, tied: bool) -> None:
     model = gguf_model(tie_word_embeddings=tied)
     write_gguf(tmp_path / "m.gguf", model, gguf.GGMLQuantizationType.F32)
-    engine = build_engine(str(tmp_path / "m.gguf"), EngineConfig(device="cpu", num_blocks=16))
+    engine = load_engine(str(tmp_path / "m.gguf"), EngineConfig(device="cpu", num_blocks=16))
     tokens = [3, 14, 15, 92, 65, 35]
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0]

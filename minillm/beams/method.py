@@ -1,0 +1,311 @@
+"""Beam search as a method of decoding: it forks and frees the tables of the sequences that are its beams.
+
+The sequences of a group are the running beams. They advance together, because each step chooses among all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from minillm.beams.candidates import BeamStep, beam_candidates, token_logprobs
+from minillm.beams.search import BeamSearch, Candidate
+from minillm.engine.requests import Requests
+from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
+from minillm.params import BeamSearchParams
+from minillm.sequence import Chunk, Sequence, SequenceGroup, Stage
+from minillm.text.stop import OutputText
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class Hypothesis:
+    """A beam that has ended, or as it stands."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    text: OutputText | None  # where the request has stop strings; otherwise text is made when it is asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass
+class BeamState:
+    """The searches of one request, one for each group of its beams, and their running beams, the best first."""
+
+    searches: list[BeamSearch[Hypothesis]]
+    beams: list[list[Sequence]] = field(default_factory=list)  # empty before the first step
+
+    @property
+    def done(self) -> bool:
+        return all(search.done for search in self.searches)
+
+
+class Beams:
+    """The beam searches of all requests; see `minillm.sequence.Method`."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def begin(self, group: SequenceGroup) -> None:
+        params, tokenizer = group.params, self._requests.tokenizer
+        assert isinstance(params, BeamSearchParams)
+        width = params.beam_width // params.num_beam_groups
+        group.state = BeamState(
+            [
+                BeamSearch(width, params.length_penalty, params.early_stopping, group.max_tokens)
+                for _ in range(params.num_beam_groups)
+            ]
+        )
+        if params.stop and tokenizer is not None:
+            detokenizer = tokenizer.detokenizer(group.sequences[0].token_ids)
+            group.sequences[0].text = OutputText(detokenizer, tuple(params.stop), params.min_tokens)
+
+    def due(self, group: SequenceGroup) -> list[Chunk]:
+        if group.stage is Stage.PROMPT:
+            leader = group.computing[0]
+            return [Chunk(group, leader, leader.num_prompt_tokens - leader.num_computed, False)]
+        # Beams decode in step: the last token of each waits until all have come as far.
+        behind = [(beam, left) for beam in group.sequences if (left := len(beam.token_ids) - 1 - beam.num_computed)]
+        if behind:
+            return [Chunk(group, beam, left, False) for beam, left in behind]
+        return [beam.decode or Chunk.last_token(group, beam) for beam in group.sequences]
+
+    def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
+        if group.state.beams:  # otherwise the first step of the search makes the other beams
+            self._requests.fork_prompt(group, leader)
+
+    def launch(self, logits: Tensor, chunks: list[Chunk]) -> Searches:
+        rows: dict[int, dict[int, int]] = {}
+        groups = {id(chunk.group): chunk.group for chunk in chunks}
+        for chunk in chunks:
+            rows.setdefault(id(chunk.group), {})[chunk.sequence.seq_id] = chunk.row
+        return Searches(self, logits, [(group, rows[key]) for key, group in groups.items()])
+
+    def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
+        assert isinstance(group.params, BeamSearchParams)
+        return [
+            self._output(group, index, *entry)
+            for index, entry in enumerate(_best_first(group)[: group.params.n or group.params.beam_width])
+        ]
+
+    def _output(
+        self, group: SequenceGroup, index: int, score: float, logprob: float, beam: Hypothesis
+    ) -> CompletionOutput:
+        return CompletionOutput(
+            index=index,
+            text=self._text(group, beam),
+            token_ids=beam.token_ids,
+            cumulative_logprob=logprob,
+            logprobs=None if group.params.logprobs is None else beam.logprobs,
+            finish_reason=beam.finish_reason,
+            stop_reason=beam.stop_reason,
+            score=score,
+        )
+
+    def _text(self, group: SequenceGroup, beam: Hypothesis) -> str:
+        tokenizer = self._requests.tokenizer
+        if beam.text is not None or tokenizer is None:
+            return "" if beam.text is None else beam.text.text
+        ended = beam.finish_reason == "stop" and beam.token_ids[-1:] and beam.token_ids[-1] in group.end_ids
+        text = OutputText(tokenizer.detokenizer(group.sequences[0].token_ids[: group.num_prompt_tokens]))
+        for token_id in beam.token_ids[:-1] if ended else beam.token_ids:
+            text.push(token_id)
+        text.finish()
+        return text.text
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def note_nan(self, group: SequenceGroup) -> None:
+        self._requests.note_nan(group)
+
+    def advance(
+        self,
+        step: BeamStep,
+        candidates: list[list[Candidate]],
+        logprobs: dict[tuple[int, int], TokenLogprobs],
+    ) -> list[Delta]:
+        """Choose the beams that live on, and fork, append and free accordingly. No K or V moves.
+
+        Args:
+            candidates: the best continuations for each of the step's searches, the best first.
+            logprobs: of the continuations, by row of logits and token, where the request wants them.
+        """
+        group, state = step.group, step.group.state
+        if group.metrics.first_token_time is None:
+            group.metrics.first_token_time = time.monotonic()
+        choices = [_Choice(group, rows, beams, logprobs) for rows, beams in zip(step.rows, step.beams, strict=True)]
+        survivors = [
+            [] if search.done else search.advance(each, choice.ends, choice.hypothesis)
+            for search, each, choice in zip(state.searches, candidates, choices, strict=True)
+        ]
+        if state.done:
+            for sequence in group.sequences:
+                self._requests.end_sequence(group, sequence, "stop")
+        else:
+            self._replace_beams(group, choices, survivors)
+        if not group.streamed:
+            return []
+        best = self._output(group, 0, *max(_best_first(group), key=lambda entry: entry[0]))
+        return [
+            Delta(group.request_id, 0, best.text, best.token_ids, best.finish_reason, best.stop_reason, replaces=True)
+        ]
+
+    def _replace_beams(self, group: SequenceGroup, choices: list[_Choice], survivors: list[list[Candidate]]) -> None:
+        taken: set[int] = set()
+        beams: list[list[Sequence]] = []
+        grown: list[tuple[Sequence, _Choice, Candidate]] = []
+        for choice, chosen in zip(choices, survivors, strict=True):
+            beams.append([])
+            for candidate in chosen:
+                parent = choice.beams[candidate.beam]
+                sequence = self._fork(parent) if parent.seq_id in taken else parent
+                taken.add(parent.seq_id)
+                beams[-1].append(sequence)
+                grown.append((sequence, choice, candidate))
+        for sequence in group.sequences:
+            if sequence.seq_id not in taken:
+                self._requests.scheduler.free(sequence)
+        # Only now: a parent's history must be copied before it grows.
+        for index, (sequence, choice, candidate) in enumerate(grown):
+            sequence.index = index
+            if choice.has_text:
+                sequence.text = choice.text(candidate)
+            sequence.token_ids.append(candidate.token_id)
+            if choice.logprobs and (token := choice.token(candidate)) is not None:
+                sequence.logprobs.append(token)
+        group.state.beams, group.stage = beams, Stage.SPLIT
+        group.sequences = [sequence for sequence, _, _ in grown]
+
+    def _fork(self, parent: Sequence) -> Sequence:
+        child = self._requests.fork(parent, len(parent.token_ids))
+        child.logprobs = parent.logprobs.copy()
+        return child
+
+
+class _Choice:
+    """One search at one step: the rows of logits and the sequences of its beams, and properties of its candidates."""
+
+    def __init__(
+        self,
+        group: SequenceGroup,
+        rows: list[int],
+        beams: list[Sequence],
+        logprobs: dict[tuple[int, int], TokenLogprobs],
+    ) -> None:
+        self.group, self.rows, self.beams, self.logprobs = group, rows, beams, logprobs
+        self.end_ids = group.end_ids
+        self.has_text = beams[0].text is not None
+        self.texts: dict[tuple[int, int], OutputText] = {}  # by beam and token
+
+    def text(self, candidate: Candidate) -> OutputText | None:
+        """The text of a continuation, where the request has stop strings."""
+        before = self.beams[candidate.beam].text
+        if before is None:
+            return None
+        key = candidate.beam, candidate.token_id
+        if key not in self.texts:
+            self.texts[key] = before.copy()
+            if candidate.token_id not in self.group.end_ids:
+                self.texts[key].push(candidate.token_id)
+        return self.texts[key]
+
+    def token(self, candidate: Candidate) -> TokenLogprobs | None:
+        return self.logprobs.get((self.rows[candidate.beam], candidate.token_id))
+
+    def ends(self, candidate: Candidate) -> bool:
+        """Whether an end token or a stop string completes a continuation."""
+        if candidate.token_id in self.end_ids:
+            return True
+        text = self.text(candidate) if self.has_text else None
+        return text is not None and text.matched is not None
+
+    def hypothesis(self, candidate: Candidate) -> Hypothesis:
+        """A continuation that has ended, at its last token or because it is as long as it may be."""
+        beam, text, token = self.beams[candidate.beam], self.text(candidate), self.token(candidate)
+        stop_reason: str | int | None = None
+        if text is not None:
+            text.finish()
+            stop_reason = text.matched
+        if candidate.token_id in tuple(self.group.params.stop_token_ids):
+            stop_reason = candidate.token_id
+        return Hypothesis(
+            [*beam.output_token_ids, candidate.token_id],
+            [*beam.logprobs, *([] if token is None else [token])],
+            text,
+            "stop" if self.ends(candidate) else "length",
+            stop_reason,
+        )
+
+
+@dataclass(slots=True)
+class Searches:
+    """The beam searches that one step advances; see `minillm.sequence.Flight`."""
+
+    beams: Beams
+    logits: Tensor
+    searching: list[tuple[SequenceGroup, dict[int, int]]]  # with the row of logits of each of the group's sequences
+    found: list[tuple[BeamStep, list[list[Candidate]]]] = field(default_factory=list)
+    may_run_ahead: bool = False
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        return [group for group, _ in self.searching]
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(not group.finished for group in self.groups)
+
+    def wait(self) -> None:
+        steps = [beam_step(group, row_of) for group, row_of in self.searching if not group.finished]
+        self.found = list(zip(steps, beam_candidates(self.logits, steps), strict=True)) if steps else []
+
+    def conclude(self) -> list[Delta]:
+        deltas = []
+        for step, candidates in self.found:
+            if any(math.isnan(candidate.logprob) for each in candidates for candidate in each):
+                self.beams.note_nan(step.group)
+            else:
+                deltas += self.beams.advance(step, candidates, self._logprobs(step, candidates))
+        return deltas
+
+    def discard(self) -> None:
+        self.searching = []
+
+    def _logprobs(self, step: BeamStep, candidates: list[list[Candidate]]) -> dict[tuple[int, int], TokenLogprobs]:
+        """The model's own log-probabilities of all continuations, where the request wants them."""
+        count = step.group.params.logprobs
+        if count is None:
+            return {}
+        pairs = [
+            (rows[candidate.beam], candidate.token_id)
+            for rows, each in zip(step.rows, candidates, strict=True)
+            for candidate in each
+        ]
+        wanted = list(dict.fromkeys(pairs))
+        return dict(zip(wanted, token_logprobs(self.logits, wanted, count), strict=True))
+
+
+def beam_step(group: SequenceGroup, row_of: dict[int, int]) -> BeamStep:
+    """One request's beams at this step. In its first step all searches have one beam, the prompt."""
+    beams = group.state.beams or [[group.sequences[0]]] * len(group.state.searches)
+    return BeamStep(group, [[row_of[sequence.seq_id] for sequence in each] for each in beams], beams)
+
+
+def _best_first(group: SequenceGroup) -> list[tuple[float, float, Hypothesis]]:
+    """(score, log-probability, beam) of all that have ended, then of those that run if the search is not over."""
+    state: BeamState = group.state
+    found = [(each.score, each.logprob, each.beam) for search in state.searches for each in search.finished]
+    found.sort(key=lambda entry: -entry[0])
+    if state.done and found:
+        return found
+    for search, beams in zip(state.searches, state.beams, strict=False):
+        for logprob, sequence in zip(search.logprobs, beams, strict=False):
+            score = logprob / max(1, sequence.num_output_tokens) ** search.length_penalty
+            beam = Hypothesis(sequence.output_token_ids, sequence.logprobs, sequence.text, sequence.finish_reason)
+            found.append((score, logprob, beam))
+    return found

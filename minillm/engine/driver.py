@@ -1,0 +1,237 @@
+"""The driver: runs one engine for several callers, in any number of threads.
+
+There is one loop, `Driver.run`: hand requests in, step, take out the results that are one's own. Everything that waits
+for answers is a view of it. One thread computes at a time, and each takes the results of its own requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+from minillm.engine.admission import blocks_at_most
+from minillm.engine.engine import Engine
+from minillm.errors import MinillmError, UsageError
+from minillm.interrupt import deferred_interrupt
+from minillm.outputs import Delta, RequestOutput
+from minillm.params import Params
+from minillm.sequence import Sequence, SequenceGroup
+from minillm.text.prompts import Prompt, plain_ids
+from minillm.text.tokenizer import Tokenizer
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as token ids, and how to go on from it.
+
+    Attributes:
+        prompt: the text that the ids were made of, for the output.
+        parent, hold, salt: see `minillm.engine.engine.Engine.add_request`.
+        streamed: `Driver.run` gives its deltas as well.
+        request_id: by default the driver makes one.
+    """
+
+    token_ids: list[int]
+    params: Params
+    prompt: str | None = None
+    parent: Sequence | None = None
+    hold: bool = False
+    salt: str | None = None
+    streamed: bool = False
+    request_id: str = ""
+
+
+def raise_error(key: object, error: MinillmError) -> NoReturn:
+    """Refuse a request by raising its error: nothing else runs then."""
+    raise error
+
+
+class Driver:
+    """An engine behind a lock."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._lock = threading.RLock()
+        self._numbers = itertools.count()
+        self._deltas: dict[str, deque[Delta]] = {}  # of streamed requests, until their callers take them
+
+    @contextmanager
+    def locked(self) -> Iterator[Engine]:
+        """The engine, between two steps."""
+        with self._lock:
+            yield self.engine
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            UsageError: the model has none.
+        """
+        if self.engine.tokenizer is None:
+            raise UsageError(
+                "this model has no tokenizer (no tokenizer.json, or random weights); give token ids instead of text"
+            )
+        return self.engine.tokenizer
+
+    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        """A prompt's ids; only text needs a tokenizer, and has special tokens added.
+
+        Args:
+            parse_special: control tokens that the text spells are control tokens; otherwise they are ordinary text.
+
+        Raises:
+            UsageError: it is no prompt, or text for a model without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
+        return plain_ids(prompt)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        take: Callable[[int], Iterable[tuple[Key, Callable[[], Request]]]],
+        *,
+        refuse: Callable[[Key, MinillmError], RequestOutput] = raise_error,
+        added: Callable[[Key, SequenceGroup], object] = lambda key, group: None,
+    ) -> Generator[tuple[Key, Delta | RequestOutput], None, None]:
+        """Run requests; yields (key, delta) of streamed ones and (key, output) of all, as they come.
+
+        Leaving the iterator early, or ctrl-c, aborts everything that is still running.
+
+        Args:
+            take: given the number of sequences there is room for, returns requests, each as a key and a function that
+                makes it; none when there will be no more. It is asked when none of its requests is left, and when no
+                request waits for its turn.
+            refuse: makes the output of a request that cannot be made or is not taken, or raises.
+            added: told the group of each request that is taken.
+        """
+        mine: dict[str, Key] = {}
+        more = True
+        try:
+            while more or mine:
+                room = self.engine.scheduler.num_free_seats
+                if more and (not mine or (room > 0 and not self.engine.scheduler.waiting)):
+                    more = False
+                    for key, make in take(max(1, room)):
+                        more = True
+                        try:
+                            group = self._add(make())
+                        except MinillmError as error:
+                            yield key, refuse(key, error)
+                        else:
+                            mine[group.request_id] = key
+                            added(key, group)
+                for request_id in [name for name in self._deltas if name in mine]:
+                    deltas = self._deltas[request_id]
+                    while deltas:
+                        yield mine[request_id], deltas.popleft()
+                finished = self.engine.requests.finished
+                for request_id in [name for name in list(finished) if name in mine]:
+                    self._deltas.pop(request_id, None)
+                    yield mine.pop(request_id), finished.pop(request_id)
+                if mine:
+                    self.step()
+        finally:
+            self._abort(mine)
+
+    def step(self) -> list[Delta]:
+        """Compute one step of the engine, with ctrl-c held back; returns the deltas that no stream waits for."""
+        others: list[Delta] = []
+        with self._lock, deferred_interrupt():
+            for delta in self.engine.step():
+                box = self._deltas.get(delta.request_id)
+                (others if box is None else box).append(delta)
+        return others
+
+    def _add(self, request: Request) -> SequenceGroup:
+        request_id = request.request_id or f"request-{next(self._numbers)}"
+        with self._lock:
+            group = self.engine.add_request(
+                request_id, request.token_ids, request.params,
+                prompt=request.prompt, parent=request.parent, hold=request.hold, salt=request.salt,
+            )  # fmt: skip
+            group.streamed = request.streamed
+            if request.streamed:
+                self._deltas[request_id] = deque()
+        return group
+
+    def _abort(self, request_ids: Collection[str]) -> None:
+        """Abort requests and wait until their blocks are back, without computing anything."""
+        with self._lock:
+            for request_id in request_ids:
+                self.engine.abort(request_id)
+            self.engine.carry_out_aborts()
+            for request_id in request_ids:
+                self.engine.requests.finished.pop(request_id, None)
+                self._deltas.pop(request_id, None)
+
+    # --- idle sequences -----------------------------------------------------------------------------------------------
+
+    def hold(self, requests: list[Request]) -> list[tuple[Sequence, RequestOutput]]:
+        """Run requests of one completion each whose blocks stay: their sequences are idle then.
+
+        Raises:
+            MinillmError: one of them failed; nothing stays then.
+        """
+        sequences: dict[int, Sequence] = {}
+        outputs: dict[int, RequestOutput] = {}
+        jobs = iter([[(number, lambda each=each: each) for number, each in enumerate(requests)]])
+
+        def note(number: int, group: SequenceGroup) -> None:
+            sequences[number] = group.sequences[0]
+
+        try:
+            for number, result in self.run(lambda room: next(jobs, []), added=note):
+                if not isinstance(result, RequestOutput):
+                    continue
+                if result.error is not None:
+                    raise MinillmError(result.error)
+                outputs[number] = result
+        except BaseException:
+            for sequence in sequences.values():
+                self.release(sequence)
+            raise
+        return [(sequences[number], outputs[number]) for number in range(len(requests))]
+
+    def fork_idle(self, sequence: Sequence, num_tokens: int | None = None) -> Sequence:
+        """Another idle sequence that shares the first ``num_tokens`` tokens (all by default) of an idle one."""
+        count = len(sequence.token_ids) if num_tokens is None else num_tokens
+        with self._lock:
+            if sequence.table is None:  # pressure has taken its blocks
+                return Sequence(self.engine.requests.new_seq_id(), sequence.token_ids[:count], count)
+            child = self.engine.requests.fork(sequence, count)
+            child.num_prompt_tokens = count
+            self.engine.scheduler.idle.keep(child)
+            return child
+
+    def release(self, sequence: Sequence) -> None:
+        """Free an idle sequence's blocks."""
+        with self._lock:
+            self.engine.scheduler.idle.release(sequence)
+
+    def pin(self, sequence: Sequence) -> None:
+        """Keep an idle sequence's blocks under any load: a system prompt's, say. `unpin` lets it go.
+
+        Raises:
+            CapacityError: more than half of the pool would be pinned, or a request could not run any more.
+        """
+        with self._lock:
+            scheduler = self.engine.scheduler
+            groups, size = (*scheduler.running, *scheduler.waiting), scheduler.cache.block_size
+            scheduler.idle.pin(sequence, (blocks_at_most(group, size) for group in groups))
+
+    def unpin(self, sequence: Sequence) -> None:
+        """Free a pinned sequence's blocks; does nothing where that has been done."""
+        with self._lock:
+            self.engine.scheduler.idle.unpin(sequence)

@@ -1,0 +1,79 @@
+"""Sequences that nothing computes, kept because their blocks may be forked from again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from minillm.cache import BlockManager
+from minillm.errors import CapacityError
+from minillm.runs import common_length
+from minillm.sequence import Sequence
+
+
+@dataclass
+class IdleSequences:
+    """Idle sequences, whose blocks are given up under pressure, and pinned ones, whose blocks are not."""
+
+    cache: BlockManager
+    idle: dict[int, Sequence] = field(default_factory=dict)  # by seq_id, the longest unused first
+    pinned: dict[int, Sequence] = field(default_factory=dict)
+
+    def keep(self, sequence: Sequence) -> None:
+        """Keep a sequence's blocks until it is released, or until others need them."""
+        self.idle[sequence.seq_id] = sequence
+
+    def release(self, sequence: Sequence) -> None:
+        """Free an idle sequence's blocks; does nothing where pressure has taken them already."""
+        self.idle.pop(sequence.seq_id, None)
+        if sequence.table is not None:
+            self.cache.free(sequence.table)
+        sequence.table, sequence.num_computed = None, 0
+
+    def evict(self, spare: Sequence | None = None) -> bool:
+        """Give up the longest unused idle sequence, ``spare`` last. Returns False where there is none."""
+        victim = next((s for s in self.idle.values() if s is not spare), spare)
+        if victim is None or victim.seq_id not in self.idle:
+            return False
+        self.release(victim)
+        return True
+
+    def pin(self, sequence: Sequence, groups_at_most: Iterable[int]) -> None:
+        """Keep an idle sequence's blocks under any load.
+
+        Args:
+            groups_at_most: the blocks that each request under way may need.
+
+        Raises:
+            CapacityError: more than half of the pool would be pinned, or a request could not run any more.
+        """
+        total, num_blocks = self.num_pinned_blocks + len(sequence.blocks), self.cache.num_blocks
+        if 2 * total > num_blocks:
+            raise CapacityError(
+                f"{total} of {num_blocks} blocks would be pinned, and half of them may be; "
+                "unpin another prefix, or start with more blocks"
+            )
+        largest = max(groups_at_most, default=0)
+        if largest > num_blocks - total:
+            raise CapacityError(
+                f"{total} blocks would be pinned, and a request that is under way may need {largest} of "
+                f"{num_blocks}; wait until it has finished, or start with more blocks"
+            )
+        self.pinned[sequence.seq_id] = self.idle.pop(sequence.seq_id)
+
+    def unpin(self, sequence: Sequence) -> None:
+        """Free a pinned sequence; its full blocks stay findable in the prefix cache until they are needed."""
+        if self.pinned.pop(sequence.seq_id, None) is not None:
+            self.release(sequence)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return len({block for sequence in self.pinned.values() for block in sequence.blocks})
+
+
+def shared_length(parent: Sequence | None, ours: list[int], salt: str | None = None) -> int:
+    """How many of these tokens ``parent`` holds, the last one excepted: its logits are needed."""
+    if parent is None or parent.table is None or parent.table.salt != salt:
+        return 0
+    limit = min(parent.num_computed, len(ours) - 1)
+    return common_length(ours[:limit], parent.token_ids[:limit])

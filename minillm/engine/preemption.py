@@ -1,0 +1,92 @@
+"""Preemption: a group gives its blocks up, and comes back later.
+
+Its blocks move to the host (swap), or are freed and its tokens computed again (recompute); a group goes and comes back
+as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minillm.cache import BlockManager, CacheEvent, SwapSpace
+from minillm.engine.idle import IdleSequences
+from minillm.sequence import Schedule, Sequence, SequenceGroup, Stage
+
+
+@dataclass
+class Preemption:
+    """Takes groups out of the pool and brings them back."""
+
+    cache: BlockManager
+    idle: IdleSequences
+    swap: SwapSpace
+    count: int = 0  # groups preempted, ever
+
+    def take_out(self, group: SequenceGroup, schedule: Schedule) -> None:
+        """Free a running group's blocks; they are copied to the host first, where there is room for all of them."""
+        self.count += 1
+        group.metrics.num_preemptions += 1
+        schedule.preempted.append(group)
+        holders = [sequence for sequence in group.unfinished if sequence.table is not None]
+        for subscriber in self.cache.subscribers:
+            for sequence in holders:
+                subscriber(CacheEvent("preempt", sequence.seq_id, tuple(sequence.blocks)))
+        tables = [(s.table, s.num_computed) for s in holders if s.table is not None]
+        pairs = self.swap.swap_out(self.cache, tables)
+        if pairs:
+            schedule.moves.out += pairs
+            group.stage = Stage.SAVED
+            for sequence in holders:
+                sequence.table = None
+        else:
+            self.start_over(group)
+
+    def bring_back(self, group: SequenceGroup, promised: int, running: bool, schedule: Schedule) -> bool:
+        """Give a saved group its tables again, if all of it and its next tokens fit.
+
+        Args:
+            promised: blocks that running groups will need.
+            running: whether there are any, so that blocks will become free.
+
+        Returns:
+            False where it has to wait, or to start over: its stage tells.
+        """
+        saved = [sequence for sequence in group.unfinished if sequence.seq_id in self.swap.saved]
+        unsaved = sum(sequence.num_tokens - sequence.num_computed for sequence in saved) // self.cache.block_size
+        seq_ids = [sequence.seq_id for sequence in saved]
+        returning = self.swap.blocks_needed(seq_ids)
+        while returning + 2 * len(seq_ids) + unsaved + promised > self.cache.num_free:
+            if self.idle.evict():
+                continue
+            if running:
+                return False
+            if returning + len(seq_ids) <= self.cache.num_free:
+                break  # nothing will ever become free: the largest need is not the real one
+            self.start_over(group)
+            return False
+        tables, pairs = self.swap.swap_in(self.cache, seq_ids)
+        for sequence in group.unfinished:
+            sequence.table = tables.get(sequence.seq_id)
+        schedule.moves.back += pairs
+        group.stage = _stage_of(group)
+        return True
+
+    def start_over(self, group: SequenceGroup) -> None:
+        """Give up everything computed of a group, on the device and on the host: its tokens will be computed again."""
+        for sequence in group.unfinished:
+            self.free(sequence)
+            sequence.num_computed = 0
+        group.stage = _stage_of(group)
+
+    def free(self, sequence: Sequence) -> None:
+        """Free a sequence's blocks, wherever they are."""
+        if sequence.table is not None:
+            self.cache.free(sequence.table)
+            sequence.table = None
+        self.swap.discard(sequence.seq_id)
+
+
+def _stage_of(group: SequenceGroup) -> Stage:
+    """SPLIT where each unfinished sequence can go on by itself: the prompt, if several share it, is computed."""
+    alone, leader = group.params.num_sequences == 1, group.unfinished[0]
+    return Stage.SPLIT if alone or leader.num_computed >= group.num_prompt_tokens else Stage.PROMPT

@@ -1,0 +1,174 @@
+"""Sampling, the first method of decoding: every sequence draws its own next token."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minillm.engine.requests import Requests
+from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
+from minillm.params import SamplingParams
+from minillm.runner.runner import Runner
+from minillm.runner.sampler import Drawn
+from minillm.sequence import Chunk, Sequence, SequenceGroup, Stage
+from minillm.text.stop import OutputText
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
+
+
+class Samples:
+    """The samples of all requests; see `minillm.sequence.Method`.
+
+    Args:
+        seed: of the generator that gives a seed to every request without one.
+    """
+
+    def __init__(self, requests: Requests, runner: Runner, seed: int = 0) -> None:
+        self._requests = requests
+        self._runner = runner
+        self._random = random.Random(seed)
+
+    def begin(self, group: SequenceGroup) -> None:
+        assert isinstance(group.params, SamplingParams)
+        sequence, seed, tokenizer = group.sequences[0], group.params.seed, self._requests.tokenizer
+        sequence.seed = self._random.getrandbits(63) if seed is None else seed
+        if tokenizer is not None:
+            detokenizer = tokenizer.detokenizer(sequence.token_ids)
+            sequence.text = OutputText(detokenizer, tuple(group.params.stop), group.params.min_tokens)
+
+    def due(self, group: SequenceGroup) -> list[Chunk]:
+        if group.stage is Stage.PROMPT:
+            leader = group.computing[0]
+            return [Chunk(group, leader, leader.num_prompt_tokens - leader.num_computed, False)]
+        chunks = []
+        for sequence in group.sequences:
+            if sequence.finish_reason is None:
+                pending = sequence.num_pending
+                total = len(sequence.token_ids) + pending
+                if pending and total - sequence.num_prompt_tokens >= group.max_tokens:
+                    continue  # the token under way is the last one that it may have
+                missing = total - sequence.num_computed
+                if missing == 1:
+                    chunks.append(sequence.decode or Chunk.last_token(group, sequence))
+                else:
+                    chunks.append(Chunk(group, sequence, missing, False))
+        return chunks
+
+    def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
+        for index in range(len(group.sequences), group.params.num_sequences):  # the first time: make the others
+            mixed = (leader.seed + index * _SEED_STEP) & ((1 << 64) - 1)
+            group.sequences.append(
+                Sequence(
+                    self._requests.new_seq_id(),
+                    leader.token_ids[: leader.num_prompt_tokens],
+                    leader.num_prompt_tokens,
+                    index=index,
+                    seed=mixed - (1 << 64) if mixed >> 63 else mixed,
+                    text=None if leader.text is None else leader.text.copy(),
+                )
+            )
+        self._requests.fork_prompt(group, leader)
+
+    def launch(self, logits: Tensor, chunks: list[Chunk]) -> Draws:
+        draws = []
+        for chunk in chunks:
+            draws.append(chunk)
+            if len(chunk.group.sequences) > 1 and chunk.sequence.num_tokens == chunk.sequence.num_prompt_tokens:
+                # The prompt's logits: the others draw their first token from them as well.
+                others = [each for each in chunk.group.unfinished if each is not chunk.sequence]
+                draws += [Chunk(chunk.group, each, 0, False, chunk.row) for each in others]
+        drawn = self._runner.draw(logits, draws)
+        for draw in draws:
+            draw.sequence.num_pending += 1
+        return Draws(self, draws, drawn, drawn.may_run_ahead)
+
+    def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
+        wants_logprobs = group.params.logprobs is not None
+        return [
+            CompletionOutput(
+                index=sequence.index,
+                text="" if sequence.text is None else sequence.text.text,
+                token_ids=sequence.output_token_ids,
+                cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
+                logprobs=sequence.logprobs if wants_logprobs else None,
+                finish_reason=sequence.finish_reason,
+                stop_reason=sequence.stop_reason,
+            )
+            for sequence in group.sequences
+        ]
+
+    def append(self, group: SequenceGroup, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Delta:
+        """Add a drawn token to its sequence and end the sequence where the token says so."""
+        if group.metrics.first_token_time is None:
+            group.metrics.first_token_time = time.monotonic()
+        sequence.token_ids.append(token_id)
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+            sequence.cumulative_logprob += logprobs.logprob
+        text, output = "", sequence.text
+        reason: FinishReason | None = None
+        if token_id in group.end_ids:
+            reason = "stop"
+            if token_id in tuple(group.params.stop_token_ids):
+                sequence.stop_reason = token_id
+        else:
+            if output is not None:
+                text = output.push(token_id)
+            if sequence.num_output_tokens >= group.max_tokens:
+                reason = "length"
+        if output is not None:
+            if reason is not None:
+                text += output.finish()
+            if output.matched is not None:
+                reason, sequence.stop_reason = "stop", output.matched
+        if reason is not None:
+            self._requests.end_sequence(group, sequence, reason)
+        return Delta(group.request_id, sequence.index, text, [token_id], reason, sequence.stop_reason)
+
+    def conclude(self, draws: Draws) -> list[Delta]:
+        """Add a step's tokens to their sequences."""
+        deltas, errors = [], self._requests.errors
+        for draw, token_id, logprobs, is_nan in zip(draws.chunks, *draws.results, strict=True):
+            group, sequence = draw.group, draw.sequence
+            sequence.num_pending -= 1
+            if sequence.finish_reason is not None:
+                continue
+            if is_nan or (errors and group.request_id in errors):
+                self._requests.note_nan(group)
+            else:
+                deltas.append(self.append(group, sequence, token_id, logprobs))
+        return deltas
+
+
+@dataclass(slots=True)
+class Draws:
+    """The tokens that one step draws; see `minillm.sequence.Flight`."""
+
+    samples: Samples
+    chunks: list[Chunk]  # one for each drawn token
+    drawn: Drawn
+    may_run_ahead: bool
+    results: tuple[list[int], list[TokenLogprobs | None], list[bool]] = ([], [], [])
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        return list({id(chunk.group): chunk.group for chunk in self.chunks}.values())
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(chunk.sequence.finish_reason is None for chunk in self.chunks)
+
+    def wait(self) -> None:
+        self.results = self.drawn.wait()
+
+    def conclude(self) -> list[Delta]:
+        return self.samples.conclude(self)
+
+    def discard(self) -> None:
+        for chunk in self.chunks:
+            chunk.sequence.num_pending = 0

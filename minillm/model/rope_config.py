@@ -1,0 +1,149 @@
+"""What a config.json says of the rotary embedding: one small function for each way of stretching it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from minillm.errors import WeightsError
+from minillm.text.safe import clean_line
+from minillm.text.values import Values
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al. 2021) and how it is stretched beyond the trained context.
+
+    Attributes:
+        theta: the base of the frequencies.
+        type: how they are stretched, under Hugging Face's name.
+        factor: by how much.
+        original_max_position_embeddings: the context in tokens before it was stretched, where the type needs it.
+        options: the remaining numbers of the type, under Hugging Face's names (``low_freq_factor``, ``beta_fast``,
+            ``attention_factor``, …).
+        short_factor, long_factor: what ``longrope`` divides each frequency by, below and above the original context.
+        frequency_factors: what each frequency is divided by besides: GGUF files store llama3 scaling that way. One
+            value per pair of dimensions, as in the two above.
+        amplitude: a factor on cos and sin besides the type's own (GGUF's ``rope.scaling.attn_factor``).
+    """
+
+    theta: float
+    type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    options: Mapping[str, float] = field(default_factory=dict)
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    frequency_factors: tuple[float, ...] | None = None
+    amplitude: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What the functions below read: the rope's own values, the whole config, and two of its sizes."""
+
+    rope: Values
+    config: Values
+    context: int
+    pairs: int
+
+    def original(self) -> int:
+        """The context before it was stretched. A value beside the rope's own comes first, as in transformers."""
+        if self.config.has("original_max_position_embeddings"):
+            return self.config.integer("original_max_position_embeddings")
+        return self.rope.integer("original_max_position_embeddings", self.context)
+
+    def optional(self, *keys: str) -> dict[str, float]:
+        return {key: self.rope.number(key) for key in keys if self.rope.has(key)}
+
+
+def _default(source: _Source) -> dict[str, Any]:
+    return {}
+
+
+def _factor(source: _Source) -> dict[str, Any]:
+    return {"factor": source.rope.positive("factor")}
+
+
+def _proportional(source: _Source) -> dict[str, Any]:
+    share = source.config.number("partial_rotary_factor", 1.0, most=1.0)
+    share = source.rope.number("partial_rotary_factor", share, most=1.0)
+    return {"factor": source.rope.positive("factor", 1.0), "options": {"partial_rotary_factor": share}}
+
+
+def _llama3(source: _Source) -> dict[str, Any]:
+    options = {key: source.rope.positive(key) for key in ("low_freq_factor", "high_freq_factor")}
+    return {**_factor(source), "original_max_position_embeddings": source.original(), "options": options}
+
+
+def _yarn(source: _Source) -> dict[str, Any]:
+    rope, original = source.rope, source.original()
+    options = source.optional("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    if not rope.flag("truncate", True):
+        options["truncate"] = False
+    # A null factor means the ratio of the contexts; where the key is missing, nothing was meant.
+    factor = source.context / original if "factor" in rope.values and not rope.has("factor") else None
+    return {
+        "factor": rope.positive("factor", factor),
+        "original_max_position_embeddings": original,
+        "options": options,
+    }
+
+
+def _longrope(source: _Source) -> dict[str, Any]:
+    original = source.original()
+    return {
+        "factor": source.rope.positive("factor", source.context / original),
+        "original_max_position_embeddings": original,
+        "options": source.optional("attention_factor"),
+        "short_factor": source.rope.numbers("short_factor", source.pairs),
+        "long_factor": source.rope.numbers("long_factor", source.pairs),
+    }
+
+
+_TYPES: dict[str, Callable[[_Source], dict[str, Any]]] = {
+    "default": _default,
+    "linear": _factor,
+    "dynamic": _factor,
+    "proportional": _proportional,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+
+
+def read_rope(config: Values, context: int, head_dim: int) -> RopeConfig:
+    """The rotary embedding of a config, in both layouts: ``rope_parameters`` (new) and ``rope_scaling`` (old).
+
+    Keys that a type does not read change nothing and are passed over, as in transformers (``finetuned``, say).
+
+    Args:
+        context: the model's, in tokens.
+
+    Raises:
+        WeightsError: a value is missing or makes no sense, or something unsupported is named.
+    """
+    rope = config.part("rope_parameters")
+    if rope.values and config.part("rope_scaling").values:
+        raise WeightsError(f"{config.where}: both rope_parameters and rope_scaling are given; remove one")
+    rope = rope if rope.values else config.part("rope_scaling")
+    if nested := next((key for key, value in rope.values.items() if isinstance(value, Mapping)), None):
+        raise WeightsError(f"{rope.where}: settings per kind of layer ({clean_line(nested, 60)}) are not supported")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in _TYPES:
+        raise WeightsError(
+            f"{config.where}: rope type {clean_line(repr(kind), 60)} is not supported; supported: {', '.join(_TYPES)}"
+        )
+    for values in (config, rope):
+        if kind != "proportional" and values.number("partial_rotary_factor", 1.0) != 1.0:
+            raise WeightsError(f"{values.where}: partial_rotary_factor other than 1 is not supported")
+    theta = rope if "rope_theta" in rope.values else config
+    return RopeConfig(
+        # Where nobody says it, it is 10,000: Llama 1 and 2 were saved before the key existed.
+        theta=theta.positive("rope_theta") if "rope_theta" in theta.values else 10_000.0,
+        type=kind,
+        frequency_factors=rope.numbers("frequency_factors", head_dim // 2) if rope.has("frequency_factors") else None,
+        amplitude=rope.positive("amplitude", 1.0),
+        **_TYPES[kind](_Source(rope, config, context, head_dim // 2)),
+    )

@@ -1,0 +1,167 @@
+"""From a model's name to a runner: find the files, read them, load the weights, allocate the pool. Every rank does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from minillm.config import EngineConfig
+from minillm.errors import UsageError
+from minillm.kernels import Costs
+from minillm.model.config import ModelConfig
+from minillm.model.loader import RandomTensors, TensorSource, load_llama
+from minillm.model.shapes import SHAPES
+from minillm.model.shard import shard_of
+from minillm.parallel.collectives import Ranks
+from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
+from minillm.runner.device_runner import DeviceRunner, decode_bytes
+from minillm.runner.pool_size import activation_bytes, check_weights_fit, free_bytes, size_pool
+from minillm.runner.runner import Runner
+from minillm.text.tokenizer import Tokenizer
+from minillm.weights.checkpoint import open_checkpoint
+from minillm.weights.resolve import resolve
+
+_CPU_BATCHED_TOKENS = 512  # a step of a 135M model then takes about a second
+_GPU_BATCHED_TOKENS = 8192
+_GRAPH_BYTES = 512 << 20  # the CUDA graphs, cuBLAS's workspace, and what the allocator cannot use
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model before its weights are read."""
+
+    config: ModelConfig
+    open_source: Callable[[torch.device], TensorSource]
+    served_by: str
+    tokenizer: Tokenizer | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes that fit."""
+
+    num_blocks: int
+    max_model_len: int
+    num_host_blocks: int
+    num_tokens: int  # of a step
+
+
+def describe(
+    name: str,
+    config: EngineConfig,
+    on_progress: OnProgress = ignore_progress,
+    on_message: OnMessage = lambda message: None,
+) -> Description:
+    def random_tensors(model: ModelConfig) -> Callable[[torch.device], TensorSource]:
+        return lambda device: RandomTensors(model, device, config.seed)
+
+    if config.load_format == "dummy" and name in SHAPES:
+        return Description(SHAPES[name], random_tensors(SHAPES[name]), "random weights", None)
+    files = resolve(name, on_progress=on_progress, on_message=on_message)
+    checkpoint = open_checkpoint(files)
+    model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config, max_model_len=config.max_model_len)
+    if config.load_format == "dummy":
+        return Description(model, random_tensors(model), "random weights", None)
+    tokenizer = Tokenizer.load(checkpoint.tokenizer_source, model.vocab_size)
+    return Description(model, lambda device: checkpoint, files.source, tokenizer)
+
+
+def build_runner(
+    description: Description,
+    config: EngineConfig,
+    device: torch.device,
+    ranks: Ranks | None,
+    on_progress: OnProgress = ignore_progress,
+) -> tuple[Runner, Limits]:
+    """Load the weights, or this rank's part of them, and allocate the pool: what every rank does."""
+    dtype, model_config = choose_dtype(config, device), description.config
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current one
+
+    def layers_loaded(done: int, total: int) -> None:
+        on_progress(Progress("loading weights", done, total, "layers"))
+
+    longest = config.max_model_len or model_config.max_position_embeddings
+    shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
+    check_weights_fit(shard.local(model_config), device, dtype.itemsize)
+    model = load_llama(
+        description.open_source(device),
+        model_config,
+        device=device,
+        dtype=dtype,
+        max_positions=longest,
+        ranks=ranks,
+        on_progress=layers_loaded,
+    )
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        tokens = max(config.max_num_seqs, _CPU_BATCHED_TOKENS if device.type == "cpu" else _GPU_BATCHED_TOKENS)
+    reserved = 0
+    if device.type == "cuda":
+        reserved = activation_bytes(model, tokens, config.max_num_seqs) + _GRAPH_BYTES
+        reserved += decode_bytes(model, config.max_num_seqs, longest, config.block_size)
+    pool = size_pool(config, model.local, device, dtype.itemsize, reserved, ranks)
+    num_host_blocks = 0
+    if config.preemption == "swap":
+        space = min(config.swap_space_gb * 1e9, 0.5 * free_bytes(torch.device("cpu")))
+        # By the bytes of the whole model: all ranks of a machine swap to the same memory.
+        num_host_blocks = int(space / (model_config.kv_bytes_per_token(dtype.itemsize) * config.block_size))
+        if ranks is not None:
+            num_host_blocks = ranks.least(num_host_blocks)
+    limits = Limits(pool.num_blocks, pool.max_model_len, num_host_blocks, tokens)
+    # The angles of dynamic rope scaling are computed by the host at every step. Ranks on a CPU send each other as
+    # little as those on GPUs do.
+    if model.rotary.dynamic or (device.type == "cpu" and ranks is None):
+        return Runner(model, pool.num_blocks, config.block_size, num_host_blocks), limits
+    # One plan for all ranks: it fits where they hold as many heads each.
+    even = ranks is None or model.local.num_heads * ranks.size == model_config.num_heads
+    runner = DeviceRunner(
+        model,
+        pool.num_blocks,
+        config.block_size,
+        num_host_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=pool.max_model_len,
+        graphs=device.type == "cuda" and not config.enforce_eager,
+        sharing=Costs() if config.enable_prefix_attention and even else None,
+    )
+    return runner, limits
+
+
+def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:
+    """The device that ``config`` asks for.
+
+    Args:
+        local_rank: of this process among those on this machine; where ``config`` names no GPU it takes that one.
+
+    Raises:
+        UsageError: a GPU was asked for and there is none, or not that one.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if config.device == "auto":
+            return torch.device("cpu")
+        built = torch.version.cuda
+        reason = f"torch {torch.__version__} was built without CUDA" if built is None else "torch finds no CUDA GPU"
+        raise UsageError(f"device {config.device}: {reason}; use --device cpu, or install a CUDA build of torch")
+    device = torch.device("cuda" if config.device == "auto" else config.device)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise UsageError(f"device {config.device}: this machine has {torch.cuda.device_count()} GPUs")
+    if device.index is None and local_rank >= torch.cuda.device_count():
+        raise UsageError(
+            f"rank {local_rank} would take GPU {local_rank}, and this machine has {torch.cuda.device_count()}; "
+            "start fewer ranks (tensor_parallel_size, or torchrun's --nproc-per-node)"
+        )
+    return torch.device("cuda", local_rank if device.index is None else device.index)
+
+
+def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """The dtype that ``config`` asks for on ``device``."""
+    if config.dtype != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

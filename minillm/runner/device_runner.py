@@ -1,0 +1,262 @@
+"""A runner for GPUs: the state of decoding sequences stays on the device, and a decode step replays a CUDA graph.
+
+The host sends only changes (`minillm.runner.rows`). A step is three launches, whatever the model's depth: the list of
+rows (where it has changed), a graph from token ids to logits, and a graph from logits to drawn tokens, which go back
+into the rows. The next step can be launched before the host has seen them.
+
+Graphs are captured for padded numbers of sequences, when a number is first met: their shapes are fixed, everything
+else, sharing and lengths included, is data. Padding rows write nowhere.
+
+Where several ranks share the model, rank 0 keeps the books and draws; the others hold the same rows, hear of changes
+(`DecodeWork`) and replay graphs of their own. Drawn tokens lie on rank 0's device, perhaps before its host knows them:
+each step begins with a broadcast of its token ids, inside the graph, so that the other ranks need to know nothing of
+sampling. (All ranks could draw the same tokens from the same logits and seeds; then all would need every request's
+parameters, and one differing bit would part them for good.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillm import kernels
+from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
+from minillm.model.batch import Batch
+from minillm.model.llama import Llama
+from minillm.runner.graphs import Graphs
+from minillm.runner.penalties import needs_host, process_logits
+from minillm.runner.rows import Rows, Sharing, padded_size
+from minillm.runner.runner import Runner
+from minillm.runner.sampler import Drawn, draw_tokens
+from minillm.runner.step import DecodeWork, StepWork
+from minillm.sequence import Chunk, Schedule, Sequence
+
+
+def attention_shape(model: Llama) -> AttentionShape:
+    """Return the properties of a model (or of a rank's part) and its device that decide how attention is cut up."""
+    c, processors = model.local, 1
+    if model.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(model.device).multi_processor_count
+    return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, model.dtype.itemsize, processors)
+
+
+def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
+    """Return the bytes that a `DeviceRunner` keeps on the device beside weights and pool.
+
+    They are logits, counts of tokens for penalties, block tables twice, and partial results of attention.
+    """
+    rows, width = padded_size(max_num_seqs), -(-max_model_len // block_size)
+    partial = attention_shape(model).max_results(rows) * model.local.num_heads * (model.local.head_dim + 1) * 4
+    words = 2 * 4 * (Field.TABLE + width)
+    return rows * (model.config.vocab_size * (model.dtype.itemsize + 4 + 4) + words) + partial
+
+
+class DeviceRunner(Runner):
+    """The model, its pool, the rows of decoding sequences and the graphs that compute them.
+
+    Args:
+        max_num_seqs: rows.
+        max_model_len: longest sequence in tokens; a row has room for its block table.
+        graphs: capture CUDA graphs; without, the same operations run one by one.
+        sharing: the least that reading shared blocks once must save; None: never do it.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        graphs: bool,
+        sharing: Costs | None,
+    ) -> None:
+        super().__init__(model, num_blocks, block_size, num_host_blocks)
+        self._device, self._pinned = model.device, graphs
+        width, capacity, shape = -(-max_model_len // block_size), padded_size(max_num_seqs), attention_shape(model)
+        self._words = torch.zeros(max_num_seqs, Field.TABLE + width, dtype=torch.int32, device=self._device)
+        self._inputs = DecodeInputs.allocate(capacity, width, self._device)
+        self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=self._device)
+        draws = model.ranks is None or model.ranks.rank == 0
+        vocab = model.config.vocab_size if draws else 0
+        # For penalties: how often each token occurred, `kernels.reference.penalise` says how it is counted.
+        self._counts = torch.zeros(max_num_seqs, vocab, dtype=torch.int32, device=self._device)
+        self._logits = torch.zeros(capacity, vocab, dtype=model.dtype, device=self._device)
+        self._work_list = WorkList.allocate(capacity, shape, self._device)
+        self._forwards = Graphs(self._rows, enabled=graphs)
+        self._draws = Graphs(self._rows, enabled=graphs)
+        plans = None if sharing is None else Sharing(shape, sharing)
+        self._books = Rows(max_num_seqs, self._words.shape[1], block_size, plans, self._count_tokens)
+        self._size = 0  # rows of the last step, padding included
+        self._num_decodes = 0  # sequences that decoded in the last step
+
+    # --- from a schedule to logits ------------------------------------------------------------------------------------
+
+    def work_for(self, schedule: Schedule, copies: list[tuple[int, int]]) -> StepWork:
+        decodes, prefills = schedule.decodes, schedule.prefills
+        decode = self._books.work_for(decodes, joins=bool(prefills)) if decodes else None
+        self._num_decodes = len(decodes)
+        return StepWork(schedule.moves, copies, decode, [self.chunk_work(chunk) for chunk in prefills], 0)
+
+    @torch.inference_mode()
+    def compute(self, work: StepWork) -> Tensor:
+        """Do a step's work; returns logits ``[n, vocab]`` in the model's dtype, the decoding sequences' first."""
+        self.prepare(work)
+        wanted = sum(chunk.wants_logits for chunk in work.chunks)
+        logits = self._logits[: wanted + (0 if work.decode is None else work.decode.num_seqs)]
+        if work.chunks:
+            batch = self.batch(work.chunks, 0)
+            if work.decode is not None:
+                batch = self._join(work.decode, batch)
+            self.model.forward(batch, self.kv_cache, out=logits)
+        elif work.decode is not None:
+            size = self._begin(work.decode)
+            shared = self._shared(work.decode, size)
+            self._forwards.run((size, shared is not None), lambda: self._forward(size, shared))
+        return logits
+
+    def _join(self, work: DecodeWork, prefill: Batch) -> Batch:
+        """Make one batch of decoding sequences and of chunks of prompts, to be computed without a graph.
+
+        The weights are read once for both, which is what a small batch of decodes would cost.
+        """
+        n, p = work.num_seqs, prefill.context_lens.shape[0]
+        self._gather_inputs(self._begin(work))
+        inputs = self._inputs.first(n + p)
+        inputs.block_tables[n:, : prefill.block_tables.shape[1]] = prefill.block_tables
+        inputs.context_lens[n:] = prefill.context_lens
+        logit_rows = torch.arange(n, device=self._device)
+        if prefill.logit_rows is not None:
+            logit_rows = torch.cat((logit_rows, prefill.logit_rows + n))
+        return Batch(
+            token_ids=torch.cat((inputs.token_ids[:n], prefill.token_ids)),
+            positions=torch.cat((inputs.positions[:n], prefill.positions)),
+            slot_mapping=torch.cat((inputs.slot_mapping[:n], prefill.slot_mapping)),
+            block_tables=inputs.block_tables,
+            context_lens=inputs.context_lens,
+            num_decodes=n,
+            cu_seqlens=prefill.cu_seqlens,
+            shared=self._shared(work, n),
+            logit_rows=logit_rows,
+        )
+
+    # --- from logits to tokens ----------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, draws: list[Chunk]) -> Drawn:
+        hosted = [i for i, draw in enumerate(draws) if needs_host(draw.group, draw.sequence)]
+        if len(logits) > self._num_decodes or hosted:
+            return self._draw_from(logits, draws, hosted)
+        size = self._size
+        penalised = any(draw.group.params.has_penalties for draw in draws)
+        tokens, logprobs = self._draws.run((size, penalised), lambda: self._draw(size, penalised))
+        self._books.note_drawn(draws)
+        self._end()
+        if len(draws) == draws[-1].row + 1:
+            count = len(draws)
+            return Drawn(draws, tokens[:count], logprobs[:count], logits[:count], may_run_ahead=True)
+        at = self._tensor([draw.row for draw in draws], torch.int64)  # rows of another method lie between
+        return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=True)
+
+    def _draw_from(self, logits: Tensor, draws: list[Chunk], hosted: list[int]) -> Drawn:
+        """Draw from any rows of logits; the host changes those of the ``hosted`` draws itself."""
+        rows = self._books.rows_for(draws)
+        self._change(*self._books.take_changes())
+        raw = processed = logits[self._tensor([draw.row for draw in draws], torch.int64)]
+        if hosted or any(draw.group.params.has_penalties for draw in draws):
+            processed = torch.empty_like(raw, dtype=torch.float32)
+            indices = self._tensor([-1 if i in hosted else row.index for i, row in enumerate(rows)], torch.int32)
+            kernels.penalise(raw, self._words, self._counts, indices, processed)
+            for i in hosted:
+                process_logits(processed[i], draws[i].group, draws[i].sequence)
+        tokens = draw_tokens(processed, draws)
+        kernels.end_decode(self._words, self._counts, self._tensor([row.index for row in rows], torch.int32), tokens)
+        self._books.note_drawn(draws)
+        return Drawn(draws, tokens, kernels.log_probabilities(raw, tokens), raw, may_run_ahead=not hosted)
+
+    def _end(self) -> None:
+        for observer in self.observers:
+            observer.end()
+
+    def forget(self) -> None:
+        self._books.forget()
+
+    def close(self) -> None:
+        self._forwards.clear()
+        self._draws.clear()
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _count_tokens(self, row: int, sequence: Sequence) -> None:
+        """Begin to count a sequence's tokens, for its penalties."""
+        counts = torch.zeros(self._logits.shape[1], dtype=torch.int32)
+        counts[torch.tensor(sequence.token_ids[: sequence.num_prompt_tokens])] = 1
+        generated = torch.tensor(sequence.output_token_ids, dtype=torch.int64)
+        counts.index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
+        self._counts[row] = counts.to(self._device)
+
+    def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, pin_memory=self._pinned).to(self._device, non_blocking=True)
+
+    def _begin(self, work: DecodeWork) -> int:
+        """Write down what has changed. Returns the number of rows, padding included."""
+        self._change(work.changed, work.values)
+        if work.rows is not None:
+            self._size = len(work.rows)
+            self._rows[: self._size].copy_(self._tensor(work.rows, torch.int32))
+        return self._size
+
+    def _change(self, places: list[int], values: list[int]) -> None:
+        if places:
+            source = torch.tensor([places, values], pin_memory=self._pinned)
+            at, words = source.to(self._device, non_blocking=True)
+            self._words.view(-1)[at] = words.to(torch.int32)
+
+    def _shared(self, work: DecodeWork, size: int) -> WorkList | None:
+        """The step's work list, on the device; None where reading shared blocks once is not worth it."""
+        if work.plan is not None:
+            self._work_list.first(size).fill(Plan(*work.plan))
+        return self._work_list.first(size) if work.shares_blocks else None
+
+    # --- recorded in graphs -------------------------------------------------------------------------------------------
+
+    def _gather_inputs(self, size: int) -> DecodeInputs:
+        inputs = self._inputs.first(size)
+        kernels.begin_decode(self._words, self._rows[:size], self.block_size, inputs)
+        if self.model.ranks is not None:
+            self.model.ranks.broadcast(inputs.token_ids)
+        return inputs
+
+    def _forward(self, size: int, shared: WorkList | None) -> None:
+        inputs = self._gather_inputs(size)
+        batch = Batch(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            slot_mapping=inputs.slot_mapping,
+            block_tables=inputs.block_tables,
+            context_lens=inputs.context_lens,
+            num_decodes=size,
+            cu_seqlens=inputs.context_lens[:0],
+            shared=shared,
+        )
+        self.model.forward(batch, self.kv_cache, out=self._logits[:size])
+
+    def _draw(self, size: int, penalised: bool) -> tuple[Tensor, Tensor]:
+        inputs, rows, raw = self._inputs.first(size), self._rows[:size], self._logits[:size]
+        logits = raw
+        if penalised:
+            logits = torch.empty_like(raw, dtype=torch.float32)
+            kernels.penalise(raw, self._words, self._counts, rows, logits)
+        tokens, logprobs = kernels.sample_with_logprobs(
+            logits,
+            inputs.temperature,
+            inputs.top_k,
+            inputs.top_p,
+            inputs.min_p,
+            inputs.seeds,
+            inputs.draw_positions,
+        )
+        kernels.end_decode(self._words, self._counts, rows, tokens)
+        return tokens, kernels.log_probabilities(raw, tokens) if penalised else logprobs

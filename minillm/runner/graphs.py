@@ -1,0 +1,68 @@
+"""CUDA graphs: work of a fixed shape, recorded once and replayed by one launch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+class Graphs:
+    """Recorded work, by a key that names its shape. Recordings share their memory: they run one after another.
+
+    Args:
+        rows: the rows that recorded work computes; while it is recorded they are padding, which writes nowhere.
+        enabled: record and replay; otherwise do the work anew each time.
+    """
+
+    def __init__(self, rows: Tensor, *, enabled: bool) -> None:
+        self._rows = rows
+        self._enabled = enabled
+        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._stream: torch.cuda.Stream | None = None  # one for all captures: cuBLAS keeps 32 MiB for each that it sees
+        self._pool: Any = None
+
+    def run(self, key: Hashable, work: Callable[[], Result]) -> Result:
+        """Do ``work``, or replay its recording; the result's tensors are then those of the recording."""
+        if not self._enabled:
+            return work()
+        if key not in self._recorded:
+            self._recorded[key] = self._capture(work)
+        graph, result = self._recorded[key]
+        graph.replay()
+        return result
+
+    def clear(self) -> None:
+        """Forget all recordings; those that are needed again are made again."""
+        self._recorded.clear()
+
+    def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Run ``work`` on padding, so that its kernels are compiled, then record it."""
+        rows, device = self._rows.clone(), self._rows.device
+        self._rows.fill_(-1)
+        stream = self._stream = self._stream or torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            # A graph that is collected as garbage meanwhile would break the capture.
+            collects = gc.isenabled()
+            gc.disable()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+                if collects:
+                    gc.enable()
+        self._pool = graph.pool()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._rows.copy_(rows)
+        return graph, result

@@ -1,0 +1,81 @@
+"""How the text of a vocabulary entry becomes bytes, as the tokenizer's own decoder would have it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+from minillm.errors import WeightsError
+from minillm.text.safe import clean_line
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """A decoder as a function of one entry.
+
+    Attributes:
+        byte_level: entries are written in GPT-2's printable characters, one for each byte.
+        space_mark: what stands for a space in an entry.
+        byte_fallback: entries like ``<0x0A>`` stand for that byte.
+        strips_space: the first space of a whole text is not part of it.
+    """
+
+    byte_level: bool = False
+    space_mark: str = ""
+    byte_fallback: bool = False
+    strips_space: bool = False
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes:
+        """Read the backend's decoder.
+
+        Raises:
+            WeightsError: it is of a kind that is not supported.
+        """
+        decoder: Any = backend.decoder
+        state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+        parts = state["decoders"] if state["type"] == "Sequence" else [state]
+        kinds = [part["type"] for part in parts]
+        if kinds == ["ByteLevel"]:
+            return cls(byte_level=True)
+        if kinds == ["Metaspace"]:
+            first = parts[0].get("prepend_scheme", "always") != "never"
+            return cls(space_mark=parts[0]["replacement"], strips_space=first)
+        mark, fallback, strips = "", False, False
+        for part in parts:
+            if part["type"] == "Replace" and part.get("content") == " ":
+                mark = part["pattern"].get("String") or ""
+            elif part["type"] == "ByteFallback":
+                fallback = True
+            elif part["type"] == "Strip" and part.get("content") == " ":
+                strips = part.get("start", 0) > 0
+            elif part["type"] != "Fuse":
+                raise WeightsError(f"tokenizer.json: the decoder {clean_line(part['type'], 60)} is not supported")
+        if not mark:
+            raise WeightsError(f"tokenizer.json: the decoder {clean_line('+'.join(kinds))} is not supported")
+        return cls(space_mark=mark, byte_fallback=fallback, strips_space=strips)
+
+    def __call__(self, entry: str) -> bytes:
+        if self.byte_level:
+            try:
+                return bytes(_UNICODE_TO_BYTE[character] for character in entry)
+            except KeyError:
+                return entry.encode()
+        if self.byte_fallback and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", entry):
+            return bytes([int(entry[3:5], 16)])
+        return entry.replace(self.space_mark, " ").encode()
+
+
+def _unicode_to_byte() -> dict[str, int]:
+    """The inverse of GPT-2's map of bytes to printable characters (Radford et al. 2019)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_UNICODE_TO_BYTE = _unicode_to_byte()

@@ -1,0 +1,108 @@
+"""Values of a stranger's file, checked where they are read: an error names the file, the key and what was found."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minillm.errors import WeightsError
+from minillm.text.safe import clean_line
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+
+
+def shown(value: object) -> str:
+    """``value`` on one short line, whatever it is: no list of a million entries ends up in a message."""
+    return clean_line(_REPR.repr(value), 100)
+
+
+@dataclass(frozen=True)
+class Values:
+    """The keys of one object of ``where``. A key that is null counts as absent, as it does for transformers.
+
+    Each method raises WeightsError where the value is of another kind or out of range.
+    """
+
+    where: str
+    values: Mapping[str, Any]
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def error(self, key: str, wanted: str) -> WeightsError:
+        """What to raise where ``key`` is not what is wanted."""
+        if not self.has(key):
+            return WeightsError(f"{self.where}: the required key {key} is missing")
+        return WeightsError(f"{self.where}: {key} must be {wanted}, not {shown(self.values[key])}")
+
+    def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e30) -> float:
+        """A finite number from ``least`` to ``most``; without a default the key is required."""
+        value: Any = self.values.get(key)
+        if value is None:
+            value = default
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise self.error(key, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def positive(self, key: str, default: float | None = None, *, most: float = 1e30) -> float:
+        """A number above 0."""
+        value = self.number(key, default, most=most)
+        if value == 0:
+            raise self.error(key, "above 0")
+        return value
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = 1 << 62) -> int:
+        """A whole number from ``least`` to ``most``; without a default the key is required."""
+        value: Any = self.values.get(key)
+        if value is None:
+            value = default
+        if type(value) not in (int, float) or not least <= value <= most or value != int(value):
+            raise self.error(key, f"a whole number from {least} to {most}")
+        return int(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.error(key, "text")
+        return value
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """``count`` finite numbers above 0. The key is required."""
+        found = self.values.get(key)
+        if (
+            not isinstance(found, (list, tuple))
+            or len(found) != count
+            or not all(type(each) in (int, float) and 0 < each <= 1e30 for each in found)
+        ):
+            raise self.error(key, f"a list of {count} numbers above 0")
+        return tuple(map(float, found))
+
+    def part(self, key: str) -> Values:
+        """The object under ``key``; an empty one where there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return Values(self.where, {})
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object")
+        return Values(f"{self.where}: {key}", value)
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """One token id or a list of them. Ids that the model does not have are dropped: it can never produce them."""
+        value = self.values.get(key)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(each) is int for each in found):
+            raise self.error(key, "a token id or a list of token ids")
+        return tuple(dict.fromkeys(each for each in found if 0 <= each < vocab_size))

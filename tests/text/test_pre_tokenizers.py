@@ -1,0 +1,101 @@
+"""The splits that GGUF files name, against the same expressions applied one after the other by another engine."""
+
+from __future__ import annotations
+
+import random
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+import tokenizers
+from test_gguf_tokenizer import metadata_of
+from test_tokenizer import TEXTS, byte_level, random_texts
+from tokenizers import Regex, pre_tokenizers
+
+from minillm.text.pre_tokenizers import _CASED, SPLITS, _class_of
+from minillm.text.tokenizer import Tokenizer
+
+# llama.cpp's lists (src/llama-vocab.cpp), where they are not one expression. What none matches is a piece of its own.
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+LLAMA_CPP = {
+    "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
+    "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+    "smollm": [r"\p{N}", GPT2],
+    "gpt-2": [GPT2],
+    "deepseek-llm": [
+        "[\r\n]",
+        rf"\s?[{_class_of(_CASED)}]+",
+        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+        r"\s+$",
+        "[一-龥ࠀ-一가-퟿]+",
+        r"\p{N}+",
+    ],
+}
+
+
+def pieces_of(text: str, patterns: list[str]) -> list[str]:
+    pieces = [text] if text else []
+    for pattern in patterns:
+        cut: list[str] = []
+        for piece in pieces:
+            end = 0
+            for match in regex.finditer(pattern, piece):
+                if match.end() > match.start():
+                    cut += [piece[end : match.start()], match[0]]
+                    end = match.end()
+            cut.append(piece[end:])
+        pieces = [piece for piece in cut if piece]
+    return pieces
+
+
+def texts() -> list[str]:
+    rng = random.Random(7)
+    letters = "abcXYZ éñÜß ǅʰªº αβΩ жЯ Աա ⴀ 北京一龥 こん カナ 한국 ไทย 0123456789 ٣४ ½Ⅷ \t\n\r  "
+    letters += ".,;:!?'\"$+<=>^~|`_-—…。　！？"
+    mixed = ["".join(rng.choice(letters) for _ in range(rng.randint(1, 40))) for _ in range(3000)]
+    return [*TEXTS, *random_texts(1000), *mixed]
+
+
+@pytest.mark.parametrize("name", LLAMA_CPP)
+def test_a_text_falls_into_the_pieces_of_llama_cpp(name: str) -> None:
+    cuts: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[name].patterns]
+    split = pre_tokenizers.Sequence(cuts)
+    for text in texts():
+        assert [piece for piece, _ in split.pre_tokenize_str(text)] == pieces_of(text, LLAMA_CPP[name]), repr(text)
+
+
+def test_deepseeks_letters_are_whole_runs_of_cased_ones() -> None:
+    cased = {"Lu", "Ll", "Lt"}
+    for entry in _CASED.split():
+        first, last = (int(end, 16) for end in (*entry.split("-"), entry.split("-")[0])[:2])
+        assert first <= last
+        for code in range(first, last + 1):
+            assert unicodedata.category(chr(code)) in (*cased, "Cn"), hex(code)
+        assert unicodedata.category(chr(first)) in cased
+        assert unicodedata.category(chr(last)) in cased
+
+
+@pytest.mark.parametrize("name", ["deepseek-llm", "deepseek-coder", "default", "falcon3", None])
+def test_a_gguf_file_may_name_it(tmp_path: Path, name: str | None) -> None:
+    """Rebuilt from metadata, a tokenizer gives the ids of one that was made with the split itself."""
+    split = SPLITS[name or "default"]
+    directory = byte_level(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    cuts: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in split.patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    metadata = metadata_of(directory, name or "")
+    if name is None:
+        del metadata["tokenizer.ggml.pre"]
+    ours = Tokenizer.from_gguf(metadata)
+    backend.model.ignore_merges = split.ignore_merges
+    for text in texts()[:1500]:
+        assert ours.encode(text) == backend.encode(text).ids, repr(text)
+
+
+@pytest.mark.parametrize(("name", "bos"), [("falcon3", True), ("llama-bpe", True), ("default", False)])
+def test_bos_comes_first_where_the_split_says_so(tmp_path: Path, name: str, bos: bool) -> None:
+    metadata = metadata_of(byte_level(tmp_path), name)
+    del metadata["tokenizer.ggml.add_bos_token"]
+    assert (Tokenizer.from_gguf(metadata).encode("a")[0] == metadata["tokenizer.ggml.bos_token_id"]) == bos
