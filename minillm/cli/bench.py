@@ -42,10 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     workload = _workload(arguments.workload)
     options = workload.options(**given(arguments, workload.options))
+    on_model = isinstance(options, ModelOptions)
+    if on_model and options.shape and arguments.model:
+        raise UsageError("give either --shape (random weights) or --model (real ones), not both")
     if arguments.workload != "ui":  # the app's process never imports torch
         import_torch()
     heading = ""
-    if isinstance(options, ModelOptions):
+    if on_model:
         subject = _subject(arguments, options)
         heading = f"{arguments.workload}: {subject}"
         result = workload.measure(subject, options)
@@ -62,8 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _subject(arguments: argparse.Namespace, options: ModelOptions) -> Subject:
     """The model that ``--shape`` or ``--model`` asks for; without either, the smallest shape."""
-    if options.shape and arguments.model:
-        raise UsageError("give either --shape (random weights) or --model (real ones), not both")
     from minillm.llm import LLM
     from minillm.progress import loading_bar, say
 
