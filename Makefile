@@ -58,13 +58,14 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two processes of one thread each: small tensors gain nothing from two threads, and lose by waiting for each other.
+# Processes of one thread each: small tensors gain nothing from two threads, and lose by waiting for each other. Three on
+# two cores: many tests wait for a process or a clock.
 # The default weights are fetched first, so that a failed download reads as one and not as fifty failed tests.
 # Python keeps what it has compiled: the tests start hundreds of processes.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
 	$(BIN)/minillm pull
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not parity and not soak and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not parity and not soak and not gpu"
 
 test-fast: $(VENV)/installed-dev
 	$(BIN)/pytest -m "not slow and not weights and not parity and not soak and not gpu"
