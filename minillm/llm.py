@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from minillm import branch as branches
 from minillm.branch import Branch
-from minillm.cache import CacheStats, PrefixReport
+from minillm.cache import CacheStats, PrefixReport, explain_miss
 from minillm.checks import check_names
 from minillm.config import EngineConfig
 from minillm.engine.driver import Driver, Request, raise_error
@@ -244,7 +244,7 @@ class LLM:
     def cache_stats(self) -> CacheStats:
         """Token-true memory figures of the pool, now."""
         with self._driver.locked() as engine:
-            return engine.cache_stats()
+            return engine.figures.cache_stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests are not disturbed."""
@@ -255,7 +255,7 @@ class LLM:
         """How many tokens of a prompt would be found in the prefix cache, and which token differs first."""
         token_ids = self.token_ids(prompt)
         with self._driver.locked() as engine:
-            return engine.cache.explain_miss(token_ids, engine.requests.salt_for(len(token_ids), salt))
+            return explain_miss(engine.cache, token_ids, engine.requests.salt_for(len(token_ids), salt))
 
     def pin(self, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
         """Compute a prefix, a system prompt say, and keep its blocks under any load until it is unpinned.

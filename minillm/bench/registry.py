@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Name, the file that has it, and its line in --help.
 WORKLOADS = (
     ("latency", "latency", "how fast a few sequences decode together"),
+    ("start", "start", "how long a fresh process takes to its first answer"),
     ("throughput", "workloads", "256 requests of mixed lengths at once"),
     ("parallel", "workloads", "8 samples of each of 32 prompts"),
     ("prefix", "workloads", "128 requests that share 2,048 cached tokens"),
@@ -59,8 +60,11 @@ class Subject:
     name: str
 
     def __str__(self) -> str:
+        from minillm.model.sharded import ranks_of
+
         model = self.llm.engine.runner.model
-        ranks = "" if model.ranks is None else f", {model.ranks.size} ranks"
+        shared = ranks_of(model)
+        ranks = "" if shared is None else f", {shared.size} ranks"
         return f"{self.name}, {model.device}{ranks}, {str(model.dtype).removeprefix('torch.')}"
 
 

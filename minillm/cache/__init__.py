@@ -2,7 +2,7 @@
 
 from minillm.cache.block_manager import BlockManager, BlockTable, OutOfBlocks
 from minillm.cache.events import CacheEvent, Subscriber
-from minillm.cache.prefix_cache import PrefixReport
+from minillm.cache.explain import PrefixReport, explain_miss
 from minillm.cache.stats import CacheStats
 from minillm.cache.swap import HostMoves, SwapSpace
 
@@ -16,4 +16,5 @@ __all__ = [
     "PrefixReport",
     "Subscriber",
     "SwapSpace",
+    "explain_miss",
 ]

@@ -190,7 +190,7 @@ class Conversations:
     def step(self) -> None:
         """Compute one step, if there is work, and tell what came of it."""
         engine = self.engine
-        before = engine.last_step
+        before = engine.figures.last_step
         if self._pause:
             time.sleep(max(0.0, min(self._pause, self._next_step - time.monotonic())))
             self._next_step = time.monotonic() + self._pause
@@ -199,8 +199,8 @@ class Conversations:
         except Exception as error:  # the engine has freed what the step held, and goes on
             deltas = []
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
-        if engine.last_step is not None and engine.last_step is not before:
-            self._steps.append(StepView(*astuple(engine.last_step)))
+        if engine.figures.last_step is not None and engine.figures.last_step is not before:
+            self._steps.append(StepView(*astuple(engine.figures.last_step)))
         for delta in deltas:
             self._report(delta)
         self._tell_texts()

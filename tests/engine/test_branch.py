@@ -57,9 +57,9 @@ def test_forks_share_blocks_and_go_their_own_ways(llm: LLM) -> None:
 def test_many_branches_go_on_in_one_batch(llm: LLM) -> None:
     branches = [llm.branch([50 + i, 60, 70]) for i in range(8)]
     llm.sample(branches, GREEDY)
-    steps = llm.engine.num_steps
+    steps = llm.engine.figures.num_steps
     llm.sample(branches, GREEDY)
-    assert llm.engine.num_steps - steps == 6
+    assert llm.engine.figures.num_steps - steps == 6
     for branch in branches:
         branch.free()
 

@@ -178,10 +178,10 @@ def test_a_bad_prompt_fails_alone_or_before_anything_runs(llm: LLM) -> None:
     assert "token id 1000000" in (results[1].error or "")
     assert "context holds" in (results[2].error or "")
     assert "empty" in (results[3].error or "")
-    steps = llm.engine.num_steps
+    steps = llm.engine.figures.num_steps
     with pytest.raises(UsageError, match="prompt 1: token id"):
         llm.generate(prompts, GREEDY)
-    assert llm.engine.num_steps == steps
+    assert llm.engine.figures.num_steps == steps
     with pytest.raises(CapacityError, match="blocks"):
         llm.generate("x", SamplingParams(n=200, max_tokens=400))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import engine_for, hf_model, ours, run
 
+from minillm.cache import explain_miss
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.errors import CapacityError
@@ -85,13 +86,13 @@ def test_explain_miss_names_the_first_token_that_differs(model: Llama) -> None:
     engine = engine_for(model)
     prompt = list(range(3, 25))
     finish(engine, "a", prompt)
-    report = engine.cache.explain_miss([*prompt[:10], 90, *prompt[11:]])
+    report = explain_miss(engine.cache, [*prompt[:10], 90, *prompt[11:]])
     assert (report.num_cached_tokens, report.num_matching_tokens) == (8, 10)
     assert (report.expected, report.found) == (prompt[10], 90)
     assert "token 13" in str(report)
     assert "90" in str(report)
-    assert engine.cache.explain_miss([1, 2, 3]).num_matching_tokens == 0
-    assert "whole prompt" in str(engine.cache.explain_miss(prompt[:8]))
+    assert explain_miss(engine.cache, [1, 2, 3]).num_matching_tokens == 0
+    assert "whole prompt" in str(explain_miss(engine.cache, prompt[:8]))
 
 
 def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
@@ -110,7 +111,7 @@ def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
     for number in range(12):
         finish(engine, "x", [30 + number] * 40)
     assert finish(engine, "y", [*system, 50, 51]).num_cached_tokens == 16
-    assert engine.cache_stats().used_blocks == 5
+    assert engine.figures.cache_stats().used_blocks == 5
     large = held([60] * 60)
     with pytest.raises(CapacityError, match="pinned"):
         Driver(engine).pin(large)
@@ -126,7 +127,7 @@ def test_statistics_follow_a_run(model: Llama) -> None:
     engine = engine_for(model, num_blocks=40, host_blocks=40, admission="optimistic")
     prompt = list(range(3, 25))
     run(engine, [([*prompt, i], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)) for i in range(6)])
-    stats = engine.cache_stats()
+    stats = engine.figures.cache_stats()
     assert stats.num_hit_tokens == 5 * 20
     assert stats.num_looked_up_tokens >= 6 * 23
     assert 0 < stats.hit_rate < 1
@@ -136,8 +137,8 @@ def test_statistics_follow_a_run(model: Llama) -> None:
     assert stats.num_swapped_in == stats.num_swapped_out > 0
     assert stats.host_blocks_used == stats.used_blocks == 0
     assert stats.cached_blocks > 0
-    engine.reset_peaks()
-    assert engine.cache_stats().peak_used_blocks == 0
+    engine.figures.reset_peaks()
+    assert engine.figures.cache_stats().peak_used_blocks == 0
 
 
 def test_nan_is_never_found_again(model: Llama) -> None:

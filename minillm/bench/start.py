@@ -1,0 +1,102 @@
+"""``start``: seconds from a fresh process to its first answer.
+
+Each run is a process of its own. The first one finds no compiled kernel (an empty Triton cache); the later ones find
+those of the first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from minillm.bench.registry import Workload, check_shape
+from minillm.bench.table import Column
+from minillm.checks import check_fields, custom, integer
+from minillm.config import EngineConfig
+from minillm.errors import MinillmError, UsageError
+
+_PROGRAM = """
+import json, sys, time
+began = float(sys.argv[1])
+import torch
+imported = time.time()
+from minillm import LLM, SamplingParams
+options = json.loads(sys.argv[2])
+with LLM(**options) as llm:
+    loaded = time.time()
+    prompt = [5] * 37
+    deltas = llm.stream(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    next(deltas)
+    first = time.time()
+    count = sum(1 for _ in deltas)
+    done = time.time()
+print(json.dumps([imported - began, loaded - imported, first - loaded, done - first]))
+"""
+
+
+@dataclass(frozen=True)
+class StartResult:
+    """Seconds of one process: until torch is imported, the model loaded, the first token there, and seven more."""
+
+    process: str  # "first" or "later"
+    imports: float
+    load: float
+    first_token: float
+    rest: float
+    total: float
+
+    COLUMNS: ClassVar = (
+        Column("process", lambda r: r.process),
+        Column("imports s", lambda r: r.imports, ".2f"),
+        Column("load s", lambda r: r.load, ".2f"),
+        Column("first token s", lambda r: r.first_token, ".2f"),
+        Column("seven more s", lambda r: r.rest, ".2f"),
+        Column("total s", lambda r: r.total, ".2f"),
+    )
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    shape: str | None = custom(None, check_shape, metavar="NAME", help="random weights in this shape (smollm2-135m)")
+    model: str | None = custom(None, lambda name, value: value, metavar="NAME", help="this model instead")
+    device: str = custom("auto", lambda name, value: value, metavar="DEVICE", help="where it runs: cpu, cuda")
+    runs: int = integer(3, 1, 1000, help="processes after the first one")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        EngineConfig(device=self.device)  # checks it
+        if self.shape and self.model:
+            raise UsageError("give either --shape (random weights) or --model (real ones), not both")
+
+
+def measure(options: StartOptions) -> Iterator[StartResult]:
+    """Start a first process, then ``runs`` later ones.
+
+    Raises:
+        MinillmError: a process failed; its last line says why.
+    """
+    model: dict[str, Any] = {"model": options.model or options.shape or "smollm2-135m", "device": options.device}
+    if options.model is None:
+        model["load_format"] = "dummy"
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {**os.environ, "TRITON_CACHE_DIR": directory}
+        for number in range(options.runs + 1):
+            arguments = [str(time.time()), json.dumps(model)]
+            process = subprocess.run(
+                [sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, env=environment
+            )
+            if process.returncode:
+                raise MinillmError((process.stderr.strip().splitlines() or ["the process failed"])[-1])
+            seconds = json.loads(process.stdout.splitlines()[-1])
+            imports, load, first, rest = seconds
+            yield StartResult("later" if number else "first", imports, load, first, rest, sum(seconds))
+
+
+WORKLOADS = {"start": Workload(StartOptions, measure)}
