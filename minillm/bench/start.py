@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -93,7 +94,8 @@ def measure(options: StartOptions) -> Iterator[StartResult]:
                 [sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, env=environment
             )
             if process.returncode:
-                raise MinillmError((process.stderr.strip().splitlines() or ["the process failed"])[-1])
+                last = (process.stderr.strip().splitlines() or ["the process failed"])[-1]
+                raise MinillmError(re.sub(r"^minillm\.errors\.\w+: ", "", last))
             seconds = json.loads(process.stdout.splitlines()[-1])
             imports, load, first, rest = seconds
             yield StartResult("later" if number else "first", imports, load, first, rest, sum(seconds))
