@@ -38,7 +38,7 @@ def follow(
         ranks = Ranks(store, rank, config.tensor_parallel_size, device, host)
         runner, _ = build_runner(describe(name, config), config, device, ranks)
         for message in follower.messages():
-            runner.compute(wire.decode(message))
+            runner.observed(wire.decode(message))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the others may still need what is under way
     except Exception as error:

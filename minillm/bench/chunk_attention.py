@@ -13,11 +13,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
-from minillm.bench.registry import NoOptions, Workload
-from minillm.bench.table import Column
+import torch
+
+from minillm.bench.ops.prefix_decode_attention import shared_inputs
+from minillm.bench.registry import NoOptions as Options
+from minillm.bench.table import computed, shown
+from minillm.bench.timing import graph_microseconds
 from minillm.errors import MinillmError
+from minillm.kernels import Pages
 
 _SEQS, _HEADS, _DIM = 32, 32, 128
 _POINTS = 4  # of a generation
@@ -27,40 +31,28 @@ _POINTS = 4  # of a generation
 class ChunkAttentionResult:
     """Mean microseconds of decode attention over a generation."""
 
-    prompt: int  # tokens, the same for all sequences
-    completion: int  # tokens that each generates
-    copied: float  # the paged kernel, each sequence with a copy of the prompt
-    shared: float  # the paged kernel, one prompt
-    ours: float  # the prefix kernel
+    prompt: int = shown("prompt", "d")  # tokens, the same for all sequences
+    completion: int = shown("completion", "d")  # tokens that each generates
+    copied: float = shown("copied us", ".1f")  # the paged kernel, each sequence with a copy of the prompt
+    shared: float = shown("shared us", ".1f")  # the paged kernel, one prompt
+    ours: float = shown("prefix us", ".1f")  # the prefix kernel
 
-    COLUMNS: ClassVar = (
-        Column("prompt", lambda r: r.prompt, "d"),
-        Column("completion", lambda r: r.completion, "d"),
-        Column("copied us", lambda r: r.copied, ".1f"),
-        Column("shared us", lambda r: r.shared, ".1f"),
-        Column("prefix us", lambda r: r.ours, ".1f"),
-        Column("speed-up", lambda r: r.speedup, ".1f"),
-        Column("over shared", lambda r: r.speedup_over_shared, ".1f"),
-    )
-
-    @property
+    @computed("speed-up", ".1f")
     def speedup(self) -> float:
         """Over the paged kernel with copies, which is what the paper's headline compares with."""
         return self.copied / self.ours
 
-    @property
+    @computed("over shared", ".1f")
     def speedup_over_shared(self) -> float:
         return self.shared / self.ours
 
 
-def measure(options: NoOptions) -> Iterator[ChunkAttentionResult]:
+def measure(options: Options) -> Iterator[ChunkAttentionResult]:
     """All rows of the table.
 
     Raises:
         MinillmError: there is no GPU.
     """
-    import torch
-
     if not torch.cuda.is_available():
         raise MinillmError("bench chunk-attention needs a CUDA GPU, and torch finds none here")
     for prompt in (1024, 2048, 4096):
@@ -71,11 +63,6 @@ def measure(options: NoOptions) -> Iterator[ChunkAttentionResult]:
 
 
 def _measure(prompt: int, generated: int) -> tuple[float, float, float]:
-    import torch
-
-    from minillm.bench.ops.prefix_decode_attention import shared_inputs
-    from minillm.bench.timing import graph_microseconds
-    from minillm.kernels import Pages
     from minillm.kernels.decode_attention import paged_attention
     from minillm.kernels.prefix_decode_attention import prefix_attention
 
@@ -89,6 +76,3 @@ def _measure(prompt: int, generated: int) -> tuple[float, float, float]:
     apart = Pages(k, v, torch.randperm(tables.numel(), device=pool.device).int().view_as(tables), lens)
     copied = graph_microseconds(lambda i: paged_attention(q, apart, scale), 8)
     return copied, shared, ours
-
-
-WORKLOADS = {"chunk-attention": Workload(NoOptions, measure)}

@@ -9,18 +9,20 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, cast
 
-from minillm.bench.registry import NoOptions, Workload
-from minillm.bench.table import Column
+from minillm.beams.candidates import BeamStep
+from minillm.beams.method import Searches, beam_step
+from minillm.beams.search import Candidate
+from minillm.bench.registry import NoOptions as Options
+from minillm.bench.table import shown
+from minillm.cache import BlockManager
+from minillm.engine.engine import Engine, Step
+from minillm.engine.requests import Requests
+from minillm.engine.scheduler import Scheduler
+from minillm.load import methods_for
 from minillm.params import BeamSearchParams, Params, SamplingParams
-
-if TYPE_CHECKING:
-    from minillm.beams.candidates import BeamStep
-    from minillm.beams.method import Searches
-    from minillm.beams.search import Candidate
-    from minillm.engine.engine import Engine
-    from minillm.sequence import Chunk, Schedule
+from minillm.sequence import Chunk, Schedule
 
 _VOCAB = 49152
 _STEPS = 200
@@ -30,13 +32,8 @@ _STEPS = 200
 class HostResult:
     """Microseconds per step, median."""
 
-    what: str
-    microseconds: float
-
-    COLUMNS: ClassVar = (
-        Column("", lambda r: r.what, width=52),
-        Column("us a step", lambda r: r.microseconds, ".0f"),
-    )
+    what: str = shown("", width=52)
+    microseconds: float = shown("us a step", ".0f")
 
 
 class _Drawn:
@@ -67,18 +64,12 @@ class _Runner:
         return _Drawn(self._tokens[: len(draws)])
 
 
-def measure(options: NoOptions) -> list[HostResult]:
+def measure(options: Options) -> list[HostResult]:
     """Both figures, and their parts."""
     return [*_decode_step(256), *_beam_step(32, 4)]
 
 
 def _engine(runner: _Runner, num_blocks: int, max_num_seqs: int) -> Engine:
-    from minillm.cache import BlockManager
-    from minillm.engine.engine import Engine
-    from minillm.engine.requests import Requests
-    from minillm.engine.scheduler import Scheduler
-    from minillm.load import methods_for
-
     scheduler = Scheduler(BlockManager(num_blocks, 16, prefix_caching=True), max_num_seqs, 8192)
     requests = Requests(scheduler, None, _VOCAB, 4096, frozenset([2]))
     return Engine(cast(Any, runner), requests, methods_for(requests, cast(Any, runner)))
@@ -105,8 +96,6 @@ def _books(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
 
 
 def _decode_step(num_seqs: int) -> list[HostResult]:
-    from minillm.engine.engine import Step
-
     rng = random.Random(0)
     runner = _Runner(rng)
     engine = _engine(runner, num_seqs * 80, num_seqs)
@@ -131,10 +120,6 @@ def _decode_step(num_seqs: int) -> list[HostResult]:
 
 
 def _beam_step(num_groups: int, width: int) -> list[HostResult]:
-    from minillm.beams.method import beam_step
-    from minillm.beams.search import Candidate
-    from minillm.engine.engine import Step
-
     rng = random.Random(0)
     engine = _engine(_Runner(rng), num_groups * width * 80, num_groups * width)
     _add_requests(engine, rng, num_groups, BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True))
@@ -155,7 +140,7 @@ def _beam_step(num_groups: int, width: int) -> list[HostResult]:
         engine.launch_flights(step, cast(Any, None), sampled)
         if not step.flights:
             continue
-        flight = cast("Searches", step.flights[0])
+        flight = cast(Searches, step.flights[0])
         steps = [beam_step(group, row_of) for group, row_of in flight.searching]
         launched = time.perf_counter()
         found = [candidates(each) for each in steps]
@@ -166,6 +151,3 @@ def _beam_step(num_groups: int, width: int) -> list[HostResult]:
         if len(schedule.decodes) == num_groups * width:
             times.append(seconds + launched - launching + done - choosing)
     return [HostResult(f"beam step, {num_groups} groups of width {width}", 1e6 * statistics.median(times))]
-
-
-WORKLOADS = {"host": Workload(NoOptions, measure)}

@@ -16,78 +16,63 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from minillm.bench.busy import busy
-from minillm.bench.peers import Timing, transformers_peer
-from minillm.bench.registry import ModelOptions, Subject, Workload
-from minillm.bench.table import Column
+from minillm.bench.hardware import read_bandwidth
+from minillm.bench.meter import Ceilings, metered
+from minillm.bench.peers import PEERS, Timing
+from minillm.bench.registry import ModelOptions, Subject
+from minillm.bench.table import shown
 from minillm.checks import custom, integer
 from minillm.errors import UsageError
+from minillm.llm import LLM
 from minillm.params import MAX_TOKENS, SamplingParams
-
-if TYPE_CHECKING:
-    from minillm.llm import LLM
 
 RUNS = 3
 
 
-def _peer(name: str, value: Any) -> str | None:
-    if value not in (None, "transformers"):
-        raise UsageError(f"{name} must be transformers, not {value!r}")
+def _peer(name: str, value: str | None) -> str | None:
+    if value is not None and value not in PEERS:
+        raise UsageError(f"{name} must be one of {', '.join(PEERS)}, not {value!r}")
     return value
 
 
 @dataclass(frozen=True)
-class LatencyOptions(ModelOptions):
+class Options(ModelOptions):
     batch_size: int = integer(1, 1, MAX_TOKENS, help="sequences that decode together")
     input_len: int = integer(128, 1, MAX_TOKENS, help="prompt tokens of each")
     output_len: int = integer(256, 1, MAX_TOKENS, help="tokens that each generates")
-    peer: str | None = custom(None, _peer, metavar="{transformers}", help="measure this as well, in the same process")
-    busy: int = integer(0, 0, 1024, help="measure once more, beside N other processes that each keep a core busy")
+    peer: str | None = custom(None, _peer, metavar="{transformers}", help="measure this too, in the same process")
+    busy: int = integer(0, 0, 1024, help="measure again, beside N other processes that each keep a core busy")
 
 
 @dataclass(frozen=True)
 class LatencyResult:
     """Medians over the runs; rates in tokens per second over all sequences."""
 
-    name: str
-    batch_size: int
-    time_to_first_token: float
-    time_per_output_token: float
-    decode_rate: float  # tokens after the first, over the time after the first
-    overall_rate: float  # all tokens over all time
-    floor_rate: float
-    fraction_of_floor: float
-    idle_share: float | None = None  # of a GPU, between decode steps
+    name: str = shown("", width=32)
+    batch_size: int = shown("sequences", "d")
+    time_to_first_token: float = shown("first ms", ".0f", 1e3)
+    time_per_output_token: float = shown("ms/token", ".2f", 1e3)
+    decode_rate: float = shown("decode tok/s", ".1f")  # tokens after the first, over the time after the first
+    overall_rate: float = shown("all tok/s", ".1f")  # all tokens over all time
+    floor_rate: float = shown("floor tok/s", ".1f")
+    fraction_of_floor: float = shown("of floor", ".0%")
+    idle_share: float | None = shown("GPU idle", ".1%", default=None)  # between decode steps
     peak_kv_tokens: int | None = None
 
-    COLUMNS: ClassVar = (
-        Column("", lambda r: r.name, width=32),
-        Column("decode tok/s", lambda r: r.decode_rate, ".1f"),
-        Column("ms/token", lambda r: 1e3 * r.time_per_output_token, ".2f"),
-        Column("first ms", lambda r: 1e3 * r.time_to_first_token, ".0f"),
-        Column("all tok/s", lambda r: r.overall_rate, ".1f"),
-        Column("floor tok/s", lambda r: r.floor_rate, ".1f"),
-        Column("of floor", lambda r: r.fraction_of_floor, ".0%"),
-        Column("GPU idle", lambda r: r.idle_share, ".1%"),
-    )
 
-
-def measure(subject: Subject, options: LatencyOptions) -> list[LatencyResult]:
-    """Measure the model and the peer on the same prompts, each alone and, if asked for, on a busy machine."""
-    import torch
-
-    from minillm.bench.hardware import read_bandwidth
-    from minillm.bench.meter import Ceilings, metered
-
+def measure(subject: Subject, options: Options) -> list[LatencyResult]:
+    """Measure the model and the peer on the same prompts, each on a quiet machine and, if asked for, on a busy one."""
     llm, model = subject.llm, subject.llm.engine.runner.model
     generator = torch.Generator().manual_seed(0)
-    shape = (options.batch_size, options.input_len)
-    prompts = torch.randint(0, model.config.vocab_size, shape, generator=generator).tolist()
+    size = (options.batch_size, options.input_len)
+    prompts = torch.randint(0, model.config.vocab_size, size, generator=generator).tolist()
     runners: dict[str, Callable[[int], Timing]] = {f"minillm {subject.name}": partial(_run, llm, prompts)}
     if options.peer is not None:
-        run_peer, peer_name = transformers_peer(llm, prompts)
+        run_peer, peer_name = PEERS[options.peer](llm, prompts)
         runners[f"{peer_name} {subject.name}"] = run_peer
     for run in runners.values():
         run(min(8, options.output_len))
@@ -96,8 +81,8 @@ def measure(subject: Subject, options: LatencyOptions) -> list[LatencyResult]:
         for others in sorted({0, options.busy}):
             with busy(others):
                 for label, run in runners.items():
-                    beside = f", {others} busy" if others else ""
-                    timings.setdefault(label + beside, []).append(run(options.output_len))
+                    label += f", {others} busy" if others else ""
+                    timings.setdefault(label, []).append(run(options.output_len))
     bandwidth = read_bandwidth(model.device)
     with metered(llm.engine, Ceilings(bandwidth, None)) as meter:
         _run(llm, prompts, options.output_len)
@@ -126,7 +111,7 @@ def _run(llm: LLM, prompts: list[list[int]], output_len: int) -> Timing:
     return Timing(first, time.perf_counter() - began)
 
 
-def _result(name: str, runs: list[Timing], options: LatencyOptions, floor_rate: float) -> LatencyResult:
+def _result(name: str, runs: list[Timing], options: Options, floor_rate: float) -> LatencyResult:
     first = statistics.median(run.first_token for run in runs)
     total = statistics.median(run.total for run in runs)
     per_token = statistics.median((run.total - run.first_token) / max(1, options.output_len - 1) for run in runs)
@@ -141,6 +126,3 @@ def _result(name: str, runs: list[Timing], options: LatencyOptions, floor_rate: 
         floor_rate=floor_rate,
         fraction_of_floor=rate / floor_rate,
     )
-
-
-WORKLOADS = {"latency": Workload(LatencyOptions, measure)}

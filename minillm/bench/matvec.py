@@ -5,71 +5,54 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
-from minillm.bench.registry import Workload, check_shape
-from minillm.bench.table import Column
-from minillm.checks import check_fields, custom, integer
+import torch
+
+from minillm.bench.hardware import read_bandwidth
+from minillm.bench.registry import NoOptions, shape
+from minillm.bench.table import shown
+from minillm.bench.timing import copies_for_cold_l2, graph_microseconds
+from minillm.checks import integer
 from minillm.errors import UsageError
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 
 
 @dataclass(frozen=True)
-class MatvecOptions:
-    shape: str = custom("smollm2-135m", check_shape, metavar="NAME", help="of this model")
+class Options(NoOptions):
+    shape: str = shape("smollm2-135m", "of this model")
     tokens: int = integer(1, 1, 1 << 16, help="that are multiplied at once")
     tensor_parallel_size: int = integer(1, 1, 1 << 16, help="of the part that one of N ranks has")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True)
 class MatvecResult:
     """One weight's shape, times in microseconds with a cold L2."""
 
-    op: str
-    features: int
-    columns: int
-    floor: float
-    cublas: float  # without the norm, the gate or the addition that our kernel has in it
-    ours: float
-    tile: tuple[int, int, int]  # (rows, columns, warps)
-    recorded: tuple[int, int, int] | None  # in `TILES`
-
-    COLUMNS: ClassVar = (
-        Column("op", lambda r: r.op),
-        Column("features", lambda r: r.features, "d"),
-        Column("columns", lambda r: r.columns, "d"),
-        Column("floor us", lambda r: r.floor, ".1f"),
-        Column("cuBLAS us", lambda r: r.cublas, ".1f"),
-        Column("ours us", lambda r: r.ours, ".1f"),
-        Column("tile", lambda r: str(r.tile), width=12),
-        Column("recorded", lambda r: str(r.recorded), width=12),
-    )
+    op: str = shown("op")
+    features: int = shown("features", "d")
+    columns: int = shown("columns", "d")
+    floor: float = shown("floor us", ".1f")
+    cublas: float = shown("cuBLAS us", ".1f")  # without the norm, the gate or the addition that our kernel has in it
+    ours: float = shown("ours us", ".1f")
+    tile: tuple[int, int, int] = shown("tile", "d", width=12)  # (rows, columns, warps)
+    recorded: tuple[int, int, int] | None = shown("recorded", "d", width=12)  # in `TILES`
 
 
-def measure(options: MatvecOptions) -> Iterator[MatvecResult]:
+def measure(options: Options) -> Iterator[MatvecResult]:
     """Each of the five products of a model, or of a rank's part of it, over all sensible tiles.
 
     Raises:
         UsageError: there is no GPU, or our kernel does not take so many tokens.
     """
-    import torch
-
-    from minillm.bench.hardware import read_bandwidth
-    from minillm.bench.timing import copies_for_cold_l2, graph_microseconds
-
     if not torch.cuda.is_available():
         raise UsageError("bench matvec needs a GPU")
     from minillm.kernels import matvec
 
-    tokens, most = options.tokens, matvec.MOST_TOKENS
+    tokens, most, whole = options.tokens, matvec.MOST_TOKENS, SHAPES[options.shape]
     if tokens > most:
         raise UsageError(f"tokens must be at most {most}, not {tokens}: cuBLAS multiplies more")
-    shape = SHAPES[options.shape]
-    c = shard_of(shape, 0, options.tensor_parallel_size).local(shape)
+    c = shard_of(whole, 0, options.tensor_parallel_size).local(whole)
     device, dtype = torch.device("cuda"), torch.bfloat16
     bandwidth = read_bandwidth(device)
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
@@ -106,6 +89,3 @@ def _tiles(columns: int, matrices: int, tokens: int) -> Iterator[tuple[int, int,
         per_thread = rows * width * matrices / (32 * warps)
         if width < 2 * columns and 8 <= per_thread <= (128 if tokens == 1 else 64):
             yield rows, width, warps
-
-
-WORKLOADS = {"matvec": Workload(MatvecOptions, measure)}

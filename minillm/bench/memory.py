@@ -16,20 +16,18 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
-from minillm.bench.registry import Workload, check_shape
-from minillm.bench.table import Column
-from minillm.cache import BlockManager, BlockTable
-from minillm.checks import check_fields, custom, integer
-from minillm.config import BLOCK_SIZES, EngineConfig
+from minillm.bench.registry import NoOptions, shape, word
+from minillm.bench.swap import SwapResult, measure_swaps
+from minillm.bench.table import shown
+from minillm.cache import BlockManager, BlockTable, check, pool_stats
+from minillm.checks import integer
+from minillm.config import BLOCK_SIZES
 from minillm.errors import UsageError
+from minillm.llm import LLM
 from minillm.model.shapes import SHAPES
 from minillm.params import MAX_TOKENS, BeamSearchParams
-
-if TYPE_CHECKING:
-    from minillm.bench.swap import SwapResult
-    from minillm.llm import LLM
 
 LONGEST = 2048
 _BATCH = 48
@@ -63,53 +61,38 @@ SHAREGPT = Lengths("ShareGPT-like", 161.31, 337.99, 1.1)
 class MemoryResult:
     """One line: ``value`` is a fraction, of slots wasted or of blocks saved."""
 
-    table: str
-    lengths: str
-    setting: str
-    value: float
-
-    COLUMNS: ClassVar = (
-        Column("", lambda r: r.table, width=18),
-        Column("lengths", lambda r: r.lengths, width=14),
-        Column("setting", lambda r: r.setting, width=36),
-        Column("", lambda r: r.value, ".1%"),
-    )
+    table: str = shown("", width=18)
+    lengths: str = shown("lengths", width=14)
+    setting: str = shown("setting", width=36)
+    value: float = shown("", ".1%")
 
 
 @dataclass(frozen=True)
-class MemoryOptions:
-    shape: str = custom("smollm2-135m", check_shape, metavar="NAME", help="shape of the model that is swapped")
-    model: str | None = custom(
-        None, lambda name, value: value, metavar="NAME",
-        help="let this model choose the beams, instead of a simulation, too",
-    )  # fmt: skip
+class Options(NoOptions):
+    shape: str = shape("smollm2-135m", "shape of the model that is swapped")
+    model: str | None = word(None, "let this model choose the beams, instead of a simulation, too")
     num_tokens: int = integer(512, 1, MAX_TOKENS, help="length of the swapped sequence")
-    device: str = custom(
-        "auto", lambda name, value: value, metavar="DEVICE", help="where it is swapped from: cpu, cuda"
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        EngineConfig(device=self.device)  # checks it
-        longest = SHAPES[self.shape].max_position_embeddings
-        if self.num_tokens > longest:
-            raise UsageError(f"num_tokens must be at most {longest}, not {self.num_tokens}: {self.shape} has no more")
+    device: str = word("auto", "where it is swapped from: cpu, cuda", metavar="DEVICE")
 
 
-def measure(options: MemoryOptions) -> dict[str, Iterator[Any]]:
-    """The replays on the books, and what swapping costs on the device."""
-    return {"books": _books(options), "swap": _swap(options)}
+def measure(options: Options) -> dict[str, Iterator[Any]]:
+    """The replays on the books, and what swapping costs on the device.
+
+    Raises:
+        UsageError: the shape has no so long context.
+    """
+    longest = SHAPES[options.shape].max_position_embeddings
+    if options.num_tokens > longest:
+        raise UsageError(f"num_tokens must be at most {longest}, not {options.num_tokens}: {options.shape} has no more")
+    return {"books": _books(options), "swap": _swaps(options)}
 
 
-def _swap(options: MemoryOptions) -> Iterator[SwapResult]:
-    from minillm.bench import swap
-    from minillm.llm import LLM
-
+def _swaps(options: Options) -> Iterator[SwapResult]:
     llm = LLM(options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device)
-    yield from swap.measure(llm.engine.runner.model, options.num_tokens)
+    yield from measure_swaps(llm.engine.runner.model, options.num_tokens)
 
 
-def _books(options: MemoryOptions) -> Iterator[MemoryResult]:
+def _books(options: Options) -> Iterator[MemoryResult]:
     for lengths in (ALPACA, SHAREGPT):
         for block_size in BLOCK_SIZES:
             yield MemoryResult("waste", lengths.name, f"block size {block_size}", paged_waste(lengths, block_size))
@@ -124,8 +107,6 @@ def _books(options: MemoryOptions) -> Iterator[MemoryResult]:
         setting = f"shared prefix of {prefix}, batch 32"
         yield MemoryResult("saved by sharing", SHAREGPT.name, setting, prefix_saving(SHAREGPT, prefix, 32))
     if options.model is not None:
-        from minillm.llm import LLM
-
         chooser = LLM(options.model, device=options.device)
         for lengths in (ALPACA, SHAREGPT):
             for width in (2, 4, 6):
@@ -159,7 +140,7 @@ def paged_waste(lengths: Lengths, block_size: int) -> float:
             if table.num_tokens >= end:
                 manager.free(table)
         running = [(table, end) for table, end in running if table.num_tokens]
-    manager.check()
+    check(manager)
     return 1 - filled / allocated
 
 
@@ -186,7 +167,7 @@ def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> fl
 
 
 def _saved(manager: BlockManager) -> tuple[int, int]:
-    stats = manager.stats()
+    stats = pool_stats(manager)
     return stats.logical_blocks - stats.used_blocks, stats.logical_blocks
 
 
@@ -296,6 +277,3 @@ def prefix_saving(lengths: Lengths, prefix: int, batch: int, block_size: int = 1
         manager.commit(table, tokens, len(tokens))
     saved, logical = _saved(manager)
     return saved / logical
-
-
-WORKLOADS = {"memory": Workload(MemoryOptions, measure)}

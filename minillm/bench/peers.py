@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from minillm.errors import UsageError
-
-if TYPE_CHECKING:
-    from minillm.llm import LLM
+from minillm.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,6 @@ def transformers_peer(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int
         import transformers
     except ImportError:
         raise UsageError("--peer transformers needs the package transformers; pip install transformers") from None
-    import torch
-
     model = llm.engine.runner.model
     c = model.config
     config = transformers.LlamaConfig(
@@ -65,3 +63,6 @@ def transformers_peer(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int
         return Timing(first, time.perf_counter() - began)
 
     return run, f"transformers {transformers.__version__}"
+
+
+PEERS = {"transformers": transformers_peer}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import ClassVar
 
-from minillm.bench.registry import ModelOptions, Subject, Workload
-from minillm.bench.table import Column
+import torch
+
+from minillm.bench.hardware import read_bandwidth
+from minillm.bench.registry import ModelOptions, Subject
+from minillm.bench.table import shown
 from minillm.checks import integer
 from minillm.errors import UsageError
 from minillm.params import MAX_TOKENS, SamplingParams
@@ -17,7 +19,7 @@ _STEPS = 8
 
 
 @dataclass(frozen=True)
-class ProfileOptions(ModelOptions):
+class Options(ModelOptions):
     batch_size: int = integer(1, 1, MAX_TOKENS, help="sequences that decode")
     context: int = integer(512, 1, MAX_TOKENS, help="tokens of each")
 
@@ -26,47 +28,28 @@ class ProfileOptions(ModelOptions):
 class KernelShare:
     """One kernel's part of a decode step. ``bytes`` is None where it is too little to matter."""
 
-    kernel: str
-    launches: float  # per step
-    launches_per_layer: float
-    microseconds: float  # per step
-    bytes: int | None
-    fraction: float | None  # of the bandwidth
-
-    COLUMNS: ClassVar = (
-        Column("kernel", lambda r: r.kernel, width=48),
-        Column("launches", lambda r: r.launches, ".1f"),
-        Column("a layer", lambda r: r.launches_per_layer, ".2f"),
-        Column("us", lambda r: r.microseconds, ".1f"),
-        Column("MB", lambda r: None if r.bytes is None else r.bytes / 1e6, ".0f"),
-        Column("of copy speed", lambda r: r.fraction, ".0%"),
-    )
+    kernel: str = shown("kernel", width=48)
+    launches: float = shown("launches", ".1f")  # per step
+    launches_per_layer: float = shown("a layer", ".2f")
+    microseconds: float = shown("us", ".1f")  # per step
+    bytes: int | None = shown("MB", ".0f", 1e-6)
+    fraction: float | None = shown("of copy speed", ".0%")
 
 
 @dataclass(frozen=True)
 class Profile:
-    batch_size: int
-    context: int
-    step_microseconds: float  # from the first kernel of a step to the first of the next
-    kernels: list[KernelShare]
-
-    COLUMNS: ClassVar = (
-        Column("sequences", lambda r: r.batch_size, ","),
-        Column("tokens of each", lambda r: r.context, ","),
-        Column("us of a step", lambda r: r.step_microseconds, ".0f"),
-    )
+    batch_size: int = shown("sequences", ",")
+    context: int = shown("tokens of each", ",")
+    step_microseconds: float = shown("us a step", ".0f")  # from the first kernel of a step to the first of the next
+    kernels: list[KernelShare]  # type: ignore[misc]  # those above have no defaults
 
 
-def measure(subject: Subject, options: ProfileOptions) -> Profile:
+def measure(subject: Subject, options: Options) -> Profile:
     """Profile decode steps of ``batch_size`` sequences of about ``context`` tokens.
 
     Raises:
         UsageError: the model is not on a GPU, or has no room for so much.
     """
-    import torch
-
-    from minillm.bench.hardware import read_bandwidth
-
     llm, batch_size, context = subject.llm, options.batch_size, options.context
     engine = llm.engine
     model = engine.runner.model
@@ -137,6 +120,3 @@ def _is_linear(name: str) -> bool:
 
 def _is_attention(name: str) -> bool:
     return "paged_attention" in name or "merge_splits" in name
-
-
-WORKLOADS = {"profile": Workload(ProfileOptions, measure)}

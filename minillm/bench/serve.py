@@ -9,55 +9,36 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
-from minillm.bench.registry import ScaleOptions, Subject, Workload
-from minillm.bench.table import Column
+from minillm.bench.registry import ScaleOptions, Subject
+from minillm.bench.table import shown
 from minillm.bench.workloads import throughput
 from minillm.checks import integer, number
-
-if TYPE_CHECKING:
-    from minillm.llm import LLM
-
-_WARM_UP = 32  # requests
+from minillm.llm import LLM
 
 
 @dataclass(frozen=True)
-class ServeOptions(ScaleOptions):
+class Options(ScaleOptions):
     rate: float = number(4.0, 0, 1e6, above=True, help="requests per second")
     num_requests: int = integer(256, 1, 1 << 24, help="in all")
-
-
-def _milliseconds(seconds: tuple[float, ...]) -> str:
-    return " / ".join(f"{1e3 * each:.1f}" for each in seconds)
 
 
 @dataclass(frozen=True)
 class ServeResult:
     """Seconds as (median, 90th, 99th percentile)."""
 
-    rate: float  # requests per second that were offered
-    num_requests: int
-    seconds: float
-    output_rate: float  # tokens per second
-    time_to_first_token: tuple[float, float, float]
-    time_per_output_token: tuple[float, float, float]
-    normalised_latency: tuple[float, float, float]
-
-    COLUMNS: ClassVar = (
-        Column("requests", lambda r: r.num_requests, ","),
-        Column("requests per second", lambda r: r.rate, "g"),
-        Column("tokens per second", lambda r: r.output_rate, ",.0f"),
-        Column("", lambda r: "p50 / p90 / p99, ms"),
-        Column("time to first token", lambda r: _milliseconds(r.time_to_first_token)),
-        Column("time per output token", lambda r: _milliseconds(r.time_per_output_token)),
-        Column("normalised latency", lambda r: _milliseconds(r.normalised_latency)),
-    )
+    rate: float = shown("requests per second, offered", "g")
+    num_requests: int = shown("requests", ",")
+    seconds: float = shown("seconds", ".2f")
+    output_rate: float = shown("tokens per second", ",.0f")
+    time_to_first_token: tuple[float, float, float] = shown("ms to first token, p50/p90/p99", ".1f", 1e3)
+    time_per_output_token: tuple[float, float, float] = shown("ms per output token", ".1f", 1e3)
+    normalised_latency: tuple[float, float, float] = shown("ms of normalised latency", ".1f", 1e3)
 
 
-def measure(subject: Subject, options: ServeOptions) -> ServeResult:
+def measure(subject: Subject, options: Options) -> ServeResult:
     """Warm up with a few requests at once, then offer them at the rate asked for."""
-    _serve(subject.llm, 1e6, min(_WARM_UP, options.num_requests), options.scale)
+    _serve(subject.llm, 1e6, min(32, options.num_requests), options.scale)
     return _serve(subject.llm, options.rate, options.num_requests, options.scale)
 
 
@@ -105,6 +86,3 @@ def _percentiles(values: list[float]) -> tuple[float, float, float]:
     ordered = sorted(values)
     p50, p90, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.9, 0.99))
     return p50, p90, p99
-
-
-WORKLOADS = {"serve": Workload(ServeOptions, measure)}

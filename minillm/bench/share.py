@@ -9,23 +9,22 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
-from minillm.bench.registry import ScaleOptions, Subject, Workload
-from minillm.bench.table import Column
+from torch.distributed import DistError
+
+from minillm.bench.registry import ScaleOptions, Subject
+from minillm.bench.table import shown
 from minillm.bench.workloads import throughput
 from minillm.checks import integer
 from minillm.errors import MinillmError
+from minillm.llm import LLM
 from minillm.parallel.shared_work import Replicas, SharedQueue
-
-if TYPE_CHECKING:
-    from minillm.llm import LLM
 
 _WARM_UP = 32
 
 
 @dataclass(frozen=True)
-class ShareOptions(ScaleOptions):
+class Options(ScaleOptions):
     num_requests: int = integer(256, 1, 1 << 24, help="for each replica")
 
 
@@ -33,29 +32,19 @@ class ShareOptions(ScaleOptions):
 class ShareResult:
     """All replicas together."""
 
-    num_replicas: int
-    num_requests: int
-    output_tokens: int
-    seconds: float  # from when all are ready to when the last has finished
-    rate: float  # tokens per second
-
-    COLUMNS: ClassVar = (
-        Column("requests", lambda r: r.num_requests, ","),
-        Column("replicas", lambda r: r.num_replicas, ","),
-        Column("tokens per second", lambda r: r.rate, ",.0f"),
-        Column("output tokens", lambda r: r.output_tokens, ","),
-        Column("seconds", lambda r: r.seconds, ".2f"),
-    )
+    num_replicas: int = shown("replicas", ",")
+    num_requests: int = shown("requests", ",")
+    output_tokens: int = shown("output tokens", ",")
+    seconds: float = shown("seconds", ".2f")  # from when all are ready to when the last has finished
+    rate: float = shown("tokens per second", ",.0f")
 
 
-def measure(subject: Subject, options: ShareOptions) -> ShareResult | None:
+def measure(subject: Subject, options: Options) -> ShareResult | None:
     """Measure all replicas; what comes of it is known to the first one, and None to the others.
 
     Raises:
         MinillmError: the first node has died, and with it the store of torchrun.
     """
-    from torch.distributed import DistError
-
     try:
         return _share(subject.llm, options.num_requests, options.scale)
     except DistError:
@@ -84,6 +73,3 @@ def _share(llm: LLM, num_requests: int, scale: float) -> ShareResult | None:
     seconds = time.perf_counter() - began
     count = replicas.store.add("tokens", 0)
     return ShareResult(replicas.count, total, count, seconds, count / seconds)
-
-
-WORKLOADS = {"share": Workload(ShareOptions, measure)}

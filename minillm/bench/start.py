@@ -15,12 +15,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from minillm.bench.registry import Workload, check_shape
-from minillm.bench.table import Column
-from minillm.checks import check_fields, custom, integer
-from minillm.config import EngineConfig
+from minillm.bench.registry import NoOptions, shape, word
+from minillm.bench.table import shown
+from minillm.checks import integer
 from minillm.errors import MinillmError, UsageError
 
 _PROGRAM = """
@@ -46,43 +45,30 @@ print(json.dumps([imported - began, loaded - imported, first - loaded, done - fi
 class StartResult:
     """Seconds of one process: until torch is imported, the model loaded, the first token there, and seven more."""
 
-    process: str  # "first" or "later"
-    imports: float
-    load: float
-    first_token: float
-    rest: float
-    total: float
-
-    COLUMNS: ClassVar = (
-        Column("process", lambda r: r.process),
-        Column("imports s", lambda r: r.imports, ".2f"),
-        Column("load s", lambda r: r.load, ".2f"),
-        Column("first token s", lambda r: r.first_token, ".2f"),
-        Column("seven more s", lambda r: r.rest, ".2f"),
-        Column("total s", lambda r: r.total, ".2f"),
-    )
+    process: str = shown("process")  # "first" or "later"
+    imports: float = shown("imports s", ".2f")
+    load: float = shown("load s", ".2f")
+    first_token: float = shown("first token s", ".2f")
+    rest: float = shown("seven more s", ".2f")
+    total: float = shown("total s", ".2f")
 
 
 @dataclass(frozen=True)
-class StartOptions:
-    shape: str | None = custom(None, check_shape, metavar="NAME", help="random weights in this shape (smollm2-135m)")
-    model: str | None = custom(None, lambda name, value: value, metavar="NAME", help="this model instead")
-    device: str = custom("auto", lambda name, value: value, metavar="DEVICE", help="where it runs: cpu, cuda")
+class Options(NoOptions):
+    shape: str | None = shape(None, "random weights in this shape (smollm2-135m)")
+    model: str | None = word(None, "this model instead")
+    device: str = word("auto", "where it runs: cpu, cuda", metavar="DEVICE")
     runs: int = integer(3, 1, 1000, help="processes after the first one")
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        EngineConfig(device=self.device)  # checks it
-        if self.shape and self.model:
-            raise UsageError("give either --shape (random weights) or --model (real ones), not both")
 
-
-def measure(options: StartOptions) -> Iterator[StartResult]:
+def measure(options: Options) -> Iterator[StartResult]:
     """Start a first process, then ``runs`` later ones.
 
     Raises:
         MinillmError: a process failed; its last line says why.
     """
+    if options.shape and options.model:
+        raise UsageError("give either --shape (random weights) or --model (real ones), not both")
     model: dict[str, Any] = {"model": options.model or options.shape or "smollm2-135m", "device": options.device}
     if options.model is None:
         model["load_format"] = "dummy"
@@ -99,6 +85,3 @@ def measure(options: StartOptions) -> Iterator[StartResult]:
             seconds = json.loads(process.stdout.splitlines()[-1])
             imports, load, first, rest = seconds
             yield StartResult("later" if number else "first", imports, load, first, rest, sum(seconds))
-
-
-WORKLOADS = {"start": Workload(StartOptions, measure)}

@@ -1,38 +1,69 @@
 """Results of a measurement, as tables for people or as plain data for JSON.
 
-A result is a dataclass, or several of one class, which may come one by one, or a dictionary of such parts. ``COLUMNS``
-of its class say what people see; JSON has all fields.
+A result is a dataclass, or several of one class, which may come one by one, or a dictionary of such parts. Its fields
+say with `shown`, and its properties with `computed`, what people see of them; JSON has all fields and no properties.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a result.
+    """How one figure of a result is shown.
 
     Attributes:
-        value: takes the result; None shows nothing.
-        spec: how the value is formatted. Without one it is text, and stands flush left in a table.
+        spec: its format. A figure without one is text, and stands flush left in a table.
+        scale: what a number is multiplied by first: 1e3 shows seconds as milliseconds.
         width: the least in a table, in characters; the title may need more.
     """
 
     title: str
-    value: Callable[[Any], object]
     spec: str = ""
+    scale: float | None = None
     width: int = 9
 
-    def text(self, row: object) -> str:
-        value = self.value(row)
-        return "" if value is None else format(value, self.spec)
+    def text(self, value: Any) -> str:
+        """``value`` formatted; the parts of a tuple or list one by one; nothing for None."""
+        if isinstance(value, tuple | list):
+            return " / ".join(map(self.text, value))
+        scaled = value if self.scale is None or value is None else value * self.scale
+        return "" if scaled is None else format(scaled, self.spec)
 
     def cell(self, text: str) -> str:
+        """``text`` as wide as the column."""
         width = max(len(self.title), self.width)
         return text.rjust(width) if self.spec else text.ljust(width)
+
+
+def shown(title: str, spec: str = "", scale: float | None = None, *, width: int = 9, default: Any = MISSING) -> Any:
+    """Declare a field that people see, as a `Column`."""
+    return field(default=default, metadata={"column": Column(title, spec, scale, width)})
+
+
+def computed(title: str, spec: str) -> Callable[[Callable[[Any], Any]], property]:
+    """Make a method a property that people see, as a `Column`."""
+
+    def decorate(method: Callable[[Any], Any]) -> property:
+        method.column = Column(title, spec)  # type: ignore[attr-defined]
+        return property(method)
+
+    return decorate
+
+
+def figures(result: Any) -> Iterator[tuple[Column, str]]:
+    """Every column of a result, with its text."""
+    for each in fields(result):
+        if "column" in each.metadata:
+            column = each.metadata["column"]
+            yield column, column.text(getattr(result, each.name))
+    for name, member in vars(type(result)).items():
+        column = getattr(getattr(member, "fget", None), "column", None)
+        if column is not None:
+            yield column, column.text(getattr(result, name))
 
 
 def show(result: Any, heading: str = "") -> None:
@@ -42,23 +73,18 @@ def show(result: Any, heading: str = "") -> None:
     if isinstance(result, Mapping):
         for name, part in result.items():
             show(part, name)
-    elif columns := getattr(result, "COLUMNS", None):
-        for column in columns:
-            if text := column.text(result):
+    elif is_dataclass(result):
+        for column, text in figures(result):
+            if text:
                 print(f"  {column.title:32}{text}", flush=True)
-        for each in fields(result):
-            part = getattr(result, each.name)
-            if isinstance(part, list) and part and is_dataclass(part[0]):
-                show(part)
+        for value in vars(result).values():
+            if isinstance(value, list) and value and is_dataclass(value[0]):
+                show(value)
     else:
-        _show_table(result)
-
-
-def _show_table(rows: Iterable[Any]) -> None:
-    for number, row in enumerate(rows):
-        if number == 0:
-            _show_line(column.cell(column.title) for column in row.COLUMNS)
-        _show_line(column.cell(column.text(row)) for column in row.COLUMNS)
+        for number, row in enumerate(result):
+            if number == 0:
+                _show_line(column.cell(column.title) for column, _ in figures(row))
+            _show_line(column.cell(text) for column, text in figures(row))
 
 
 def _show_line(cells: Iterable[str]) -> None:

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import ClassVar
 
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
-from minillm.bench.registry import NoOptions, Workload
-from minillm.bench.table import Column
+from minillm.bench.registry import NoOptions as Options
+from minillm.bench.table import computed, shown
 from minillm.errors import MinillmError
 from minillm.service.messages import BlockChange, CacheChanged, LogEntry, PoolFigures, TableChange
 from minillm.ui.app import ChatApp
@@ -55,31 +54,19 @@ _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": _TOKENS, "ignore_eos": T
 class UiFigures:
     """What was measured; seconds unless the name says otherwise."""
 
-    first_paint: float
-    key_median: float
-    key_p95: float
-    drawing_share: float  # of one core
-    tokens_per_second_watched: float
-    tokens_per_second_held: float
-    slowdowns: list[float]  # of each cycle, a part of the speed while the app is held
-    slowdown: float  # their mean
+    first_paint: float = shown("ms to the first paint", ".0f", 1e3)
+    key_median: float = shown("ms from key to screen, median", ".0f", 1e3)
+    key_p95: float = shown("ms from key to screen, p95", ".0f", 1e3)
+    drawing_share: float = shown(f"{NUM_BLOCKS:,} blocks at {FRAMES} Hz: of a core", ".1%")
+    tokens_per_second_watched: float = shown("tok/s, watched", ".1f")
+    tokens_per_second_held: float = shown("tok/s while the app is held", ".1f")
+    # of each cycle, a part of the speed while the app is held
+    slowdowns: tuple[float, ...] = shown("slow-down of each cycle", ".1%")
+    slowdown: float = shown("their mean", ".1%")
 
-    @property
+    @computed("its standard error", ".1%")
     def slowdown_error(self) -> float:
-        """The standard error of `slowdown`."""
         return statistics.stdev(self.slowdowns) / len(self.slowdowns) ** 0.5
-
-    COLUMNS: ClassVar = (
-        Column("ms to the first paint", lambda r: 1e3 * r.first_paint, ".0f"),
-        Column("ms from key to screen, median", lambda r: 1e3 * r.key_median, ".0f"),
-        Column("ms from key to screen, p95", lambda r: 1e3 * r.key_p95, ".0f"),
-        Column(f"{NUM_BLOCKS:,} blocks, {FRAMES} Hz: of a core", lambda r: r.drawing_share, ".1%"),
-        Column("tok/s while the app is held", lambda r: r.tokens_per_second_held, ".1f"),
-        Column("tok/s, watched", lambda r: r.tokens_per_second_watched, ".1f"),
-        Column("slow-down", lambda r: r.slowdown, ".1%"),
-        Column("its standard error", lambda r: r.slowdown_error, ".1%"),
-        Column("slow-down of each cycle", lambda r: " ".join(f"{each:.1%}" for each in r.slowdowns)),
-    )
 
 
 @asynccontextmanager
@@ -256,7 +243,7 @@ async def _measure() -> UiFigures:
     cycles: list[Cycle] = []
     while len(cycles) < _CYCLES:
         cycles += await _cycles()
-    slowdowns = [cycle.slowdown for cycle in cycles]
+    slowdowns = tuple(cycle.slowdown for cycle in cycles)
     return UiFigures(
         first_paint=statistics.median(paints),
         key_median=statistics.median(keys),
@@ -269,9 +256,6 @@ async def _measure() -> UiFigures:
     )
 
 
-def measure(options: NoOptions) -> UiFigures:
+def measure(options: Options) -> UiFigures:
     """All of it; takes about five minutes on a CPU."""
     return asyncio.run(_measure())
-
-
-WORKLOADS = {"ui": Workload(NoOptions, measure)}

@@ -19,17 +19,16 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
 
-from minillm.bench.registry import ScaleOptions, Subject, Workload
-from minillm.bench.table import Column
+import torch
+
+from minillm.bench.meter import Ceilings, Meter, metered
+from minillm.bench.registry import ScaleOptions as Options
+from minillm.bench.registry import Subject
+from minillm.bench.table import shown
 from minillm.errors import UsageError
+from minillm.llm import LLM
 from minillm.params import BeamSearchParams, Params, SamplingParams
-
-if TYPE_CHECKING:
-    from minillm.bench.meter import Meter
-    from minillm.llm import LLM
 
 Request = tuple[list[int], Params]
 
@@ -40,33 +39,19 @@ class WorkloadResult:
 
     workload: str
     name: str
-    num_requests: int
-    output_tokens: int  # of the best beam only, in a beam search
-    seconds: float
-    rate: float  # output tokens per second
-    time_to_first_token: float
-    time_per_output_token: float
-    floor_seconds: float  # what bytes and FLOPs need at the measured ceilings
-    fraction_of_floor: float
-    idle_share: float | None
-    peak_kv_tokens: int
-    peak_kv_share: float  # of the pool
-    longest_wait: float | None = None  # ``stall`` only: between two tokens of a sequence that decodes
-
-    COLUMNS: ClassVar = (
-        Column("requests", lambda r: r.num_requests, ","),
-        Column("tokens per second", lambda r: r.rate, ",.0f"),
-        Column("output tokens", lambda r: r.output_tokens, ","),
-        Column("seconds", lambda r: r.seconds, ".2f"),
-        Column("ms to the first token, median", lambda r: 1e3 * r.time_to_first_token, ",.0f"),
-        Column("ms per output token, median", lambda r: 1e3 * r.time_per_output_token, ".2f"),
-        Column("seconds of the floor", lambda r: r.floor_seconds, ".2f"),
-        Column("of it reached", lambda r: r.fraction_of_floor, ".0%"),
-        Column("GPU idle between decode steps", lambda r: r.idle_share, ".1%"),
-        Column("peak KV use, token slots", lambda r: r.peak_kv_tokens, ","),
-        Column("peak KV use, of the pool", lambda r: r.peak_kv_share, ".0%"),
-        Column("ms of the longest wait", lambda r: r.longest_wait and 1e3 * r.longest_wait, ".1f"),
-    )
+    num_requests: int = shown("requests", ",")
+    output_tokens: int = shown("output tokens", ",")  # of the best beam only, in a beam search
+    seconds: float = shown("seconds", ".2f")
+    rate: float = shown("output tokens per second", ",.0f")
+    time_to_first_token: float = shown("ms to the first token, median", ",.0f", 1e3)
+    time_per_output_token: float = shown("ms per output token, median", ".2f", 1e3)
+    floor_seconds: float = shown("seconds of the floor", ".2f")  # of bytes and FLOPs at the measured ceilings
+    fraction_of_floor: float = shown("of it reached", ".0%")
+    idle_share: float | None = shown("GPU idle between decode steps", ".1%")
+    peak_kv_tokens: int = shown("peak KV use, token slots", ",")
+    peak_kv_share: float = shown("peak KV use, of the pool", ".0%")
+    # ``stall`` only: between two tokens of a sequence that decodes
+    longest_wait: float | None = shown("ms of the longest wait", ".1f", 1e3, default=None)
 
 
 def throughput(rng: random.Random, vocab: int, scale: float) -> list[Request]:
@@ -104,14 +89,11 @@ REQUESTS: dict[str, Callable[[random.Random, int, float], list[Request]]] = {
 }
 
 
-def measure(workload: str, subject: Subject, options: ScaleOptions) -> WorkloadResult:
+def measure(subject: Subject, options: Options) -> WorkloadResult:
     """Run one of `REQUESTS`, or ``stall``, twice and measure the second run."""
-    from minillm.bench.meter import Ceilings, metered
-
-    llm, scale = subject.llm, options.scale
+    llm, workload, scale = subject.llm, subject.workload, options.scale
     model = llm.engine.runner.model
-    ceilings = Ceilings.measure(model.device)
-    vocab = model.config.vocab_size
+    ceilings, vocab = Ceilings.measure(model.device), model.config.vocab_size
     if workload == "stall":
         _stall(llm, random.Random(0), scale)
         llm.reset_prefix_cache()
@@ -126,7 +108,7 @@ def measure(workload: str, subject: Subject, options: ScaleOptions) -> WorkloadR
         requests = make(random.Random(2), vocab, scale)
         with metered(llm.engine, ceilings) as meter:
             run = _drive(llm, requests)
-    return _result(subject, workload, run, meter)
+    return _result(subject, run, meter)
 
 
 @dataclass
@@ -144,8 +126,6 @@ def _prompt(rng: random.Random, vocab: int, length: int) -> list[int]:
 
 
 def _synchronize(llm: LLM) -> None:
-    import torch
-
     if llm.engine.runner.model.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -204,10 +184,10 @@ def _stall(llm: LLM, rng: random.Random, scale: float) -> _Run:
     return _Run(seconds, first, [seconds / params.max_tokens], count, len(outputs), longest)
 
 
-def _result(subject: Subject, workload: str, run: _Run, meter: Meter) -> WorkloadResult:
+def _result(subject: Subject, run: _Run, meter: Meter) -> WorkloadResult:
     cache = subject.llm.engine.cache
     return WorkloadResult(
-        workload=workload,
+        workload=subject.workload,
         name=subject.name,
         num_requests=run.num_requests,
         output_tokens=run.output_tokens,
@@ -222,6 +202,3 @@ def _result(subject: Subject, workload: str, run: _Run, meter: Meter) -> Workloa
         peak_kv_share=meter.peak_blocks / cache.num_blocks,
         longest_wait=run.longest_wait,
     )
-
-
-WORKLOADS = {name: Workload(ScaleOptions, partial(measure, name)) for name in (*REQUESTS, "stall")}

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from minillm.cache.events import CacheEvent, Subscriber
 from minillm.cache.free_blocks import FreeBlocks
 from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache, PrefixEntry
-from minillm.cache.stats import CacheStats
 
 
 class OutOfBlocks(Exception):
@@ -232,21 +231,6 @@ class BlockManager:
         """The block whose content ``block`` has on the device now: another one, while its copy waits to be taken."""
         return self._copies.get(block, block)
 
-    def stats(self) -> CacheStats:
-        """Token-true figures of this moment: see `CacheStats`."""
-        return CacheStats.of(
-            ((table.blocks, table.num_tokens) for table in self.tables.values()),
-            self.ref_counts,
-            self.block_size,
-            free_blocks=self.num_free,
-            used_blocks=self.num_blocks - self.num_free,
-            num_copies=self.num_copies,
-            cached_blocks=self.num_cached,
-            num_evictions=self.num_evictions,
-            num_hit_tokens=self.num_hit_tokens,
-            num_looked_up_tokens=self.num_looked_up_tokens,
-        )
-
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _tail_is_shared(self, table: BlockTable) -> bool:
@@ -321,28 +305,3 @@ class BlockManager:
     def _emit(self, event: CacheEvent) -> None:
         for subscriber in self.subscribers:
             subscriber(event)
-
-    def check(self) -> None:
-        """Raise AssertionError unless the books balance: for tests and long runs."""
-        held = [0] * self.num_blocks
-        for table in self.tables.values():
-            assert len(table.blocks) == -(-table.num_tokens // self.block_size), f"{table} has the wrong length"
-            assert len(set(table.blocks)) == len(table.blocks), f"{table} holds a block twice"
-            for block in table.blocks:
-                held[block] += 1
-            if table.num_tokens < table.writable:
-                tail = table.blocks[-1] if table.blocks else None
-                assert tail is not None, f"{table} is writable without a block"
-                assert self.ref_counts[tail] == 1, f"{table} would write to a shared block"
-        assert held == self.ref_counts, "reference counts differ from what the tables hold"
-        free = {block for start, length in self._free.runs() for block in range(start, start + length)}
-        assert len(free) == len(self._free), "the free runs overlap or miscount"
-        for block in range(self.num_blocks):
-            owned = self.ref_counts[block] > 0 or block in self._copy_sources
-            states = owned + (block in free) + (block in self._cached)
-            assert states == 1, f"block {block} is in {states} of the states owned, free and cached"
-            assert block not in self._cached or block in self.prefixes, f"block {block} is cached and cannot be found"
-        for destination, source in self._copies.items():
-            assert self.ref_counts[destination] >= 1, f"copy to block {destination}, which nobody holds"
-            assert source in self._copy_sources, f"copy from block {source}, which may be handed out"
-            assert source not in self._copies, f"copy from block {source}, which waits for its own copy"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from minillm.cache import CacheStats
+from minillm.cache import CacheStats, pool_stats
 from minillm.engine.scheduler import Scheduler
 from minillm.sequence import Schedule
 
@@ -68,7 +68,7 @@ class Figures:
         """Token-true figures of this moment, and of everything since the start (or `reset_peaks`)."""
         preemption, swap = self._scheduler.preemption, self._scheduler.preemption.swap
         return replace(
-            self._scheduler.cache.stats(),
+            pool_stats(self._scheduler.cache),
             num_preemptions=preemption.count,
             num_swapped_out=swap.num_swapped_out,
             num_swapped_in=swap.num_swapped_in,

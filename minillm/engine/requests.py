@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from operator import countOf
 
+from minillm.engine.admissible import bad_word_ids, check_ids, check_prompt
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
 from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
@@ -36,20 +36,7 @@ class Requests:
 
     def check_prompt(self, token_ids: SequenceOf[int]) -> None:
         """Raise UsageError unless the prompt can be computed by this model."""
-        if not token_ids:
-            raise UsageError("the prompt is empty; give at least one token of text")
-        # On a GPU an id out of range would destroy the whole context, not only this request. The loop finds the one to
-        # name; the lines above it look at long prompts several times as fast.
-        whole = countOf(map(type, token_ids), int) == len(token_ids)
-        if not whole or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            for token_id in token_ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
-                    raise UsageError(f"token id {token_id!r} in the prompt is not from 0 to {self.vocab_size - 1}")
-        if len(token_ids) >= self.max_model_len:
-            raise UsageError(
-                f"the prompt has {len(token_ids)} tokens and the context holds {self.max_model_len}, "
-                "one of them for the answer; shorten the prompt or raise max_model_len"
-            )
+        check_prompt(token_ids, self.vocab_size, self.max_model_len)
 
     def add(
         self,
@@ -67,14 +54,8 @@ class Requests:
         if request_id in self.groups:
             raise UsageError(f"request id {request_id!r} is in use; wait until it has finished or choose another")
         self.check_prompt(token_ids)
-        bad_words = self._bad_words(params)
-        for name, ids in (
-            ("logit_bias", params.logit_bias or ()),
-            ("stop_token_ids", params.stop_token_ids),
-            ("bad_words", [token_id for word in bad_words for token_id in word]),
-        ):
-            if any(token_id >= self.vocab_size for token_id in ids):
-                raise UsageError(f"{name}: token id {max(ids)} is not below the vocabulary's size {self.vocab_size}")
+        bad_words = bad_word_ids(params, self.tokenizer)
+        check_ids(params, bad_words, self.vocab_size)
         group = SequenceGroup(
             request_id=request_id,
             params=params,
@@ -104,19 +85,6 @@ class Requests:
     def new_seq_id(self) -> int:
         self._next_seq_id += 1
         return self._next_seq_id - 1
-
-    def _bad_words(self, params: Params) -> tuple[tuple[int, ...], ...]:
-        """The runs of token ids that must not be generated; a text at the start of a line and within one."""
-        runs: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words:
-            if not isinstance(word, str):
-                runs[tuple(word)] = None
-            elif self.tokenizer is None:
-                raise UsageError("bad_words: this model has no tokenizer; give token ids instead of text")
-            else:
-                for text in (word.lstrip(), f" {word.lstrip()}"):
-                    runs[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
-        return tuple(runs)
 
     def fork(self, parent: Sequence, num_tokens: int) -> Sequence:
         """Another sequence with the first tokens of ``parent`` and a table that shares their blocks."""

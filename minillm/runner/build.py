@@ -19,8 +19,9 @@ from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
 from minillm.runner.device_runner import DeviceRunner, decode_bytes
-from minillm.runner.pool_size import activation_bytes, check_weights_fit, free_bytes, size_pool
+from minillm.runner.pool_size import PoolSize, activation_bytes, check_weights_fit, free_bytes, size_pool
 from minillm.runner.runner import Runner
+from minillm.runner.threads import FreeCores, follows_free_cores
 from minillm.text.tokenizer import Tokenizer
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.resolve import resolve
@@ -118,20 +119,32 @@ def build_runner(
     # The angles of dynamic rope scaling are computed by the host at every step. Ranks on a CPU send each other as
     # little as those on GPUs do.
     if model.rotary.dynamic or (device.type == "cpu" and ranks is None):
-        return Runner(model, pool.num_blocks, config.block_size, num_host_blocks), limits
+        runner = Runner(model, pool.num_blocks, config.block_size, num_host_blocks)
+    else:
+        runner = _device_runner(model, config, pool, num_host_blocks, ranks)
+    if device.type == "cpu":
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        elif follows_free_cores():
+            runner.observers.append(FreeCores())
+    return runner, limits
+
+
+def _device_runner(
+    model: Llama, config: EngineConfig, pool: PoolSize, num_host_blocks: int, ranks: Ranks | None
+) -> DeviceRunner:
     # One plan for all ranks: it fits where they hold as many heads each.
-    even = ranks is None or model.local.num_heads * ranks.size == model_config.num_heads
-    runner = DeviceRunner(
+    even = ranks is None or model.local.num_heads * ranks.size == model.config.num_heads
+    return DeviceRunner(
         model,
         pool.num_blocks,
         config.block_size,
         num_host_blocks,
         max_num_seqs=config.max_num_seqs,
         max_model_len=pool.max_model_len,
-        graphs=device.type == "cuda" and not config.enforce_eager,
+        graphs=model.device.type == "cuda" and not config.enforce_eager,
         sharing=Costs() if config.enable_prefix_attention and even else None,
     )
-    return runner, limits
 
 
 def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.idle import shared_length
 from minillm.errors import MinillmError, UsageError
@@ -342,7 +343,7 @@ class Conversations:
     def _release(self, kept: KeptAnswer, spared: Sequence | None) -> None:
         for sequence in kept.sequences:
             if sequence is not spared:
-                self._driver.release(sequence)
+                held.release(self._driver, sequence)
 
     # --- the pinned system prompt -------------------------------------------------------------------------------------
 
@@ -351,7 +352,7 @@ class Conversations:
 
         engine = self.engine
         if self._pinned is not None:
-            self._driver.unpin(self._pinned)
+            held.unpin(self._driver, self._pinned)
             self._pinned = None
         if not system or engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             return
@@ -375,9 +376,9 @@ class Conversations:
         if sequence.table is None:
             return
         try:
-            self._driver.pin(sequence)
+            held.pin(self._driver, sequence)
         except MinillmError as error:
-            self._driver.release(sequence)
+            held.release(self._driver, sequence)
             self.send(Notice(f"the system prompt is not pinned: {error}"))
         else:
             self._pinned = sequence

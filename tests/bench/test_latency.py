@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.bench.latency import LatencyOptions, measure
+from minillm.bench.latency import Options, measure
 from minillm.bench.meter import Ceilings, metered
 from minillm.bench.registry import Subject
 from minillm.errors import UsageError
@@ -16,11 +16,11 @@ from minillm.params import SamplingParams
 
 @pytest.fixture
 def subject(tiny_model: Path) -> Subject:
-    return Subject(LLM(str(tiny_model), device="cpu", num_blocks=64), "tiny")
+    return Subject(LLM(str(tiny_model), device="cpu", num_blocks=64), "tiny", "latency")
 
 
 def test_a_busy_machine_is_measured_beside_the_quiet_one(subject: Subject) -> None:
-    results = measure(subject, LatencyOptions(batch_size=2, input_len=3, output_len=4, busy=1))
+    results = measure(subject, Options(batch_size=2, input_len=3, output_len=4, busy=1))
     assert [result.name for result in results] == ["minillm tiny", "minillm tiny, 1 busy"]
     assert all(result.decode_rate > 0 and result.batch_size == 2 for result in results)
     assert results[0].floor_rate == results[1].floor_rate, (
@@ -32,7 +32,7 @@ def test_a_busy_machine_is_measured_beside_the_quiet_one(subject: Subject) -> No
 def test_options_out_of_range_are_refused() -> None:
     for wrong in ({"batch_size": 0}, {"output_len": 0}, {"busy": -1}, {"peer": "others"}, {"shape": "gpt-5"}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
-            LatencyOptions(**wrong)
+            Options(**wrong)
 
 
 def test_the_meter_counts_every_step_and_leaves_no_trace(subject: Subject) -> None:

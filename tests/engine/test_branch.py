@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from minillm.cache import check
 from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams, SamplingParams
@@ -22,7 +23,7 @@ def llm(tiny_model: Path) -> LLM:
 @pytest.fixture(autouse=True)
 def balanced(llm: LLM) -> Iterator[None]:
     yield
-    llm.engine.cache.check()
+    check(llm.engine.cache)
     assert llm.cache_stats().free_blocks == 64, "blocks leaked"
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.cache import check
 from minillm.errors import CapacityError, MinillmError, UsageError
 from minillm.interrupt import deferred_interrupt
 
@@ -25,7 +26,7 @@ def llm(tiny_model: Path) -> LLM:
 @pytest.fixture(autouse=True)
 def balanced(llm: LLM) -> Any:
     yield
-    llm.engine.cache.check()
+    check(llm.engine.cache)
     stats = llm.cache_stats()
     assert stats.free_blocks == stats.num_blocks, "blocks leaked"
     assert not llm.engine.requests.groups

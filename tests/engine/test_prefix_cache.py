@@ -10,7 +10,8 @@ import pytest
 import torch
 from support import engine_for, hf_model, ours, run
 
-from minillm.cache import explain_miss
+from minillm.cache import check, explain_miss
+from minillm.engine import held as idle_verbs
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.errors import CapacityError
@@ -107,20 +108,20 @@ def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
         return group.sequences[0]
 
     pinned = held(system)
-    Driver(engine).pin(pinned)
+    idle_verbs.pin(Driver(engine), pinned)
     for number in range(12):
         finish(engine, "x", [30 + number] * 40)
     assert finish(engine, "y", [*system, 50, 51]).num_cached_tokens == 16
     assert engine.figures.cache_stats().used_blocks == 5
     large = held([60] * 60)
     with pytest.raises(CapacityError, match="pinned"):
-        Driver(engine).pin(large)
-    Driver(engine).release(large)
+        idle_verbs.pin(Driver(engine), large)
+    idle_verbs.release(Driver(engine), large)
     with pytest.raises(CapacityError, match="5 of them pinned"):
         engine.add_request("z", [4] * 60, SamplingParams(max_tokens=20))
-    Driver(engine).unpin(pinned)
+    idle_verbs.unpin(Driver(engine), pinned)
     assert engine.cache.num_free == 24
-    engine.cache.check()
+    check(engine.cache)
 
 
 def test_statistics_follow_a_run(model: Llama) -> None:
@@ -223,7 +224,7 @@ def test_a_pin_leaves_room_for_requests_that_wait(model: Llama) -> None:
         engine.step()
     engine.add_request("large", [6] * 10, SamplingParams(temperature=0, max_tokens=16))
     with pytest.raises(CapacityError, match="under way may need 7 of 8"):
-        Driver(engine).pin(held)
+        idle_verbs.pin(Driver(engine), held)
     while engine.has_work:
         engine.step()
     assert all(output.error is None for output in engine.take_finished())

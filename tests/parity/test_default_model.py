@@ -16,6 +16,7 @@ import torch
 from support import engine_for, logits_in_chunks
 
 from minillm import LLM, SamplingParams
+from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.outputs import RequestOutput
 
@@ -95,7 +96,7 @@ def run(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], int]
         engine.add_request(str(number), ids, GREEDY)
     while engine.has_work:
         engine.step()
-    engine.cache.check()
+    check(engine.cache)
     assert engine.cache.num_free == engine.cache.num_blocks
     outputs: dict[str, RequestOutput] = {output.request_id: output for output in engine.take_finished()}
     preemptions = sum(output.metrics.num_preemptions for output in outputs.values() if output.metrics)

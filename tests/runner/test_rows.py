@@ -11,6 +11,8 @@ from support import engine_for, hf_model, ours, run
 from torch import Tensor
 
 from minillm import kernels
+from minillm.cache import check
+from minillm.engine import held as idle_verbs
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Schedule
@@ -182,7 +184,7 @@ def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
     held = group.sequences[0]
     assert held.table is not None
     assert held.num_computed == held.table.num_tokens == len(held.token_ids) - 1
-    engine.cache.check()
+    check(engine.cache)
     longer = [*held.token_ids, 9, 9]
     engine.add_request("next", longer, SamplingParams(temperature=0, max_tokens=5), parent=held)
     while engine.has_work:
@@ -191,7 +193,7 @@ def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
     [alone] = run(engine_for(model, on_device=False), [(longer, SamplingParams(temperature=0, max_tokens=5))])
     assert output.outputs[0].token_ids == alone.outputs[0].token_ids
     assert output.num_cached_tokens == len(held.token_ids) - 1
-    Driver(engine).release(held)
+    idle_verbs.release(Driver(engine), held)
     assert engine.cache.num_free == engine.cache.num_blocks
 
 
