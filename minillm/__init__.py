@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from minillm.outputs import CompletionOutput, Delta, RequestOutput
     from minillm.params import BeamSearchParams, SamplingParams
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "LLM": "minillm.llm",
     "BeamSearchParams": "minillm.params",

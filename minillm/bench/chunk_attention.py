@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from minillm.bench.ops.prefix_decode_attention import shared_inputs
+from minillm.bench.registry import NoOptions as Options
+from minillm.bench.table import computed, shown
 from minillm.bench.timing import graph_microseconds
 from minillm.errors import MinillmError
 from minillm.kernels import Pages
@@ -29,23 +31,23 @@ _POINTS = 4  # of a generation
 class ChunkAttentionResult:
     """Mean microseconds of decode attention over a generation."""
 
-    prompt: int  # tokens, the same for all sequences
-    completion: int  # tokens that each generates
-    copied: float  # the paged kernel, each sequence with a copy of the prompt
-    shared: float  # the paged kernel, one prompt
-    ours: float  # the prefix kernel
+    prompt: int = shown("prompt", "d")  # tokens, the same for all sequences
+    completion: int = shown("completion", "d")  # tokens that each generates
+    copied: float = shown("copied us", ".1f")  # the paged kernel, each sequence with a copy of the prompt
+    shared: float = shown("shared us", ".1f")  # the paged kernel, one prompt
+    ours: float = shown("prefix us", ".1f")  # the prefix kernel
 
-    @property
+    @computed("speed-up", ".1f")
     def speedup(self) -> float:
         """Over the paged kernel with copies, which is what the paper's headline compares with."""
         return self.copied / self.ours
 
-    @property
+    @computed("over shared", ".1f")
     def speedup_over_shared(self) -> float:
         return self.shared / self.ours
 
 
-def measure() -> Iterator[ChunkAttentionResult]:
+def measure(options: Options) -> Iterator[ChunkAttentionResult]:
     """All rows of the table.
 
     Raises:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,8 @@ from minillm.bench.ops import (
     sampling,
     top_k,
 )
+from minillm.bench.registry import NoOptions, word
+from minillm.bench.table import shown
 from minillm.bench.timing import graph_microseconds
 from minillm.errors import MinillmError, UsageError
 
@@ -48,51 +51,48 @@ OPS: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 @dataclass(frozen=True)
+class Options(NoOptions):
+    op: str | None = word(None, "only this op")
+
+
+@dataclass(frozen=True)
 class KernelResult:
     """One op on one shape."""
 
-    op: str
-    shape: str
-    microseconds: float
-    bytes: int
-    flops: int
-    bound: str  # "memory" or "compute"
-    fraction: float  # of the copy bandwidth or the matmul rate
-    error: float | None  # relative error norm against float64; None where the result is not a number to compare
+    op: str = shown("op", width=22)
+    shape: str = shown("shape", width=34)
+    microseconds: float = shown("us", ".1f", width=7)
+    bytes: int = shown("MB", ".1f", 1e-6, width=7)
+    flops: int = shown("GFLOP", ".1f", 1e-9, width=7)
+    bound: str = shown("limit", width=7)  # "memory" or "compute"
+    fraction: float = shown("of it", ".0%", width=5)  # of the copy bandwidth or the matmul rate
+    # relative error norm against float64; None where the result is not a number to compare
+    error: float | None = shown("error", ".1e", width=8)
 
 
 @dataclass(frozen=True)
 class Limits:
     """The ceilings of this machine, measured."""
 
-    copy_bandwidth: float  # bytes per second, read and written
-    matmul_rate: float  # FLOPs per second, bfloat16
+    copy_bandwidth: float = shown("copy, TB/s", ".2f", 1e-12)  # bytes per second, read and written
+    matmul_rate: float = shown("bfloat16 products, TFLOP/s", ".0f", 1e-12)  # FLOPs per second
 
 
-def measure_limits() -> Limits:
-    """Measure the ceilings.
+def measure(options: Options) -> dict[str, Any]:
+    """The ceilings, then every op, or the one asked for.
 
     Raises:
         MinillmError: there is no GPU.
-    """
-    if not torch.cuda.is_available():
-        raise MinillmError("bench kernels needs a CUDA GPU, and torch finds none here")
-    return Limits(read_bandwidth(DEVICE, 1 << 32), matmul_rate(DEVICE))
-
-
-def run(limits: Limits, only: str | None = None) -> Iterator[KernelResult]:
-    """Measure all ops, or the one named.
-
-    Raises:
         UsageError: there is no such op.
     """
-    if only is not None and only not in OPS:
-        raise UsageError(f"unknown op {only!r}; known: {', '.join(OPS)}")
+    if options.op is not None and options.op not in OPS:
+        raise UsageError(f"unknown op {options.op!r}; known: {', '.join(OPS)}")
+    if not torch.cuda.is_available():
+        raise MinillmError("bench kernels needs a CUDA GPU, and torch finds none here")
+    limits = Limits(read_bandwidth(DEVICE, 1 << 32), matmul_rate(DEVICE))
     torch.manual_seed(0)
-    for name, cases in OPS.items():
-        if only in (None, name):
-            for case in cases():
-                yield _measure(case, limits)
+    wanted = [cases for name, cases in OPS.items() if options.op in (None, name)]
+    return {"limits": limits, "results": (_measure(case, limits) for cases in wanted for case in cases())}
 
 
 def _measure(case: Case, limits: Limits) -> KernelResult:

@@ -9,6 +9,7 @@ import platform
 import sys
 from typing import Any
 
+import minillm
 from minillm.interrupt import import_torch
 
 PACKAGES = ("torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "gguf", "jinja2", "textual")
@@ -34,7 +35,7 @@ def collect() -> dict[str, dict[str, Any]]:
     from minillm.paths import cache_dir, config_dir, data_dir
     from minillm.runner.pool_size import free_bytes
 
-    versions = {"minillm": importlib.metadata.version("minillm"), "python": sys.version.split()[0]}
+    versions = {"minillm": minillm.__version__, "python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

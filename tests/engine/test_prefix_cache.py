@@ -183,12 +183,19 @@ def tokens_of(engine: Engine, kind: str, others: int) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_request_gives_the_same_tokens_whatever_else_happens(model: Llama, kind: str) -> None:
-    """Prefix cache on and off, no preemption, swap, recompute, block sizes, chunk sizes, alone and in a crowd."""
+    """Prefix cache on and off, no preemption, swap, recompute, block sizes, chunk sizes, alone and in a crowd.
+
+    Each kind of request goes through half of the combinations, in which every three settings meet; each combination is
+    gone through by two kinds.
+    """
     expected = tokens_of(engine_for(model, num_blocks=512, prefix_caching=False), kind, 0)
     preempted = {"swap": 0, "recompute": 0}
-    for caching, block_size, chunk, others, pressure in itertools.product(
-        (True, False), (1, 16, 256), (16, 512), (0, 30), ("none", "swap", "recompute")
+    for number, (block_size, pressure, caching, chunk, others) in enumerate(
+        itertools.product((1, 16, 256), ("none", "swap", "recompute"), (True, False), (16, 512), (0, 30))
     ):
+        # The last three settings are the lowest bits of the number: kinds take turns with their parity.
+        if (number & 7).bit_count() % 2 != (number // 8 + list(KINDS).index(kind)) % 2:
+            continue
         if (block_size == 256 and pressure != "none") or (others == 0 and chunk == 512 and pressure != "none"):
             continue
         longest = 4 * 32 + 33

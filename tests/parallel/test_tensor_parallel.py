@@ -447,7 +447,9 @@ def test_a_process_that_waits_for_a_dead_rank_is_ended() -> None:
     """What a device's wait looks like from here: a call that does not return and hears no signal."""
     program = """
 import ctypes, socket
+from minillm.parallel import channel
 from minillm.parallel.channel import Leader
+channel._GRACE = 0.5
 ours, theirs = socket.socketpair()
 leader = Leader({1: ours}, {}, lambda: None)
 with leader.watched():

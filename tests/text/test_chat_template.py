@@ -13,6 +13,7 @@ import pytest
 from test_tokenizer import byte_level, sentencepiece
 
 from minillm.errors import MinillmError, UsageError, WeightsError
+from minillm.text import chat_template
 from minillm.text.chat_template import ChatTemplate
 from minillm.text.tokenizer import Tokenizer
 
@@ -162,11 +163,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_templates_end_in_one_line(name: str) -> None:
+def test_hostile_templates_end_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate(HOSTILE[name], {})
     began = time.monotonic()
-    with pytest.raises(MinillmError) as caught:
-        template.render(say("Hi"))
+    with monkeypatch.context() as patch:
+        if name in ("loops", "power"):  # which end with the time that a template has
+            patch.setattr(chat_template, "_SECONDS", 1)
+        with pytest.raises(MinillmError) as caught:
+            template.render(say("Hi"))
     assert "\n" not in str(caught.value)
     assert time.monotonic() - began < 20
     # The next one is served all the same.
@@ -174,23 +178,24 @@ def test_hostile_templates_end_in_one_line(name: str) -> None:
     assert fine.render(say("ok")) == "ok"
 
 
-def test_a_template_that_was_killed_can_be_tried_again() -> None:
+def test_a_template_that_was_killed_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{% if messages|length > 1 %}" + HOSTILE["loops"] + "{% endif %}ok", {})
-    with pytest.raises(WeightsError, match="seconds"):
-        template.render(say("a", "b"))
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_template, "_SECONDS", 1)
+        with pytest.raises(WeightsError, match="more than 1 seconds"):
+            template.render(say("a", "b"))
     assert template.render(say("a")) == "ok"
 
 
 def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render(say("first")) == "first"
-    import minillm.text.chat_template as module
 
     def interrupted(*arguments: object) -> object:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.select, "select", interrupted)
+        patch.setattr(chat_template.select, "select", interrupted)
         with pytest.raises(KeyboardInterrupt):
             template.render(say("second"))
     assert template.render(say("third")) == "third"
@@ -206,8 +211,8 @@ def test_a_file_beside_the_user_is_not_run(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_render_outlives_its_killed_parent_by_seconds_only(tmp_path: Path) -> None:
     code = (
-        "from minillm.text.chat_template import ChatTemplate\n"
-        f"t = ChatTemplate({HOSTILE['loops']!r}, {{}})\n"
+        "from minillm.text import chat_template\nchat_template._SECONDS = 2\n"
+        f"t = chat_template.ChatTemplate({HOSTILE['loops']!r}, {{}})\n"
         "import threading, time\n"
         "threading.Thread(target=lambda: t.render([{'role': 'user', 'content': 'x'}]), daemon=True).start()\n"
         "time.sleep(1.5)\nprint(t._process.pid, flush=True)\ntime.sleep(60)"

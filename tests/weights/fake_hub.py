@@ -36,7 +36,8 @@ class FakeHub:
 
     def __enter__(self) -> FakeHub:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        # It looks that often whether it shall end, and a test waits for it.
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *details: object) -> None:
