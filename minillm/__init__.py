@@ -30,8 +30,15 @@ __all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "Delta", "MinillmError
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used: ``minillm --help`` must not wait for torch."""
-    if name in _HOMES:
-        import importlib
+    import importlib
 
+    if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("minillm")
     raise AttributeError(f"module 'minillm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, for Tab in Python and in notebooks."""
+    return [*__all__, "__version__"]
