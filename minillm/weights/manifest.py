@@ -138,6 +138,17 @@ def load_manifest(path: Path | None = None) -> Manifest:
     return Manifest(path, values["default"], entries)
 
 
+def hub_entry(name: str) -> ModelEntry | None:
+    """The entry of ``org/name`` or ``org/name@revision``, a repository of the hub; None where ``name`` is neither."""
+    repository, at, revision = name.partition("@")
+    source = {"hub": repository, "revision": revision if at else "main"}
+    if "/" not in repository or name.endswith(".gguf"):
+        return None
+    if not all(re.fullmatch(_PATTERNS[key][0], value, re.ASCII) for key, value in source.items()):
+        return None
+    return ModelEntry(name, "", "", "", 0, (HubSource(**source),))
+
+
 def _entry(name: str, value: Any, path: Path) -> ModelEntry:
     where = f"{path}: model {clean_line(name, 60)!r}"
     if not re.fullmatch(_MODEL_NAME, name):

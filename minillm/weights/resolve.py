@@ -23,6 +23,7 @@ from minillm.weights.manifest import (
     PathSource,
     Source,
     expanded,
+    hub_entry,
     load_manifest,
 )
 
@@ -34,7 +35,10 @@ def resolve(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = lambda message: None,
 ) -> ModelFiles:
-    """The files of a model: a name of the manifest (downloaded if need be), a directory, or a ``.gguf`` file.
+    """The files of a model, downloaded if need be.
+
+    Its name is one of the manifest, a directory, a ``.gguf`` file, or a repository of the hub: ``org/name``, or
+    ``org/name@revision``.
 
     Args:
         on_message: told, in one line each, which source failed and which one served.
@@ -57,6 +61,8 @@ def resolve(
         return ModelFiles(path.name, path, str(path))
     if mode:
         raise UsageError(f"{clean_line(name)} is neither a model directory nor a .gguf file")
+    if entry := hub_entry(name):
+        return find_downloaded(name) or _download(entry, on_progress, on_message)
     if "/" in name or name.endswith(".gguf") or name.startswith("."):
         raise UsageError(f"there is no file or directory {clean_line(name)}; `minillm models` lists known models")
     manifest.entry(name)  # raises, with the nearest name
@@ -70,8 +76,8 @@ def _download(entry: ModelEntry, on_progress: OnProgress, on_message: OnMessage)
             files = _from_source(entry, source, on_progress, on_message)
         except DownloadError as error:
             failures.append(str(error))
-            more = number + 1 < len(entry.sources)
-            on_message(f"{_describe(source)}: {error}" + ("; trying the next source" if more else ""))
+            if number + 1 < len(entry.sources):
+                on_message(f"{_describe(source)}: {error}; trying the next source")
         else:
             on_message(f"{entry.name} comes from {files.source}")
             return files
