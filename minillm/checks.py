@@ -90,7 +90,7 @@ def documented(cls: type[T]) -> type[T]:
             check_names(named, [each.name for each in fields(cls) if each.init], "parameter")  # type: ignore[arg-type]
             raise
 
-    cls.__init__ = refusing  # type: ignore[misc]
+    cls.__init__ = refusing  # type: ignore[assignment, method-assign]
     return cls
 
 

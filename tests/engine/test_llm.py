@@ -180,7 +180,7 @@ def test_chat_takes_what_other_libraries_take(llm: LLM) -> None:
     [plain] = llm.chat([{"role": "user", "content": "Hi"}], sampling_params=GREEDY)
     assert llm.chat(parts, GREEDY)[0].outputs[0].token_ids == plain.outputs[0].token_ids
     ids = llm.get_tokenizer().encode("a")
-    prompts: list[Any] = [{"prompt": "a"}, {"prompt_token_ids": ids}]
+    prompts: list[Any] = [{"prompt": "a"}, {"prompt": "its text", "prompt_token_ids": ids}]
     one, two = llm.generate(prompts, sampling_params=GREEDY, use_tqdm=False)
     assert one.outputs[0].token_ids == two.outputs[0].token_ids
 

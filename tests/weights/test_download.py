@@ -498,7 +498,7 @@ def test_a_model_is_removed_and_nothing_else(server: FakeHub, tmp_path: Path) ->
         resolve(name)
     (models_dir() / "org--model.partial").mkdir()
     (models_dir() / "org--model.partial" / "x.part").write_bytes(b"x" * 50)
-    size = sum(path.stat().st_size for path in find_downloaded("org/model").path.iterdir())  # type: ignore[union-attr]
+    size = sum(path.stat().st_size for path in resolve("org/model").path.iterdir())
     assert remove("org/model") == size + 50
     assert [each.name for each in downloaded()] == ["org/model@v2"]
     for name in ("org/model", "", ".", "..", "*", "org", "org--model@v.", str(tmp_path)):
