@@ -43,7 +43,7 @@ def plain_ids(prompt: Any) -> list[int]:
 
 
 def _unwrapped(prompt: Any) -> Any:
-    """The text or the ids of vLLM's dictionaries: ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or the ids of both."""
+    """The ids or the text of vLLM's dictionaries: ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or both."""
     if isinstance(prompt, Mapping) and prompt and set(prompt) <= {"prompt", "prompt_token_ids"}:
         return prompt.get("prompt_token_ids", prompt.get("prompt"))
     return prompt
