@@ -55,7 +55,7 @@ def measure(config: ModelConfig, tokens: int = 1) -> Iterator[MatvecResult]:
         def launch(tile: tuple[int, int, int], i: int, bound: tuple = (weights, x, norm, out, gated, add)) -> None:
             weights, x, norm, out, gated, add = bound
             weight = weights[i % len(weights)]
-            matvec.launch(out, x, weight, None, None if add else norm, 1e-5, gated=gated, add=add, tile=tile)
+            matvec.launch(out, x, weight, None, None if add else (norm, 1e-5), gated=gated, add=add, tile=tile)
 
         times = {}
         for tile in _tiles(columns, 2 if gated else 1, tokens):

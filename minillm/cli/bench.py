@@ -72,8 +72,11 @@ def _model(arguments: argparse.Namespace) -> tuple[LLM, str]:
 
 
 def _say_model(llm: LLM, what: str) -> None:
+    from minillm.model.sharded import ranks_of
+
     model = llm.engine.runner.model
-    ranks = "" if model.ranks is None else f", {model.ranks.size} ranks"
+    shared = ranks_of(model)
+    ranks = "" if shared is None else f", {shared.size} ranks"
     print(f"{what}, {model.device}{ranks}, {str(model.dtype).removeprefix('torch.')}")
 
 

@@ -139,7 +139,7 @@ class Driver:
                 finished = self.engine.requests.finished
                 for request_id in [name for name in list(finished) if name in mine]:
                     self._deltas.pop(request_id, None)
-                    yield mine.pop(request_id), finished.pop(request_id)
+                    yield mine.pop(request_id), self.engine.requests.take(request_id)
                 if mine:
                     self.step()
         finally:

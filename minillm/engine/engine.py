@@ -154,9 +154,7 @@ class Engine:
 
     def take_finished(self) -> list[RequestOutput]:
         """The requests that have finished since the last call, in the order in which they did."""
-        finished = list(self.requests.finished.values())
-        self.requests.finished.clear()
-        return finished
+        return [self.requests.take(request_id) for request_id in list(self.requests.finished)]
 
     def close(self) -> None:
         """Let go of everything that would outlive the engine; nothing can be computed after that."""
@@ -270,7 +268,7 @@ class Engine:
             groups += flight.groups
             deltas += flight.conclude()
         running = [group for group in groups if group.request_id in self.requests.groups]
-        broken = [group for group in running if group.request_id in self.requests.errors]
+        broken = [group for group in running if group.error is not None]
         if broken:
             deltas += self.requests.end(broken)
         ended = [group for group in running if group.finished and group not in broken]

@@ -17,7 +17,7 @@ from minillm.text.tokenizer import Tokenizer
 
 @dataclass
 class Requests:
-    """All groups that have not ended, and the outputs of those that have.
+    """All groups that have not ended, and those that have until their outputs are taken.
 
     ``tokenizer`` is None for a model without text (dummy weights): requests are token ids then, and outputs too.
     """
@@ -29,8 +29,7 @@ class Requests:
     eos_token_ids: frozenset[int]
     longest_plain_prompt: int | None = None  # K of longer prompts depends on their length (dynamic rope scaling)
     groups: dict[str, SequenceGroup] = field(default_factory=dict)
-    finished: dict[str, RequestOutput] = field(default_factory=dict)  # until somebody takes them
-    errors: dict[str, str] = field(default_factory=dict)  # of groups that are about to end for them
+    finished: dict[str, SequenceGroup] = field(default_factory=dict)  # until their outputs are taken
     _next_seq_id: int = 0
 
     # --- a request becomes a group ------------------------------------------------------------------------------------
@@ -142,7 +141,7 @@ class Requests:
         """End a sequence. Its blocks are free then, or idle if the request holds them."""
         sequence.finish_reason = reason
         table = sequence.table
-        if table is not None and group.request_id not in self.errors:
+        if table is not None and group.error is None:
             computed = min(sequence.num_computed, len(sequence.token_ids))
             self.scheduler.cache.commit(table, sequence.token_ids, computed)
         if group.hold and table is not None:
@@ -158,14 +157,14 @@ class Requests:
 
     def note_nan(self, group: SequenceGroup) -> None:
         """A group's logits are NaN: it will end with an error, and no request may find its blocks."""
-        self.errors[group.request_id] = "the model produced NaN; another dtype may help: float32 or bfloat16"
+        group.error = "the model produced NaN; another dtype may help: float32 or bfloat16"
         for sequence in group.unfinished:
             if sequence.table is not None:
                 self.scheduler.cache.distrust(sequence.table)
 
     def fail(self, group: SequenceGroup, error: str) -> None:
         """End a group with an error."""
-        self.errors[group.request_id] = error
+        group.error = error
         self.end([group])
 
     def end(self, groups: SequenceOf[SequenceGroup]) -> list[Delta]:
@@ -180,15 +179,18 @@ class Requests:
         return deltas
 
     def retire(self, groups: SequenceOf[SequenceGroup]) -> None:
-        """Free everything that finished groups still hold, and record their outputs."""
+        """Free everything that finished groups still hold; their outputs can be taken."""
         self.scheduler.remove(groups)
         for group in groups:
             group.metrics.finished_time = time.monotonic()
             del self.groups[group.request_id]
-            self.finished[group.request_id] = self.output_of(group)
-            self.errors.pop(group.request_id, None)
+            self.finished[group.request_id] = group
 
     # --- an output leaves ---------------------------------------------------------------------------------------------
+
+    def take(self, request_id: str) -> RequestOutput:
+        """The output of a finished request, once."""
+        return self.output_of(self.finished.pop(request_id))
 
     def output_of(self, group: SequenceGroup) -> RequestOutput:
         """Everything that a group has generated so far."""
@@ -200,5 +202,5 @@ class Requests:
             finished=group.finished,
             num_cached_tokens=group.num_cached_tokens,
             metrics=group.metrics,
-            error=self.errors.get(group.request_id),
+            error=group.error,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.kernels import Costs
 from minillm.model.config import ModelConfig
+from minillm.model.llama import Llama
 from minillm.model.loader import RandomTensors, TensorSource, load_llama
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
@@ -100,6 +102,8 @@ def build_runner(
         tokens = max(config.max_num_seqs, _CPU_BATCHED_TOKENS if device.type == "cpu" else _GPU_BATCHED_TOKENS)
     reserved = 0
     if device.type == "cuda":
+        if ranks is None and not model.rotary.dynamic:
+            compile_ahead(model, config, longest)
         reserved = activation_bytes(model, tokens, config.max_num_seqs) + _GRAPH_BYTES
         reserved += decode_bytes(model, config.max_num_seqs, longest, config.block_size)
     pool = size_pool(config, model.local, device, dtype.itemsize, reserved, ranks)
@@ -128,6 +132,26 @@ def build_runner(
         sharing=Costs() if config.enable_prefix_attention and even else None,
     )
     return runner, limits
+
+
+def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
+    """Compile and load the kernels of a first request side by side: one after another they take most of a first start.
+
+    Args:
+        longest: tokens of the longest sequence.
+    """
+    runner = DeviceRunner(
+        model, 1, config.block_size, max_num_seqs=config.max_num_seqs, max_model_len=longest, graphs=False, sharing=None
+    )
+
+    def rehearse(part: Callable[[], object]) -> None:
+        torch.cuda.set_device(model.device)
+        with torch.inference_mode():
+            part()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(rehearse, runner.rehearsals()))
+    torch.cuda.synchronize(model.device)
 
 
 def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:

@@ -5,14 +5,14 @@ The device's part of a step needs token ids, positions and block ids, and nothin
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import msgspec
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from minillm.cache import HostMoves
 
 
-class ChunkWork(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class ChunkWork:
     """Successive tokens of one sequence."""
 
     token_ids: list[int]
@@ -22,7 +22,8 @@ class ChunkWork(msgspec.Struct, array_like=True):
     wants_logits: bool  # of the last of them
 
 
-class DecodeWork(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class DecodeWork:
     """One token of each of the sequences that have a row on the device (`minillm.runner.rows`)."""
 
     num_seqs: int
@@ -33,7 +34,8 @@ class DecodeWork(msgspec.Struct, array_like=True):
     plan: list[list[int]] | None  # the fields of a `minillm.kernels.Plan`; None: as in the last step
 
 
-class StepWork(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class StepWork:
     """A step, in this order: save blocks, bring blocks back, copy blocks, compute."""
 
     moves: HostMoves
@@ -49,16 +51,25 @@ class StepWork(msgspec.Struct, array_like=True):
 
     def encode(self) -> bytes:
         """The work as a message to another rank."""
-        return _ENCODER.encode(self)
+        import msgspec  # only where there are other ranks
+
+        decode, chunks = self.decode, [_values(chunk) for chunk in self.chunks]
+        moves = _values(self.moves)
+        return msgspec.msgpack.encode([moves, self.copies, decode and _values(decode), chunks, self.num_decodes])
 
     @classmethod
     def from_message(cls, data: bytes) -> StepWork:
         """The work that `encode` made a message of."""
-        return _DECODER.decode(data)
+        import msgspec
+
+        moves, copies, decode, chunks, num_decodes = msgspec.msgpack.decode(data)
+        works = [ChunkWork(*chunk) for chunk in chunks]
+        return cls(HostMoves(*moves), copies, None if decode is None else DecodeWork(*decode), works, num_decodes)
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(StepWork)
+def _values(record: Any) -> list[Any]:
+    """A record's values in their order: names would be most of the message."""
+    return [getattr(record, name) for name in record.__slots__]
 
 
 class StepObserver(Protocol):

@@ -14,7 +14,7 @@ from minillm import kernels
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Schedule
-from minillm.kernels import WorkList
+from minillm.kernels import Pages, WorkList
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
@@ -86,10 +86,9 @@ def test_running_ahead_changes_no_token(model: Llama, seed: int) -> None:
             assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected[number].outputs], options
 
 
-def attend_by_list(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor, scale: float, work: WorkList
-) -> Tensor:
+def attend_by_list(q: Tensor, pages: Pages, scale: float, work: WorkList) -> Tensor:
     """`prefix_attention`, token by token as the work list says: a list of other tables gives other tokens."""
+    k_cache, v_cache, tables, lens = pages
     out = torch.zeros_like(q)
     block_size = k_cache.shape[1]
     for place, seq in enumerate(work.order.tolist()):
