@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.cli.options import beam_options, engine_options, sampling_options
+from minillm.cli.streams import takes_utf8
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
 from minillm.progress import GenerationBar, loading_bar, say
@@ -207,7 +209,8 @@ class _Writer:
         self.written += output.error is None
         request = self._requests[index]
         if self._as_json:
-            self._write_line(json_line(_as_json(index, request, output)))
+            line = json_line(_as_json(index, request, output), ascii_only=not takes_utf8(sys.stdout))
+            self._write_line(line)
             return
         if output.error is not None:
             say(f"{request.where or 'prompt'}: {output.error}")
@@ -243,9 +246,9 @@ def _read_requests(arguments: argparse.Namespace) -> list[Request]:
     if arguments.prompts:
         return [_text_request(text, f"prompt {i + 1}") for i, text in enumerate(arguments.prompts)]
     source = arguments.file or "-"
-    if arguments.file is None and sys.stdin.isatty():
+    text = "" if arguments.file is None and sys.stdin.isatty() else _read(source)
+    if arguments.file is None and not text.strip():
         raise UsageError('no prompt: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
-    text = _read(source)
     name = "standard input" if source == "-" else source
     if arguments.jsonl or (source.endswith(".jsonl") and not arguments.lines):
         requests = list(_jsonl_requests(_lines(text), name))
@@ -261,8 +264,9 @@ def _read_requests(arguments: argparse.Namespace) -> list[Request]:
 
 def _read(source: str) -> str:
     try:
-        stream = sys.stdin.buffer if source == "-" else Path(source).open("rb")  # noqa: SIM115
-        with stream:
+        number = 0 if source == "-" else os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer is empty
+        os.set_blocking(number, True)
+        with open(number, "rb") as stream:
             data = stream.read(MAX_INPUT_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read {source}: {error.strerror}") from None

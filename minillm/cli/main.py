@@ -7,6 +7,8 @@ Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 stopped with ctrl-c.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -14,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from minillm.cli.options import add_model_options, add_sampling_options
+from minillm.cli.streams import let_go, settle
 from minillm.errors import MinillmError, UsageError, nearest
 from minillm.text.safe import clean_line
 
@@ -198,36 +201,76 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 }
 
 
+_WHILE_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF, errno.EIO)  # files are named by their errors
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code; prints errors that a user can cause as one line."""
-    try:
-        argv = sys.argv[1:] if argv is None else argv
-        arguments = _parser(argv).parse_args(argv)
-        if arguments.version:
-            from importlib.metadata import version
+    settle()
+    code = _guarded(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        let_go(stream)
+    return code
 
-            print(f"minillm {version('minillm')}")
-            return 0
-        if arguments.command is None:
-            _parser(argv).print_help()
-            return 2
-        return int(importlib.import_module(f"minillm.cli.{arguments.command}").run(arguments))
+
+def _guarded(argv: Sequence[str]) -> int:
+    """Run, and make one line of whatever goes wrong."""
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
     except MinillmError as error:
-        print(f"minillm: error: {clean_line(str(error), 1000)}", file=sys.stderr)
-        return error.exit_code
+        return _say(str(error), error.exit_code)
     except KeyboardInterrupt:
-        print("minillm: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of our output went away. Point stdout elsewhere, or the interpreter complains when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _say("stopped", 130, "")
+    except BrokenPipeError:  # the reader of our output went away
         return 1
+    except OSError as error:  # of the machine: a full disk, no permission, too many open files
+        where = error.filename or ("cannot write to standard output" if error.errno in _WHILE_WRITING else "")
+        return _say(f"{where}: {error.strerror or error}".removeprefix(": "))
+    except MemoryError:
+        return _say("there is not enough memory; take a smaller model, or fewer prompts at a time")
     except Exception as error:
         if os.environ.get("MINILLM_DEBUG"):
             raise
-        what = clean_line(f"{type(error).__name__}: {error}", 500)
-        print(f"minillm: internal error: {what} (set MINILLM_DEBUG=1 for the whole story)", file=sys.stderr)
-        return 1
+        if isinstance(error, ImportError) and not str(error.name).startswith("minillm"):
+            return _say(_not_imported(error))
+        what = f"{type(error).__name__}: {clean_line(str(error), 500)}"
+        return _say(f"{what} (set MINILLM_DEBUG=1 for the whole story)", kind="internal error: ")
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        arguments = _parser(argv).parse_args(argv)
+    except SystemExit:  # --help
+        return 0
+    if arguments.version:
+        from importlib.metadata import version
+
+        print(f"minillm {version('minillm')}")
+        return 0
+    if arguments.command is None:
+        _parser(argv).print_help()
+        return 2
+    try:
+        os.getcwd()
+    except OSError:  # libraries that torch loads end the process
+        raise UsageError("the current directory does not exist any more; change to another one") from None
+    return int(importlib.import_module(f"minillm.cli.{arguments.command}").run(arguments))
+
+
+def _say(message: str, code: int = 1, kind: str = "error: ") -> int:
+    """Write a line to stderr, if it can be written; returns ``code``."""
+    with contextlib.suppress(OSError):
+        print(f"minillm: {kind}{clean_line(message, 1000)}", file=sys.stderr)
+    return code
+
+
+def _not_imported(error: ImportError) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.split(".")[0].replace("_", "-")
+        return f"this needs the package {package}, which is not installed: `pip install {package}`"
+    return f"a package cannot be loaded: {error}"
 
 
 if __name__ == "__main__":
