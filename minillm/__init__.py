@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from minillm.outputs import CompletionOutput, Delta, RequestOutput
     from minillm.params import BeamSearchParams, SamplingParams
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "LLM": "minillm.llm",
     "BeamSearchParams": "minillm.params",
@@ -30,12 +32,10 @@ __all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "Delta", "MinillmError
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used: ``minillm --help`` must not wait for torch."""
-    import importlib
-
     if name in _HOMES:
+        import importlib
+
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name == "__version__":
-        return importlib.import_module("importlib.metadata").version("minillm")
     raise AttributeError(f"module 'minillm' has no attribute {name!r}")
 
 

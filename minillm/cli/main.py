@@ -6,73 +6,36 @@ Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 stopped with ctrl-c.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
+import minillm
 from minillm.cli.options import add_model_options, add_sampling_options
+from minillm.cli.parser import Parser
 from minillm.cli.streams import let_go, settle
-from minillm.errors import MinillmError, UsageError, nearest
+from minillm.errors import MinillmError, UsageError
 from minillm.text.safe import clean_line
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors as one line that names the nearest option."""
-
-    def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments: "):
-            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
-            known = sorted(_option_strings(self))
-            message = f"unknown option {unknown!r}" + _meant(unknown.split("=")[0], known)
-        elif "invalid choice: " in message:
-            choice = message.split("invalid choice: ")[1].split(" (")[0].strip("'\"")
-            choices = [str(c) for action in self._actions for c in action.choices or ()]
-            message = f"unknown {message.split(':')[0].removeprefix('argument ')} {choice!r}" + _meant(choice, choices)
-        raise UsageError(f"{message}; see {self.prog} --help")
-
-
-def _option_strings(parser: argparse.ArgumentParser) -> set[str]:
-    """The options of a parser and of its subcommands."""
-    found: set[str] = set()
-    for action in parser._actions:
-        found.update(action.option_strings)
-        if isinstance(action, argparse._SubParsersAction):
-            for subparser in action.choices.values():
-                found |= _option_strings(subparser)
-    return found
-
-
-def _meant(word: str, words: list[str]) -> str:
-    close = nearest(word, words)
-    return f", did you mean {close}?" if close else ""
-
-
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser, with the options of the command that ``argv`` names; of all commands, where it names none.
-
-    Adding all options, most of them `bench`'s, takes longer than everything else here.
-    """
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="minillm",
         description="Llama models on your own machine: chat, batch generation, and a view of the KV cache.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    wanted = next((word for word in argv if word in _COMMANDS), None)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (summary, add_options) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        if wanted in (name, None):
-            add_options(command)
+        command.fill = add_options
     return parser
 
 
-def _add_chat_options(chat: argparse.ArgumentParser) -> None:
+def _add_chat_options(chat: Parser) -> None:
     add_model_options(chat)
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
     chat.add_argument("--plain", action="store_true", help="line by line: for pipes and screen readers")
@@ -82,13 +45,13 @@ def _add_chat_options(chat: argparse.ArgumentParser) -> None:
     add_sampling_options(chat)
 
 
-def _add_demo_options(demo: argparse.ArgumentParser) -> None:
+def _add_demo_options(demo: Parser) -> None:
     demo.add_argument("--speed", type=float, default=1.0, metavar="X", help="above 1: faster (1)")
     demo.add_argument("--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file")
     demo.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
 
 
-def _add_generate_options(generate: argparse.ArgumentParser) -> None:
+def _add_generate_options(generate: Parser) -> None:
     generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
     generate.add_argument("-f", "--file", metavar="FILE", help="read prompts from FILE ('-': standard input)")
     form = generate.add_mutually_exclusive_group()
@@ -110,25 +73,25 @@ def _add_generate_options(generate: argparse.ArgumentParser) -> None:
     add_sampling_options(generate)
 
 
-def _add_models_options(models: argparse.ArgumentParser) -> None:
+def _add_models_options(models: Parser) -> None:
     models.add_argument("--json", action="store_true", help="write one JSON object per model")
 
 
-def _add_pull_options(pull: argparse.ArgumentParser) -> None:
+def _add_pull_options(pull: Parser) -> None:
     pull.add_argument(
         "model", nargs="?", metavar="NAME", help="a name from `minillm models` (default: the default model)"
     )
     pull.add_argument("--verify", action="store_true", help="check the files' sha256 even if they are there already")
 
 
-def _add_info_options(info: argparse.ArgumentParser) -> None:
+def _add_info_options(info: Parser) -> None:
     info.add_argument("--json", action="store_true", help="write JSON")
 
 
-def _add_bench_options(bench: argparse.ArgumentParser) -> None:
-    workloads = bench.add_subparsers(dest="workload", metavar="WORKLOAD", required=True, parser_class=_Parser)
+def _add_bench_options(bench: Parser) -> None:
+    workloads = bench.add_subparsers(dest="workload", metavar="WORKLOAD", required=True)
 
-    def workload(name: str, summary: str) -> argparse.ArgumentParser:
+    def workload(name: str, summary: str) -> Parser:
         added = workloads.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         added.add_argument("--json", action="store_true", help="write JSON")
         return added
@@ -190,7 +153,7 @@ def _add_bench_options(bench: argparse.ArgumentParser) -> None:
     workload("ui", "what the chat app costs: first paint, keys, drawing, and the generation's slow-down")
 
 
-_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+_COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "chat": ("talk to a model in the terminal, and watch its block tables", _add_chat_options),
     "demo": ("a guided tour of the cache on the real engine, in the terminal", _add_demo_options),
     "generate": ("complete prompts: arguments, a file, or standard input", _add_generate_options),
@@ -241,16 +204,14 @@ def _guarded(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     try:
-        arguments = _parser(argv).parse_args(argv)
+        arguments = _parser().parse_args(argv)
     except SystemExit:  # --help
         return 0
     if arguments.version:
-        from importlib.metadata import version
-
-        print(f"minillm {version('minillm')}")
+        print(f"minillm {minillm.__version__}")
         return 0
     if arguments.command is None:
-        _parser(argv).print_help()
+        _parser().print_help()
         return 2
     try:
         os.getcwd()

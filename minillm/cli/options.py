@@ -20,33 +20,34 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-m", "--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file"
     )
-    _add(group, EngineConfig, ())
+    add_declared(group, EngineConfig)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each parameter of sampling and of beam search."""
-    _add(parser.add_argument_group("sampling"), SamplingParams, ())
+    add_declared(parser.add_argument_group("sampling"), SamplingParams)
     shared = {name for name, _, _ in declared(SamplingParams)}
-    _add(parser.add_argument_group("beam search, instead of sampling"), BeamSearchParams, shared)
+    add_declared(parser.add_argument_group("beam search, instead of sampling"), BeamSearchParams, shared)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of EngineConfig that were given."""
-    return _given(arguments, EngineConfig)
+    return given(arguments, EngineConfig)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The parameters of SamplingParams that were given."""
-    return _given(arguments, SamplingParams)
+    return given(arguments, SamplingParams)
 
 
 def beam_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The parameters that only BeamSearchParams has and that were given."""
     shared = {name for name, _, _ in declared(SamplingParams)}
-    return {name: value for name, value in _given(arguments, BeamSearchParams).items() if name not in shared}
+    return {name: value for name, value in given(arguments, BeamSearchParams).items() if name not in shared}
 
 
-def _add(group: argparse._ArgumentGroup, cls: type, skip: Collection[str]) -> None:
+def add_declared(group: argparse._ActionsContainer, cls: type, skip: Collection[str] = ()) -> None:
+    """Add an option for each declared parameter of a dataclass."""
     for name, default, parameter in declared(cls):
         if name in skip or not parameter.on_command_line:
             continue
@@ -68,7 +69,8 @@ def _add(group: argparse._ArgumentGroup, cls: type, skip: Collection[str]) -> No
         group.add_argument(*words, **options)
 
 
-def _given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
+def given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """The declared parameters of a dataclass that were given on the command line."""
     return {name: value for name, _, _ in declared(cls) if (value := getattr(arguments, name, None)) is not None}
 
 
