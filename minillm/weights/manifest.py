@@ -81,6 +81,11 @@ class ModelEntry:
     sources: tuple[Source, ...]
     gated: bool = False
 
+    @classmethod
+    def unlisted(cls, name: str, *sources: Source) -> ModelEntry:
+        """A model that is not in the manifest: nothing is known but its name, and perhaps a source."""
+        return cls(name, "", "", "", 0, sources)
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -146,7 +151,7 @@ def hub_entry(name: str) -> ModelEntry | None:
         return None
     if not all(re.fullmatch(_PATTERNS[key][0], value, re.ASCII) for key, value in source.items()):
         return None
-    return ModelEntry(name, "", "", "", 0, (HubSource(**source),))
+    return ModelEntry.unlisted(name, HubSource(**source))
 
 
 def _entry(name: str, value: Any, path: Path) -> ModelEntry:

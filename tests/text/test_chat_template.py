@@ -281,7 +281,10 @@ def test_what_is_not_text_is_refused_by_name(message: dict[str, Any], said: str)
 def test_parts_of_text_are_joined_and_no_content_is_empty() -> None:
     template = ChatTemplate("{% for m in messages %}[{{ m.role }} {{ m.name }}: {{ m.content }}]{% endfor %}", {})
     parts = [{"type": "text", "text": "one"}, "two", {"type": "text", "text": "three"}]
-    messages: list[dict[str, Any]] = [{"role": "user", "content": parts, "name": "Ann"}, {"role": "assistant", "content": None}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": parts, "name": "Ann"},
+        {"role": "assistant", "content": None},
+    ]
     assert template.render(messages) == "[user Ann: one\ntwo\nthree][assistant : ]"
     assert messages[0]["content"] is parts, "what the caller gave stays as it was"
 
