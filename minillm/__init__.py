@@ -37,3 +37,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'minillm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, for Tab in Python and in notebooks."""
+    return [*__all__, "__version__"]

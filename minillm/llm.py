@@ -26,7 +26,7 @@ from minillm.sequence import Sequence as TokenSequence
 from minillm.text.prompts import Prompt, prompt_list
 from minillm.text.tokenizer import Tokenizer
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Prompts = Prompt | Iterable[Prompt]
 SomeParams = Params | Sequence[Params] | None
 
@@ -198,12 +198,15 @@ class LLM:
         *,
         sampling_params: SomeParams = None,
         use_tqdm: bool | None = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, each a list of ``{"role": …, "content": …}``, by the model's template.
 
         Args:
+            messages: see `minillm.text.chat_template.plain_messages`.
+            chat_template: a Jinja template in place of the model's own.
             add_generation_prompt, continue_final_message: see `minillm.text.chat_template.ChatTemplate.render`.
             others: as in `generate`.
         """
@@ -212,6 +215,7 @@ class LLM:
         prompts = [
             self.tokenizer.apply_chat_template(
                 each,
+                chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
             )

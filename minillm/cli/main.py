@@ -6,19 +6,29 @@ Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 stopped with ctrl-c.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import minillm
-from minillm.cli.options import add_model_options, add_sampling_options
+from minillm.cli.options import (
+    MODEL_NAMES,
+    add_config_option,
+    add_model_option,
+    add_model_options,
+    add_sampling_options,
+)
 from minillm.cli.parser import Parser
-from minillm.errors import MinillmError
+from minillm.cli.streams import let_go, settle
+from minillm.errors import MinillmError, UsageError
 from minillm.text.safe import clean_line
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
+    """The parser of the whole command."""
     parser = Parser(
         prog="minillm",
         description="Llama models on your own machine: chat, batch generation, and a view of the KV cache.",
@@ -33,39 +43,58 @@ def _parser() -> Parser:
 
 
 def _add_chat_options(chat: Parser) -> None:
+    chat.add_argument("question", nargs="?", metavar="QUESTION", help="ask this first")
     add_model_options(chat)
-    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
     chat.add_argument("--plain", action="store_true", help="line by line: for pipes and screen readers")
     chat.add_argument("--resume", action="store_true", help="go on with the latest saved conversation")
-    chat.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
-    chat.add_argument("--config", metavar="FILE", help="settings (default: config.toml in the user's directory)")
+    _add_theme(chat)
+    add_config_option(chat)
     add_sampling_options(chat)
 
 
 def _add_demo_options(demo: Parser) -> None:
     demo.add_argument("--speed", type=float, default=1.0, metavar="X", help="above 1: faster (1)")
-    demo.add_argument("--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file")
-    demo.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
+    add_model_option(demo)
+    add_config_option(demo)
+    _add_theme(demo)
+
+
+def _add_theme(parser: Parser) -> None:
+    parser.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
 
 
 def _add_generate_options(generate: Parser) -> None:
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
+    generate.add_argument(
+        "prompts", nargs="*", metavar="PROMPT",
+        help="text to complete; what a pipe or a file brings on standard input is put after it, behind a blank line",
+    )  # fmt: skip
     generate.add_argument("-f", "--file", metavar="FILE", help="read prompts from FILE ('-': standard input)")
     form = generate.add_mutually_exclusive_group()
     form.add_argument(
-        "--lines", action="store_true", help="every line of the file is a prompt (else the whole text is)"
-    )
-    form.add_argument("--jsonl", action="store_true", help="every line is a JSON request (implied by the name *.jsonl)")
+        "--lines", dest="form", action="store_const", const="lines",
+        help="every line of the file is a prompt (else the whole text is)",
+    )  # fmt: skip
+    form.add_argument(
+        "--jsonl", dest="form", action="store_const", const="jsonl",
+        help="every line is a JSON request (implied by the name *.jsonl)",
+    )  # fmt: skip
     generate.add_argument("--chat", action="store_true", help="wrap each prompt as a user's message of a chat")
-    generate.add_argument("--system", metavar="TEXT", help="system prompt; implies --chat")
+    generate.add_argument("-s", "--system", metavar="TEXT", help="system prompt; implies --chat")
+    generate.add_argument(
+        "--parse-special", action="store_true",
+        help="control tokens that a raw prompt spells (<|im_end|>) are control tokens: for text that you trust",
+    )  # fmt: skip
     generate.add_argument("--json", action="store_true", help="write one JSON object per prompt")
     generate.add_argument(
         "-o", "--output", metavar="FILE", help="write JSON objects to FILE; a run that was stopped goes on from there"
     )
+    generate.add_argument("--force", action="store_true", help="overwrite an --output that is finished")
     generate.add_argument(
         "--data-parallel", action="store_true", help="share the prompts among the replicas that torchrun has started"
     )
-    generate.add_argument("--quiet", action="store_true", help="no progress bar")
+    generate.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+    add_config_option(generate)
     add_model_options(generate)
     add_sampling_options(generate)
 
@@ -75,14 +104,35 @@ def _add_models_options(models: Parser) -> None:
 
 
 def _add_pull_options(pull: Parser) -> None:
-    pull.add_argument(
-        "model", nargs="?", metavar="NAME", help="a name from `minillm models` (default: the default model)"
-    )
+    _add_name(pull)
     pull.add_argument("--verify", action="store_true", help="check the files' sha256 even if they are there already")
+
+
+def _add_show_options(show: Parser) -> None:
+    _add_name(show)
+    show.add_argument("--json", action="store_true", help="write JSON")
+
+
+def _add_name(parser: Parser) -> None:
+    parser.add_argument("model", nargs="?", metavar="NAME", help=f"{MODEL_NAMES} (default: the default model)")
+    add_config_option(parser)
+
+
+def _add_rm_options(rm: Parser) -> None:
+    rm.add_argument("downloaded", nargs="+", metavar="NAME", help="downloaded models")
 
 
 def _add_info_options(info: Parser) -> None:
     info.add_argument("--json", action="store_true", help="write JSON")
+
+
+def _add_completions_options(completions: Parser) -> None:
+    completions.add_argument(
+        "shell", choices=("bash", "zsh", "fish"), help="print what this shell's startup file sources"
+    )
+    completions.add_argument(
+        "words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )  # of a line: print what the last one may be
 
 
 def _add_bench_options(bench: Parser) -> None:
@@ -95,41 +145,87 @@ _COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "chat": ("talk to a model in the terminal, and watch its block tables", _add_chat_options),
     "demo": ("a guided tour of the cache on the real engine, in the terminal", _add_demo_options),
     "generate": ("complete prompts: arguments, a file, or standard input", _add_generate_options),
-    "models": ("list the models of weights.toml and which are downloaded", _add_models_options),
+    "models": (
+        "list the models that have a name: which are downloaded, and which fit this machine",
+        _add_models_options,
+    ),
+    "show": ("what there is to know about a model, without loading it", _add_show_options),
     "pull": ("download a model", _add_pull_options),
+    "rm": ("delete downloaded models", _add_rm_options),
     "info": ("versions, devices and directories: the first thing to put into a bug report", _add_info_options),
-    "bench": ("measure speed", _add_bench_options),
+    "bench": ("measure speed: as its flags say, without config.toml", _add_bench_options),
+    "completions": ("a script that completes this command's words in bash, zsh or fish", _add_completions_options),
 }
+
+
+_WHILE_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF, errno.EIO)  # files are named by their errors
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code; prints errors that a user can cause as one line."""
+    settle()
+    code = _guarded(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        let_go(stream)
+    return code
+
+
+def _guarded(argv: Sequence[str]) -> int:
+    """Run, and make one line of whatever goes wrong."""
     try:
-        argv = sys.argv[1:] if argv is None else argv
-        arguments = _parser().parse_args(argv)
-        if arguments.version:
-            print(f"minillm {minillm.__version__}")
-            return 0
-        if arguments.command is None:
-            _parser().print_help()
-            return 2
-        return int(importlib.import_module(f"minillm.cli.{arguments.command}").run(arguments))
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
     except MinillmError as error:
-        print(f"minillm: error: {clean_line(str(error), 1000)}", file=sys.stderr)
-        return error.exit_code
+        return _say(str(error), error.exit_code)
     except KeyboardInterrupt:
-        print("minillm: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of our output went away. Point stdout elsewhere, or the interpreter complains when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _say("stopped", 130, "")
+    except BrokenPipeError:  # the reader of our output went away
         return 1
+    except OSError as error:  # of the machine: a full disk, no permission, too many open files
+        where = error.filename or ("cannot write to standard output" if error.errno in _WHILE_WRITING else "")
+        return _say(f"{where}: {error.strerror or error}".removeprefix(": "))
+    except MemoryError:
+        return _say("there is not enough memory; take a smaller model, or fewer prompts at a time")
     except Exception as error:
         if os.environ.get("MINILLM_DEBUG"):
             raise
-        what = clean_line(f"{type(error).__name__}: {error}", 500)
-        print(f"minillm: internal error: {what} (set MINILLM_DEBUG=1 for the whole story)", file=sys.stderr)
-        return 1
+        if isinstance(error, ImportError) and not str(error.name).startswith("minillm"):
+            return _say(_not_imported(error))
+        what = f"{type(error).__name__}: {clean_line(str(error), 500)}"
+        return _say(f"{what} (set MINILLM_DEBUG=1 for the whole story)", kind="internal error: ")
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        arguments = command_parser().parse_args(argv)
+    except SystemExit:  # --help
+        return 0
+    if arguments.version:
+        print(f"minillm {minillm.__version__}")
+        return 0
+    if arguments.command is None:
+        command_parser().print_help()
+        return 2
+    try:
+        os.getcwd()
+    except OSError:  # libraries that torch loads end the process
+        raise UsageError("the current directory does not exist any more; change to another one") from None
+    return int(importlib.import_module(f"minillm.cli.{arguments.command}").run(arguments))
+
+
+def _say(message: str, code: int = 1, kind: str = "error: ") -> int:
+    """Write a line to stderr, if it can be written; returns ``code``."""
+    with contextlib.suppress(OSError):
+        print(f"minillm: {kind}{clean_line(message, 1000)}", file=sys.stderr)
+    return code
+
+
+def _not_imported(error: ImportError) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.split(".")[0].replace("_", "-")
+        return f"this needs the package {package}, which is not installed: `pip install {package}`"
+    return f"a package cannot be loaded: {error}"
 
 
 if __name__ == "__main__":

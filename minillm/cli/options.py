@@ -10,22 +10,32 @@ from minillm.checks import declared
 from minillm.config import EngineConfig
 from minillm.params import BeamSearchParams, SamplingParams
 
+MODEL_NAMES = "name from `minillm models`, repository of the hub (org/name), model directory, or .gguf file"
 _SHORT = {"n": "-n", "temperature": "-t"}
 _NO = "enable_"  # a switch that is on by default, enable_x, becomes --no-x
 
 
+def add_model_option(parser: argparse._ActionsContainer) -> None:
+    """Add ``--model``."""
+    parser.add_argument("-m", "--model", metavar="NAME", help=MODEL_NAMES)
+
+
+def add_config_option(parser: argparse._ActionsContainer) -> None:
+    """Add ``--config``."""
+    parser.add_argument("--config", metavar="FILE", help="settings (default: config.toml in the user's directory)")
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model`` and an option for each of EngineConfig's."""
+    """Add ``--model``, and an option for each of EngineConfig's."""
     group = parser.add_argument_group("model and memory")
-    group.add_argument(
-        "-m", "--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file"
-    )
+    add_model_option(group)
     add_declared(group, EngineConfig)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each parameter of sampling and of beam search."""
-    add_declared(parser.add_argument_group("sampling"), SamplingParams)
+    says = "in brackets what holds where neither config.toml nor the model says anything"
+    add_declared(parser.add_argument_group("sampling", says), SamplingParams)
     shared = {name for name, _, _ in declared(SamplingParams)}
     add_declared(parser.add_argument_group("beam search, instead of sampling"), BeamSearchParams, shared)
 
@@ -72,9 +82,3 @@ def add_declared(group: argparse._ActionsContainer, cls: type, skip: Collection[
 def given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The declared parameters of a dataclass that were given on the command line."""
     return {name: value for name, _, _ in declared(cls) if (value := getattr(arguments, name, None)) is not None}
-
-
-def _shown(default: Any) -> str:
-    if default is None or default == ():
-        return ""
-    return f" ({default:g})" if type(default) is float else f" ({str(default).lower()})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from minillm.errors import UsageError, nearest
 
@@ -18,21 +18,30 @@ class Parser(argparse.ArgumentParser):
 
     fill: Callable[[Parser], None] | None = None
 
-    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+    def filled(self) -> Self:
+        """This parser, with its options."""
         fill, self.fill = self.fill, None
         if fill is not None:
             fill(self)
-        return super().parse_known_args(*args, **options)
+        return self
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        return super(Parser, self.filled()).parse_known_args(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError; the message names the nearest option or choice."""
         if message.startswith("unrecognized arguments: "):
             unknown = message.removeprefix("unrecognized arguments: ").split()[0]
-            message = f"unknown option {unknown!r}" + _meant(unknown.split("=")[0], _option_strings(self))
+            if unknown.startswith("-"):
+                message = f"unknown option {unknown!r}" + _meant(unknown.split("=")[0], _option_strings(self))
+            else:
+                message = f"one argument too many: {unknown!r}; put quotation marks around a text of several words"
         elif "invalid choice: " in message:
             choice = message.split("invalid choice: ")[1].split(" (")[0].strip("'\"")
             choices = [str(c) for action in self._actions for c in action.choices or ()]
-            message = f"unknown {message.split(':')[0].removeprefix('argument ')} {choice!r}" + _meant(choice, choices)
+            message = f"unknown {message.split(':')[0].removeprefix('argument ')} {choice!r}" + (
+                _meant(choice, choices) or f"; known: {', '.join(choices)}"
+            )
         raise UsageError(f"{message}; see {self.prog} --help")
 
 

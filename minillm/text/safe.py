@@ -70,7 +70,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(str(error)) from None
 
 
-def json_line(value: object) -> str:
+def json_line(value: object, *, ascii_only: bool = False) -> str:
     """``value`` as JSON on one line, which a terminal may be given as well as a file.
 
     Every character that `clean` replaces is written as its ``\\u`` escape: a reader gets the same value, lone
@@ -78,7 +78,7 @@ def json_line(value: object) -> str:
     """
     import json
 
-    return json.dumps(value, ensure_ascii=False).translate(_escapes())
+    return json.dumps(value, ensure_ascii=ascii_only).translate(_escapes())
 
 
 @cache

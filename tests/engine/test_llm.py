@@ -172,6 +172,20 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert two[1].prompt_token_ids != two[0].prompt_token_ids
 
 
+def test_chat_takes_what_other_libraries_take(llm: LLM) -> None:
+    """vLLM's names and forms."""
+    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    template = "{% for m in messages %}{{ m.content }}!{% endfor %}"
+    [output] = llm.chat(parts, sampling_params=GREEDY, use_tqdm=False, chat_template=template)
+    assert llm.tokenizer.decode(output.prompt_token_ids) == "Hi!"
+    [plain] = llm.chat([{"role": "user", "content": "Hi"}], sampling_params=GREEDY)
+    assert llm.chat(parts, GREEDY)[0].outputs[0].token_ids == plain.outputs[0].token_ids
+    ids = llm.get_tokenizer().encode("a")
+    prompts: list[Any] = [{"prompt": "a"}, {"prompt": "its text", "prompt_token_ids": ids}]
+    one, two = llm.generate(prompts, sampling_params=GREEDY, use_tqdm=False)
+    assert one.outputs[0].token_ids == two.outputs[0].token_ids
+
+
 def test_a_bad_prompt_fails_alone_or_before_anything_runs(llm: LLM) -> None:
     prompts: list[Any] = ["fine", [10**6], "x" * 10_000, [], "also fine"]
     results = dict(llm.as_completed(prompts, GREEDY))
