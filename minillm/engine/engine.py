@@ -27,7 +27,15 @@ from minillm.beams.search import BeamSearch, Candidate
 from minillm.cache import BlockManager, CacheStats
 from minillm.engine.scheduler import Schedule, ScheduledChunk, Scheduler
 from minillm.errors import UsageError
-from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
+from minillm.outputs import (
+    CompletionOutput,
+    Delta,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    StepReport,
+    TokenLogprobs,
+)
 from minillm.params import BeamSearchParams, Params
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, SampleRow
@@ -59,22 +67,6 @@ class StepUnderWay:
         return any(not group.finished for group, _ in self.searching) or any(
             not row.sequence.finished for _, row in self.draws
         )
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What one step did, and where its time went. Blocks for what was swapped and copied."""
-
-    number: int
-    num_prefills: int  # chunks of prompts
-    num_prefill_tokens: int
-    num_decodes: int
-    num_preempted: int  # groups
-    num_swapped_out: int
-    num_swapped_in: int
-    seconds: float
-    device_seconds: float  # giving the device its work and waiting for it; the rest is the host's own
-    ended: float  # on the clock of `time.monotonic`
 
 
 @dataclass
