@@ -138,7 +138,7 @@ import contextlib, io, sys
 from minillm.cli.main import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main(["generate", "--help"])
-heavy = ("torch", "numpy", "tokenizers", "textual", "jinja2", "triton", "huggingface_hub")
+heavy = ("torch", "numpy", "tokenizers", "textual", "jinja2", "triton", "huggingface_hub", "msgspec")
 print([m for m in heavy if m in sys.modules])
 """
     assert python(code).strip() == "[]"

@@ -20,6 +20,7 @@ from textual.screen import Screen
 from textual.worker import WorkerFailed
 
 from minillm.errors import MinillmError, UsageError
+from minillm.progress import Progress
 from minillm.service.client import ENGINE_COMMAND, EngineProcess
 from minillm.service.messages import Load, Loaded, LoadFailed, Loading
 from minillm.text.safe import clean, clean_line
@@ -120,7 +121,7 @@ class ChatApp(App[None]):
     async def _run_engine(self, model: str) -> None:
         """Start a process, load ``model``, pass on what it says, until it ends or another one takes its place."""
         log = Path(self._files.name) / "engine.log"
-        self.engine_state = EngineState("loading", model, loading=Loading("starting the engine", 0, None, ""))
+        self.engine_state = EngineState("loading", model, loading=Progress("starting the engine", 0, None, ""))
         try:
             engine = await EngineProcess.start(log, self._engine_command)
         except OSError as error:
@@ -132,7 +133,7 @@ class ChatApp(App[None]):
             engine.send(Load(model, dict(self.settings.engine)))
             async for event in engine.events():
                 if isinstance(event, Loading):
-                    self.engine_state = EngineState("loading", model, loading=event)
+                    self.engine_state = EngineState("loading", model, loading=event.progress)
                 elif isinstance(event, Loaded):
                     self.engine_state = EngineState("ready", model, loaded=event)
                 elif isinstance(event, LoadFailed):

@@ -28,7 +28,7 @@ from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
 from minillm.errors import MinillmError
-from minillm.service.messages import BlockChange, CacheChanged, LogEntry, PoolFigures, TableChange
+from minillm.service.messages import CacheChanged, LogEntry, TableView
 from minillm.ui.app import ChatApp
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.sessions import SessionStore
@@ -159,22 +159,16 @@ async def _drawing() -> float:
     async with _app({"num_blocks": 64}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
         chat._set_pool(Pool(NUM_BLOCKS, 16, 1 << 20))
-        filled = [0] * NUM_BLOCKS
         events = []
         for frame in range(int(FRAMES * _SECONDS)):
-            changes = []
-            for number in range(200):
-                block = (frame * 211 + number * 97) % NUM_BLOCKS
-                filled[block] = (filled[block] + 7) % 17
-                kind = ("free", "owned", "shared", "cached")[(block + frame) % 4]
-                changes.append(BlockChange(block, 1 + block % 3, filled[block], kind))
+            scattered = [(frame * 211 + number * 97) % NUM_BLOCKS for number in range(200)]
             first = (frame % blocks_of) * (NUM_BLOCKS // blocks_of)
-            table = TableChange(
-                frame % blocks_of, "another", 0, "running", 16 * 300, 0, list(range(first, first + 300))
-            )  # fmt: skip
-            log = [LogEntry(frame / FRAMES, "allocate", table.seq_id, "another", [first])]
-            figures = PoolFigures(NUM_BLOCKS // 2, used_slots=16 * frame, logical_blocks=NUM_BLOCKS)
-            events.append(CacheChanged(changes, [table], [], figures, log))
+            tables = [
+                TableView(frame % blocks_of, "another", 0, "running", 16 * 300, list(range(first, first + 300))),
+                TableView(blocks_of, "another", 1, "running", 16 * 200 - frame % 16, scattered),
+            ]
+            log = [LogEntry(frame / FRAMES, "allocate", frame % blocks_of, "another", [first])]
+            events.append(CacheChanged(tables, log=log))
         began, used = time.monotonic(), time.process_time()
         for number, event in enumerate(events):
             chat.post_message(EngineEvent(event))

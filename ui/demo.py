@@ -115,27 +115,27 @@ async def _beams(tour: Tour) -> None:
 
 
 async def _prefix_hit(tour: Tour) -> None:
-    before = tour.pool.figures.num_hit_tokens
+    before = tour.pool.counts.num_hit_tokens
     tour.chat.action_command("new")
     await tour.ask("What is a page table, in one sentence?")
-    await tour.until(lambda: tour.pool.figures.num_hit_tokens > before)
+    await tour.until(lambda: tour.pool.counts.num_hit_tokens > before)
 
 
 async def _eviction(tour: Tour) -> None:
-    before = tour.pool.figures.num_evictions
+    before = tour.pool.counts.num_evictions
     for number in range(12):
         name = tour.generate(f"Tell me a long story about the number {number * 37 + 11}. " * 4, 60)
         await tour.until(lambda name=name: any(t.state == "idle" for t in tour.pool.tables_of(name)))  # type: ignore[misc]
         tour.chat.send(Forget(name))
-        if tour.pool.figures.num_evictions > before:
+        if tour.pool.counts.num_evictions > before:
             return
 
 
 async def _preemption(tour: Tour) -> None:
-    before = tour.pool.figures
+    before = tour.pool.counts
     names = [tour.generate(f"Write a poem about {what}. " * 3, 330) for what in ("rain", "iron", "bread")]
-    await tour.until(lambda: tour.pool.figures.num_preemptions > before.num_preemptions)
-    await tour.until(lambda: tour.pool.figures.num_swapped_in > before.num_swapped_in)
+    await tour.until(lambda: tour.pool.counts.num_preemptions > before.num_preemptions)
+    await tour.until(lambda: tour.pool.counts.num_swapped_in > before.num_swapped_in)
     for name in names:
         tour.chat.send(Abort(name))
         tour.chat.send(Forget(name))
@@ -203,14 +203,14 @@ class DemoApp(ChatApp):
             await self._pause()
             await stop.act(tour)
             await self._pause()
-        figures = self.chat.pool.figures
+        counts = self.chat.pool.counts
         self.over = True
         self.chat.send(Pace(0))
         self.chat.query_one(Narration).update(
             Content(
-                f"The tour is over: {plural(figures.num_copies, 'block')} copied on write, "
-                f"{plural(figures.num_hit_tokens, 'token')} found in the cache, "
-                f"{plural(figures.num_evictions, 'eviction')}, {plural(figures.num_preemptions, 'preemption')}. "
+                f"The tour is over: {plural(counts.num_copies, 'block')} copied on write, "
+                f"{plural(counts.num_hit_tokens, 'token')} found in the cache, "
+                f"{plural(counts.num_evictions, 'eviction')}, {plural(counts.num_preemptions, 'preemption')}. "
                 "The chat is yours."
             )
         )

@@ -7,7 +7,8 @@ from typing import Literal
 
 from textual.message import Message
 
-from minillm.service.messages import Command, Event, Loaded, Loading
+from minillm.progress import Progress
+from minillm.service.messages import Command, Event, Loaded
 
 Phase = Literal["off", "loading", "ready", "failed", "crashed"]
 
@@ -18,7 +19,7 @@ class EngineState:
 
     phase: Phase = "off"
     model: str = ""
-    loading: Loading | None = None  # while phase is "loading"
+    loading: Progress | None = None  # while phase is "loading"
     loaded: Loaded | None = None  # while phase is "ready"
     error: str = ""  # why phase is "failed" or "crashed"; not cleaned for a terminal
 

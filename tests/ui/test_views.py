@@ -17,7 +17,7 @@ from textual.pilot import Pilot
 from textual.widget import Widget
 
 from minillm import ui
-from minillm.service.messages import BlockChange, CacheChanged, LogEntry, PoolFigures, TableView
+from minillm.service.messages import CacheChanged, LogEntry, TableView
 from minillm.ui.bars.tabs import tab_labels
 from minillm.ui.memory.block_table import BlockTableView
 from minillm.ui.memory.event_log import EventLog, event_words
@@ -189,10 +189,10 @@ async def test_every_state_of_a_block_is_a_letter_or_a_shape_of_its_own() -> Non
         table(3, "turn 2", 0, "running", 24, [1, 3]),
         table(4, "turn 2", 1, "running", 24, [1, 3]),
         table(5, "turn 4", 0, "swapped", 20, [4, 5]),
+        *(table(10 + i, "turn 5", i, "running", 16, [6]) for i in range(11)),
+        table(6, "turn 6", 0, "running", 4, [7]),
     ]
-    blocks = [*picture(tables).blocks, BlockChange(6, 11, 16, "shared"), BlockChange(7, 1, 4, "owned")]
-    event = CacheChanged(blocks, tables, [], PoolFigures(host_blocks_used=2))
-    async with panel_of(event) as (pilot, _, _):
+    async with panel_of(picture(tables)) as (pilot, _, _):
         shown = seen(pilot)
         # pinned, shared by 3, owned, shared and half full, free, free, shared by many, owned and a quarter full
         assert "p3o▋··+▃" in shown
@@ -218,7 +218,7 @@ async def test_coloured_by_sequence_a_block_shows_its_sequences_letter() -> None
         await pilot.pause()
         # A block that changes hands looks the same by its state, so no change of it is told.
         moved = [table(2, "turn 1", 0, "idle", 64, [0, 1, 2, 4]), table(40, "turn 5", 0, "running", 16, [8])]
-        feed(panel, pool, CacheChanged([], moved, [], pool.figures))
+        feed(panel, pool, CacheChanged(moved))
         await pilot.pause()
         assert "***·**·· k·······" in seen(pilot)
 
@@ -237,9 +237,10 @@ async def test_the_cursor_asks_for_a_block_and_shows_its_facts() -> None:
         shown = seen(pilot)
         for fact in (
             "block 4",
-            "3 references",
-            "12 of 16 slots",
-            "turn 2 · 2",
+            "5 references",
+            "16 of 16 slots",
+            "turn 1 (3)",
+            "turn 2 · 1",
             "node 17",
             "after 16",
             "3.2 s",
@@ -247,14 +248,14 @@ async def test_the_cursor_asks_for_a_block_and_shows_its_facts() -> None:
         ):
             assert fact in shown, fact
         before = len(asked)
-        feed(panel, pool, CacheChanged([BlockChange(4, 2, 16, "shared")], [], [], pool.figures))
+        feed(panel, pool, CacheChanged(gone=[2]))
         await settle(pilot)
         assert asked[before:] == [4], "what has changed is asked for again"
         await pilot.press("home")
         await settle(pilot)
         panel.show_facts(script.facts(4), name)
         await pilot.pause()
-        assert "3 references" not in seen(pilot), "an answer that comes too late"
+        assert "references" not in seen(pilot), "an answer that comes too late"
         pilot.app.set_focus(None)
         await pilot.pause()
         assert "turn 2 · 1 (F6: 3 more)" in seen(pilot)
@@ -311,10 +312,10 @@ async def test_twenty_thousand_blocks_are_drawn_by_the_line() -> None:
         drawn: list[int] = []
         line = pool_map.line
         pool_map.line = lambda row, width: drawn.append(row) or line(row, width)  # type: ignore[func-returns-value, method-assign]
-        feed(panel, pool, CacheChanged([BlockChange(33, 1, 16, "owned")], [], [], PoolFigures(19_999)))
+        feed(panel, pool, CacheChanged([table(1, "turn 1", 0, "running", 16, [33])]))
         await pilot.pause()
         assert drawn == [1], "only the row that changed"
-        feed(panel, pool, CacheChanged([BlockChange(19_999, 1, 16, "owned")], [], [], PoolFigures(19_998)))
+        feed(panel, pool, CacheChanged([table(2, "turn 2", 0, "running", 16, [19_999])]))
         await pilot.pause()
         assert pool_map.scroll_offset.y > 500, "where something happens is brought into view"
 
@@ -371,13 +372,9 @@ async def test_the_tokens_of_the_cursors_block_on_demand() -> None:
 # --- fork tree --------------------------------------------------------------------------------------------------------
 
 
-def views(changes: list) -> list[TableView]:
-    return [TableView(c.seq_id, c.owner, c.index, c.state, c.num_tokens, c.blocks) for c in changes]
-
-
-def drawn(changes: list) -> list[str]:
+def drawn(tables: list[TableView]) -> list[str]:
     lines = []
-    for line in tree_lines(block_trees(views(changes))):
+    for line in tree_lines(block_trees(tables)):
         blocks = line.node.blocks if line.node is not None else []
         who = f"x{line.node.num_tables}" if line.table is None and line.node else f"{line.table.seq_id}"  # type: ignore[union-attr]
         lines.append(f"{line.rails}{who} {blocks}")
@@ -459,7 +456,7 @@ def test_events_in_words() -> None:
 
 def allocations(start: int, number: int) -> CacheChanged:
     log = [LogEntry(float(i), "allocate", 2, "turn 1", [i]) for i in range(start, start + number)]
-    return CacheChanged([], [], [], PoolFigures(128), log)
+    return CacheChanged(log=log)
 
 
 @pytest.mark.anyio
@@ -524,7 +521,7 @@ async def test_the_log_is_filtered_by_kind() -> None:
 async def test_an_event_keeps_the_name_of_a_sequence_that_is_gone() -> None:
     async with panel_of(picture(TABLES), view="pool") as (pilot, panel, pool):
         gone = [LogEntry(9.0, "free", 5, "", [22])]
-        feed(panel, pool, CacheChanged([], [], [5], pool.figures, gone))
+        feed(panel, pool, CacheChanged(gone=[5], log=gone))
         panel.view = "events"
         await pilot.pause()
         await pilot.pause()

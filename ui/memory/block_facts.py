@@ -7,29 +7,24 @@ from textual.content import Content
 from minillm.service.messages import BlockFacts, TableView
 from minillm.text.safe import clean, clean_line
 from minillm.ui.memory.names import Names, table_name
+from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import duration, plural
 
 _VISIBLE = str.maketrans({"\n": "↵", "\t": "⇥"})
 
 
-def block_facts(facts: BlockFacts, block_size: int, names: Names) -> Content:
+def block_facts(facts: BlockFacts, pool: Pool, names: Names) -> Content:
     """State, fill, owners, place in the prefix cache, age, and the tokens as text."""
+    block = facts.block
+    state, references = pool.state(block).name.lower(), plural(pool.ref_counts[block], "reference")
     lines = [
-        Content.assemble(
-            (f"block {facts.block}", "bold"),
-            f" · {facts.kind} · {plural(facts.ref_count, 'reference')}",
-        ),
-        _fact("filled", f"{facts.filled} of {plural(block_size, 'slot')}"),
+        Content.assemble((f"block {block}", "bold"), f" · {state} · {references}"),
+        _fact("filled", f"{pool.filled[block]} of {plural(pool.block_size, 'slot')}"),
     ]
     if facts.age is not None:
         lines.append(_fact("age", duration(facts.age)))
-    if facts.holders:
-        owners = [
-            f"{names(holder.owner, holder.index) if holder.owner else f'sequence {holder.seq_id}'}"
-            f" ({holder.logical_block})"
-            for holder in facts.holders
-        ]
-        lines.append(_fact("owners", f"{', '.join(owners)}"))
+    if holders := pool.holders(block):
+        lines.append(_fact("owners", ", ".join(f"{table_name(table, names)} ({n})" for table, n in holders)))
     if facts.tokens:
         lines.append(Content.assemble(("tokens  ", "$foreground 60%"), token_text(facts.tokens)))
     if facts.node is not None:

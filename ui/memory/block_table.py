@@ -57,7 +57,6 @@ class BlockTableView(LineView):
         self._names: Names = _unnamed
         self._tables: list[TableView] = []
         self._starts: list[int] = [0]  # the line of each table's first block or header; then the number of lines
-        self._sharers: dict[int, list[TableView]] = {}  # of the blocks in view
         self._cursor = (-1, 0)  # seq_id, line within its table
         self._tells_tokens = False
 
@@ -65,28 +64,7 @@ class BlockTableView(LineView):
         """Show tables of a pool, in this order."""
         self._pool, self._names, self._tables = pool, names, list(tables)
         self._starts = [0, *accumulate(self._headers + len(table.blocks) for table in tables)]
-        self._find_sharers()
         self.set_lines(self._starts[-1])
-
-    def _find_sharers(self) -> None:
-        """Who shares the blocks in view: one pass over the tables, not one for each block."""
-        self._sharers = {}
-        if self._pool is None or not self._headers:
-            return
-        top = self.scroll_offset.y
-        # A screen more on both sides: scrolling by a line needs no new look.
-        height = max(1, self.size.height)
-        shared = set()
-        for line in range(max(0, top - height), min(self._starts[-1], top + 2 * height)):
-            table, index = self._at(line)
-            if index >= 0 and table.state != "swapped" and self._sharing(table.blocks[index]) > 1:
-                shared.add(table.blocks[index])
-        if not shared:
-            return
-        for table in self._pool.tables.values():
-            if table.state != "swapped":
-                for block in shared.intersection(table.blocks):
-                    self._sharers.setdefault(block, []).append(table)
 
     def _sharing(self, block: int) -> int:
         """How many tables hold a block of the device."""
@@ -98,14 +76,8 @@ class BlockTableView(LineView):
         number = bisect_right(self._starts, line) - 1
         return self._tables[number], line - self._starts[number] - self._headers
 
-    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        super().watch_scroll_y(old_value, new_value)
-        if round(old_value) != round(new_value):
-            self._find_sharers()
-
     def on_resize(self) -> None:
         super().on_resize()
-        self._find_sharers()
         self.refresh()
 
     # --- cursor -------------------------------------------------------------------------------------------------------
@@ -209,15 +181,16 @@ class BlockTableView(LineView):
         if not self._headers or filled < size:
             segments.append(Segment(f" {filled:>3}/{size:<3}", grey))
         segments.append(Segment(" on the host" if swapped else f" ×{holders}", fill))
-        if not swapped and (sharers := self._sharers.get(block)):
-            segments.append(Segment(f" {self._others(table, sharers)}", grey))
+        if self._headers and holders > 1:
+            segments.append(Segment(f" {self._others(table, block)}", grey))
         return segments
 
-    def _others(self, table: TableView, sharers: Sequence[TableView]) -> str:
-        """The others by name, the siblings first; of each request the first one, and how many more."""
+    def _others(self, table: TableView, block: int) -> str:
+        """The other holders by name, the siblings first; of each request the first one, and how many more."""
+        assert self._pool is not None
         by_owner: dict[str, list[TableView]] = {table.owner: []}
-        for other in sharers:
-            if other is not table:
+        for other, _ in self._pool.holders(block):
+            if other.seq_id != table.seq_id:
                 by_owner.setdefault(other.owner or f"sequence {other.seq_id}", []).append(other)
         return ", ".join(
             table_name(tables[0], self._names) + (f" +{len(tables) - 1}" if len(tables) > 1 else "")

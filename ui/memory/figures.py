@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from rich.segment import Segment
 
 from minillm.progress import size
-from minillm.service.messages import PoolFigures
 from minillm.ui.memory.line_view import LineView
-from minillm.ui.memory.pool import Pool
+from minillm.ui.memory.pool import Pool, PoolFigures
 from minillm.ui.numbers import bar, count, sparkline
 
 _SIDE_BY_SIDE = 76  # cells: from here on the two halves stand beside each other
@@ -139,8 +138,8 @@ def _savings(pool: Pool, width: int) -> list[Parts]:
 
 def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
     """What happened since the start; ``spread`` over more lines."""
-    figures = pool.figures
-    looked_up, hits = figures.num_looked_up_tokens, figures.num_hit_tokens
+    counts = pool.counts
+    looked_up, hits = counts.num_looked_up_tokens, counts.num_hit_tokens
     rate = f"{hits / looked_up:.0%}" if looked_up else "none yet"
     hit_rate: Parts = [
         ("hit rate ", "label"),
@@ -149,25 +148,25 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
     ]
     if spread:
         pairs = [
-            ("copied on write", figures.num_copies),
-            ("evicted", figures.num_evictions),
-            ("preempted", figures.num_preemptions),
-            ("swapped out", figures.num_swapped_out),
-            ("swapped in", figures.num_swapped_in),
-            ("on the host", figures.host_blocks_used),
+            ("copied on write", counts.num_copies),
+            ("evicted", counts.num_evictions),
+            ("preempted", counts.num_preemptions),
+            ("swapped out", counts.num_swapped_out),
+            ("swapped in", counts.num_swapped_in),
+            ("on the host", counts.host_blocks_used),
         ]
         cells = [[(f"{name:<15} ", "label"), (f"{count(number):<5}", "figure")] for name, number in pairs]
         return [hit_rate, *([*one, *two] for one, two in zip(cells[::2], cells[1::2], strict=True))]
     happened = (
-        ("copies", figures.num_copies),
-        ("evicted", figures.num_evictions),
-        ("preempted", figures.num_preemptions),
+        ("copies", counts.num_copies),
+        ("evicted", counts.num_evictions),
+        ("preempted", counts.num_preemptions),
     )
-    swaps = f"{count(figures.num_swapped_out)} out, {count(figures.num_swapped_in)} in"
+    swaps = f"{count(counts.num_swapped_out)} out, {count(counts.num_swapped_in)} in"
     return [
         hit_rate,
         [part for name, number in happened for part in _named(name, number)],
-        [("swapped ", "label"), (f"{swaps}  ", "figure"), *_named("on the host", figures.host_blocks_used)],
+        [("swapped ", "label"), (f"{swaps}  ", "figure"), *_named("on the host", counts.host_blocks_used)],
     ]
 
 

@@ -277,7 +277,7 @@ class MemoryPanel(Vertical):
             return host_block_facts(self._chosen, self._chosen_on_host, self._names)
         if self._facts is None or self._facts.block != self._chosen:
             return Content(f"block {self._chosen} …")
-        return block_facts(self._facts, self._pool.block_size, self._names)
+        return block_facts(self._facts, self._pool, self._names)
 
     # --- the lines around them ----------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class MemoryPanel(Vertical):
             f"{size(pool.used_blocks * pool.block_bytes)} of {size(pool.num_blocks * pool.block_bytes)}"
             f" · {plural(pool.wasted_slots, 'slot')} empty\n"
             f"{count(pool.figures.shared_blocks)} shared (×{pool.sharing_ratio:.2f})"
-            f" · {count(pool.figures.num_copies)} copied on write"
+            f" · {count(pool.counts.num_copies)} copied on write"
         )
 
     def _pool_legend(self, width: int, height: int) -> Content:

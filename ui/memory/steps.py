@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.segment import Segment
 from textual.content import Content
 
-from minillm.service.messages import StepView
+from minillm.outputs import StepReport
 from minillm.ui.memory.line_view import LineView
 from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import count
@@ -60,13 +60,13 @@ class StepList(LineView):
         ]
 
 
-def _trouble(step: StepView) -> str:
+def _trouble(step: StepReport) -> str:
     """What a step had to do for want of room."""
     parts = (("!", step.num_preempted), ("↓", step.num_swapped_out), ("↑", step.num_swapped_in))
     return "".join(f" {mark}{number}" for mark, number in parts if number)
 
 
-def split_bar(step: StepView, width: int) -> tuple[str, str]:
+def split_bar(step: StepReport, width: int) -> tuple[str, str]:
     """The step's time as a bar in two parts: the host's own, and the device's."""
     device = round(width * min(1.0, step.device_seconds / step.seconds)) if step.seconds > 0 else 0
     return "▒" * (width - device), "█" * device
@@ -76,7 +76,7 @@ def steps_summary(pool: Pool | None, width: int) -> Content:
     """Rates over the last seconds of work, on one line of ``width`` cells or on two."""
     if pool is None or not pool.steps:
         return Content("no step yet")
-    steps: list[StepView] = []
+    steps: list[StepReport] = []
     seconds = 0.0
     for step in reversed(pool.steps):
         steps.append(step)
