@@ -24,25 +24,22 @@ class EngineState:
     error: str = ""  # why phase is "failed" or "crashed"; not cleaned for a terminal
 
 
+@dataclass
 class EngineEvent(Message):
     """From the app to the chat screen: the engine said this."""
 
-    def __init__(self, event: Event) -> None:
-        super().__init__()
-        self.event = event
+    event: Event
 
 
+@dataclass
 class EngineCommand(Message):
     """From a screen to the app: tell the engine this."""
 
-    def __init__(self, command: Command) -> None:
-        super().__init__()
-        self.command = command
+    command: Command
 
 
+@dataclass
 class EngineChanged(Message):
     """The engine is in another state."""
 
-    def __init__(self, state: EngineState) -> None:
-        super().__init__()
-        self.state = state
+    state: EngineState

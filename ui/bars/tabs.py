@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual import events
 from textual.content import Content
 from textual.message import Message
@@ -24,12 +26,11 @@ class ViewTabs(Widget):
 
     current: reactive[str] = reactive("pool")
 
+    @dataclass
     class Picked(Message):
         """The mouse chose a view."""
 
-        def __init__(self, view: str) -> None:
-            super().__init__()
-            self.view = view
+        view: str
 
     def render(self) -> Content:
         labels, gap = tab_labels(self.content_size.width)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import Grid, Vertical
@@ -22,12 +24,11 @@ _MOST_SHOWN = 1500  # characters of a card: the end of a long text, for that is 
 class CandidateCard(Static, can_focus=True):
     """One candidate. Enter or a click accepts it."""
 
+    @dataclass
     class Accepted(Message):
         """The user takes candidate number ``index``."""
 
-        def __init__(self, index: int) -> None:
-            super().__init__()
-            self.index = index
+        index: int
 
     def __init__(self, index: int) -> None:
         super().__init__(Content("…"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual import events
 from textual.binding import Binding
 from textual.message import Message
@@ -25,19 +27,17 @@ class PromptInput(TextArea):
 
     BINDINGS = [Binding("ctrl+a", "select_all", "Select all", show=False)]  # noqa: RUF012
 
+    @dataclass
     class Submitted(Message):
         """The user pressed Enter."""
 
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
+        text: str
 
+    @dataclass
     class Picked(Message):
         """A digit before anything else, while there is something to pick from: candidate number ``index``."""
 
-        def __init__(self, index: int) -> None:
-            super().__init__()
-            self.index = index
+        index: int
 
     class HelpAsked(Message):
         """The user pressed ``?`` before anything else."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from rich.segment import Segment
@@ -41,13 +42,12 @@ class BlockTableView(LineView):
         Binding("t", "tokens", "Tokens", show=False),
     ]
 
+    @dataclass
     class TokensAsked(Message):
         """The reader wants to know a block, or (None) no longer. Of the host's blocks if ``table`` holds it there."""
 
-        def __init__(self, block: int | None, table: TableView | None = None) -> None:
-            super().__init__()
-            self.block = block
-            self.table = table
+        block: int | None
+        table: TableView | None = None
 
     def __init__(self, *, headers: bool = False) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from textual import on
 from textual.app import ComposeResult
@@ -42,12 +43,11 @@ class MemoryPanel(Vertical):
 
     view: reactive[str] = reactive("pool", init=False)
 
+    @dataclass
     class InspectAsked(Message):
         """The reader wants to know more of a block of the device."""
 
-        def __init__(self, block: int) -> None:
-            super().__init__()
-            self.block = block
+        block: int
 
     def __init__(self) -> None:
         super().__init__()

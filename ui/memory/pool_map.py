@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby
 from string import ascii_letters
 
@@ -55,13 +56,12 @@ class PoolMap(LineView):
 
     by_sequence: reactive[bool] = reactive(False, init=False)
 
+    @dataclass
     class Chosen(Message):
         """The cursor or the mouse is on a block now, or on none. Of the host's blocks if ``table`` holds it there."""
 
-        def __init__(self, block: int | None, table: TableView | None = None) -> None:
-            super().__init__()
-            self.block = block
-            self.table = table
+        block: int | None
+        table: TableView | None = None
 
     class Recoloured(Message):
         """Coloured the other way: the legend is another one."""
