@@ -1,19 +1,43 @@
-"""What the user can change: the model, how it samples or searches, the system prompt, the theme."""
+"""What the user can change: the model, how it samples or searches, the system prompt, the theme.
+
+The command line says it, or ``config.toml`` in the user's configuration directory; flags win over the file:
+
+    model = "smollm2-360m"
+    system = "You are brief."
+    theme = "light"          # or "dark"
+
+    [sampling]               # as in the sampling screen (F3)
+    temperature = 0.6
+    n = 2
+
+    [beams]                  # beam search instead of sampling
+    beam_width = 4
+
+    [engine]                 # as the flags of `minillm chat`
+    num_blocks = 2000
+"""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from minillm.errors import UsageError
+from minillm.config import EngineConfig
+from minillm.errors import MinillmError, UsageError, nearest
 from minillm.params import BeamSearchParams, SamplingParams
+from minillm.paths import config_dir
 
 # A chat wants calmer sampling and longer answers than the defaults of the API.
 CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}
 NUM_ALTERNATIVES = 5  # most probable tokens that every answer brings, for the view of probabilities
 # What a beam search takes over of the sampling parameters.
 _SHARED = ("max_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_TABLES = ("engine", "sampling", "beams")
+_TEXTS = ("model", "system", "theme")
+_THEMES = ("dark", "light")
 
 
 @dataclass(frozen=True)
@@ -171,3 +195,75 @@ def settings_summary(settings: Settings) -> str:
     words += [f"seed {params.seed}"] * (params.seed is not None)
     words += [f"n {params.n}"] * (params.n > 1)
     return " · ".join(words)
+
+
+# --- the configuration file -------------------------------------------------------------------------------------------
+
+
+def config_path() -> Path:
+    return config_dir() / "config.toml"
+
+
+def load_settings(path: Path, default_model: str, flags: Settings, *, must_exist: bool = False) -> Settings:
+    """The file's settings under those of the command line; without a file, only these.
+
+    Args:
+        flags: what the command line says; an empty model, system or theme is none.
+        must_exist: a file that is not there is an error.
+
+    Raises:
+        UsageError: the file is no TOML, or says something that is not known; the message names the file.
+    """
+    if must_exist and not path.exists():
+        raise UsageError(f"there is no {path}")
+    data = _read(path)
+    settings = Settings(
+        model=flags.model or data.get("model") or default_model,
+        engine={**data.get("engine", {}), **flags.engine},
+        sampling={**CHAT_SAMPLING, **data.get("sampling", {}), **flags.sampling},
+        beams={**data.get("beams", {}), **flags.beams},
+        system=flags.system or data.get("system", ""),
+        theme=flags.theme or data.get("theme", ""),
+    )
+    try:
+        _check(settings)
+    except (MinillmError, TypeError, ValueError) as error:
+        raise UsageError(f"{error} (in {path}, or on the command line)" if data else str(error)) from None
+    return settings
+
+
+def _check(settings: Settings) -> None:
+    """Raise unless the values are possible ones."""
+    EngineConfig(**settings.engine)
+    SamplingParams.from_mapping(settings.sampling)
+    if settings.beams:
+        BeamSearchParams.from_mapping(settings.beams)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = tomllib.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from None
+    _known(path, data, (*_TEXTS, *_TABLES))
+    for name in _TEXTS:
+        if not isinstance(data.get(name, ""), str):
+            raise UsageError(f"{path}: {name} must be a text, not {data[name]!r}")
+    for name in _TABLES:
+        if not isinstance(data.get(name, {}), dict):
+            raise UsageError(f"{path}: [{name}] must be a table, not {data[name]!r}")
+    if data.get("theme", "dark") not in _THEMES:
+        raise UsageError(f"{path}: theme must be dark or light, not {data['theme']!r}")
+    _known(path, data.get("engine", {}), tuple(EngineConfig.__dataclass_fields__))
+    return data
+
+
+def _known(path: Path, table: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    for name in table:
+        if name not in names:
+            close = nearest(name, names)
+            meant = f", did you mean {close}?" if close else f"; known: {', '.join(names)}"
+            raise UsageError(f"{path}: unknown setting {name!r}{meant}")

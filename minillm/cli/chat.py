@@ -23,8 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _chat(arguments: argparse.Namespace) -> int:
     # Whatever is wrong with the options is said before the terminal changes.
     from minillm.ui.chat.sessions import SessionStore
-    from minillm.ui.config import config_path, load_settings
-    from minillm.ui.settings import Settings
+    from minillm.ui.settings import Settings, config_path, load_settings
     from minillm.ui.terminal import check_terminal, is_plain_only
 
     flags = Settings(

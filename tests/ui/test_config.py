@@ -9,11 +9,11 @@ import pytest
 from minillm.errors import UsageError
 from minillm.ui.chat.screen import ChatScreen
 from minillm.ui.chat.slash import COMMANDS, completions, parse
-from minillm.ui.config import load_settings
 from minillm.ui.settings import (
     CHAT_SAMPLING,
     Settings,
     field_texts,
+    load_settings,
     read_beams,
     read_sampling,
     settings_summary,
