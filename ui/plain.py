@@ -50,7 +50,7 @@ class PlainChat:
                 return self._command(name, argument.strip())
             self._answer(unescaped(line))
         except MinillmError as error:
-            self.say(str(error))
+            self.note(str(error))
         return True
 
     def _command(self, name: str, argument: str) -> bool:
@@ -68,7 +68,7 @@ class PlainChat:
         elif name == "export":
             if not argument or self.conversation.leaf is None:
                 raise UsageError("/export needs a file's name, and something that was said")
-            self.say(f"written to {export(self.conversation, Path(argument))}")
+            self.note(f"written to {export(self.conversation, Path(argument))}")
         elif name == "help":
             print(HELP, file=self._notes)
         else:
@@ -103,7 +103,7 @@ class PlainChat:
                 for number, each in enumerate(output.outputs, 1):
                     print(f"{number}) {clean(each.text).strip()}\n", file=self._output, flush=True)
                 answer.finish_reason = "stop"
-                self.say("the first is taken, unless /accept N says otherwise")
+                self.note("the first is taken, unless /accept N says otherwise")
             else:
                 for delta in self.llm.stream(prompt, SamplingParams.from_mapping(values)):
                     answer.text += delta.text
@@ -112,7 +112,7 @@ class PlainChat:
                 print("\n", file=self._output, flush=True)
         except KeyboardInterrupt:
             print(file=self._output, flush=True)
-            self.say("stopped")
+            self.note("stopped")
             answer.finish_reason = "abort"
         except MinillmError:
             conversation.withdraw()
@@ -129,9 +129,9 @@ class PlainChat:
             prompt = tokenizer.apply_chat_template(self.conversation.messages(self.settings.system))
             if len(prompt) + room <= longest or not self.conversation.drop_oldest():
                 return prompt
-            self.say(f"the context is full: the oldest {self.conversation.num_dropped} turns are left out")
+            self.note(f"the context is full: the oldest {self.conversation.num_dropped} turns are left out")
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         print(f"minillm: {clean_line(text, 1000)}", file=self._notes, flush=True)
 
 
@@ -153,23 +153,19 @@ def _lines(source: TextIO) -> Iterator[str]:
             yield line.strip()
 
 
-def run(settings: Settings, store: SessionStore, resumed: Conversation | None = None) -> int:
+def run(llm: LLM, settings: Settings, store: SessionStore, resumed: Conversation | None = None) -> int:
     """Chat until the input ends. Returns the exit code.
 
     Raises:
-        MinillmError: the model cannot be had, or has no chat template.
+        UsageError: the model has no chat template.
     """
-    from minillm.cli.bars import loading_bar, say
-
-    with loading_bar() as report:
-        llm = LLM(settings.model, on_progress=report, on_message=say, **settings.engine)
     if not llm.tokenizer.has_chat_template:
         raise UsageError("this model has no chat template, so it cannot chat; use an instruct model")
     chat = PlainChat(llm, settings, store, sys.stdout, sys.stderr)
     if resumed is not None:
         chat.conversation = resumed
     if sys.stdin.isatty():
-        chat.say("type a question and Enter; /help lists the commands; ctrl-d ends")
+        chat.note("type a question and Enter; /help lists the commands; ctrl-d ends")
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     for line in _lines(sys.stdin):

@@ -39,10 +39,14 @@ def _chat(arguments: argparse.Namespace) -> int:
     store = SessionStore.of_user()
     resumed = store.load(store.latest()) if arguments.resume else None
     if arguments.plain or is_plain_only():
+        from minillm.cli.bars import loading_bar, say
+        from minillm.llm import LLM
         from minillm.ui.plain import run as run_plain
 
         gc.enable()
-        return run_plain(settings, store, resumed)
+        with loading_bar() as report:
+            llm = LLM(settings.model, on_progress=report, on_message=say, **settings.engine)
+        return run_plain(llm, settings, store, resumed)
     check_terminal()
 
     from minillm.ui.app import ChatApp, run
