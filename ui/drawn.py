@@ -7,7 +7,6 @@ from typing import cast
 
 from textual.content import Content
 from textual.css.styles import RulesMap
-from textual.geometry import Size
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -56,25 +55,6 @@ def settle(widget: Widget) -> None:
     """The widget needs no lines ahead any more."""
     if widget.styles.has_rule("min_height"):
         widget.styles.min_height = None
-
-
-class Growing:
-    """Mixed into a widget that grows: its new size is no reason to lay the screen out a second time.
-
-    Textual asks for that whenever a widget's virtual size changes, for scrollbars that may come or go; those ask
-    themselves. It also asks after a widget's first place was found, for all that happened while it was mounted. No
-    widget itself, or Textual would take no styles from the widget's other base.
-    """
-
-    outer_size: Size
-    _layout_required: bool
-
-    def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
-        update, known = super()._size_updated, bool(self.outer_size)  # type: ignore[misc]
-        resized = bool(update(size, virtual_size, container_size, layout=False))
-        if size and not known:
-            self._layout_required = False  # what it asked for since it was made: it has its first place now
-        return resized
 
 
 def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Content:

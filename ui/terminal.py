@@ -20,10 +20,10 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
 
 from minillm.errors import UsageError
+from minillm.ui.textual_internals import parser_of
 
 _PATIENCE = 2.0  # seconds from a signal to the forced end
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -66,7 +66,7 @@ class TerminalDriver(LinuxDriver):
 
     def run_input_thread(self) -> None:
         decode = getincrementaldecoder("utf-8")("replace").decode
-        parser = XTermParser(self._debug)
+        parser = parser_of(self)
         with selectors.DefaultSelector() as selector:
             selector.register(self.fileno, selectors.EVENT_READ)
             while not self.exit_event.is_set():

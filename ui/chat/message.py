@@ -13,8 +13,9 @@ from minillm.progress import size
 from minillm.text.safe import clean, clean_line
 from minillm.ui.chat.conversation import Answer
 from minillm.ui.chat.reasoning import ReasoningSplitter
-from minillm.ui.drawn import Growing, update_in_place
+from minillm.ui.drawn import update_in_place
 from minillm.ui.numbers import count, duration, plural
+from minillm.ui.textual_internals import Growing
 
 if TYPE_CHECKING:
     from minillm.ui.chat.markdown import ModelMarkdown

@@ -12,7 +12,7 @@ from textual.widgets import Static
 from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.conversation import Conversation, Turn
 from minillm.ui.chat.message import AnswerView, Note, Question
-from minillm.ui.drawn import Growing
+from minillm.ui.textual_internals import Growing
 
 WELCOME = """\
 Ask something and press Enter.
@@ -109,8 +109,6 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
         await self.remove_children()
         await self.mount(Static(Content(WELCOME), id="welcome"))
         self.anchor()
-
-    # --- the selected turn --------------------------------------------------------------------------------------------
 
     @property
     def selected(self) -> Turn | None:
