@@ -30,7 +30,6 @@ from textual.pilot import Pilot
 from minillm.errors import MinillmError
 from minillm.service.messages import CacheChanged, LogEntry, TableView
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.memory.pool import Pool
 from minillm.ui.messages import EngineEvent
@@ -158,17 +157,22 @@ async def _drawing() -> float:
     blocks_of = 64  # sequences share the pool
     async with _app({"num_blocks": 64}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
-        chat._set_pool(Pool(NUM_BLOCKS, 16, 1 << 20))
+        chat.show_pool(Pool(NUM_BLOCKS, 16, 1 << 20))
+        starts = range(0, NUM_BLOCKS, NUM_BLOCKS // blocks_of)
+        tables = [
+            TableView(number, "another", 0, "running", 16 * 300, list(range(start, start + 300)))
+            for number, start in enumerate(starts[:blocks_of])
+        ]
+        chat.post_message(EngineEvent(CacheChanged(tables)))
         events = []
         for frame in range(int(FRAMES * _SECONDS)):
-            scattered = [(frame * 211 + number * 97) % NUM_BLOCKS for number in range(200)]
-            first = (frame % blocks_of) * (NUM_BLOCKS // blocks_of)
-            tables = [
-                TableView(frame % blocks_of, "another", 0, "running", 16 * 300, list(range(first, first + 300))),
-                TableView(blocks_of, "another", 1, "running", 16 * 200 - frame % 16, scattered),
-            ]
-            log = [LogEntry(frame / FRAMES, "allocate", frame % blocks_of, "another", [first])]
-            events.append(CacheChanged(tables, log=log))
+            # 100 blocks are shared now that were not, and 100 are no longer.
+            shared = [(frame * 211 + number * 97) % NUM_BLOCKS for number in range(100)]
+            sharer = TableView(blocks_of, "another", 1, "running", 16 * 100, shared)
+            table = tables[frame % blocks_of]
+            log = [LogEntry(frame / FRAMES, "allocate", table.seq_id, "another", table.blocks[:1])]
+            events.append(CacheChanged([table, sharer], log=log))
+        await asyncio.sleep(_CATCH_UP)
         began, used = time.monotonic(), time.process_time()
         for number, event in enumerate(events):
             chat.post_message(EngineEvent(event))
@@ -192,12 +196,12 @@ async def _cycles() -> list[Cycle]:
     """How fast the default model answers in a pool of `NUM_BLOCKS` while the app shows it, and while it is held."""
     async with _app({"num_blocks": NUM_BLOCKS, "block_size": 1, "device": "cpu"}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
-        chat.query_one(PromptInput).text = _QUESTION
+        chat.talk.prompt.text = _QUESTION
         await pilot.press("enter")
         await asyncio.sleep(_CATCH_UP)
         ended: dict[int, float] = {}  # when each step did, by its number
         turns: list[tuple[float, float, float]] = []  # when it began to be watched, to be held, and when that ended
-        while not chat.num_answers and len(turns) <= _CYCLES_EACH:
+        while not chat.talk.conversation.num_answers and len(turns) <= _CYCLES_EACH:
             await asyncio.sleep(_CATCH_UP)
             began = time.monotonic()
             await asyncio.sleep(_WATCHED)

@@ -78,30 +78,18 @@ class Tour:
         """Ask in the chat, and wait until the answer has ended."""
         for name, value in {"n": 1, "beam_width": 1, **params}.items():
             self.app.settings = with_param(self.app.settings, name, str(value))
-        self.chat.query_one(PromptInput).text = question
-        self.chat.query_one(PromptInput).post_message(PromptInput.Submitted(question))
-        await self.until(lambda: self.chat.is_answering)
-        await self.until(lambda: not self.chat.is_answering)
+        self.chat.talk.prompt.text = question
+        self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
+        await self.until(lambda: self.chat.talk.run is not None)
+        await self.until(lambda: self.chat.talk.run is None)
 
     def generate(self, question: str, max_tokens: int) -> str:
         """A request beside the chat, of somebody else."""
         self._others += 1
         name = f"another-{self._others}"
         params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}
-        self.chat.send(Generate(name, name, [{"role": "user", "content": question}], params))
+        self.chat.talk.send(Generate(name, name, [{"role": "user", "content": question}], params))
         return name
-
-
-async def _first_question(tour: Tour) -> None:
-    await tour.ask("What is a page table, in one sentence?")
-
-
-async def _second_question(tour: Tour) -> None:
-    await tour.ask("And what is a fork?")
-
-
-async def _samples(tour: Tour) -> None:
-    await tour.ask("Name an animal and say why you like it.", n=4)
 
 
 async def _accept(tour: Tour) -> None:
@@ -126,7 +114,7 @@ async def _eviction(tour: Tour) -> None:
     for number in range(12):
         name = tour.generate(f"Tell me a long story about the number {number * 37 + 11}. " * 4, 60)
         await tour.until(lambda name=name: any(t.state == "idle" for t in tour.pool.tables_of(name)))  # type: ignore[misc]
-        tour.chat.send(Forget(name))
+        tour.chat.talk.send(Forget(name))
         if tour.pool.counts.num_evictions > before:
             return
 
@@ -137,18 +125,19 @@ async def _preemption(tour: Tour) -> None:
     await tour.until(lambda: tour.pool.counts.num_preemptions > before.num_preemptions)
     await tour.until(lambda: tour.pool.counts.num_swapped_in > before.num_swapped_in)
     for name in names:
-        tour.chat.send(Abort(name))
-        tour.chat.send(Forget(name))
+        tour.chat.talk.send(Abort(name))
+        tour.chat.talk.send(Forget(name))
     await tour.until(lambda: not any(table.owner in names for table in tour.pool.tables.values()))
 
 
 STOPS = (
     Stop("A question is computed. Its tokens fill blocks of 16 slots, taken from the pool as they are needed.", "pool",
-         _first_question),
+         lambda tour: tour.ask("What is a page table, in one sentence?")),
     Stop("The next turn is a fork of the last one: it shares all full blocks, and writes only what is new.", "tables",
-         _second_question),
+         lambda tour: tour.ask("And what is a fork?")),
     Stop("Four answers to one question: the prompt is computed once, and forked. The first write of each to the shared "
-         "last block copies it: copy on write.", "tree", _samples),
+         "last block copies it: copy on write.", "tree",
+         lambda tour: tour.ask("Name an animal and say why you like it.", n=4)),
     Stop("One answer is accepted. The blocks that only the others held are free again.", "pool", _accept),
     Stop("Beam search: at every step the best beams fork and the worst are freed. No key and no value moves.", "tree",
          _beams),
@@ -180,12 +169,11 @@ class DemoApp(ChatApp):
         self._go_on = asyncio.Event()
 
     async def on_mount(self) -> None:
-        await super().on_mount()
         self.call_after_refresh(self._begin)
 
     async def _begin(self) -> None:
         await self.chat.mount(Narration(), before="#body")
-        self.chat.query_one(PromptInput).disabled = True
+        self.chat.talk.prompt.disabled = True
         self._play()
 
     @work(group="tour")
@@ -205,7 +193,7 @@ class DemoApp(ChatApp):
             await self._pause()
         counts = self.chat.pool.counts
         self.over = True
-        self.chat.send(Pace(0))
+        self.chat.talk.send(Pace(0))
         self.chat.query_one(Narration).update(
             Content(
                 f"The tour is over: {plural(counts.num_copies, 'block')} copied on write, "
@@ -214,7 +202,7 @@ class DemoApp(ChatApp):
                 "The chat is yours."
             )
         )
-        prompt = self.chat.query_one(PromptInput)
+        prompt = self.chat.talk.prompt
         prompt.disabled = False
         prompt.focus()
 
@@ -222,7 +210,7 @@ class DemoApp(ChatApp):
         self.chat.query_one(Narration).tell(self.number, len(STOPS), text, self.speed, self.paused)
 
     def _set_pace(self) -> None:
-        self.chat.send(Pace(_STEPS_PER_SECOND * self.speed))
+        self.chat.talk.send(Pace(_STEPS_PER_SECOND * self.speed))
 
     async def _pause(self) -> None:
         """Time to read, or until the viewer goes on."""

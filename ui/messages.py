@@ -25,7 +25,7 @@ class EngineState:
 
 
 @dataclass
-class EngineEvent(Message):
+class EngineEvent(Message, bubble=False):
     """From the app to the chat screen: the engine said this."""
 
     event: Event
@@ -39,7 +39,15 @@ class EngineCommand(Message):
 
 
 @dataclass
-class EngineChanged(Message):
+class EngineChanged(Message, bubble=False):
     """The engine is in another state."""
 
     state: EngineState
+
+
+@dataclass
+class CommandAsked(Message):
+    """From a widget of the talk: do what this slash command does."""
+
+    name: str
+    argument: str = ""

@@ -20,7 +20,7 @@ The command line says it, or ``config.toml`` in the user's configuration directo
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,44 +114,20 @@ def field_texts(settings: Settings) -> dict[str, str]:
             for name, value in shown.items()}  # fmt: skip
 
 
-def read_sampling(texts: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters that ``texts`` asks for; those without a field are taken from ``base``.
+def with_texts(settings: Settings, texts: Mapping[str, str]) -> Settings:
+    """The settings that the texts of all fields ask for; parameters without a field stay.
 
     Raises:
-        UsageError: a value that `SamplingParams` refuses.
+        UsageError: a value that `SamplingParams` or `BeamSearchParams` refuses.
     """
-    sampling = {name: value for name, value in base.items() if name not in texts}
-    for item in SAMPLING_FIELDS:
-        text = texts.get(item.name, "")
-        if item.kind is str:
-            if text:
-                sampling[item.name] = [text, *list(base.get("stop", ()))[1:]]
-        elif text.strip():
-            sampling[item.name] = _number(item.kind, text.strip())
-        elif not item.may_be_empty and item.name in texts:
-            raise UsageError(f"{item.name} must be a number, not empty")
-    params = SamplingParams.from_mapping(sampling)
-    defaults = SamplingParams()
-    return {name: getattr(params, name) for name in sampling if getattr(params, name) != getattr(defaults, name)}
-
-
-def read_beams(texts: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The beam search that ``texts`` asks for; empty where the width is 1: then answers are sampled.
-
-    Raises:
-        UsageError: a value that `BeamSearchParams` refuses.
-    """
-    beams = dict(base)
-    for item in BEAM_FIELDS:
-        text = texts.get(item.name, "").strip()
-        if text:
-            beams[item.name] = _number(item.kind, text)
-        elif item.name in texts:
-            raise UsageError(f"{item.name} must be a number, not empty")
-    if beams.get("beam_width", 1) == 1:
-        return {}
-    BeamSearchParams.from_mapping(beams)
-    return beams
+    sampling, beams = _read_fields(SAMPLING_FIELDS, texts, settings.sampling), {}
+    params, defaults = SamplingParams.from_mapping(sampling), SamplingParams()
+    sampling = {name: getattr(params, name) for name in sampling if getattr(params, name) != getattr(defaults, name)}
+    search = _read_fields(BEAM_FIELDS, texts, settings.beams)
+    if search["beam_width"] != 1:  # else answers are sampled
+        BeamSearchParams.from_mapping(search)
+        beams = search
+    return replace(settings, sampling=sampling, beams=beams)
 
 
 def with_param(settings: Settings, name: str, text: str) -> Settings:
@@ -163,12 +139,21 @@ def with_param(settings: Settings, name: str, text: str) -> Settings:
     texts = field_texts(settings)
     if name not in texts:
         raise UsageError(f"unknown parameter {name!r}; known: {', '.join(texts)}")
-    texts[name] = text
-    return replace(
-        settings,
-        sampling=read_sampling({item.name: texts[item.name] for item in SAMPLING_FIELDS}, settings.sampling),
-        beams=read_beams({item.name: texts[item.name] for item in BEAM_FIELDS}, settings.beams),
-    )
+    return with_texts(settings, {**texts, name: text})
+
+
+def _read_fields(fields: Iterable[ParamField], texts: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in base.items() if name not in texts}
+    for item in fields:
+        text = texts[item.name]
+        if item.kind is str:
+            if text:
+                values[item.name] = [text, *list(base.get(item.name, ()))[1:]]
+        elif text.strip():
+            values[item.name] = _number(item.kind, text.strip())
+        elif not item.may_be_empty:
+            raise UsageError(f"{item.name} must be a number, not empty")
+    return values
 
 
 def _number(kind: type, text: str) -> Any:

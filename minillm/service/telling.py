@@ -55,13 +55,11 @@ class Teller:
         self._engine = engine
         self._interval, self._text_interval = _INTERVAL, 0.0
         self._last_picture = self._last_text = 0.0
-        self._unsent: dict[tuple[str, int], list[TextDelta]] = {}  # by request and completion
+        self._unsent: dict[tuple[str, int], TextDelta] = {}  # by request and completion
         self._steps: list[StepReport] = []
 
     def set_interval(self, seconds: float) -> None:
         self._interval = self._text_interval = seconds
-
-    # --- answers ------------------------------------------------------------------------------------------------------
 
     def add_delta(self, answer: Answer, delta: Delta) -> None:
         """Take what a step added to one completion of a sampled answer."""
@@ -72,8 +70,10 @@ class Teller:
         key = (delta.request_id, delta.index)
         if delta.text or delta.token_ids:
             chosen = sequence.logprobs[-len(delta.token_ids) :] if delta.token_ids else []
-            text = TextDelta(*key, delta.text, len(delta.token_ids), [self._choice(each) for each in chosen])
-            self._unsent.setdefault(key, []).append(text)
+            text = self._unsent.setdefault(key, TextDelta(*key, "", 0))
+            text.text += delta.text
+            text.num_tokens += len(delta.token_ids)
+            text.tokens += [self._choice(each) for each in chosen]
         if delta.finish_reason is not None:
             self._send_end(answer, delta.index, delta.finish_reason, sequence.num_output_tokens)
 
@@ -93,11 +93,9 @@ class Teller:
 
     def send_text(self, request_id: str, index: int) -> None:
         """Send the text that one completion has gained since the last time."""
-        parts = self._unsent.pop((request_id, index), [])
-        if parts:
-            text = "".join(part.text for part in parts)
-            tokens = [token for part in parts for token in part.tokens]
-            self.send(TextDelta(request_id, index, text, sum(part.num_tokens for part in parts), tokens))
+        text = self._unsent.pop((request_id, index), None)
+        if text is not None:
+            self.send(text)
 
     def flush_texts(self) -> None:
         """Send all texts, unless the last time is too recent."""
@@ -139,8 +137,6 @@ class Teller:
         for completion in output.outputs:
             reason = completion.finish_reason or "abort"
             self._send_end(answer, completion.index, reason, len(completion.token_ids))
-
-    # --- pictures -----------------------------------------------------------------------------------------------------
 
     def add_step(self, step: StepReport) -> None:
         self._steps.append(step)

@@ -70,7 +70,7 @@ async def test_an_engine_that_fails_leaves_the_conversation(tiny_model: Path) ->
         await ask(pilot, "hello")
         await say(pilot, "long " * 2000)
         await until(pilot, lambda: any("context holds" in note for note in notes(pilot)))
-        assert not screen(pilot).is_answering
+        assert screen(pilot).talk.run is None
         await ask(pilot, "again")
         pool = screen(pilot).pool
         assert pool is not None

@@ -17,8 +17,9 @@ from textual.pilot import Pilot
 from textual.widget import Widget
 
 from minillm import ui
-from minillm.service.messages import CacheChanged, LogEntry, TableView
-from minillm.ui.bars.tabs import tab_labels
+from minillm.outputs import StepReport
+from minillm.service.messages import CacheChanged, LogEntry, Stepped, TableView
+from minillm.ui.bars.tabs import VIEWS, tab_labels
 from minillm.ui.memory.block_table import BlockTableView
 from minillm.ui.memory.event_log import EventLog, event_words
 from minillm.ui.memory.figures import memory_lines
@@ -31,6 +32,7 @@ from minillm.ui.numbers import spans, sparkline
 from minillm.ui.theme import DARK
 
 STYLES = Path(ui.__file__).parent
+VIEW_NAMES = [view.name for view in VIEWS]
 WIDE, NARROW = (120, 40), (80, 24)
 
 
@@ -79,7 +81,13 @@ async def panel_of(
 
 
 def feed(panel: MemoryPanel, pool: Pool, event: CacheChanged) -> None:
-    panel.pool_changed(pool, pool.apply(event), name, "turn 2")
+    panel.take(event)
+    panel.show_news(name, "turn 2")
+
+
+def feed_steps(panel: MemoryPanel, steps: list[StepReport]) -> None:
+    panel.take(Stepped(steps))
+    panel.show_news(name, "turn 2")
 
 
 def focus_view(panel: MemoryPanel) -> None:
@@ -113,9 +121,8 @@ async def test_every_view_shows_itself_and_names_the_others(size: tuple[int, int
         "memory": ("used", "shared", "waste", "cached", "free", "paging", "sharing", "60%", "9,216"),
         "steps": ("decoded", "prefilled", "20.0", "▒", "█"),
     }
-    async with panel_of(picture(TABLES, log=script.LOG), size=size) as (pilot, panel, pool):
-        pool.steps.extend(script.steps(12))
-        panel.steps_changed(pool)
+    async with panel_of(picture(TABLES, log=script.LOG), size=size) as (pilot, panel, _):
+        feed_steps(panel, script.steps(12))
         for view, words in expected.items():
             panel.view = view
             await pilot.pause()
@@ -171,7 +178,7 @@ def test_the_tabs_fit(width: int) -> None:
 async def test_without_a_pool_every_view_is_empty_and_calm() -> None:
     async with panel_of(picture(TABLES, log=script.LOG)) as (pilot, panel, _):
         panel.show_pool(None)
-        for view in MemoryPanel.VIEWS:
+        for view in VIEW_NAMES:
             panel.view = view
             await pilot.pause()
             await pilot.pause()
@@ -232,7 +239,7 @@ async def test_the_cursor_asks_for_a_block_and_shows_its_facts() -> None:
         asked = pilot.app.asked  # type: ignore[attr-defined]
         assert asked[-1] == 4
         assert len(asked) < 5, "a block that is only passed over is not asked for"
-        panel.show_facts(script.facts(4), name)
+        panel.show_facts(script.facts(4))
         await pilot.pause()
         shown = seen(pilot)
         for fact in (
@@ -253,7 +260,7 @@ async def test_the_cursor_asks_for_a_block_and_shows_its_facts() -> None:
         assert asked[before:] == [4], "what has changed is asked for again"
         await pilot.press("home")
         await settle(pilot)
-        panel.show_facts(script.facts(4), name)
+        panel.show_facts(script.facts(4))
         await pilot.pause()
         assert "references" not in seen(pilot), "an answer that comes too late"
         pilot.app.set_focus(None)
@@ -282,13 +289,13 @@ async def test_the_mouse_tells_blocks_of_the_device_and_of_the_host() -> None:
 async def test_tokens_and_names_of_strangers_are_shown_and_not_obeyed() -> None:
     rude = [table(2, HOSTILE, 0, "idle", 75, [0, 1, 2]), table(3, HOSTILE, 1, "running", 20, [0, 4])]
     log = [LogEntry(1.0, "copy\x1b[1m", 2, HOSTILE, [0]), LogEntry(1.0, "fork", 99, HOSTILE, [0], parent_id=2)]
-    async with panel_of(picture(rude, log=log)) as (pilot, panel, pool):
-        panel.pool_changed(pool, [], lambda owner, index: owner, HOSTILE)
+    async with panel_of(picture(rude, log=log)) as (pilot, panel, _):
+        panel.show_news(lambda owner, index: owner, HOSTILE)
         panel.query_one(PoolMap).focus()
         await pilot.press("right")
         await settle(pilot)
-        panel.show_facts(script.facts(1), lambda owner, index: owner)
-        for view in MemoryPanel.VIEWS:
+        panel.show_facts(script.facts(1))
+        for view in VIEW_NAMES:
             if view != "pool":
                 panel.view = view
             await pilot.pause()
@@ -356,7 +363,7 @@ async def test_the_tokens_of_the_cursors_block_on_demand() -> None:
         await pilot.press("t")
         await settle(pilot)
         assert asked == [1]
-        panel.show_facts(script.facts(1), name)
+        panel.show_facts(script.facts(1))
         await pilot.pause()
         assert "The│ quick│↵│" in seen(pilot)
         await pilot.press("right", "down")
@@ -572,15 +579,13 @@ def test_the_chart_shows_every_kind_that_is_there() -> None:
 
 @pytest.mark.anyio
 async def test_steps_show_what_they_did_and_where_their_time_went() -> None:
-    async with panel_of(view="steps") as (pilot, panel, pool):
-        pool.steps.extend(script.steps(8))
-        panel.steps_changed(pool)
+    async with panel_of(view="steps") as (pilot, panel, _):
+        feed_steps(panel, script.steps(8))
         await pilot.pause()
         shown = seen(pilot)
         for words in ("512/2", "250.0", "!1 ↓12 ↑4", "host ▒", "device █", "tok/s decoded"):
             assert words in shown, words
-        pool.steps.extend(script.steps(200)[8:])
-        panel.steps_changed(pool)
+        feed_steps(panel, script.steps(200)[8:])
         await pilot.pause()
         assert "200" in seen(pilot), "follows the newest"
         assert panel.query_one(StepList).virtual_size.height == 200

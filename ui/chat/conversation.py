@@ -151,9 +151,9 @@ class Conversation:
         return turn.question
 
     @property
-    def open_answer(self) -> Answer | None:
-        """The answer that is still being given."""
-        return self.leaf.answer if self.leaf is not None and self.leaf.answer.is_open else None
+    def num_answers(self) -> int:
+        """Turns of the path whose answers have ended."""
+        return sum(not turn.answer.is_open for turn in self.turns)
 
     def messages(self, system: str = "") -> list[dict[str, str]]:
         """What the engine gets: roles alternate, and the open answer is what it is asked for."""

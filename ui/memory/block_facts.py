@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from minillm.service.messages import BlockFacts, TableView
+from minillm.service.messages import TableView
 from minillm.text.safe import clean, clean_line
-from minillm.ui.memory.names import Names, table_name
-from minillm.ui.memory.pool import Pool
+from minillm.ui.memory.memory import Memory
 from minillm.ui.numbers import duration, plural
 
 _VISIBLE = str.maketrans({"\n": "↵", "\t": "⇥"})
 
 
-def block_facts(facts: BlockFacts, pool: Pool, names: Names) -> Content:
-    """State, fill, owners, place in the prefix cache, age, and the tokens as text."""
-    block = facts.block
+def block_facts(memory: Memory) -> Content:
+    """The block that the reader is at: state, fill, owners, place in the prefix cache, age, and its tokens as text."""
+    block, pool, facts = memory.block, memory.pool, memory.facts
+    if block is None or pool is None:
+        return Content("")
+    if memory.on_host is not None:
+        return _host_block_facts(block, memory.on_host, memory)
+    if facts is None or facts.block != block:
+        return Content(f"block {block} …")
     state, references = pool.state(block).name.lower(), plural(pool.ref_counts[block], "reference")
     lines = [
         Content.assemble((f"block {block}", "bold"), f" · {state} · {references}"),
@@ -24,7 +29,7 @@ def block_facts(facts: BlockFacts, pool: Pool, names: Names) -> Content:
     if facts.age is not None:
         lines.append(_fact("age", duration(facts.age)))
     if holders := pool.holders(block):
-        lines.append(_fact("owners", ", ".join(f"{table_name(table, names)} ({n})" for table, n in holders)))
+        lines.append(_fact("owners", ", ".join(f"{memory.table_name(table)} ({n})" for table, n in holders)))
     if facts.tokens:
         lines.append(Content.assemble(("tokens  ", "$foreground 60%"), token_text(facts.tokens)))
     if facts.node is not None:
@@ -33,12 +38,11 @@ def block_facts(facts: BlockFacts, pool: Pool, names: Names) -> Content:
     return Content("\n").join(lines)
 
 
-def host_block_facts(block: int, table: TableView, names: Names) -> Content:
-    """What the app itself knows of a block in the host's memory."""
+def _host_block_facts(block: int, table: TableView, memory: Memory) -> Content:
     return Content.assemble(
         (f"host block {block}", "bold"),
         " · swapped\n",
-        _fact("owner", f"{table_name(table, names)} ({table.blocks.index(block)})\n"),
+        _fact("owner", f"{memory.table_name(table)} ({table.blocks.index(block)})\n"),
         _fact("waits", f"{plural(table.num_tokens, 'token')} in {plural(len(table.blocks), 'block')}"),
     )
 

@@ -8,6 +8,7 @@ from rich.segment import Segment
 
 from minillm.progress import size
 from minillm.ui.memory.line_view import LineView
+from minillm.ui.memory.memory import Memory
 from minillm.ui.memory.pool import Pool, PoolFigures
 from minillm.ui.numbers import bar, count, sparkline
 
@@ -33,24 +34,18 @@ class MemoryFigures(LineView):
         for name in ("label", "figure", "used", "shared", "cached", "free", "waste", "without")
     }
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._pool: Pool | None = None
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory)
         self._lines: list[Parts] = []
 
-    def show_pool(self, pool: Pool | None) -> None:
-        """Show how a pool stands now."""
-        self._pool = pool
-        self._lay_out()
+    def catch_up(self) -> None:
+        room, pool = self.scrollable_content_region, self.memory.pool
+        self._lines = memory_lines(pool, room.width, room.height) if pool is not None else []
+        self.set_lines(len(self._lines))
 
     def on_resize(self) -> None:
-        self._lay_out()
+        self.catch_up()
         self.refresh()
-
-    def _lay_out(self) -> None:
-        room = self.scrollable_content_region
-        self._lines = memory_lines(self._pool, room.width, room.height) if self._pool is not None else []
-        self.set_lines(len(self._lines))
 
     def line(self, row: int, width: int) -> list[Segment]:
         return [Segment(text, self.part(f"memory-figures--{part}")) for text, part in self._lines[row]]
