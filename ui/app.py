@@ -1,4 +1,4 @@
-"""``minillm chat`` as an app: how it starts, what belongs to no screen, and how it ends."""
+"""``minillm chat`` as an app: its start, its keys, its end."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class ChatApp(EngineApp):
     def refresh_css(self, animate: bool = True) -> None:
         """Style everything anew, for another theme.
 
-        The first theme is chosen before anything is there to be styled. What Textual would parse for it, a tenth of the
-        time until the first paint, it parses again with the screen: then the theme's colours are all that is needed.
+        The first theme is chosen before there is a widget to style. Textual would parse all styles for it, a tenth of
+        the time until the first paint, and parse them again with the screen. The theme's colours are enough.
         """
         if self.chat.is_attached:
             super().refresh_css(animate)
@@ -97,7 +97,7 @@ class ChatApp(EngineApp):
             await asyncio.sleep(0.05)
 
     async def on_event(self, event: events.Event) -> None:
-        """What is typed at a screen that has no widgets yet, or behind a key whose command has yet to run, waits.
+        """Let keys wait that come for a screen without widgets, or behind a key whose command has yet to run.
 
         Pasted text passes the filter here, before any widget sees it.
         """
@@ -118,11 +118,11 @@ class ChatApp(EngineApp):
             self.set_timer(_SOON, self._take_typed)
 
     async def action_command(self, name: str, argument: str = "") -> None:
-        """Do what a slash command does that leaves the conversation alone: it need not wait."""
+        """Run a slash command that leaves the conversation alone: it need not wait."""
         await self.chat.talk.run_command(name, argument)
 
     def action_help_quit(self) -> None:
-        """ctrl+c where nothing else takes it: close what is open above the chat."""
+        """ctrl+c where nothing else takes it: close the dialog above the chat."""
         if len(self.screen_stack) > 1:
             self.pop_screen()
 
@@ -131,7 +131,7 @@ class ChatApp(EngineApp):
             self.push_screen(Palette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
-        """What the palette offers: every slash command that needs no argument."""
+        """The palette's commands: every slash command that needs no argument."""
         for command in COMMANDS if isinstance(screen, ChatScreen) else ():
             if not command.needs_argument:
                 title = command.name.capitalize() + (f"  {command.shown_key}" if command.shown_key else "")
@@ -158,7 +158,7 @@ def run(app: ChatApp) -> int:
     check_terminal()
 
     def collect_garbage() -> None:
-        gc.freeze()  # what is there by now stays
+        gc.freeze()  # the objects of the first screen stay
         gc.enable()
 
     async def until_the_end() -> None:

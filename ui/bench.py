@@ -1,4 +1,4 @@
-"""``minillm bench ui``: what the app costs, measured on the real app and the real engine.
+"""``minillm bench ui``: the cost of the app, measured on the real app and the real engine.
 
 - *first paint*: from the start of the process to the first whole screen, on a pseudo-terminal.
 - *key to screen*: from a key to the screen that shows it, while a model generates on the same machine.
@@ -43,14 +43,14 @@ _KEYS = 40
 _TOKENS = 6000  # of an answer, at most
 _CYCLES, _CYCLES_EACH = 20, 4  # in which the app is held once; of one answer, whose context grows
 _WATCHED, _HELD = 6.0, 3.0  # seconds
-_CATCH_UP = 1.0  # seconds in which the app draws what it has missed: not counted
+_CATCH_UP = 1.0  # seconds in which the app makes up for missed drawings: not counted
 _QUESTION = "Tell me a long story about a lighthouse."
 _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": _TOKENS, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
 class UiFigures:
-    """What was measured; seconds unless the name says otherwise."""
+    """The results; seconds unless the name says otherwise."""
 
     first_paint: float
     key_median: float
@@ -237,7 +237,7 @@ def _rate(ended: Mapping[int, float], begin: float, end: float) -> float:
 
 async def measure() -> UiFigures:
     """All of it; takes about five minutes on a CPU."""
-    await _first_paint()  # compiles what was not compiled yet
+    await _first_paint()  # compiles the modules
     paints = [await _first_paint() for _ in range(5)]
     keys = await _keys()
     drawing = await _drawing()

@@ -30,12 +30,12 @@ DEMO_ENGINE = {"num_blocks": 64, "block_size": 16, "max_model_len": 512, "admiss
 DEMO_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 48, "seed": 1}
 _STEPS_PER_SECOND = 10.0  # of the engine, at speed 1
 _READING = 6.0  # seconds for a line of explanation, at speed 1
-_PATIENCE = 120.0  # seconds for what a step waits for; then the tour goes on without it
+_PATIENCE = 120.0  # seconds that a stop waits at most; then the tour goes on
 _SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 class Narration(Static):
-    """What happens now, above the chat."""
+    """The line of explanation above the chat."""
 
     def tell(self, number: int, total: int, text: str, speed: float, paused: bool) -> None:
         state = "paused" if paused else f"speed {speed:g}"
@@ -45,7 +45,7 @@ class Narration(Static):
 
 @dataclass(frozen=True)
 class Stop:
-    """One stop of the tour: what is said, which view is shown, and what is done."""
+    """One stop of the tour: its explanation, its view, and its action."""
 
     text: str
     view: str
@@ -53,7 +53,7 @@ class Stop:
 
 
 class Tour:
-    """What the stops can do: ask like a person, and wait for what the pool shows."""
+    """The means of the stops: ask like a person, and wait for the pool to show the effect."""
 
     def __init__(self, app: DemoApp) -> None:
         self.app = app
@@ -84,7 +84,7 @@ class Tour:
         await self.until(lambda: self.chat.talk.run is None)
 
     def generate(self, question: str, max_tokens: int) -> str:
-        """A request beside the chat, of somebody else."""
+        """Send a request beside the chat, of another user; returns its name."""
         self._others += 1
         name = f"another-{self._others}"
         params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}

@@ -12,7 +12,7 @@ from textual.widgets import Static
 
 
 class Drawn(Widget):
-    """Shows what ``make`` returns for a width and a height in cells. `update` costs nothing where that is the same."""
+    """Shows the content that ``make`` returns for a width and a height in cells. `update` draws only a change."""
 
     def __init__(self, make: Callable[[int, int], Content], **options: str) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
@@ -36,8 +36,8 @@ class Drawn(Widget):
 def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> None:
     """Show ``content`` in a widget whose width its surroundings set, as ``1fr`` is.
 
-    The screen is laid out anew only where the widget's height changes: a layout costs several times what drawing it
-    does. With ``lines_ahead`` a widget that needs a line takes so many more with it, which the next ones find there,
+    The screen is laid out anew only where the widget's height changes: a layout costs several times as much as a
+    drawing. With ``lines_ahead`` a widget that needs a line takes so many more with it, which the next ones find there,
     until `settle`.
     """
     (width, room), rules = widget.content_size, cast(RulesMap, widget.styles)
@@ -58,7 +58,7 @@ def settle(widget: Widget) -> None:
 
 
 def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Content:
-    """Items side by side on at most ``num_lines`` lines; an item is not broken, and what does not fit is left out."""
+    """Items side by side on at most ``num_lines`` lines; an item is not broken, and the rest is left out."""
     lines: list[Content] = []
     for item in items:
         if lines and lines[-1].cell_length + gap + item.cell_length <= width:

@@ -1,4 +1,4 @@
-"""What screens and the app say to each other."""
+"""Messages between the app and its screens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Phase = Literal["off", "loading", "ready", "failed", "crashed"]
 
 @dataclass(frozen=True)
 class EngineState:
-    """How the engine's process is: what the title, the loading bar and the prompt depend on."""
+    """The state of the engine's process: the title, the loading bar and the prompt depend on it."""
 
     phase: Phase = "off"
     model: str = ""
@@ -47,7 +47,7 @@ class EngineChanged(Message, bubble=False):
 
 @dataclass
 class CommandAsked(Message):
-    """From a widget of the talk: do what this slash command does."""
+    """From a widget of the talk: run this slash command."""
 
     name: str
     argument: str = ""

@@ -1,6 +1,6 @@
 """The picture of the README, made by the app itself: ``python -m minillm.ui.screenshot ui/picture.svg``.
 
-It asks the default model a question, then another one for three answers, and exports what the screen shows then.
+It asks the default model a question, then another one for three answers, and exports the screen.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the user can change: the model, how it samples or searches, the system prompt, the theme.
+"""The user's settings: the model, sampling or beam search, the system prompt, the theme.
 
-The command line says it, or ``config.toml`` in the user's configuration directory; flags win over the file:
+They come from the command line and from ``config.toml`` in the user's configuration directory; flags win:
 
     model = "smollm2-360m"
     system = "You are brief."
@@ -33,7 +33,7 @@ from minillm.paths import config_dir
 # A chat wants calmer sampling and longer answers than the defaults of the API.
 CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}
 NUM_ALTERNATIVES = 5  # most probable tokens that every answer brings, for the view of probabilities
-# What a beam search takes over of the sampling parameters.
+# The sampling parameters that a beam search takes over.
 _SHARED = ("max_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _TABLES = ("engine", "sampling", "beams")
 _TEXTS = ("model", "system", "theme")
@@ -60,23 +60,23 @@ class Settings:
 
     @property
     def num_candidates(self) -> int:
-        """Answers that a question gets."""
+        """The number of answers to a question."""
         return int(self.beams["beam_width"]) if self.searches else int(self.sampling.get("n", 1))
 
     def request_params(self) -> dict[str, Any]:
-        """What the engine is told: of SamplingParams, or of BeamSearchParams where it has a ``beam_width``."""
+        """The parameters of a request: of BeamSearchParams where they have a ``beam_width``, else of SamplingParams."""
         if self.searches:
             return {**{name: self.sampling[name] for name in _SHARED if name in self.sampling}, **self.beams}
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling}
 
     def params_to_continue(self) -> dict[str, Any]:
-        """What the engine is told when one answer goes on: a single sample, even where answers are searched for."""
+        """The parameters with which one answer goes on: a single sample, even where answers are searched for."""
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling, "n": 1}
 
 
 @dataclass(frozen=True)
 class ParamField:
-    """One line of the sampling screen. ``kind`` is what its text is read as; ``may_be_empty``: None is a value."""
+    """One line of the sampling screen. ``kind``: the type of its text; ``may_be_empty``: None is a value."""
 
     name: str
     kind: type[int] | type[float] | type[str]
@@ -104,7 +104,7 @@ BEAM_FIELDS = (
 
 
 def field_texts(settings: Settings) -> dict[str, str]:
-    """What the sampling screen shows for each field."""
+    """The text of each field of the sampling screen."""
     params = SamplingParams.from_mapping(settings.sampling)
     shown: dict[str, Any] = {item.name: getattr(params, item.name) for item in SAMPLING_FIELDS}
     shown["stop"] = params.stop[0] if params.stop else None
@@ -157,7 +157,7 @@ def _read_fields(fields: Iterable[ParamField], texts: Mapping[str, str], base: M
 
 
 def _number(kind: type, text: str) -> Any:
-    """The number, or the text itself: the parameters' own check says what is wrong with it."""
+    """The number, or the text itself, which the parameters' own check refuses with a reason."""
     try:
         return kind(text)
     except ValueError:
@@ -165,7 +165,7 @@ def _number(kind: type, text: str) -> Any:
 
 
 def settings_summary(settings: Settings) -> str:
-    """In a few words: how answers come about."""
+    """Sampling or beam search in a few words."""
     if settings.searches:
         return f"{settings.beams['beam_width']} beams"
     params = SamplingParams.from_mapping(settings.sampling)
@@ -193,7 +193,7 @@ def load_settings(path: Path, default_model: str, flags: Settings, *, must_exist
     """The file's settings under those of the command line; without a file, only these.
 
     Args:
-        flags: what the command line says; an empty model, system or theme is none.
+        flags: the settings of the command line; an empty model, system or theme is none.
         must_exist: a file that is not there is an error.
 
     Raises:
@@ -218,7 +218,7 @@ def load_settings(path: Path, default_model: str, flags: Settings, *, must_exist
 
 
 def _check(settings: Settings) -> None:
-    """Raise unless the values are possible ones."""
+    """Raise an error for an impossible value."""
     EngineConfig(**settings.engine)
     SamplingParams.from_mapping(settings.sampling)
     if settings.beams:

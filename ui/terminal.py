@@ -1,8 +1,8 @@
-"""The terminal before and after the app: what the app needs of it, and how it is put back, whatever ends the app.
+"""The terminal before and after the app: the app's demands on it, and its return to the state before, in every case.
 
 Textual restores the terminal when it ends by itself. On SIGTERM and SIGHUP it does not: the alternate screen, mouse and
 focus reports, bracketed paste, the hidden cursor and raw mode would all stay. So these signals make the app end by
-itself; where it cannot within `_PATIENCE` (it hangs, or the terminal is gone), a thread restores what it can and ends
+itself; where it cannot within `_PATIENCE` (it hangs, or the terminal is gone), a thread restores the terminal and ends
 the process.
 """
 
@@ -57,7 +57,7 @@ def check_terminal() -> None:
 
 
 def _draws_lines_only() -> bool:
-    """Whether the terminal cannot move its cursor, or does not say what it is."""
+    """Whether the terminal cannot move its cursor, or does not name its kind."""
     return os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
 
 

@@ -1,4 +1,4 @@
-"""Every private name of Textual that the app relies on; all other files use what Textual documents.
+"""Every private name of Textual that the app relies on; all other files use documented names.
 
 Written for and tested with Textual 8.2.8. After an update, look here first.
 """
@@ -64,7 +64,7 @@ class Growing:
         update, known = super()._size_updated, bool(self.outer_size)  # type: ignore[misc]
         resized = bool(update(size, virtual_size, container_size, layout=False))
         if size and not known:
-            self._layout_required = False  # what it asked for since it was made: it has its first place now
+            self._layout_required = False  # it asked for that when it was made, and has its first place now
         return resized
 
 
@@ -82,10 +82,10 @@ class SteadyScrollView(ScrollView):
 
 
 class Becoming:
-    """Mixed into a Markdown block: it decides itself how it becomes what its text is some words later."""
+    """Mixed into a Markdown block that decides itself how it grows with its text."""
 
     async def become(self, block: MarkdownBlock) -> None:
-        """Show ``block`` instead of what is shown now."""
+        """Become ``block``, which is this block some words later."""
         raise NotImplementedError
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:
@@ -93,7 +93,7 @@ class Becoming:
 
 
 async def update_block(block: MarkdownBlock, later: MarkdownBlock) -> None:
-    """Have a block that is shown become what it is some text later."""
+    """Have a block become ``later``, which is this block some words later."""
     await block._update_from_block(later)
 
 
@@ -116,5 +116,5 @@ class PatientPalette(CommandPalette):
 
 
 def parser_of(driver: LinuxDriver) -> XTermParser:
-    """What makes events of the bytes that a driver reads."""
+    """A parser that makes events of the bytes that a driver reads."""
     return XTermParser(driver._debug)

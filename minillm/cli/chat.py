@@ -13,7 +13,7 @@ _BEAM_OPTIONS = ("beam_width", "length_penalty")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    gc.disable()  # what is made until the first screen stays: looking for garbage among it takes a tenth of the time
+    gc.disable()  # all objects of the first screen stay: to look for garbage among them takes a tenth of its time
     try:
         return _chat(arguments)
     finally:
@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    # Whatever is wrong with the options is said before the terminal changes.
+    # Wrong options are named before the terminal changes.
     from minillm.ui.chat.sessions import SessionStore
     from minillm.ui.settings import Settings, config_path, load_settings
     from minillm.ui.terminal import check_terminal, is_plain_only

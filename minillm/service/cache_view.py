@@ -122,7 +122,7 @@ class CacheView:
         return list(more), list(fewer)
 
     def facts(self, block: int) -> BlockFacts:
-        """What a block holds, and how prompts find it."""
+        """The tokens of a block, and its place in the prefix cache."""
         cache, tokenizer = self.engine.cache, self.engine.tokenizer
         token_ids: list[int] = []
         for seq_id, table in cache.tables.items():

@@ -18,7 +18,7 @@ _LINE_LIMIT = 64 << 20  # bytes of one event; a picture of a million blocks stay
 
 
 def _module_path() -> list[str]:
-    """Where the process finds minillm: where this one did, then whatever the user's PYTHONPATH says."""
+    """The places where the process looks for minillm: that of this process, then the user's PYTHONPATH."""
     home = str(Path(__file__).resolve().parents[2])
     return [home, *filter(None, [os.environ.get("PYTHONPATH")])]
 
@@ -28,7 +28,7 @@ class EngineProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self._process = process
-        self.log = log  # what the process wrote to stderr
+        self.log = log  # the process's stderr
 
     @classmethod
     async def start(cls, log: Path, command: Sequence[str] = ENGINE_COMMAND) -> EngineProcess:
@@ -78,7 +78,7 @@ class EngineProcess:
         return lines[-1] if lines else ""
 
     async def stop(self) -> None:
-        """End the process, whatever it is doing, and wait until it is gone."""
+        """End the process at once, and wait until it is gone."""
         if self._process.returncode is None:
             # asyncio's own `kill` would reap a process that has just ended, and its exit code would be lost.
             with contextlib.suppress(ProcessLookupError):

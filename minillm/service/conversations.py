@@ -142,7 +142,7 @@ class Conversations:
         return max(sequences, key=lambda sequence: shared_length(sequence, token_ids), default=None)
 
     def step(self) -> None:
-        """Compute one step, if there is work, and send what came of it."""
+        """Compute one step, if there is work, and send its results."""
         engine, teller = self.engine, self._teller
         before = engine.last_step
         if self._pause:
@@ -182,7 +182,7 @@ class Conversations:
             self._release(kept)
 
     def show_cache(self, *, now: bool = False) -> None:
-        """Send what changed in the pool and what the steps did, unless the last picture is too recent."""
+        """Send the steps and the changes in the pool, unless the last picture is too recent."""
         self._teller.show_cache(self._owners, now=now)
 
     def _owners(self) -> dict[int, Owner]:
@@ -197,7 +197,7 @@ class Conversations:
             owners[self._pinned.seq_id] = Owner("system prompt", 0, "pinned", self._pinned)
         return owners
 
-    # --- what stays ---------------------------------------------------------------------------------------------------
+    # --- blocks that stay ---------------------------------------------------------------------------------------------
 
     def _keep_only(self, request_id: str, index: int) -> None:
         kept = self.kept.get(request_id)

@@ -43,8 +43,8 @@ class Load(Command):
 class Generate(Command):
     """Answer a conversation.
 
-    Its blocks stay when it ends, until `Drop`, `Forget` or pressure: what the next question of the ``conversation``
-    shares with any answer is not computed again. So a branch costs what it adds.
+    Its blocks stay when it ends, until `Drop`, `Forget` or pressure: the next question of the ``conversation`` computes
+    only the tokens that it shares with no answer. So a branch is cheap.
     """
 
     request_id: str
@@ -120,7 +120,7 @@ class Loaded(Event):
     """The model is ready."""
 
     model: str
-    source: str  # what served it: a directory, the hub, a package
+    source: str  # it was served by: a directory, the hub, a package
     num_parameters: int
     device: str
     dtype: str
@@ -225,7 +225,7 @@ class TableView(_Record):
 
 
 class CacheCounts(_Record):
-    """What has happened to the pool since the start, and how many blocks are on the host now."""
+    """Counts of the pool's events since the start, and of the blocks on the host now."""
 
     num_copies: int = 0
     num_evictions: int = 0
@@ -238,7 +238,7 @@ class CacheCounts(_Record):
 
 
 class LogEntry(_Record):
-    """One event of the cache, see `minillm.cache.CacheEvent`, with its time and what it means in numbers.
+    """One event of the cache, see `minillm.cache.CacheEvent`, with its time and its meaning in numbers.
 
     ``detail``: of a copy, how many others still hold the source; of a hit, the tokens that it saved.
     """
@@ -274,12 +274,12 @@ class Stepped(Event):
 
 
 class BlockFacts(Event):
-    """What the engine alone knows of a block."""
+    """The facts of a block that the engine alone knows."""
 
     block: int
     tokens: list[str]  # not cleaned
     node: int | None  # its number in the prefix cache, if it can be found there
-    before: str  # what it can be found after: the number of another node, or the salt of a first block
+    before: str  # the number of the node before it, or the salt of a first block
     age: float | None  # seconds since it was taken
 
 

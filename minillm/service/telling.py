@@ -1,4 +1,4 @@
-"""Sends to the app what the engine does, at the pace that the app asks for."""
+"""Reports the engine's work to the app, at the pace that the app asks for."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Teller:
         self._interval = self._text_interval = seconds
 
     def add_delta(self, answer: Answer, delta: Delta) -> None:
-        """Take what a step added to one completion of a sampled answer."""
+        """Take the text that a step added to one completion of a sampled answer."""
         self._send_start(answer)
         sequence = next((each for each in answer.group.sequences if each.index == delta.index), None)
         if sequence is None or answer.searches:
@@ -142,7 +142,7 @@ class Teller:
         self._steps.append(step)
 
     def show_cache(self, owners: Callable[[], Mapping[int, Owner]], *, now: bool = False) -> None:
-        """Send what changed in the pool and what the steps did, unless the last picture is too recent."""
+        """Send the steps and the changes in the pool, unless the last picture is too recent."""
         moment = time.monotonic()
         if now or moment - self._last_picture >= self._interval:
             picture = self.view.changes(owners())

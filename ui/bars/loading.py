@@ -14,7 +14,7 @@ from minillm.ui.numbers import bar, count, duration
 
 
 class LoadingBar(Widget):
-    """One line: what is done, how much of it, how fast."""
+    """One line: the work, its progress, its speed."""
 
     progress: reactive[Progress | None] = reactive(None)
 

@@ -1,4 +1,4 @@
-"""An answer's life: what the engine is asked for it, and what becomes of what the engine says."""
+"""An answer's life: the requests to the engine, and the effect of the engine's events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ROOM = 256  # tokens that should be left for an answer, or the oldest turns are
 
 
 class Ending(NamedTuple):
-    """How an answer ended: see `Answer.finish_reason`. ``error`` says why it is "lost"."""
+    """The end of an answer: see `Answer.finish_reason`. ``error`` says why it is "lost"."""
 
     reason: str
     error: str = ""
@@ -94,7 +94,7 @@ class AnswerRun:
         self.send(Abort(self.answer.request_id))
 
     async def take(self, event: Event) -> Ending | None:
-        """Take an event of this answer; returns how the answer ended, if it did."""
+        """Take an event of this answer; returns the ending that it brings, if any."""
         match event:
             case Started():
                 await self._start(event)
@@ -159,7 +159,7 @@ class AnswerRun:
         return Ending("abort" if "abort" in reasons else "stop")
 
     def _make_room(self, event: ContextFull) -> Ending | None:
-        """Go on without the oldest turns; only where the last question alone does not fit is it an error."""
+        """Go on without the oldest turns. It is an error only where the last question alone does not fit."""
         if self._superseded:
             return Ending("lost", "the context is full: this answer cannot go on")
         if self.conversation.drop_oldest():
@@ -175,7 +175,7 @@ class AnswerRun:
         return None
 
     async def draw(self, lines_ahead: int) -> None:
-        """Show what came since the last time; ``lines_ahead``: see `ModelMarkdown.append_text`."""
+        """Show the text that came since the last time; ``lines_ahead``: see `ModelMarkdown.append_text`."""
         view, answer = self.view, self.answer
         elapsed = time.monotonic() - self._first_token_at
         if answer.num_output_tokens > 1 and elapsed > 0 and answer.is_open:
@@ -186,7 +186,7 @@ class AnswerRun:
             view.update_summary()
 
     async def end(self, reason: str) -> bool:
-        """No more will come. False where the answer was cut off before its first word."""
+        """Close the answer. False where it was cut off before its first word."""
         view, answer = self.view, self.answer
         answer.finish_reason = reason
         if self._superseded:
@@ -204,7 +204,7 @@ class AnswerRun:
 
     @property
     def chosen(self) -> int | None:
-        """Where the candidate stands now that `stop` was told: beams may have changed places until they stopped."""
+        """The present number of the candidate that `stop` named: beams may have changed places until they stopped."""
         if self._to_accept is None:
             return None
         index, text = self._to_accept

@@ -1,6 +1,6 @@
-"""The slash commands. A declaration holds a command's name, help, argument and keys, and stands above what it does.
+"""The slash commands. Each declaration holds a command's name, help, argument and keys, and stands above its function.
 
-What happens to the conversation is the business of `Talk`; the app's own of `EngineApp`.
+`Talk` changes the conversation; `EngineApp` has the settings, the theme and the engine.
 """
 
 from __future__ import annotations
@@ -153,15 +153,15 @@ async def accept(talk: Talk, number: str) -> None:
 
 
 @command("copy", "copy the selected answer, or its last code block", "alt+y", argument="[code]")
-async def copy(talk: Talk, what: str) -> None:
+async def copy(talk: Talk, part: str) -> None:
     text = _turn(talk).answer.text
-    if what:
+    if part:
         blocks = [match.group(2) for match in _FENCE.finditer(text)]
         if not blocks:
             raise UsageError("the answer has no code block")
         text = blocks[-1]
     talk.app.copy_to_clipboard(text)
-    talk.notify("the code block is copied" if what else "the answer is copied")
+    talk.notify("the code block is copied" if part else "the answer is copied")
 
 
 @command("probabilities", "the answer's tokens by probability", "alt+p")
@@ -182,7 +182,7 @@ def _change(talk: Talk, **changes: Any) -> None:
 
 
 def _ask(talk: Talk, dialog: Dialog[Result], act: Callable[[Result], None]) -> None:
-    """Open a dialog, and act on what it gives back, if it does."""
+    """Open a dialog, and act on its result, if it gives one back."""
 
     def chosen(result: Result | None) -> None:
         if result is not None:

@@ -101,7 +101,7 @@ class GrowingList(Becoming, MarkdownBlock):
         await self.remove()
 
     def _symbols(self) -> list[str]:
-        """What each of the items begins with."""
+        """The mark of each item."""
         raise NotImplementedError
 
 
@@ -122,7 +122,7 @@ class OrderedList(GrowingList):
 
 
 class Bullet(Static):
-    """What an item of a list begins with."""
+    """The mark of a list's item."""
 
     def __init__(self, symbol: str) -> None:
         super().__init__(Content(symbol))
@@ -171,11 +171,11 @@ class ModelMarkdown(Growing, Markdown):
         self.lines_ahead = 0
 
     async def append_text(self, text: str, lines_ahead: int = 0) -> None:
-        """Add what the model said; only the last block of the document is built anew.
+        """Add text of the model; only the last block of the document is built anew.
 
         Args:
             lines_ahead: that the last paragraph takes when it needs one more, so that not every line costs a layout of
-                the screen. `end` gives back what is left of them.
+                the screen. `end` gives back the rest of them.
         """
         self.lines_ahead = lines_ahead
         before = self._last_block

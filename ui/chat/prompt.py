@@ -20,7 +20,7 @@ _NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 
 
 class PromptInput(TextArea):
-    """A text area that grows with its text and posts `Submitted`. ↑ in the first line brings back what was sent before.
+    """A text area that grows with its text and posts `Submitted`. ↑ in the first line brings back earlier texts.
 
     Before anything else is typed, ``?`` asks for the help, and a digit accepts a candidate while there are some.
 
@@ -39,10 +39,10 @@ class PromptInput(TextArea):
     def __init__(self, commands: CommandTable) -> None:
         super().__init__(compact=True, highlight_cursor_line=False, placeholder="Ask something")
         self._commands = commands
-        self._held: dict[str, str] = {}  # what stands in the text -> what it stands for
-        self._history: list[str] = []  # what was sent, the latest last
+        self._held: dict[str, str] = {}  # mark in the text -> the text that it stands for
+        self._history: list[str] = []  # texts that were sent, the latest last
         self._recalled: int | None = None  # which of them stands in the text now
-        self._draft = ""  # what was being typed before
+        self._draft = ""  # the text that was being typed before
         self.num_picks = 0  # candidates that a digit takes now
 
     @property
@@ -62,13 +62,13 @@ class PromptInput(TextArea):
         return text
 
     def remember(self, text: str) -> None:
-        """Something that ↑ brings back."""
+        """Have ↑ bring this text back."""
         if not self._history or self._history[-1] != text:
             self._history.append(text)
         self._recalled = None
 
     def _recall(self, step: int) -> bool:
-        """Bring back what was sent before (-1) or after (1); False where there is nothing."""
+        """Bring back the text that was sent before (-1) or after (1); False where there is none."""
         at = len(self._history) if self._recalled is None else self._recalled
         if not 0 <= at + step <= len(self._history) or not self._history:
             return False
@@ -81,7 +81,7 @@ class PromptInput(TextArea):
         return True
 
     def put_back(self, text: str) -> None:
-        """Text that was not sent, in front of what has been typed since."""
+        """Put back a text that was not sent, in front of the one that has been typed since."""
         self.move_cursor((0, 0))
         separator = "\n" if self.text else ""
         self.insert(self._stand_in(text) + separator)
@@ -111,7 +111,7 @@ class PromptInput(TextArea):
             event.prevent_default()
 
     def _took(self, event: events.Key) -> bool:
-        """Whether a key means something other here than in any text area; if so, it is done."""
+        """Do what a key means here and in no other text area; False where it means nothing of its own."""
         if event.key == "enter":
             if self.full_text.strip():
                 self.post_message(self.Submitted(self.full_text.strip()))

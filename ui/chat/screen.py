@@ -106,7 +106,7 @@ class ChatScreen(Screen[None]):
         self.panel.show_pool(pool)
 
     async def _draw_memory(self) -> None:
-        """Show what changed in the pool, and what the steps did, since the last time."""
+        """Show the changes in the pool, and the new steps."""
         if self.panel.display:
             self._show_memory()
         if self.talk.run is None:  # else the text brings it along
@@ -131,7 +131,7 @@ class ChatScreen(Screen[None]):
         self.post_message(EngineCommand(Inspect(message.block)))
 
     def action_command(self, name: str, argument: str = "") -> None:
-        """Do what a slash command does, after all that the talk was told before.
+        """Run a slash command, after all that the talk was told before.
 
         Keys act in the app's task, or in the prompt's, and the palette in the app's: a command that began there would
         change the conversation in the midst of a question that is being asked.
@@ -156,7 +156,7 @@ class ChatScreen(Screen[None]):
             talk.prompt.focus()
 
     def action_interrupt(self) -> None:
-        """ctrl+c: copy what is selected, else stop what goes on, else quit."""
+        """ctrl+c: copy the selection, else stop the answer or the loading, else quit."""
         selected = self.talk.prompt.selected_text or self.get_selected_text()
         if selected:
             self.app.copy_to_clipboard(selected)

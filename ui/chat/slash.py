@@ -1,4 +1,4 @@
-"""Slash commands: what is typed in the prompt, pressed as a key, offered by the palette and listed by the help."""
+"""Slash commands: typed in the prompt, pressed as keys, offered by the palette, listed by the help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from textual.binding import Binding
 from minillm.errors import UsageError, nearest
 
 Action = Callable[[Any, str], Awaitable[None]]
-"""What a command does, to the talk that it was given to, with its argument."""
+"""Carries a command out for the talk that it was given to, with its argument."""
 Scope = Literal["chat", "app", "everywhere"]
 
 
@@ -22,7 +22,7 @@ class SlashCommand:
     name: str
     summary: str
     action: Action
-    argument: str = ""  # what it takes, for people; in brackets where it may be left out
+    argument: str = ""  # named for people; in brackets where it may be left out
     keys: Mapping[str, str] = field(default_factory=dict)  # each with the argument that it stands for
     shown_key: str = ""  # how people are told
     label: str = ""  # in the line of keys; empty: not there
@@ -50,7 +50,7 @@ class CommandTable:
         self._commands: dict[str, SlashCommand] = {}
 
     def command(self, name: str, summary: str, key: str = "", **options: Any) -> Callable[[Action], Action]:
-        """Decorates what a command does. ``key`` does it, too; for ``options`` see `SlashCommand`."""
+        """Decorate the function of a command. ``key`` runs it, too; for ``options`` see `SlashCommand`."""
         if key:
             options = {"keys": {key: ""}, "shown_key": "+".join(map(str.capitalize, key.split("+"))), **options}
 
@@ -97,10 +97,10 @@ class CommandTable:
 
 
 def is_command(text: str) -> bool:
-    """Whether what was typed is a command: a slash begins it. Two slashes begin a question that begins with one."""
+    """Whether a text is a command: it begins with a slash. Two slashes begin a question that begins with one."""
     return text.startswith("/") and not text.startswith("//")
 
 
 def unescaped(text: str) -> str:
-    """The question that a text asks which is no command."""
+    """The question of a text that is no command."""
     return text[1:] if text.startswith("//") else text

@@ -33,13 +33,14 @@ _NOTES = {
     "failed": (" (F2 chooses a model, /reload tries again)", "error"),
     "crashed": (" (/reload restarts it; the conversation is kept)", "error"),
     "off": ("loading was cancelled (/reload loads again, F2 chooses a model)", "warning"),
-}  # what is said behind an error, by the engine's phase
+}  # the rest of a note that begins with the error, by the engine's phase
 
 
 class Talk(Vertical):
-    """Whatever changes the conversation happens in this widget's own task, one thing after the other.
+    """The conversation and its widgets.
 
-    These are questions, commands, and the events of the engine.
+    Questions, commands and the engine's events change the conversation. All of them are handled in this widget's own
+    task, one after the other.
     """
 
     app = getters.app(EngineApp)
@@ -59,12 +60,12 @@ class Talk(Vertical):
         self.engine = EngineState()  # as far as this widget has heard
         self.pool: Pool | None = None
         self.ended_at = 0.0  # when the last answer did
-        self.num_waiting = 0  # commands that were called by a key, and wait for what came before them
+        self.num_waiting = 0  # commands that keys have called, and that have not run yet
         self._text = Drawing(self, self._draw, share=0.014, longest=1.0)
         self._saved_at = 0.0
         self._warned_full = False
         self._pinned_system = ""
-        self._report_every = 0.0  # what the engine was told last
+        self._report_every = 0.0  # as the engine was told last
 
     def compose(self) -> ComposeResult:
         yield Transcript()
@@ -118,7 +119,7 @@ class Talk(Vertical):
                 self._text.soon()
 
     def _pin_system(self) -> None:
-        """Keep the system prompt's blocks, whatever comes."""
+        """Have the engine keep the system prompt's blocks."""
         system = self.app.settings.system
         if self.engine.phase == "ready" and system != self._pinned_system:
             self._pinned_system = system
@@ -153,14 +154,14 @@ class Talk(Vertical):
         await self.run_command(message.name, message.argument)
 
     async def run_command(self, name: str, argument: str = "") -> None:
-        """Do what a slash command of this name does; an error that its user made is said."""
+        """Run the slash command of this name; an error that its user made is said."""
         try:
             await self.commands[name].action(self, argument)
         except MinillmError as error:
             self.notify(str(error))
 
     def call_command(self, name: str, argument: str) -> None:
-        """Run a command after all that this widget was told before, from whichever task."""
+        """Run a command after all that this widget was told before. Any task may call."""
 
         async def run() -> None:
             try:
@@ -208,7 +209,7 @@ class Talk(Vertical):
         return self.run
 
     async def _draw(self) -> None:
-        """Show what was said since the last time."""
+        """Show the text that came since the last time."""
         if self.run is not None:
             ahead = min(_LINES_AHEAD, self.transcript.size.height // 4) if self.beside_model else 0
             await self.run.draw(ahead)
@@ -217,7 +218,7 @@ class Talk(Vertical):
                 self.save()
 
     async def _end(self, ending: Ending) -> None:
-        """The answer is complete, as far as it got. One that was stopped before its first word is taken back."""
+        """End the answer. One that was stopped before its first word is taken back."""
         run, self.run = self.run, None
         assert run is not None
         self.ended_at = time.monotonic()
@@ -245,7 +246,7 @@ class Talk(Vertical):
     # --- candidates ---------------------------------------------------------------------------------------------------
 
     async def accept(self, turn: Turn, index: int) -> None:
-        """The candidate is the answer; the blocks of the others are freed."""
+        """Make a candidate the answer, and have the blocks of the others freed."""
         turn.answer.accept(index)
         self.send(Keep(turn.answer.request_id, index))
         view = self.transcript.view_of(turn)
@@ -261,10 +262,10 @@ class Talk(Vertical):
             self.notify("the first candidate was taken")
             await self.accept(leaf, 0)
 
-    # --- what is seen of it -------------------------------------------------------------------------------------------
+    # --- the lines below the transcript -------------------------------------------------------------------------------
 
     def refresh_status(self) -> None:
-        """Show what goes on. Drawing leaves the processor to a model that computes on it, and so does the engine."""
+        """Show the activity. Drawing and reports leave the processor to a model that computes on it."""
         loaded, pool, leaf = self.engine.loaded, self.pool, self.conversation.leaf
         self.beside_model = self.run is not None and loaded is not None and loaded.device == "cpu"
         self._text.pace(self.beside_model)
@@ -274,9 +275,8 @@ class Talk(Vertical):
             self.send(Report(every))
         answer = leaf.answer if leaf is not None else Answer("")
         self.prompt.num_picks = len(answer.candidates)
-        self.prompt.cursor_blink = (
-            self.run is None
-        )  # or the screen would be drawn twice a second more, beside the model
+        # A cursor that blinks beside the model would cost two drawings a second.
+        self.prompt.cursor_blink = self.run is None
         self.query_one(StatusBar).status = Status(
             activity=_activity(self.engine.phase, self.run, answer),
             tokens_per_second=answer.tokens_per_second,
@@ -289,7 +289,7 @@ class Talk(Vertical):
 
     @on(TextArea.Changed)
     def _hint(self, message: TextArea.Changed) -> None:
-        """While a command is being typed: those that it may become."""
+        """Show the commands that a half-typed one may become."""
         hints = self.query_one("#hints", Static)
         found = self.commands.completions(message.text_area.text)
         hints.display = bool(found)
@@ -309,7 +309,7 @@ class Talk(Vertical):
             self.notify(str(error))
 
     async def open_conversation(self, conversation: Conversation) -> None:
-        """Show another conversation; what the engine holds of the old one is freed."""
+        """Show another conversation; the engine frees the blocks of the old one."""
         self.send(Forget(self.conversation.conversation_id))
         self.run = self.editing = None
         self._warned_full = False

@@ -10,7 +10,7 @@ from textual.widgets import Static
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.dialogs.dialog import Dialog
 
-# What keys do, under titles; a command's name in braces stands for its key.
+# Keys and their meanings, under titles; a command's name in braces stands for its key.
 KEYS = {
     "Talk": {
         "Enter": "send",

@@ -15,4 +15,4 @@ class Palette(PatientPalette):
     @on(OptionList.OptionSelected)
     def _take_only_one(self, event: Input.Submitted | OptionList.OptionSelected) -> None:
         if not self.is_active:
-            event.prevent_default()  # it has closed: what is on top now would close, and the command would run again
+            event.prevent_default()  # it has closed: the screen below would close, too, and the command would run again

@@ -48,7 +48,7 @@ def _host_block_facts(block: int, table: TableView, memory: Memory) -> Content:
 
 
 def token_text(tokens: list[str]) -> Content:
-    """Tokens one after another, with a thin rule where one ends; what cannot be seen has a sign."""
+    """Tokens one after another, with a thin rule where one ends; invisible characters have a sign."""
     return Content.assemble(*(part for token in tokens for part in (_shown(token), ("│", "$foreground 35%"))))
 
 

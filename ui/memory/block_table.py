@@ -1,4 +1,4 @@
-"""Block tables, a line per logical block: where it lies, how full it is, who shares it, and the runs they form."""
+"""Block tables, a line per logical block: its place, its fill, its sharers, and the run that it belongs to."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _bracket(blocks: Sequence[int], index: int) -> str:
 
 
 def runs_line(blocks: Sequence[int], width: int) -> str:
-    """All runs in one line: ``0–3 → 12–15, 4 → 90``; what does not fit is counted."""
+    """All runs in one line: ``0–3 → 12–15, 4 → 90``; the rest is counted."""
     parts = [f"{span(start, length)} → {span(block, length)}" for start, block, length in contiguous_runs(blocks)]
     line = ""
     for number, part in enumerate(parts):

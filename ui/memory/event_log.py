@@ -1,4 +1,4 @@
-"""What happens to the cache, an event a line, the newest at the bottom: it can be held still, and filtered by kind."""
+"""The events of the cache, one a line, the newest at the bottom; it can be held still, and filtered by kind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WORDS = {
     "preempt": ("{name} makes room with {number}, and waits: {where}", "{name} waits: {number}"),
     "swap_out": ("{name} left {number} for the host: {where}", "{name}, {number}"),
     "swap_in": ("{name} is back from the host, in {number}: {where}", "{name}, {number}"),
-}  # where there is room, and where there is little
+}  # for a wide log, and for a narrow one
 _MOST_LINES = 10_000
 _SPARE = 1_000  # lines that may be too many before they are thrown away at once
 _MOST_SPANS = 3
@@ -59,7 +59,7 @@ class EventLog(LineView):
     follows = True
 
     class Changed(Message):
-        """Paused or not, or another filter: what stands above and below the log is out of date."""
+        """Paused or not, or another filter: the lines above and below the log are out of date."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
@@ -69,7 +69,7 @@ class EventLog(LineView):
         self._entries: list[LogEntry] = []
         self._owners: dict[int, tuple[str, int]] = {}  # seq_id -> owner, completion; outlives the sequence
 
-    # --- what it is told ----------------------------------------------------------------------------------------------
+    # --- the events ---------------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         """There is another pool, or none."""
@@ -129,7 +129,7 @@ class EventLog(LineView):
         self.post_message(self.Changed())
 
     def _filter(self) -> None:
-        """Choose anew from what has been looked at: a log that is held still stays so."""
+        """Choose anew from the events that have been looked at: a log that is held still stays so."""
         if self.memory.pool is not None:
             wanted, log = self._wanted(), list(self.memory.pool.log)
             looked_at = log[: len(log) - len(self._fresh())]
@@ -181,11 +181,11 @@ class EventLog(LineView):
         return flow(items, width, height)
 
 
-def event_words(entry: LogEntry, who: Callable[[int, str], str], *, short: bool = False) -> str:
-    """What an event means, in words; ``who`` names a sequence by its id, or else by its owner."""
+def event_words(entry: LogEntry, name_of: Callable[[int, str], str], *, short: bool = False) -> str:
+    """An event in words; ``name_of`` names a sequence by its id, or else by its owner."""
     words = {
-        "name": who(entry.seq_id, entry.owner),
-        "parent": "another" if entry.parent_id is None else who(entry.parent_id, ""),
+        "name": name_of(entry.seq_id, entry.owner),
+        "parent": "another" if entry.parent_id is None else name_of(entry.parent_id, ""),
         "number": plural(len(entry.blocks), "block"),
         "where": spans(entry.blocks, _MOST_SPANS),
         "detail": count(entry.detail),

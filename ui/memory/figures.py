@@ -1,4 +1,4 @@
-"""The memory over time: who holds how much of it, what paging and sharing save, and how often the cache helped."""
+"""The memory over time: the share of each kind, the savings by paging and sharing, and the help of the cache."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _held(pool: Pool, figures: PoolFigures) -> int:
 
 
 def _savings(pool: Pool, width: int) -> list[Parts]:
-    """What the same sequences take, and what they would take."""
+    """The memory that the sequences take, and that they would take without sharing or paging."""
     slot_bytes = pool.block_bytes / pool.block_size
     on_device = sum(1 for table in pool.tables.values() if table.state != "swapped")
     without, label = ("without", 15) if width >= _ROOMY_HALF else ("no", 10)
@@ -132,7 +132,7 @@ def _savings(pool: Pool, width: int) -> list[Parts]:
 
 
 def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
-    """What happened since the start; ``spread`` over more lines."""
+    """The counts since the start; ``spread`` over more lines."""
     counts = pool.counts
     looked_up, hits = counts.num_looked_up_tokens, counts.num_hit_tokens
     rate = f"{hits / looked_up:.0%}" if looked_up else "none yet"
@@ -191,7 +191,7 @@ def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
 
 
 def _column(pool: Pool, figures: PoolFigures, height: int) -> Sequence[int]:
-    """Which kind stands in each cell, from below. What is there at all gets a cell if another can spare it."""
+    """Which kind stands in each cell, from below. A kind that is there at all gets a cell if another can spare it."""
     held, size_ = _held(pool, figures), pool.block_size
     waste = max(0, held * size_ - figures.used_slots) / size_
     shared = min(figures.shared_blocks, held)

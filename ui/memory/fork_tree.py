@@ -1,4 +1,4 @@
-"""Who was forked from whom, as the blocks tell it: shared ones on the edges, private ones at the leaves."""
+"""The forks, as the blocks tell them: shared ones on the edges, private ones at the leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_SPANS = 4
 
 
 class ForkTree(LineView):
-    """A line per node. ``●`` is a run of blocks that all below it share; a name is a sequence, with what it has alone.
+    """A line per node. ``●`` is a run of blocks that all below it share; a name is a sequence, with its private blocks.
 
     A sequence without a block of its own stands where its last block is still shared: it has not been written to.
     """

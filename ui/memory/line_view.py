@@ -1,4 +1,4 @@
-"""Many lines about the memory, each made when it is seen: no widget per line, no list of what is out of sight."""
+"""Many lines about the memory, each made when it is seen: no widget per line, no list of the lines out of sight."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LineView(SteadyScrollView, can_focus=True):
         self._at_end = True
         self._base: Style | None = None
         self._parts: dict[str, Style] = {}
-        self._drawn: dict[int, list[Segment]] = {}  # what stands on each line of the screen
+        self._drawn: dict[int, list[Segment]] = {}  # the segments of each line of the screen
 
     def begin_anew(self) -> None:
         """There is another pool, or none."""
@@ -48,7 +48,7 @@ class LineView(SteadyScrollView, can_focus=True):
         raise NotImplementedError
 
     def line(self, row: int, width: int) -> list[Segment]:
-        """The segments of line ``row``; what goes beyond ``width`` cells is cut."""
+        """The segments of line ``row``; the part beyond ``width`` cells is cut."""
         raise NotImplementedError
 
     def set_lines(self, num_lines: int, dropped: int = 0) -> None:
@@ -69,7 +69,7 @@ class LineView(SteadyScrollView, can_focus=True):
         self.refresh_changed()
 
     def refresh_changed(self) -> None:
-        """Draw those lines in view that are other than what stands there: making a line costs far less than that."""
+        """Draw the lines in view that differ from the screen: making a line costs far less than drawing it."""
         width, height = self.scrollable_content_region.width, self.size.height
         changed = [y for y in range(height) if self._segments(y, width) != self._drawn.get(y)]
         if len(changed) > height // 2:
@@ -93,7 +93,7 @@ class LineView(SteadyScrollView, can_focus=True):
 
     @property
     def base(self) -> Style:
-        """The style of what has no other: Textual's own property walks the tree at each call."""
+        """The style of text without a style: Textual's own property walks the tree at each call."""
         if self._base is None:
             self._base = self.rich_style
         return self._base

@@ -30,10 +30,13 @@ class Looks:
         self._letters: dict[int, int] = {}  # seq_id -> its letter's number, as long as it lives
         self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + its sequence's letter; 0 where it has none
 
-    def find_all(self) -> None:
-        """Find how every block looks by its state."""
+    def find_all(self, *, by_sequence: bool) -> None:
+        """Find everything anew."""
         for block in range(self.pool.num_blocks):
             self.find(block)
+        self.follow_host()
+        if by_sequence:
+            self.follow_sequences()
 
     def find(self, block: int) -> None:
         """Find how a block looks by its state."""
@@ -54,13 +57,13 @@ class Looks:
         return [table for table in self.pool.tables.values() if table.state != "swapped"]
 
     def follow_host(self) -> None:
-        """Find what waits on the host."""
+        """Find the tables that wait on the host."""
         swapped = [table for table in self.pool.tables.values() if table.state == "swapped"]
         room = range(self.pool.num_host_blocks)
         self.host = {block: table for table in swapped for block in table.blocks if block in room}
 
     def follow_sequences(self) -> bytearray:
-        """Find which block is whose; returns what it was before. A letter stays a sequence's as long as it lives."""
+        """Find the sequence of each block; returns those before. A sequence keeps its letter as long as it lives."""
         pool, before = self.pool, self._sequence_of
         for seq_id in self._letters.keys() - pool.tables.keys():
             del self._letters[seq_id]
@@ -106,7 +109,7 @@ class Looks:
         return _letter_look(self._letters.get(table.seq_id, 0)) if by_sequence else ("w", _SWAPPED)
 
     def legend(self, name_of: Callable[[TableView], str], *, by_sequence: bool) -> Iterator[tuple[str, str, str]]:
-        """Marks, their classes, and what they mean."""
+        """Marks, their classes, and their meanings."""
         if by_sequence:
             yield "*", _SHARED, "several"
             for seq_id, number in sorted(self._letters.items(), key=lambda item: item[1]):

@@ -1,4 +1,4 @@
-"""What the views of the memory show: the pool, the names of its sequences, and the block that the reader is at."""
+"""The data of the memory's views: the pool, the names of its sequences, and the block that the reader is at."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Memory:
         return [*current, *(table for table in others if self.current is None or table.owner != self.current)]
 
     def name(self, owner: str, index: int) -> str:
-        """What people call a sequence, in one line without anything that a terminal obeys."""
+        """The name of a sequence for people, in one line without anything that a terminal obeys."""
         return clean_line(self.names(owner, index), _LONGEST)
 
     def table_name(self, table: TableView) -> str:

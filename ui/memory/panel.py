@@ -53,7 +53,7 @@ class MemoryPanel(Vertical):
         self.call_after_refresh(self._fill_views)
 
     async def _fill_views(self) -> None:
-        """Make what the first screen does not show: it would delay that by a tenth."""
+        """Fill the views that the first screen does not show: they would delay it by a tenth."""
         for name in self._empty:
             await self._views[name].fill()
         self._empty = []
@@ -80,7 +80,7 @@ class MemoryPanel(Vertical):
             self._changed.update(pool.apply(event))
 
     def show_news(self, names: Names, current: str | None) -> None:
-        """Show what was taken over since the last time. ``current``: the request whose tables come first."""
+        """Show the changes since the last time. ``current``: the request whose tables come first."""
         memory, blocks = self._memory, self._changed
         if memory.pool is None:
             return

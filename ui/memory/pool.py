@@ -1,6 +1,6 @@
 """The engine's pool of blocks as the app knows it: a picture, kept up to date by `CacheChanged` events.
 
-The engine sends the block tables and the ids of cached blocks. What a block looks like follows from these.
+The engine sends the block tables and the ids of cached blocks. The state of every block follows from these.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HISTORY = 600  # figures over time: a minute at ten a second
 
 
 class BlockState(Enum):
-    """Who holds a block. The value is its letter on the map."""
+    """The state of a block, by its holders. The value is its letter on the map."""
 
     FREE = "·"
     OWNED = "o"
@@ -43,7 +43,7 @@ class PoolFigures:
     cached_blocks: int = 0
     shared_blocks: int = 0
     pinned_blocks: int = 0
-    logical_blocks: int = 0  # entries of all tables: what the same sequences would take without sharing
+    logical_blocks: int = 0  # entries of all tables: so many would the same sequences take without sharing
     used_slots: int = 0  # slots of used blocks that hold a token
 
 
@@ -55,7 +55,7 @@ class Pool:
     block_size: int
     block_bytes: int
     num_host_blocks: int = 0
-    max_model_len: int = 0  # what a cache without paging would reserve for each sequence
+    max_model_len: int = 0  # slots that a cache without paging would reserve for each sequence
     ref_counts: array[int] = field(init=False)
     filled: array[int] = field(init=False)  # slots of each block that hold a token
     tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, in the order in which they came

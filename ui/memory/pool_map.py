@@ -96,13 +96,12 @@ class PoolMap(LineView):
         self._cursor = 0
         self._hovered: tuple[int, bool] | None = None  # a block, and whether it is one of the host's
 
-    # --- what it is told ----------------------------------------------------------------------------------------------
+    # --- the pool -----------------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         self._looks = None if self.memory.pool is None else Looks(self.memory.pool)
         self._cursor, self._hovered = 0, None
-        self._find_looks()
-        self._lay_out()
+        self.catch_up()
         self.scroll_home(animate=False)
 
     def blocks_changed(self, blocks: Iterable[int]) -> None:
@@ -131,17 +130,11 @@ class PoolMap(LineView):
             self._show_row(used[-1])
 
     def catch_up(self) -> None:
-        self._find_looks()
+        if self._looks is not None:
+            self._looks.find_all(by_sequence=self.by_sequence)
         self._lay_out()
         if not self.has_focus:
             self._show_last_used()
-
-    def _find_looks(self) -> None:
-        if self._looks is not None:
-            self._looks.find_all()
-            self._looks.follow_host()
-            if self.by_sequence:
-                self._looks.follow_sequences()
 
     def _redraw(self, rows: set[int]) -> None:
         top, height, width = self.scroll_offset.y, self.size.height, self.size.width
@@ -297,7 +290,7 @@ class PoolMap(LineView):
         )
 
     def legend(self, width: int, height: int) -> Content:
-        """What the marks mean, as far as it fits."""
+        """The meaning of the marks, as far as it fits."""
         if self._looks is None:
             return Content("")
         items = [

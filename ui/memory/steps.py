@@ -1,4 +1,4 @@
-"""What the engine's steps did, a step a line, the newest at the bottom."""
+"""The engine's steps, one a line, the newest at the bottom."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class StepList(LineView):
 
 
 def _trouble(step: StepReport) -> str:
-    """What a step had to do for want of room."""
+    """The preemptions and swaps of a step, which lacked room."""
     parts = (("!", step.num_preempted), ("↓", step.num_swapped_out), ("↑", step.num_swapped_in))
     return "".join(f" {mark}{number}" for mark, number in parts if number)
 

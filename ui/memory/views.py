@@ -48,7 +48,7 @@ class MemoryView(Vertical):
 
     @on(EventLog.Changed)
     def update_facts(self) -> None:
-        """Draw the lines around the lists anew, where they are other than what stands there."""
+        """Draw the changed lines around the lists."""
         for facts in self.query(Drawn):
             facts.update()
 
@@ -77,7 +77,7 @@ class PoolView(MemoryView):
 
     @on(PoolMap.Recoloured)
     def name_colours(self) -> None:
-        """Say what the key for the other colours does."""
+        """Name the key for the other colours."""
         self.query_one("#pool").border_subtitle = "c: by state" if self._map.by_sequence else "c: by sequence"
         self.update_facts()
 
