@@ -1,0 +1,176 @@
+"""Seeded faults: does any test notice? ``make mutants``, or ``python tests/mutants.py --only NAME``.
+
+The table is in `faults.py`. Each fault is made in a copy of the working tree, one at a time, and the tests that belong to
+it are run there. A fault is killed if one of them fails, crashes or hangs. One that survives asks for a test, or for the
+reason why it changes nothing. `test_mutants.py` checks with the fast tests that the table still fits the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from faults import FAULTS, Fault
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_BEHIND = shutil.ignore_patterns(
+    ".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist", "models"
+)
+ALWAYS_OUT = "not weights and not parity and not soak and not gpu"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The end of one fault: ``killed``, ``survives`` or ``broken`` (its tests cannot be run), by which test or why."""
+
+    kind: str
+    by: str
+    seconds: float
+
+
+def problems(fault: Fault) -> list[str]:
+    """What is wrong with an entry of the table, as lines; none where it fits the code."""
+    found = []
+    text = (ROOT / fault.file).read_text(encoding="utf-8")
+    if text.count(fault.old) != 1:
+        found.append(f"{fault.name}: {fault.old!r} is {text.count(fault.old)} times in {fault.file}, not once")
+    try:
+        ast.parse(text.replace(fault.old, fault.new))
+    except SyntaxError as error:
+        found.append(f"{fault.name}: {fault.file} would be no Python: {error}")
+    for test in fault.tests:
+        name, _, function = test.partition("::")
+        path = ROOT / name
+        if not path.is_file():
+            found.append(f"{fault.name}: there is no {name}")
+        elif function and not re.search(rf"^(async )?def {function.partition('[')[0]}\(", path.read_text(), re.M):
+            found.append(f"{fault.name}: there is no {test}")
+    if not fault.tests and not fault.harmless:
+        found.append(f"{fault.name}: neither tests nor a reason why it changes nothing")
+    return found
+
+
+def run(tree: Path, tests: Iterable[str], timeout: float) -> tuple[int | None, str]:
+    """Run tests in a copy of the tree. Returns the exit status (None: it took too long) and the output."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        [*command, "-m", ALWAYS_OUT, *tests], cwd=tree, env=environment, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def judge(fault: Fault, tree: Path, timeout: float) -> Verdict:
+    """Make a fault in a copy of the tree, run its tests, and take it back."""
+    path, began = tree / fault.file, time.monotonic()
+    sound, times = path.read_bytes(), path.stat()
+    path.write_text(sound.decode().replace(fault.old, fault.new), encoding="utf-8")
+    try:
+        status, output = run(tree, fault.tests, timeout)
+    finally:
+        path.write_bytes(sound)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    seconds = time.monotonic() - began
+    if status is None:
+        return Verdict("killed", f"it hangs ({timeout:.0f} s)", seconds)
+    if status == 0:
+        return Verdict("survives", ", ".join(fault.tests), seconds)
+    if status in (4, 5):  # pytest knows no such test
+        return Verdict("broken", output.strip().splitlines()[-1] if output.strip() else f"exit {status}", seconds)
+    failed = re.findall(r"^(?:FAILED|ERROR) \S*?([^/\s]+?)(?: - .*)?$", output, re.M)
+    return Verdict("killed", failed[0] if failed else f"exit {status}", seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Seed faults, and see whether a test notices.")
+    parser.add_argument("--only", metavar="NAME", action="append", help="faults whose name holds this; may be several")
+    parser.add_argument("--list", action="store_true", help="print the table and end")
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="faults at a time (1)")
+    parser.add_argument("--timeout", metavar="S", type=float, default=300, help="a fault that takes longer hangs (300)")
+    options = parser.parse_args(arguments)
+    chosen = [fault for fault in FAULTS if not options.only or any(part in fault.name for part in options.only)]
+    if options.list:
+        for fault in chosen:
+            print(f"{fault.name:42} {fault.file:36} {fault.harmless or ' '.join(fault.tests)}")
+        return 0
+    wrong = [line for fault in FAULTS for line in problems(fault)]
+    if wrong or not chosen:
+        print("\n".join(wrong or ["no fault has such a name"]))
+        return 1
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        return run_all(chosen, Path(directory), max(1, options.jobs), options.timeout)
+
+
+def run_all(chosen: list[Fault], directory: Path, jobs: int, timeout: float) -> int:
+    """Judge faults in as many copies of the tree as there are jobs. Returns the exit status."""
+    trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for number in range(jobs):
+        shutil.copytree(ROOT, directory / str(number), symlinks=True, ignore=LEFT_BEHIND)
+        trees.put(directory / str(number))
+    tests = sorted({test for fault in chosen for test in fault.tests})
+    print(f"{len(chosen)} faults; first their {len(tests)} tests without any", flush=True)
+    status, output = run(directory / "0", tests, 3600)
+    if status != 0:
+        print(output or "they take more than an hour")
+        return 1
+
+    def work(fault: Fault) -> tuple[Fault, Verdict]:
+        tree = trees.get()
+        try:
+            return fault, judge(fault, tree, timeout)
+        finally:
+            trees.put(tree)
+
+    verdicts: dict[str, Verdict] = {}
+    began = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(work, fault) for fault in chosen]):
+            fault, verdict = done.result()
+            verdicts[fault.name] = verdict
+            count = len(verdicts)
+            killed = sum(each.kind == "killed" for each in verdicts.values())
+            left = (time.monotonic() - began) / count * (len(chosen) - count)
+            print(
+                f"{count:3}/{len(chosen)}  {fault.name:42} {verdict.kind:8} {verdict.seconds:4.0f} s  "
+                f"killed {killed / count:4.0%}  {left / 60:4.0f} min left  {verdict.by}",
+                flush=True,
+            )
+    bad = 0
+    for fault in chosen:
+        verdict = verdicts[fault.name]
+        if verdict.kind == "survives" and fault.harmless:
+            print(f"{fault.name}: changes nothing: {fault.harmless}")
+        elif verdict.kind == "killed" and fault.harmless:
+            print(f"{fault.name}: is said to change nothing, and {verdict.by} notices")
+            bad += 1
+        elif verdict.kind != "killed":
+            print(f"{fault.name}: {verdict.kind}: {verdict.by}")
+            bad += 1
+    print(f"{len(chosen)} faults, {bad} to look at, {time.monotonic() - began:.0f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
