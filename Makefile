@@ -16,7 +16,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 HAS_DRIVER := $(shell command -v nvidia-smi || ls -d /proc/driver/nvidia 2>/dev/null)
 
-.PHONY: chat test test-fast test-gpu lint format bench parity soak clean
+.PHONY: chat test test-fast test-gpu lint format bench parity soak mutants clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -81,6 +81,10 @@ parity: $(VENV)/installed-dev
 # Long random work: operations on the books of the cache, requests, typing at the chat.
 soak: $(VENV)/installed-dev
 	$(BIN)/pytest -m soak
+
+# Seeded faults: each must make a test fail. MUTANTS="--only NAME", "--jobs N", "--list"
+mutants: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(MUTANTS)
 
 bench: $(VENV)/installed
 	$(BIN)/minillm bench latency --shape smollm2-135m

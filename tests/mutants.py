@@ -1,8 +1,8 @@
 """Seeded faults: does any test notice? ``make mutants``, or ``python tests/mutants.py --only NAME``.
 
-The table is in `faults.py`. Each fault is made in a copy of the working tree, one at a time, and the tests that belong to
-it are run there. A fault is killed if one of them fails, crashes or hangs. One that survives asks for a test, or for the
-reason why it changes nothing. `test_mutants.py` checks with the fast tests that the table still fits the code.
+The table is in `faults.py`. Each fault is made in a copy of the working tree, one at a time, and the tests that belong
+to it are run there. A fault is killed if one of them fails, crashes or hangs. One that survives asks for a test, or for
+the reason why it changes nothing. `test_mutants.py` checks with the other tests that the table still fits the code.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ def run(tree: Path, tests: Iterable[str], timeout: float) -> tuple[int | None, s
     """Run tests in a copy of the tree. Returns the exit status (None: it took too long) and the output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    # The suite fails where the user's files change under it, and somebody may chat meanwhile.
+    environment |= {"MINILLM_DATA": str(tree / ".data"), "MINILLM_CONFIG": str(tree / ".config")}
     process = subprocess.Popen(
         [*command, "-m", ALWAYS_OUT, *tests], cwd=tree, env=environment, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

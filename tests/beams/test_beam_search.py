@@ -163,6 +163,22 @@ def test_logprobs_of_beams_add_up(models: tuple[Any, Any]) -> None:
         assert completion.score == pytest.approx(total / len(completion.token_ids) ** 2, abs=1e-3)
 
 
+def test_an_aborted_search_scores_its_beams_by_their_length(models: tuple[Any, Any]) -> None:
+    _, model = models
+    engine = engine_for(model)
+    params = BeamSearchParams(beam_width=3, max_tokens=9, length_penalty=2.0, ignore_eos=True)
+    engine.add_request("0", [5, 6, 7], params)
+    for _ in range(4):
+        engine.step()
+    engine.abort("0")
+    engine.carry_out_aborts()
+    [output] = engine.take_finished()
+    for completion in output.outputs:
+        assert len(completion.token_ids) == 4
+        assert completion.cumulative_logprob is not None
+        assert completion.score == pytest.approx(completion.cumulative_logprob / 4**2)
+
+
 def diverse_reference(theirs: Any, prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
     """Diverse beam search in float64, written from the paper: groups one after another at each step."""
     model = theirs.double()

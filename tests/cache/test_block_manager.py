@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pool_model import ALPHABET, COLLIDES, PoolModel, random_history
 
-from minillm.cache import BlockManager, BlockTable, CacheEvent, OutOfBlocks, check, pool_stats
+from minillm.cache import BlockManager, BlockTable, CacheEvent, OutOfBlocks, SwapSpace, check, pool_stats
+from minillm.cache.free_blocks import FreeBlocks
 
 
 def grown(manager: BlockManager, seq_id: int, count: int) -> BlockTable:
@@ -189,6 +190,15 @@ def test_a_full_pool_is_one_run_again_after_everything_is_freed() -> None:
     assert manager._free.runs() == [(0, 64)]
 
 
+def test_runs_join_in_whatever_order_blocks_come_back() -> None:
+    for order in itertools.permutations(range(5)):
+        free = FreeBlocks(5)
+        free.take(5)
+        for block in order:
+            free.put(block)
+        assert free.runs() == [(0, 5)], order
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_ten_thousand_random_histories_balance(block_size: int) -> None:
     """2,500 histories per block size; what each table reads is checked as it goes, the books after each history."""
@@ -267,6 +277,61 @@ def test_a_block_that_its_last_owner_writes_to_is_found_no_more() -> None:
     found = manager.find_cached(tokens)
     assert (found.num_tokens, found.num_held) == (4, 1)
     check(manager)
+
+
+def committed(manager: BlockManager, seq_id: int, tokens: list[int], salt: str | None = None) -> BlockTable:
+    """A table of which every full block can be found."""
+    table = manager.allocate(seq_id, tokens, salt)
+    manager.append(table, len(tokens) - table.num_tokens)
+    manager.commit(table, tokens, len(tokens))
+    return table
+
+
+def test_a_fork_keeps_the_salt() -> None:
+    """What a fork computes is found by requests of its parent's salt, and by no other."""
+    manager = BlockManager(8, 4, prefix_caching=True)
+    tokens = list(range(9))
+    parent = manager.allocate(0, tokens, "one")
+    manager.append(parent, 2)
+    child = manager.fork(parent, 1)
+    manager.append(child, 7)
+    manager.commit(child, tokens, 9)
+    assert manager.find_cached(tokens, "one").num_tokens == 8
+    assert manager.find_cached(tokens).num_tokens == 0
+
+
+def test_a_fork_keeps_the_nodes_of_its_full_blocks() -> None:
+    """A fork within a block, which then goes another way: its second block is another one, and is found as such."""
+    manager = BlockManager(8, 4, prefix_caching=True)
+    first, second = list(range(9)), [*range(6), 60, 70, 80]
+    parent = committed(manager, 0, first)
+    child = manager.fork(parent, 1, 6)
+    manager.append(child, 3)
+    manager.commit(child, second, 9)
+    assert manager.find_cached(second).blocks == child.blocks[:2]
+    assert manager.find_cached(first).blocks == parent.blocks[:2]
+
+
+def test_of_a_table_the_tail_is_evicted_first() -> None:
+    """A block behind one that is gone can never be found: it would only take room."""
+    manager = BlockManager(5, 4, prefix_caching=True)
+    tokens = list(range(17))
+    manager.free(committed(manager, 0, tokens))
+    for seq_id, left in ((1, 12), (2, 8), (3, 4), (4, 0)):
+        grown(manager, seq_id, 4 if seq_id > 1 else 8)  # one block is free; then each takes a cached one
+        assert manager.find_cached(tokens).num_tokens == left
+
+
+def test_a_salt_survives_the_host() -> None:
+    manager, swap = BlockManager(8, 4, prefix_caching=True), SwapSpace(8)
+    tokens = list(range(9))
+    table = committed(manager, 0, tokens, "one")
+    assert swap.swap_out(manager, [(table, 9)]) is not None
+    manager.reset_prefix_cache()
+    tables, _ = swap.swap_in(manager, [0])
+    manager.commit(tables[0], tokens, 9)
+    assert manager.find_cached(tokens).num_tokens == 0
+    assert manager.find_cached(tokens, "one").num_tokens == 8
 
 
 def test_hits_are_as_frequent_as_a_simple_oracle_says() -> None:

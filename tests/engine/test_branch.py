@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,3 +149,16 @@ def test_stop_strings_end_beams(llm: LLM) -> None:
     for beam in llm.beam_search("hello", params)[0].outputs:
         assert stop not in beam.text
         assert beam.finish_reason == ("stop" if beam.stop_reason == stop else "length")
+
+
+def test_a_stop_token_is_not_part_of_a_beams_text(llm: LLM) -> None:
+    shape: dict[str, Any] = {"beam_width": 3, "max_tokens": 8, "length_penalty": 0.0, "ignore_eos": True}
+    [plain] = llm.beam_search("hello", BeamSearchParams(**shape))
+    token = next(each for each in plain.outputs[0].token_ids[2:] if llm.tokenizer.token_bytes(each))
+    [output] = llm.beam_search("hello", BeamSearchParams(**shape, stop_token_ids=[token]))
+    ended = [beam for beam in output.outputs if beam.finish_reason == "stop"]
+    assert ended
+    for beam in ended:
+        stream = llm.tokenizer.detokenizer(output.prompt_token_ids)
+        assert beam.token_ids[-1] == beam.stop_reason == token
+        assert beam.text == "".join(map(stream.push, beam.token_ids[:-1])) + stream.finish()

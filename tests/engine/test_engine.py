@@ -183,6 +183,53 @@ def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic(model: Llam
         engine.step()
 
 
+def test_a_request_as_large_as_the_pool_is_taken_and_one_block_larger_is_not(model: Llama) -> None:
+    params = SamplingParams(n=2, seed=0, max_tokens=14, ignore_eos=True)
+    [output] = run(engine_for(model, num_blocks=10, block_size=4), [([7] * 10, params)])
+    assert [len(completion.token_ids) for completion in output.outputs] == [14, 14]
+    with pytest.raises(CapacityError, match=r"10 blocks of 4 tokens .* has 9"):
+        engine_for(model, num_blocks=9, block_size=4).add_request("a", [7] * 10, params)
+
+
+def test_a_step_keeps_to_its_budget_and_its_seats(model: Llama) -> None:
+    """Tokens of a step, and sequences at a time, never exceed their limits, and both limits are reached."""
+    requests = [(prompt, SamplingParams(n=1 + number % 3, seed=number, max_tokens=1 + number % 9))
+                for number, prompt in enumerate(prompts(30))]  # fmt: skip
+    engine = engine_for(model, num_blocks=400, max_num_batched_tokens=12, max_num_seqs=7)
+    launch, tokens_of_steps, seats = engine.runner.run, [], []
+
+    def noted(schedule: Any, copies: Any) -> Any:
+        tokens_of_steps.append(sum(chunk.count for chunk in schedule.chunks))
+        seats.append(sum(group.num_seqs for group in engine.scheduler.running))
+        return launch(schedule, copies)
+
+    engine.runner.run = noted  # type: ignore[method-assign]
+    run(engine, requests)
+    assert max(tokens_of_steps) == 12
+    assert max(seats) == 7
+
+
+def test_two_long_prompts_are_not_admitted_into_the_room_of_one(model: Llama) -> None:
+    """Room for the rest of an admitted prompt is kept for it, though it is computed in chunks."""
+    engine = engine_for(model, num_blocks=24, block_size=4, max_num_batched_tokens=32)
+    short = SamplingParams(temperature=0, max_tokens=2)
+    outputs = run(engine, [([5] * 6, short), ([6] * 60, short), ([7] * 60, short)])
+    assert engine.scheduler.preemption.count == 0
+    assert all(len(output.outputs[0].token_ids) == 2 for output in outputs)
+
+
+def test_the_latest_is_preempted_and_comes_back_first(model: Llama) -> None:
+    """The oldest request is never preempted, and one that was goes before those that have not begun."""
+    engine = engine_for(model, num_blocks=16, block_size=4, max_num_seqs=3, admission="optimistic")
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    outputs = run(engine, [([5 + number] * 6, params) for number in range(6)])
+    metrics = [output.metrics for output in outputs if output.metrics is not None]
+    assert metrics[0].num_preemptions == 0
+    assert sum(each.num_preemptions for each in metrics) > 0
+    ends = [each.finished_time or 0.0 for each in metrics]
+    assert ends == sorted(ends)
+
+
 def test_a_failing_device_ends_its_requests_and_nothing_else(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(model, num_blocks=64, max_num_batched_tokens=8, max_num_seqs=8)
     for number, prompt in enumerate([[5] * 8, [6] * 8]):

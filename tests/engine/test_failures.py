@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from typing import Any
 
 import pytest
-from support import engine_for, hf_model, ours
+from support import engine_for, hf_model, ours, run
 
 from minillm.cache import check
 from minillm.engine import held
@@ -113,3 +115,72 @@ def test_a_device_that_fails_at_any_step_fails_that_steps_requests_only(model: L
         everything_is_back(engine)
     assert failed > 10
     assert finished > 10
+
+
+def test_blocks_of_a_failed_step_are_not_found(model: Llama) -> None:
+    """The step's K and V may be wrong: the same prompt is computed again."""
+    engine, prompt = engine_for(model), list(range(3, 25))
+    draw = engine.runner.draw
+
+    def failing(*arguments: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    engine.runner.draw = failing  # type: ignore[method-assign, assignment]
+    engine.add_request("fails", prompt, SamplingParams(temperature=0, max_tokens=4))
+    with pytest.raises(RuntimeError):
+        engine.step()
+    engine.runner.draw = draw  # type: ignore[method-assign]
+    engine.add_request("again", prompt, SamplingParams(temperature=0, max_tokens=4))
+    while engine.has_work:
+        engine.step()
+    outputs = {output.request_id: output for output in engine.take_finished()}
+    assert "gone" in (outputs["fails"].error or "")
+    assert outputs["again"].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_outlives_a_failure_has_its_own_tokens(model: Llama, on_device: bool) -> None:
+    """Requests that waited, or were saved on the host, while a step failed before or behind the device's work."""
+    kinds = (
+        SamplingParams(temperature=0, max_tokens=30),
+        SamplingParams(n=2, seed=1, max_tokens=24, repetition_penalty=1.2),
+        BeamSearchParams(beam_width=2, max_tokens=24),
+    )
+    requests: list[tuple[list[int], Any]] = [([5 + n] * (4 + n), kinds[n % 3]) for n in range(12)]
+    alone = [run(engine_for(model, num_blocks=512, on_device=False), [each])[0] for each in requests]
+    survived = saved = 0
+    for seed in range(16):
+        engine = tight(model, on_device)
+        launch, steps = engine.runner.run, itertools.count()
+        failed: list[int] = []
+
+        def breaking(
+            schedule: Any, copies: Any, *, seed: int = seed, launch: Any = launch, steps: Any = steps,
+            failed: list[int] = failed,
+        ) -> Any:  # fmt: skip
+            """Fail once: before the device saves a group's blocks, or when it has done a step's work."""
+            nonlocal saved
+            early = seed % 2 and schedule.moves.out
+            if not failed and early:
+                saved += 1
+                failed.append(seed)
+                raise RuntimeError("the device is gone")
+            result = launch(schedule, copies)
+            if not failed and not seed % 2 and next(steps) == 3 * seed:
+                failed.append(seed)
+                raise RuntimeError("the device is gone")
+            return result
+
+        engine.runner.run = breaking  # type: ignore[method-assign]
+        for number, (prompt, params) in enumerate(requests[seed % 3 :] + requests[: seed % 3]):
+            engine.add_request(str(number), prompt, params)
+        while engine.has_work:
+            with contextlib.suppress(RuntimeError):
+                engine.step()
+        for output in engine.take_finished():
+            if output.error is None:
+                expected = next(each for each in alone if each.prompt_token_ids == output.prompt_token_ids)
+                assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected.outputs]
+                survived += 1
+    assert survived > 50
+    assert saved > 3

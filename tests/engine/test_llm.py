@@ -163,6 +163,18 @@ def test_penalties_follow_their_definitions(
         assert logits[chosen] >= logits.max() - 1e-4
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_run_of_tokens_comes_twice(llm: LLM, size: int) -> None:
+    """A bias asks for one token again and again, which makes a run that overlaps itself."""
+    prompt = [30, 31, 30]
+    params = SamplingParams(temperature=0, max_tokens=12, no_repeat_ngram_size=size, logit_bias={9: 100.0, 31: 50.0})
+    [output] = llm.generate(prompt, params)
+    tokens = prompt + output.outputs[0].token_ids
+    runs = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+    assert len(set(runs)) == len(runs) - (size == 1), "only the prompt repeats itself"
+    assert tokens.count(9) >= size
+
+
 def test_chat_goes_through_the_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     [output] = llm.chat(messages, GREEDY)

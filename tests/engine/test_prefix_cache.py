@@ -72,6 +72,21 @@ def test_identical_prompts_in_one_batch_compute_once(model: Llama) -> None:
     assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
 
 
+def test_cached_blocks_of_a_prompt_are_no_room_for_it(model: Llama) -> None:
+    """Blocks that nobody holds are free until a prompt finds them: then they cannot be its new ones as well."""
+    engine = engine_for(model, num_blocks=20)
+    prompt = list(range(3, 43))
+    finish(engine, "first", prompt)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.add_request("other", [50] * 34, params)
+    engine.step()
+    assert (engine.cache.num_free, engine.cache.num_cached) == (11, 11)
+    engine.add_request("again", [*prompt, 60, 61, 62, 63, 64], params)  # 12 blocks, 10 of them found
+    while engine.has_work:
+        engine.step()
+    assert [len(output.outputs[0].token_ids) for output in engine.take_finished()] == [2, 2]
+
+
 def test_the_longest_unused_prefix_is_evicted_first(model: Llama) -> None:
     engine = engine_for(model, num_blocks=20)
     prompts = [[10 + i] * 21 for i in range(5)]
