@@ -120,7 +120,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("shared-host-block-counted-once", "self._ref_counts[host] += 1", "self._ref_counts[host] = 1", HISTORIES),
         ("shared-host-block-freed-early", "if not self._ref_counts[host]:", "if True:", HISTORIES),
         ("saved-longer-than-computed", "hosts, tokens, table.salt)", "hosts, table.num_tokens, table.salt)", HISTORIES),
-        ("copy-behind-a-return-forgotten", "return len(distinct) + len(seq_ids)", "return len(distinct)", HISTORIES),
+        ("copy-behind-a-return-forgotten", "return len(distinct) + len(seq_ids)", "return len(distinct)",
+         "= it is a margin: the longest table comes first, so none is copied on its return, and `bring_back` asks for "
+         "two blocks more for each sequence"),
     ],
     # --- scheduling ---------------------------------------------------------------------------------------------------
     "minillm/engine/scheduler.py": [

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import os
 import queue
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NoReturn
 
+import pytest
+import torch
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +34,9 @@ LEFT_BEHIND = shutil.ignore_patterns(
     ".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist", "models"
 )
 ALWAYS_OUT = "not weights and not parity and not soak and not gpu"
+# Each run is forked from a process that has imported what takes long, and nothing of ours.
+PROCESSES = get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "pytest", "hypothesis.stateful"])
 
 
 @dataclass(frozen=True)
@@ -63,25 +70,43 @@ def problems(fault: Fault) -> list[str]:
     return found
 
 
-def run(tree: Path, tests: Iterable[str], timeout: float) -> tuple[int | None, str]:
-    """Run tests in a copy of the tree. Returns the exit status (None: it took too long) and the output."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+def work_in(tree: Path, tests: Sequence[str], output: Path) -> NoReturn:
+    """Run tests in a copy of the tree and end this process with pytest's exit status."""
+    os.setsid()
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(written, stream)
+    os.chdir(tree)
     # The suite fails where the user's files change under it, and somebody may chat meanwhile.
-    environment |= {"MINILLM_DATA": str(tree / ".data"), "MINILLM_CONFIG": str(tree / ".config")}
-    process = subprocess.Popen(
-        [*command, "-m", ALWAYS_OUT, *tests], cwd=tree, env=environment, text=True, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        return None, ""
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    os.environ |= {
+        "PYTHONPATH": str(tree),
+        "MINILLM_DATA": str(tree / ".data"),
+        "MINILLM_CONFIG": str(tree / ".config"),
+    }
+    sys.path[:] = [str(tree), *(path for path in sys.path if ROOT not in (Path(path).resolve(), *Path(path).parents))]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "minillm"]:
+        del sys.modules[name]
+    import minillm
+
+    assert Path(minillm.__file__).is_relative_to(tree), "another minillm is in the way"
+    status = pytest.main(
+        ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", ALWAYS_OUT, *tests]
+    )
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def run(tree: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, str]:
+    """Run tests in a copy of the tree. Returns the exit status (None: it took too long) and the output."""
+    output = tree.with_suffix(".out")
+    process = PROCESSES.Process(target=work_in, args=(tree, tests, output))
+    process.start()
+    process.join(timeout)
+    status = process.exitcode
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)  # and whatever it has started
+    process.join()
+    return status, output.read_text(errors="replace") if output.exists() else ""
 
 
 def judge(fault: Fault, tree: Path, timeout: float) -> Verdict:
@@ -121,12 +146,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if wrong or not chosen:
         print("\n".join(wrong or ["no fault has such a name"]))
         return 1
+    for fault in (fault for fault in chosen if fault.harmless):
+        print(f"{fault.name} changes nothing: {fault.harmless}")
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        return run_all(chosen, Path(directory), max(1, options.jobs), options.timeout)
+        seeded = [fault for fault in chosen if not fault.harmless]
+        return run_all(seeded, Path(directory), max(1, options.jobs), options.timeout) if seeded else 0
 
 
 def run_all(chosen: list[Fault], directory: Path, jobs: int, timeout: float) -> int:
     """Judge faults in as many copies of the tree as there are jobs. Returns the exit status."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # as `conftest` has it: triton is among what is imported
     trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for number in range(jobs):
         shutil.copytree(ROOT, directory / str(number), symlinks=True, ignore=LEFT_BEHIND)
@@ -159,18 +190,10 @@ def run_all(chosen: list[Fault], directory: Path, jobs: int, timeout: float) -> 
                 f"killed {killed / count:4.0%}  {left / 60:4.0f} min left  {verdict.by}",
                 flush=True,
             )
-    bad = 0
-    for fault in chosen:
-        verdict = verdicts[fault.name]
-        if verdict.kind == "survives" and fault.harmless:
-            print(f"{fault.name}: changes nothing: {fault.harmless}")
-        elif verdict.kind == "killed" and fault.harmless:
-            print(f"{fault.name}: is said to change nothing, and {verdict.by} notices")
-            bad += 1
-        elif verdict.kind != "killed":
-            print(f"{fault.name}: {verdict.kind}: {verdict.by}")
-            bad += 1
-    print(f"{len(chosen)} faults, {bad} to look at, {time.monotonic() - began:.0f} s")
+    bad = [fault for fault in chosen if verdicts[fault.name].kind != "killed"]
+    for fault in bad:
+        print(f"{fault.name} ({fault.file}) {verdicts[fault.name].kind}: {verdicts[fault.name].by}")
+    print(f"{len(chosen) - len(bad)} of {len(chosen)} faults killed in {(time.monotonic() - began) / 60:.0f} min")
     return 1 if bad else 0
 
 
