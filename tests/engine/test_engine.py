@@ -46,6 +46,7 @@ def run(
         each_step()
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
     outputs = {output.request_id: output for output in engine.take_finished()}
+    assert engine.take_finished() == [], "an output comes once"
     return [outputs[str(number)] for number in range(len(requests))]
 
 
@@ -189,6 +190,8 @@ def test_a_request_as_large_as_the_pool_is_taken_and_one_block_larger_is_not(mod
     assert [len(completion.token_ids) for completion in output.outputs] == [14, 14]
     with pytest.raises(CapacityError, match=r"10 blocks of 4 tokens .* has 9"):
         engine_for(model, num_blocks=9, block_size=4).add_request("a", [7] * 10, params)
+    [output] = run(engine_for(model, max_num_seqs=2), [([7] * 10, params)])
+    assert len(output.outputs) == 2
 
 
 def test_a_step_keeps_to_its_budget_and_its_seats(model: Llama) -> None:
@@ -209,13 +212,12 @@ def test_a_step_keeps_to_its_budget_and_its_seats(model: Llama) -> None:
     assert max(seats) == 7
 
 
-def test_two_long_prompts_are_not_admitted_into_the_room_of_one(model: Llama) -> None:
-    """Room for the rest of an admitted prompt is kept for it, though it is computed in chunks."""
-    engine = engine_for(model, num_blocks=24, block_size=4, max_num_batched_tokens=32)
-    short = SamplingParams(temperature=0, max_tokens=2)
-    outputs = run(engine, [([5] * 6, short), ([6] * 60, short), ([7] * 60, short)])
+def test_two_requests_are_not_admitted_into_the_room_of_one(model: Llama) -> None:
+    """Of the first one only the prompt has blocks yet, and its samples will need one each."""
+    engine = engine_for(model, num_blocks=8, block_size=4)
+    params = SamplingParams(n=3, seed=0, max_tokens=4)
+    run(engine, [([6] * 8, params), ([7] * 8, params)])
     assert engine.scheduler.preemption.count == 0
-    assert all(len(output.outputs[0].token_ids) == 2 for output in outputs)
 
 
 def test_the_latest_is_preempted_and_comes_back_first(model: Llama) -> None:
@@ -260,11 +262,12 @@ def test_a_request_whose_logits_are_nan_fails_alone(model: Llama, monkeypatch: p
         return logits.masked_fill_((tokens == 13)[:, None], float("nan"))
 
     monkeypatch.setattr(Llama, "forward", poisoned)
-    bad, good = run(engine, [([5, 13], GREEDY), ([5, 14], SamplingParams(temperature=0, max_tokens=1))])
+    never_13 = SamplingParams(temperature=0, max_tokens=4, logit_bias={13: -100.0})
+    bad, good = run(engine, [([5, 13], GREEDY), ([5, 14], never_13)])
     assert bad.error is not None
     assert "NaN" in bad.error
     assert good.error is None
-    assert len(good.outputs[0].token_ids) == 1
+    assert len(good.outputs[0].token_ids) == 4
 
 
 def test_a_held_sequence_gives_its_blocks_to_the_next_turn(model: Llama) -> None:

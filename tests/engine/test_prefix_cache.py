@@ -126,6 +126,11 @@ def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
     idle_verbs.pin(Driver(engine), pinned)
     for number in range(12):
         finish(engine, "x", [30 + number] * 40)
+    for number in range(2):  # both at once have no room beside the pinned blocks
+        engine.add_request(str(number), [70 + number] * 40, GREEDY)
+    while engine.has_work:
+        engine.step()
+    engine.take_finished()
     assert finish(engine, "y", [*system, 50, 51]).num_cached_tokens == 16
     assert engine.figures.cache_stats().used_blocks == 5
     large = held([60] * 60)
