@@ -90,7 +90,18 @@ def work_in(tree: Path, tests: Sequence[str], output: Path) -> NoReturn:
 
     assert Path(minillm.__file__).is_relative_to(tree), "another minillm is in the way"
     status = pytest.main(
-        ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", ALWAYS_OUT, *tests]
+        [
+            "-x",
+            "-q",
+            "--tb=line",
+            "--disable-warnings",
+            "-p",
+            "no:cacheprovider",
+            "--hypothesis-seed=0",
+            "-m",
+            ALWAYS_OUT,
+            *tests,
+        ]
     )
     sys.stdout.flush()
     os._exit(status)

@@ -77,9 +77,11 @@ def test_unknown_names_and_contradictions() -> None:
         SamplingParams(temperature=1e30)
     with pytest.raises(UsageError, match="min_tokens 5 is above max_tokens 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
     assert SamplingParams(stop="x").stop == ("x",)
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(logit_bias={"7": 1}).logit_bias == {7: 1.0}  # type: ignore[dict-item]
+    assert SamplingParams(logit_bias={7: 1e9, 8: -101.0}).logit_bias == {7: 100.0, 8: -100.0}
 
 
 @pytest.mark.parametrize(

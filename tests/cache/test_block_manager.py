@@ -312,6 +312,15 @@ def test_a_fork_keeps_the_nodes_of_its_full_blocks() -> None:
     assert manager.find_cached(first).blocks == parent.blocks[:2]
 
 
+def test_a_block_is_found_behind_its_own_beginning_only() -> None:
+    """The same tokens behind other ones have another K and V."""
+    manager = BlockManager(8, 4, prefix_caching=True)
+    committed(manager, 0, list(range(9)))
+    assert manager.find_cached([4, 5, 6, 7, 8]).num_tokens == 0
+    assert manager.find_cached([9, 9, 9, 9, 4, 5, 6, 7, 8]).num_tokens == 0
+    assert manager.find_cached([0, 1, 2, 3, 4, 5, 6, 7, 9]).num_tokens == 8
+
+
 def test_of_a_table_the_tail_is_evicted_first() -> None:
     """A block behind one that is gone can never be found: it would only take room."""
     manager = BlockManager(5, 4, prefix_caching=True)

@@ -88,6 +88,14 @@ def test_rollback_takes_tokens_back_and_frees_their_blocks(llm: LLM) -> None:
             branch.rollback(1000)
 
 
+def test_what_is_rolled_back_holds_no_block(llm: LLM) -> None:
+    with llm.branch(list(range(40, 52))) as branch:
+        branch.sample(GREEDY)
+        assert llm.cache_stats().used_blocks == 5
+        branch.rollback(10)
+        assert llm.cache_stats().used_blocks == 2
+
+
 def test_a_branch_outlives_the_loss_of_its_blocks(llm: LLM) -> None:
     with llm.branch(list(range(40, 52))) as branch:
         first = branch.sample(GREEDY)

@@ -17,7 +17,7 @@ from minillm.engine.engine import Engine
 from minillm.errors import CapacityError, UsageError
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
-from minillm.params import SamplingParams
+from minillm.params import BeamSearchParams, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def prompts(count: int, longest: int = 40) -> list[list[int]]:
 
 
 def run(
-    engine: Engine, requests: list[tuple[list[int], SamplingParams]], each_step: Callable[[], None] = lambda: None
+    engine: Engine, requests: list[tuple[list[int], Any]], each_step: Callable[[], None] = lambda: None
 ) -> list[RequestOutput]:
     for number, (prompt, params) in enumerate(requests):
         engine.add_request(str(number), prompt, params)
@@ -218,6 +218,33 @@ def test_two_requests_are_not_admitted_into_the_room_of_one(model: Llama) -> Non
     params = SamplingParams(n=3, seed=0, max_tokens=4)
     run(engine, [([6] * 8, params), ([7] * 8, params)])
     assert engine.scheduler.preemption.count == 0
+
+
+def test_a_prompt_that_lacks_one_block_waits(model: Llama) -> None:
+    engine = engine_for(model, num_blocks=8, block_size=4, admission="optimistic")
+    three = SamplingParams(temperature=0, max_tokens=3)
+    outputs = run(engine, [([5] * 13, three), ([6] * 17, three)])
+    assert engine.scheduler.preemption.count == 0
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_saved_group_comes_back_as_a_whole(model: Llama, seed: int) -> None:
+    """Also where prompts leave less of a step's budget than it has sequences."""
+    rng = random.Random(seed)
+    kinds = (
+        SamplingParams(temperature=0, max_tokens=9),
+        SamplingParams(n=3, seed=1, max_tokens=9),
+        BeamSearchParams(beam_width=3, max_tokens=9),
+    )
+    requests = [([rng.randrange(3, 96) for _ in range(rng.randint(1, 17))], rng.choice(kinds)) for _ in range(24)]
+    alone = [run(engine_for(model), [request])[0] for request in requests]
+    tight = engine_for(
+        model, num_blocks=14, max_num_batched_tokens=4, max_num_seqs=4, host_blocks=60, admission="optimistic"
+    )
+    assert tokens(run(tight, requests)) == tokens(alone)
+    assert tight.scheduler.swap.num_swapped_in > 0
+    tight.scheduler.swap.check()
 
 
 def test_the_latest_is_preempted_and_comes_back_first(model: Llama) -> None:

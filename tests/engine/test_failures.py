@@ -16,6 +16,7 @@ from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
+from minillm.runner.step import StepWork
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +185,25 @@ def test_what_outlives_a_failure_has_its_own_tokens(model: Llama, on_device: boo
                 survived += 1
     assert survived > 50
     assert saved > 3
+
+
+def test_the_device_is_told_everything_after_a_failure(model: Llama) -> None:
+    """The failed step's rows never reached the device, and the next request takes the same one."""
+    params = SamplingParams(temperature=0, max_tokens=6)
+    [expected] = run(engine_for(model, on_device=False), [([7, 8, 9], params)])
+    engine = engine_for(model, max_num_seqs=1, on_device=True)
+    compute = engine.runner.compute
+
+    def failing(work: StepWork) -> Any:
+        if work.decode is not None:
+            raise RuntimeError("the device is gone")
+        return compute(work)
+
+    engine.runner.compute = failing  # type: ignore[method-assign]
+    engine.add_request("fails", [5, 6], params)
+    with pytest.raises(RuntimeError):
+        engine.step()  # the prompt's, and the one behind it
+    engine.runner.compute = compute  # type: ignore[method-assign]
+    engine.take_finished()
+    [output] = run(engine, [([7, 8, 9], params)])
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -80,6 +80,14 @@ def test_a_character_that_several_tokens_spell_comes_out_whole_in_every_copy() -
     assert text.text == "é"
 
 
+def test_a_prompt_may_end_within_a_character() -> None:
+    data = "xé🙂!".encode()
+    table = [bytes([byte]) for byte in data]
+    for cut in range(4, 7):
+        text = OutputText(StreamingDetokenizer(table, range(cut)))
+        assert "".join(map(text.push, range(cut, len(data)))) + text.finish() == "🙂!"
+
+
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> LLM:
     return LLM(str(tiny_model), device="cpu", block_size=4, num_blocks=256)
