@@ -123,6 +123,15 @@ def test_of_equal_tokens_the_lower_id_comes_first(count: int) -> None:
         assert torch.equal(ids[:, 0], cpu.sample(each, inputs(len(each), temperature=0)))
 
 
+@pytest.mark.parametrize("op", [cpu.sample, reference.sample], ids=["cpu", "reference"])
+def test_of_equal_tokens_top_k_keeps_the_lower_ids(op: Any) -> None:
+    logits = torch.zeros(300, 300)
+    logits[:, 200] = 1.0
+    drawn = set(op(logits, inputs(300, top_k=41, temperature=9.0)).tolist())
+    assert max(drawn - {200}) < 40
+    assert len(drawn) > 30
+
+
 def test_the_most_probable_tokens_of_a_row_of_nan() -> None:
     logits = torch.zeros(2, 50)
     logits[0, 7] = float("nan")

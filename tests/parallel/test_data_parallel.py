@@ -40,6 +40,16 @@ def test_each_thing_is_handed_out_once_and_the_last_ones_singly() -> None:
     assert all(len(got) == 1 for got in taken if got.start >= 995)
 
 
+def test_nothing_beyond_the_last_is_handed_out() -> None:
+    """Between a replica's look at what is left and its hold of it, others have taken the rest."""
+
+    class Late:
+        def add(self, name: str, count: int) -> int:
+            return 9 if count == 0 else 10 + count
+
+    assert not SharedQueue(Replicas(Late(), 0, 2), 10).take(4)  # type: ignore[arg-type]
+
+
 def test_parts_are_merged_in_order_and_a_broken_line_is_forgotten(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     for replica, indices in ((0, (2, 0)), (3, (4, 1))):
