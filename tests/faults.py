@@ -525,10 +525,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "kernels/sampling.py": [
         ("triton-top-p-one-less", "tl.sum(tl.where(above, weights, 0.0), axis=0) < top_p * total",
          "tl.sum(tl.where(above | (ids == token), weights, 0.0), axis=0) < top_p * total",
-         KERNELS + "test_sampling.py::test_sampling_draws_what_the_reference_draws"),
+         KERNELS + "test_sampling.py::test_each_cut_keeps_just_what_it_should"),
         ("triton-min-p-without-its-temperature", "enough = (x - anchor) / temperature >= least",
          "enough = x - anchor >= least",
-         KERNELS + "test_sampling.py::test_sampling_draws_what_the_reference_draws"),
+         KERNELS + "test_sampling.py::test_each_cut_keeps_just_what_it_should"),
     ],
     "kernels/scan.py": [
         ("triton-seed", "tl.load(positions_ptr + row), ids)", "tl.load(positions_ptr + row) + 1, ids)",

@@ -137,8 +137,8 @@ def judge(fault: Fault, tree: Path, timeout: float) -> Verdict:
         return Verdict("survives", ", ".join(fault.tests), seconds)
     if status in (4, 5):  # pytest knows no such test
         return Verdict("broken", output.strip().splitlines()[-1] if output.strip() else f"exit {status}", seconds)
-    failed = re.findall(r"^(?:FAILED|ERROR) \S*?([^/\s]+?)(?: - .*)?$", output, re.M)
-    return Verdict("killed", failed[0] if failed else f"exit {status}", seconds)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.M)
+    return Verdict("killed", failed[0].rpartition("/")[2] if failed else f"exit {status}", seconds)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_all(chosen: list[Fault], directory: Path, jobs: int, timeout: float) -> int:
     """Judge faults in as many copies of the tree as there are jobs. Returns the exit status."""
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    # What a killed run leaves behind is no news.
+    os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # as `conftest` has it: triton is among what is imported
     trees: queue.SimpleQueue[Path] = queue.SimpleQueue()

@@ -45,6 +45,30 @@ def test_sampling_draws_what_the_reference_draws(vocab: int, grid: float | None)
 
 
 @pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p", "allowed"),
+    [
+        (1.0, 3, 1.0, 0.0, {0, 1, 2}),
+        (1.0, 4, 0.6, 0.0, {0, 1}),  # the second one reaches 0.7, and is kept
+        (1.0, 0, 0.6, 0.0, {0, 1}),
+        (2.0, 4, 1.0, 0.6, {0, 1, 2}),  # the third one's share is sqrt(0.2 / 0.4)
+        (2.0, 0, 1.0, 0.6, {0, 1, 2}),
+    ],
+)
+def test_each_cut_keeps_just_what_it_should(
+    temperature: float, top_k: int, top_p: float, min_p: float, allowed: set[int]
+) -> None:
+    rows = 24
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1] + [1e-7] * 200, device=DEVICE).log().repeat(rows, 1)
+    full, numbers = torch.ones(rows, device=DEVICE), torch.arange(rows, device=DEVICE)
+    settings = SamplingInputs(
+        full * temperature, torch.full_like(numbers, top_k), full * top_p, full * min_p, numbers, numbers + 9
+    )
+    tokens = sampling.sample(logits, settings)
+    assert set(tokens.tolist()) == allowed
+    assert tokens.equal(reference.sample(logits, settings))
+
+
+@pytest.mark.parametrize(
     ("top_k", "top_p"), [(1, 1.0), (1000, 1.0), (3000, 0.8), (0, 0.999), (0, 1e-6), (5000, 1.0), (0, 0.5)]
 )
 def test_cuts_that_the_candidates_cannot_decide(top_k: int, top_p: float) -> None:
