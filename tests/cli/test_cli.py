@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Iterable
@@ -40,12 +41,18 @@ def process(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
 
 def minillm(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
     """`minillm` in this process, where torch is imported already, with standard streams like those of `process`."""
-    data = io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin)
-    out, errors = io.BytesIO(), io.BytesIO()
-    with pytest.MonkeyPatch.context() as patch:
+    out, errors, own = io.BytesIO(), io.BytesIO(), os.dup(0)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile() as data:
+        data.write(stdin.encode() if isinstance(stdin, str) else stdin)
+        data.seek(0)
+        os.dup2(data.fileno(), 0)
         for name, stream in (("stdin", data), ("stdout", out), ("stderr", errors)):
             patch.setattr(sys, name, io.TextIOWrapper(stream, "utf-8", write_through=True))
-        code = main([*arguments])
+        try:
+            code = main([*arguments])
+        finally:
+            os.dup2(own, 0)
+            os.close(own)
         return completed(arguments, code, out.getvalue(), errors.getvalue())
 
 
