@@ -22,15 +22,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from minillm.checks import shown
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, UsageError, nearest
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.paths import config_dir
+from minillm.text.reading import read_bytes
 from minillm.ui.settings import CHAT_SAMPLING, Settings
 
 _TABLES = ("engine", "sampling", "beams")
 _TEXTS = ("model", "system", "theme")
 _THEMES = ("dark", "light")
+_MAX_BYTES = 1 << 20
 
 
 def config_path() -> Path:
@@ -47,9 +50,7 @@ def load_settings(path: Path, default_model: str, flags: Settings, *, must_exist
     Raises:
         UsageError: the file is no TOML, or says something that is not known; the message names the file.
     """
-    if must_exist and not path.exists():
-        raise UsageError(f"there is no {path}")
-    data = _read(path)
+    data = _read(path, must_exist)
     settings = Settings(
         model=flags.model or data.get("model") or default_model,
         engine={**data.get("engine", {}), **flags.engine},
@@ -73,23 +74,26 @@ def _check(settings: Settings) -> None:
         BeamSearchParams.from_mapping(settings.beams)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, must_exist: bool) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            data = tomllib.load(file)
+        data = tomllib.loads(read_bytes(path, _MAX_BYTES).decode("utf-8"))
     except FileNotFoundError:
+        if must_exist:
+            raise UsageError(f"there is no {path}") from None
         return {}
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, an endless number, nested without end
         raise UsageError(f"{path}: {error}") from None
     _known(path, data, (*_TEXTS, *_TABLES))
     for name in _TEXTS:
         if not isinstance(data.get(name, ""), str):
-            raise UsageError(f"{path}: {name} must be a text, not {data[name]!r}")
+            raise UsageError(f"{path}: {name} must be a text, not {shown(data[name])}")
     for name in _TABLES:
         if not isinstance(data.get(name, {}), dict):
-            raise UsageError(f"{path}: [{name}] must be a table, not {data[name]!r}")
+            raise UsageError(f"{path}: [{name}] must be a table, not {shown(data[name])}")
     if data.get("theme", "dark") not in _THEMES:
-        raise UsageError(f"{path}: theme must be dark or light, not {data['theme']!r}")
+        raise UsageError(f"{path}: theme must be dark or light, not {shown(data['theme'])}")
     _known(path, data.get("engine", {}), tuple(EngineConfig.__dataclass_fields__))
     return data
 

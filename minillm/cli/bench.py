@@ -135,7 +135,10 @@ def _share(arguments: argparse.Namespace) -> int:
     from torch.distributed import DistError
 
     from minillm.bench.share import measure
+    from minillm.parallel.launch import Torchrun
 
+    if Torchrun.from_environment() is None:
+        raise UsageError("bench share: torchrun starts the replicas (torchrun --nproc-per-node 4 -m minillm bench …)")
     llm, name = _model(arguments)
     try:
         result = measure(llm, arguments.num_requests, arguments.scale)

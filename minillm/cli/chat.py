@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-from pathlib import Path
 
 from minillm.cli.options import beam_options, engine_options, sampling_options
+from minillm.paths import expanded
 from minillm.weights.manifest import default_model
 
 
@@ -33,7 +33,7 @@ def _chat(arguments: argparse.Namespace) -> int:
         system=arguments.system or "",
         theme=arguments.theme or "",
     )
-    path = Path(arguments.config).expanduser() if arguments.config else config_path()
+    path = expanded(arguments.config, "--config") if arguments.config else config_path()
     settings = load_settings(path, default_model(), flags, must_exist=bool(arguments.config))
     store = SessionStore.of_user()
     resumed = store.load(store.latest()) if arguments.resume else None

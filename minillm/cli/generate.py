@@ -9,13 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from minillm.cli.options import beam_options, engine_options, sampling_options
 from minillm.cli.streams import takes_utf8
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
+from minillm.paths import expanded
 from minillm.progress import GenerationBar, loading_bar, say
 from minillm.text.safe import clean, json_line, parse_json
 
@@ -93,7 +93,10 @@ def _prompt_of(request: Request, arguments: argparse.Namespace, llm: Any) -> Any
 def _check_output(arguments: argparse.Namespace) -> None:
     """Raise UsageError where several replicas would do the same work, or have nowhere to put it."""
     from minillm.parallel.launch import Torchrun
+    from minillm.parallel.shared_work import PartFiles
 
+    if arguments.output:
+        PartFiles.check(expanded(arguments.output, "--output"))
     torchrun = Torchrun.from_environment()
     count = 1 if torchrun is None else torchrun.num_replicas(max(1, arguments.tensor_parallel_size or 1))
     if arguments.data_parallel and torchrun is None:
@@ -121,6 +124,8 @@ def _run_to_file(arguments: argparse.Namespace, llm: Any, requests: list[Request
         return 130
     except RankDied as error:
         raise MinillmError(f"{error}; {kept}") from None
+    except OSError as error:
+        raise MinillmError(f"cannot write {error.filename or arguments.output}: {error.strerror}; {kept}") from None
     except DistError:  # torchrun's store, which the first node has
         raise MinillmError(f"the first node is gone; {kept}") from None
 
@@ -130,7 +135,7 @@ def _share(arguments: argparse.Namespace, llm: Any, requests: list[Request], all
     from minillm.parallel.shared_work import PartFiles, Replicas, SharedQueue
 
     replicas = Replicas.find(llm.config.tensor_parallel_size)
-    parts = PartFiles(Path(arguments.output), _job_of(arguments, requests, all_params))
+    parts = PartFiles(expanded(arguments.output, "--output"), _job_of(arguments, requests, all_params))
     total = len(requests)
     left = replicas.agreed("left", lambda: sorted(set(range(total)) - set(parts.finished())))
     parts.open(replicas.index)
@@ -246,9 +251,11 @@ def _read_requests(arguments: argparse.Namespace) -> list[Request]:
     if arguments.prompts:
         return [_text_request(text, f"prompt {i + 1}") for i, text in enumerate(arguments.prompts)]
     source = arguments.file or "-"
-    text = "" if arguments.file is None and sys.stdin.isatty() else _read(source)
+    asked = arguments.file is None and sys.stdin.isatty()
+    text = "" if asked else _read(source)
     if arguments.file is None and not text.strip():
-        raise UsageError('no prompt: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
+        why = "no prompt" if asked else "no prompt, standard input is empty"
+        raise UsageError(f'{why}: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
     name = "standard input" if source == "-" else source
     if arguments.jsonl or (source.endswith(".jsonl") and not arguments.lines):
         requests = list(_jsonl_requests(_lines(text), name))

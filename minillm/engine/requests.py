@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import countOf
 
+from minillm.checks import shown
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
 from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
@@ -45,7 +46,7 @@ class Requests:
         if not whole or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             for token_id in token_ids:
                 if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
-                    raise UsageError(f"token id {token_id!r} in the prompt is not from 0 to {self.vocab_size - 1}")
+                    raise UsageError(f"token id {shown(token_id)} in the prompt is not from 0 to {self.vocab_size - 1}")
         if len(token_ids) >= self.max_model_len:
             raise UsageError(
                 f"the prompt has {len(token_ids)} tokens and the context holds {self.max_model_len}, "
