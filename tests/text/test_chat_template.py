@@ -184,7 +184,7 @@ def test_a_template_that_was_killed_can_be_tried_again() -> None:
 def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render(say("first")) == "first"
-    import minillm.text.chat_template as module
+    import minillm.text.sandbox as module
 
     def interrupted(*arguments: object) -> object:
         raise KeyboardInterrupt
@@ -210,7 +210,7 @@ def test_a_render_outlives_its_killed_parent_by_seconds_only(tmp_path: Path) -> 
         f"t = ChatTemplate({HOSTILE['loops']!r}, {{}})\n"
         "import threading, time\n"
         "threading.Thread(target=lambda: t.render([{'role': 'user', 'content': 'x'}]), daemon=True).start()\n"
-        "time.sleep(1.5)\nprint(t._process.pid, flush=True)\ntime.sleep(60)"
+        "time.sleep(1.5)\nprint(t._sandbox.process.pid, flush=True)\ntime.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -230,7 +230,7 @@ def test_a_render_outlives_its_killed_parent_by_seconds_only(tmp_path: Path) -> 
 def test_the_renderer_ends_with_its_owner() -> None:
     template = ChatTemplate("ok", {})
     template.render(say("a"))
-    process = template._process
+    process = template._sandbox.process
     assert isinstance(process, subprocess.Popen)
     assert process.poll() is None
     del template
