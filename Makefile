@@ -1,13 +1,20 @@
 # make chat   set up .venv, fetch the default model, open the chat
 # make test   ruff, mypy, pytest
 # make test-gpu  the same on a CUDA GPU, with the tests that only run there
-# TORCH=...   which torch pip installs; anything pip takes: TORCH="torch==2.11.0", TORCH=/path/to/torch.whl
+# TORCH=...        which torch is installed; anything pip takes: TORCH="torch==2.11.0", TORCH=/path/to/torch.whl
+# TORCH_INDEX=...  the package index that it comes from: the address that PyTorch's installation page gives for a platform
 
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
 PYTHON ?= python3
 MODEL ?=
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+BRIEFLY := sed -un -e '/\.metadata/d' -e '/Downloading\|Using cached\|Processing/p' -e 's/^Installing.*/Installing them/p'
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+HAS_DRIVER := $(shell command -v nvidia-smi || ls -d /proc/driver/nvidia 2>/dev/null)
 
 .PHONY: chat test test-fast test-gpu lint format bench parity soak clean
 .DELETE_ON_ERROR:
@@ -15,14 +22,28 @@ BIN := $(VENV)/bin
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# torch goes first, alone: otherwise pip would resolve it to the largest build it knows.
+# torch goes first, alone: otherwise pip would resolve it to the largest build it knows. On Linux the public index has only
+# the build for CUDA. Where no driver is that could use it, and pip would take it (it names NVIDIA's libraries), uv installs
+# the build for CPUs, for it knows PyTorch's own indexes.
 $(VENV)/installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable .
+ifneq ($(TORCH_INDEX),)
+	@echo "minillm: installing $(TORCH) from $(TORCH_INDEX)"
+	$(PIP) install --index-url "$(TORCH_INDEX)" "$(TORCH)"
+else ifneq ($(HAS_DRIVER),)
+	@echo "minillm: installing $(TORCH) for the NVIDIA driver of this machine: several GB (TORCH_INDEX=... for another build)"
+	$(PIP) install "$(TORCH)"
+else
+	@echo "minillm: no NVIDIA driver here: installing $(TORCH) for CPUs, 0.2 GB (TORCH_INDEX=... for another build)"
+	@if $(PIP) install --quiet --dry-run --report - "$(TORCH)" | grep -q '"name": "nvidia-'; then set -x; \
+	  $(PIP) install --quiet uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu "$(TORCH)"; \
+	else set -x; $(PIP) install "$(TORCH)"; fi
+endif
+	@echo "minillm: installing the other packages: 0.4 GB, most of it Triton"
+	@$(PIP) install --editable . | $(BRIEFLY)
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@$(PIP) install --editable ".[dev]" | $(BRIEFLY)
 	touch $@
 
 chat: $(VENV)/installed
@@ -37,26 +58,29 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two processes of one thread each: small tensors gain nothing from two threads, and lose by waiting for each other.
+# Processes of one thread each: small tensors gain nothing from two threads, and lose by waiting for each other. Three on
+# two cores: many tests wait for a process or a clock.
 # The default weights are fetched first, so that a failed download reads as one and not as fifty failed tests.
+# Python keeps what it has compiled: the tests start hundreds of processes.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
 	$(BIN)/minillm pull
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not parity and not soak and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not parity and not soak and not gpu"
 
 test-fast: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "not slow and not weights and not parity and not soak and not gpu"
+	$(BIN)/pytest -m "not slow and not weights and not parity and not soak and not gpu"
 
 # The Triton kernels compiled, not interpreted, and everything that runs the engine on the GPU where there is one.
 test-gpu: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "not parity and not soak and not weights" tests/kernels tests/model tests/engine
+	$(BIN)/pytest -m "not parity and not soak and not weights" tests/kernels tests/model tests/engine
 
 parity: $(VENV)/installed-dev
 	$(BIN)/minillm pull
-	$(BIN)/python -m pytest tests/parity
+	$(BIN)/pytest tests/parity
 
 # Long random work: operations on the books of the cache, requests, typing at the chat.
 soak: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m soak
+	$(BIN)/pytest -m soak
 
 bench: $(VENV)/installed
 	$(BIN)/minillm bench latency --shape smollm2-135m

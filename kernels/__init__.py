@@ -1,33 +1,27 @@
 """Every op of the model and the sampler, on tensors alone: no sequence, no engine, no configuration.
 
-Each public op has one contract, stated in `minillm.kernels.reference`. Where its tensors lie decides what computes it:
-Triton on a GPU, `minillm.kernels.cpu` on a CPU where that has a faster version, the reference for the rest.
+Each public op has one contract, stated in `minillm.kernels.reference`. Where its first tensor lies decides whether
+`minillm.kernels.gpu` or `minillm.kernels.cpu` computes it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels import cpu, reference
+from minillm.kernels.arguments import DecodeInputs, Field, Pages, Places, SamplingInputs
 from minillm.kernels.cpu import HostPlan
 from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
-from minillm.kernels.reference import DecodeInputs, Field, log_probabilities
+from minillm.kernels.reference import log_probabilities
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
-    from minillm.kernels import (
-        activation,
-        blocks,
-        chunked_prefill,
-        decode_attention,
-        decode_rows,
-        matvec,
-        norm,
-        prefix_decode_attention,
-        rotary,
-        sampling,
-    )
+    from minillm.kernels import gpu, matvec
 
 __all__ = [
     "AttentionShape",
@@ -36,9 +30,11 @@ __all__ = [
     "Field",
     "HostPlan",
     "LinearWeight",
+    "Pages",
+    "Places",
     "Plan",
+    "SamplingInputs",
     "WorkList",
-    "add_rms_norm",
     "begin_decode",
     "block_copy",
     "end_decode",
@@ -63,6 +59,66 @@ __all__ = [
     "top_log_probabilities",
 ]
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _op(contract: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """An op that calls the GPU's or the CPU's function of the contract's name."""
+    on_cpu = getattr(cpu, contract.__name__)
+    on_gpu = getattr(gpu, contract.__name__) if torch.cuda.is_available() else on_cpu
+
+    @wraps(contract)
+    def op(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return (on_gpu if args[0].is_cuda else on_cpu)(*args, **kwargs)  # type: ignore[attr-defined]
+
+    return op
+
+
+rms_norm = _op(reference.rms_norm)
+silu_mul = _op(reference.silu_mul)
+prefix_attention = _op(reference.prefix_attention)
+prefill_attention = _op(reference.prefill_attention)
+block_copy = _op(reference.block_copy)
+gather_blocks = _op(reference.gather_blocks)
+scatter_blocks = _op(reference.scatter_blocks)
+sample = _op(reference.sample)
+sample_with_logprobs = _op(reference.sample_with_logprobs)
+top_log_probabilities = _op(reference.top_log_probabilities)
+begin_decode = _op(reference.begin_decode)
+penalise = _op(reference.penalise)
+end_decode = _op(reference.end_decode)
+
+
+def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan | None:
+    """The plan of a step on a CPU, see `cpu.plan_step`; None on a GPU, whose kernels need none."""
+    return None if decodes.k.is_cuda else cpu.plan_step(places, decodes, num_heads)
+
+
+def rotary_write_kv(
+    q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor, plan: HostPlan | None = None
+) -> None:
+    """Rotate q, write rotated k, and v, to their blocks: see `reference.rotary_write_kv`.
+
+    Args:
+        plan: the step's, where there is one.
+    """
+    if q.is_cuda:
+        gpu.rotary_write_kv(q, k, v, places, k_cache, v_cache)
+    else:
+        cpu.rotary_write_kv(q, k, v, places, k_cache, v_cache, plan)
+
+
+def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:
+    """Decode attention, one query per sequence: see `reference.paged_attention`.
+
+    Args:
+        plan: made for the same tables and lengths, where there is one.
+    """
+    if q.is_cuda:
+        return gpu.paged_attention(q, pages, softmax_scale)
+    return cpu.paged_attention(q, pages, softmax_scale, plan)
+
 
 class LinearWeight:
     """A weight ``[out, in]`` and optional bias ``[out]``, in the layout in which `linear` reads it fastest."""
@@ -75,7 +131,7 @@ class LinearWeight:
 
     @property
     def num_bytes(self) -> int:
-        """What one product reads of the weight."""
+        """Bytes of the weight that one product reads."""
         itemsize = self.weight.itemsize if self.packed is None else self.packed.itemsize
         return self.out_features * self.in_features * itemsize
 
@@ -120,184 +176,3 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         return matvec.matvec_add(x, weight.weight, weight.bias, residual)
     residual.addmm_(x, weight.weight.t())  # the addition costs nothing there
     return residual if weight.bias is None else residual.add_(weight.bias)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension: see `reference.rms_norm`."""
-    return norm.rms_norm(x, weight, eps) if x.is_cuda else cpu.rms_norm(x, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Residual addition and RMSNorm: see `reference.add_rms_norm`."""
-    op = norm.add_rms_norm if x.is_cuda else cpu.add_rms_norm
-    return op(x, residual, weight, eps)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of the packed projection: see `reference.silu_mul`."""
-    return activation.silu_mul(gate_up) if gate_up.is_cuda else cpu.silu_mul(gate_up)
-
-
-def plan_step(
-    cos: Tensor,
-    sin: Tensor,
-    slot_mapping: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    k_cache: Tensor,
-    num_heads: int,
-) -> HostPlan | None:
-    """On a CPU: what the ops of all layers of a step have in common, see `cpu.plan_step`. A GPU's kernels need none."""
-    if k_cache.is_cuda:
-        return None
-    return cpu.plan_step(cos, sin, slot_mapping, block_tables, context_lens, k_cache, num_heads)
-
-
-def rotary_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    plan: HostPlan | None = None,
-) -> None:
-    """Rotate q, write rotated k, and v, to their blocks: see `reference.rotary_write_kv`.
-
-    Args:
-        plan: the step's, where there is one.
-    """
-    if q.is_cuda:
-        rotary.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping)
-    else:
-        cpu.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, slot_mapping, plan)
-
-
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    softmax_scale: float,
-    plan: HostPlan | None = None,
-) -> Tensor:
-    """Decode attention, one query per sequence: see `reference.paged_attention`.
-
-    Args:
-        plan: made for the same tables and lengths, where there is one.
-    """
-    if q.is_cuda:
-        return decode_attention.paged_attention(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)
-    return cpu.paged_attention(q, k_cache, v_cache, block_tables, context_lens, softmax_scale, plan)
-
-
-def prefix_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    softmax_scale: float,
-    work: WorkList,
-) -> Tensor:
-    """`paged_attention` of sequences that share blocks: the same result, and shared blocks are read once.
-
-    Args:
-        work: filled with a plan (`plan_attention`) for the same tables.
-    """
-    if q.is_cuda:
-        return prefix_decode_attention.prefix_attention(
-            q, k_cache, v_cache, block_tables, context_lens, softmax_scale, work
-        )
-    return cpu.paged_attention(q, k_cache, v_cache, block_tables, context_lens, softmax_scale)
-
-
-def prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    cu_seqlens: Tensor,
-    softmax_scale: float,
-) -> Tensor:
-    """Causal attention of chunks over the paged cache: see `reference.prefill_attention`."""
-    op = chunked_prefill.prefill_attention if q.is_cuda else cpu.prefill_attention
-    return op(q, k_cache, v_cache, block_tables, context_lens, cu_seqlens, softmax_scale)
-
-
-def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
-    """Copy whole blocks in every layer: see `reference.block_copy`."""
-    op = blocks.block_copy if kv_cache.is_cuda else reference.block_copy
-    op(kv_cache, copies)
-
-
-def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy blocks to a staging buffer: see `reference.gather_blocks`."""
-    op = blocks.gather_blocks if kv_cache.is_cuda else reference.gather_blocks
-    op(kv_cache, block_ids, staging)
-
-
-def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy a staging buffer back to blocks: see `reference.scatter_blocks`."""
-    op = blocks.scatter_blocks if kv_cache.is_cuda else reference.scatter_blocks
-    op(kv_cache, block_ids, staging)
-
-
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """Draw one token per row: see `reference.sample`."""
-    if logits.is_cuda:
-        return sampling.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)[0]
-    return cpu.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
-
-
-def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The most probable tokens of each row: see `reference.top_log_probabilities`."""
-    if logits.is_cuda and count <= 256:
-        return sampling.top_log_probabilities(logits, count)
-    return cpu.top_log_probabilities(logits, count)
-
-
-def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInputs) -> None:
-    """Gather the state of decoding sequences and move their positions on: see `reference.begin_decode`."""
-    op = decode_rows.begin_decode if words.is_cuda else reference.begin_decode
-    op(words, rows, block_size, inputs)
-
-
-def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Apply the penalties of decoding sequences: see `reference.penalise`."""
-    op = decode_rows.penalise if logits.is_cuda else reference.penalise
-    op(logits, words, counts, rows, out)
-
-
-def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """Store the drawn tokens of decoding sequences: see `reference.end_decode`."""
-    op = decode_rows.end_decode if words.is_cuda else reference.end_decode
-    op(words, counts, rows, token_ids)
-
-
-def sample_with_logprobs(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`sample`, and the drawn tokens' log-probabilities under ``logits`` ``[rows]`` float32: NaN where a logit is."""
-    if logits.is_cuda:
-        return sampling.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
-    tokens = cpu.sample(logits.float(), temperature, top_k, top_p, min_p, seeds, positions)
-    return tokens, log_probabilities(logits, tokens)

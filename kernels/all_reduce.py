@@ -1,8 +1,8 @@
-"""The sum of what several GPUs hold, without a ring: each writes to all the others, each adds up what arrived.
+"""The sum of tensors on several GPUs, without a ring: each writes to all the others, each adds up what arrived.
 
 For the small sums of a decode step (8 kB at batch 1) the hops of a ring and its separate flags are all the cost. Here
 there is one hop and no flag apart: every 8 bytes that cross NVLink carry 4 bytes of data and the number of this sum, so
-whoever reads the expected number has the data, too. 8-byte stores are never torn, hence there is no fence and no
+a rank that reads the expected number has the data, too. 8-byte stores are never torn, hence there is no fence and no
 barrier, and a sum takes little more than the way of one store. This is the idea of NCCL's LL protocol (Hu et al. 2025,
 "Demystifying NCCL", describe it) without the ring.
 
@@ -43,7 +43,10 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one rank's kernels need to know of all ranks. Every rank launches the same sums in the same order."""
+    """The memory through which one rank's kernels exchange words with all ranks'.
+
+    Every rank launches the same sums in the same order.
+    """
 
     rank: int
     inboxes: Tensor  # [ranks] int64, the address of each rank's inbox: int64 words, zero at first, see `inbox_words`

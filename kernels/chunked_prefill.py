@@ -7,10 +7,10 @@ cached, and a recomputation after a preemption are the same call: queries at pos
 Compute-bound from a few hundred tokens on: 4 * queries * visible tokens * heads * head_dim FLOPs, half of the square
 for a chunk without cached tokens.
 
-Grid: (heads, tiles of queries over all chunks). How many tiles there are follows from shapes alone (at most
+Grid: (heads, tiles of queries over all chunks). The number of tiles follows from shapes alone (at most
 ``tokens / ROWS + chunks``); each program finds its chunk by counting. Late tiles, which see most, start first, in all
-heads: on a 2k chunk that is worth 20 %. Tile: ``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so
-any block size works. Tokens that all queries of a tile see need no mask: only the last tile or two compare positions.
+heads. Tile: ``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so any block size works. Tokens that
+all queries of a tile see need no mask: only the last tile or two compare positions.
 
 Reference: `minillm.kernels.reference.prefill_attention`.
 """
@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import dot
 from minillm.kernels.decode_attention import check_inputs
 
@@ -121,41 +122,32 @@ def _prefill_attention_kernel(
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=row_mask)
 
 
-def prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    cu_seqlens: Tensor,
-    softmax_scale: float,
-) -> Tensor:
+def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
     """See `reference.prefill_attention`.
 
     Args:
         q: ``[num_tokens, num_heads, head_dim]``, any token and head stride; chunks packed.
-        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous; block_size a power of two.
-        block_tables: ``[num_seqs, max_blocks]`` int32; context_lens: ``[num_seqs]`` int32, chunks included.
+        pages: K and V contiguous, block_size a power of two up to 256.
         cu_seqlens: ``[num_seqs + 1]`` int32.
 
     Raises:
         ValueError: wrong shape or layout.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_seqs = context_lens.shape[0]
+    k_cache, v_cache, tables, lens = pages
+    num_seqs = lens.shape[0]
     _, block_size, num_kv_heads, _ = k_cache.shape
-    check_inputs(q, k_cache, v_cache, block_tables, context_lens, num_seqs)
+    check_inputs(q, pages, num_seqs)
     if cu_seqlens.shape != (num_seqs + 1,):
         raise ValueError(f"cu_seqlens must have {num_seqs + 1} entries, not {tuple(cu_seqlens.shape)}")
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if num_tokens:
         dim_tile = max(16, triton.next_power_of_2(head_dim))
         rows, tile, stages, warps = _tiling(dim_tile, q.element_size(), num_tokens // num_seqs)
-        tiles = num_tokens // rows + num_seqs
-        _prefill_attention_kernel[(num_heads, tiles)](
+        _prefill_attention_kernel[(num_heads, num_tokens // rows + num_seqs)](
             out,
-            q, k_cache, v_cache, block_tables, context_lens, cu_seqlens,
-            q.stride(0), q.stride(1), block_tables.stride(0), num_kv_heads * head_dim, out.stride(0), out.stride(1),
+            q, k_cache, v_cache, tables, lens, cu_seqlens,
+            q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim, out.stride(0), out.stride(1),
             softmax_scale * 1.4426950408889634, num_seqs,
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_SIZE=block_size,
             ROWS=rows, TILE=tile, SEQS_TILE=max(256, triton.next_power_of_2(num_seqs)), STAGES=stages,

@@ -37,9 +37,9 @@ def release(PDL: tl.constexpr):
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Wait until all kernels in front of this one have ended and what they wrote is there.
+    """Wait until all kernels in front of this one have ended and their results are there.
 
-    What a program reads before it must not depend on them, and one that never waits must not write what they read.
+    Reads before the wait must not depend on those kernels; a program that never waits must not overwrite their inputs.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -47,7 +47,7 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel be brought in already, and wait for what the one in front of this has written.
+    """Let the next kernel be brought in already, and wait for the results of the one in front of this.
 
     The first statement of most kernels: everything behind it sees all earlier work done.
     """
@@ -59,7 +59,7 @@ def wait_for_inputs(PDL: tl.constexpr):
 def wait_then_release(PDL: tl.constexpr):
     """`wait_for_inputs` the other way round: the next kernel is brought in when all earlier work is done.
 
-    So the next one may read what that work wrote, and write what it read, before it waits for this kernel.
+    So before it waits for this kernel, the next one may read the results of that work and overwrite its inputs.
     """
     wait(PDL)
     release(PDL)
@@ -75,3 +75,10 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
+
+
+def prepare_compiler() -> None:
+    """Do ahead what Triton does once in a process before its first kernel: half a second of hashing and importing."""
+    from triton.runtime import cache
+
+    cache.triton_key()

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import dot, pdl_options, wait_for_inputs
 
 
@@ -58,7 +59,7 @@ def _paged_attention_kernel(
     scale_log2e, num_splits,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    WRITE_LSE: tl.constexpr, PDL: tl.constexpr,
+    PARTIAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
@@ -93,21 +94,20 @@ def _paged_attention_kernel(
         maximum, total, out = _attend_tile(
             q, k_ptr, v_ptr, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out, ROWS, TILE
         )
-    # An empty context leaves total 0: the result is zero, its log-sum-exp -inf.
-    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    divisor = tl.where(total > 0, total, 1.0)  # an empty context gives zero, and a log-sum-exp of -inf
+    out = out / divisor[:, None]
     out_offsets = seq * out_seq_stride + heads[:, None] * out_head_stride + split * out_split_stride + dims[None, :]
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=row_mask)
-    if WRITE_LSE:
-        lse = (maximum + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453  # back to base e
-        tl.store(lse_ptr + seq * lse_seq_stride + split * lse_split_stride + heads, lse, mask=is_row)
+    if PARTIAL:
+        at = seq * lse_seq_stride + split * lse_split_stride + heads
+        tl.store(lse_ptr + at, maximum + tl.log2(divisor), mask=is_row)  # base 2
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, lens_ptr,
+    out_ptr, partial_ptr, lse_ptr, lens_ptr,
     out_seq_stride, out_head_stride, num_heads, num_splits,
-    HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr,
-    SPLITS_TILE: tl.constexpr, ALL_WRITTEN: tl.constexpr, WRITE_LSE: tl.constexpr, PDL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, SPLITS_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Weigh a head's partial results by their share of the softmax: one program per (sequence, head)."""
     wait_for_inputs(PDL)
@@ -116,15 +116,14 @@ def _merge_splits_kernel(
     context = tl.load(lens_ptr + seq)
     part = tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE
     splits = tl.arange(0, SPLITS_TILE)
-    written = splits < num_splits
-    if not ALL_WRITTEN:  # splits without a token wrote nothing; the first one always did
-        written = written & ((splits * part < context) | (splits == 0))
+    # Splits without a token wrote nothing; the first one always did.
+    written = (splits < num_splits) & ((splits * part < context) | (splits == 0))
     dims = tl.arange(0, DIM_TILE)
     is_dim = dims < HEAD_DIM
     row = seq * num_splits * num_heads + splits * num_heads + head
-    lse = tl.load(partial_lse_ptr + row, mask=written, other=float("-inf"))
+    lse = tl.load(lse_ptr + row, mask=written, other=float("-inf"))
     maximum = tl.max(lse, axis=0)
-    weights = tl.exp(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
+    weights = tl.exp2(lse - tl.where(maximum == float("-inf"), 0.0, maximum))
     total = tl.sum(weights, axis=0)
     partial = tl.load(
         partial_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=written[:, None] & is_dim[None, :], other=0.0
@@ -133,8 +132,6 @@ def _merge_splits_kernel(
     tl.store(
         out_ptr + seq * out_seq_stride + head * out_head_stride + dims, out.to(out_ptr.dtype.element_ty), mask=is_dim
     )
-    if WRITE_LSE:
-        tl.store(lse_ptr + seq * num_heads + head, maximum + tl.log(tl.where(total > 0, total, 1.0)))
 
 
 @functools.cache
@@ -143,128 +140,59 @@ def _num_multiprocessors(index: int) -> int:
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device) -> int:
-    """How many parts each context is cut into: enough programs to fill the chip, by shapes alone."""
+    """The number of parts that each context is cut into: enough programs to fill the chip, by shapes alone."""
     processors = _num_multiprocessors(device.index or 0) if device.type == "cuda" else 4
     programs = max(1, num_seqs * num_kv_heads)
     # Four programs a multiprocessor; `minillm bench kernels --op paged_attention` measured 1 to 16.
     return max(1, min(processors * 4 // programs, -(-max_context // 64)))
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    softmax_scale: float,
-    *,
-    num_splits: int | None = None,
-) -> Tensor:
-    """See `reference.paged_attention`; without the log-sum-exp.
-
-    Args: see `paged_attention_with_lse`.
-    """
-    arguments = (q, k_cache, v_cache, block_tables, context_lens, softmax_scale, num_splits)
-    return _launch(*arguments, write_lse=False)[0]
-
-
-def paged_attention_with_lse(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    softmax_scale: float,
-    *,
-    num_splits: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See `reference.paged_attention`: the output and the log-sum-exp ``[num_seqs, num_heads]`` float32.
+def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
+    """See `reference.paged_attention`.
 
     Args:
         q: ``[num_seqs, num_heads, head_dim]``, any sequence and head stride.
-        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, contiguous; block_size a power of two.
-        block_tables: ``[num_seqs, max_blocks]`` int32; context_lens: ``[num_seqs]`` int32.
+        pages: K and V contiguous, block_size a power of two up to 256.
         num_splits: parts of each context; by default `num_splits_for` the widest table.
 
     Raises:
         ValueError: wrong shape or layout.
     """
-    arguments = (q, k_cache, v_cache, block_tables, context_lens, softmax_scale, num_splits)
-    return _launch(*arguments, write_lse=True)
-
-
-def _launch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    softmax_scale: float,
-    num_splits: int | None,
-    write_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp if it is to be written (else a tensor without a meaning)."""
     num_seqs, num_heads, head_dim = q.shape
+    k_cache, v_cache, tables, lens = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
-    check_inputs(q, k_cache, v_cache, block_tables, context_lens, num_seqs)
+    check_inputs(q, pages, num_seqs)
     out = torch.empty(num_seqs, num_heads, head_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(num_seqs, num_heads, dtype=torch.float32, device=q.device) if write_lse else out
-    if num_seqs:
-        group = num_heads // num_kv_heads
-        if num_splits is None:
-            num_splits = num_splits_for(num_seqs, num_kv_heads, block_tables.shape[1] * block_size, q.device)
-        dim_tile = max(16, triton.next_power_of_2(head_dim))
-        tile, stages, warps = tiling(dim_tile, q.element_size())
-        if num_splits > 1:
-            target = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
-            target_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
-            strides = (target.stride(0), target.stride(2), target.stride(1), target_lse.stride(0), target_lse.stride(1))
-        else:
-            target, target_lse = out, lse
-            strides = (out.stride(0), out.stride(1), 0, num_heads, 0)
-        _paged_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
-            target, target_lse,
-            q, k_cache, v_cache, block_tables, context_lens,
-            q.stride(0), q.stride(1), block_tables.stride(0), num_kv_heads * head_dim,
-            *strides,
-            softmax_scale * 1.4426950408889634, num_splits,
-            GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
-            BLOCK_SIZE=block_size, TILE=tile, STAGES=stages,
-            WRITE_LSE=num_splits > 1 or write_lse,
-            num_warps=warps, **pdl_options(q.device),
-        )  # fmt: skip
-        if num_splits > 1:
-            merge_splits(out, lse, target, target_lse, context_lens, tile, all_written=False, write_lse=write_lse)
-    return out, lse
-
-
-def merge_splits(
-    out: Tensor,
-    lse: Tensor,
-    partial: Tensor,
-    partial_lse: Tensor,
-    context_lens: Tensor,
-    tile: int,
-    *,
-    all_written: bool,
-    write_lse: bool,
-) -> None:
-    """Merge partial results into ``out [num_seqs, num_heads, head_dim]``, and their log-sum-exps into ``lse``.
-
-    Args:
-        partial: ``[num_seqs, num_splits, num_heads, head_dim]`` float32; partial_lse: ``[num_seqs, num_splits,
-            num_heads]`` float32.
-        tile: tokens a tile of the kernel that wrote them.
-        all_written: every split was written; otherwise those that hold a token of their sequence.
-    """
-    num_seqs, num_splits, num_heads, head_dim = partial.shape
-    _merge_splits_kernel[(num_seqs, num_heads)](
-        out, lse, partial, partial_lse, context_lens,
-        out.stride(0), out.stride(1), num_heads, num_splits,
-        HEAD_DIM=head_dim, DIM_TILE=max(16, triton.next_power_of_2(head_dim)), TILE=tile,
-        SPLITS_TILE=triton.next_power_of_2(num_splits), ALL_WRITTEN=all_written, WRITE_LSE=write_lse,
-        num_warps=4, **pdl_options(out.device),
+    if not num_seqs:
+        return out
+    group = num_heads // num_kv_heads
+    if num_splits is None:
+        num_splits = num_splits_for(num_seqs, num_kv_heads, tables.shape[1] * block_size, q.device)
+    dim_tile = max(16, triton.next_power_of_2(head_dim))
+    tile, stages, warps = tiling(dim_tile, q.element_size())
+    target, partial_lse, strides = out, out, (out.stride(0), out.stride(1), 0, 0, 0)
+    if num_splits > 1:
+        target = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
+        strides = (target.stride(0), target.stride(2), target.stride(1), num_splits * num_heads, num_heads)
+    _paged_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
+        target, partial_lse,
+        q, k_cache, v_cache, tables, lens,
+        q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim,
+        *strides,
+        softmax_scale * 1.4426950408889634, num_splits,
+        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
+        BLOCK_SIZE=block_size, TILE=tile, STAGES=stages, PARTIAL=num_splits > 1,
+        num_warps=warps, **pdl_options(q.device),
     )  # fmt: skip
+    if num_splits > 1:
+        _merge_splits_kernel[(num_seqs, num_heads)](
+            out, target, partial_lse, lens,
+            out.stride(0), out.stride(1), num_heads, num_splits,
+            HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=tile, SPLITS_TILE=triton.next_power_of_2(num_splits),
+            num_warps=4, **pdl_options(q.device),
+        )  # fmt: skip
+    return out
 
 
 def tiling(dim_tile: int, element_size: int) -> tuple[int, int, int]:
@@ -273,10 +201,9 @@ def tiling(dim_tile: int, element_size: int) -> tuple[int, int, int]:
     return tile, 3 if dim_tile >= 128 else 2, 4
 
 
-def check_inputs(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, num_seqs: int
-) -> None:
+def check_inputs(q: Tensor, pages: Pages, num_seqs: int) -> None:
     """Raise ValueError unless queries, caches and tables fit together."""
+    k_cache, v_cache, tables, lens = pages
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, cache_dim = k_cache.shape
     if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
@@ -285,7 +212,7 @@ def check_inputs(
         raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit a cache of {k_cache.dtype} {tuple(k_cache.shape)}")
     if block_size & (block_size - 1) or block_size > 256:
         raise ValueError(f"block_size must be a power of two up to 256, not {block_size}")
-    if q.stride(2) != 1 or block_tables.stride(1) != 1 or block_tables.dtype != torch.int32:
+    if q.stride(2) != 1 or tables.stride(1) != 1 or tables.dtype != torch.int32:
         raise ValueError("q and int32 block_tables must have a contiguous last dimension")
-    if block_tables.shape[0] != num_seqs or context_lens.shape != (num_seqs,):
+    if tables.shape[0] != num_seqs or lens.shape != (num_seqs,):
         raise ValueError(f"block_tables and context_lens must have {num_seqs} rows")

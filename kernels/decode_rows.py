@@ -1,8 +1,8 @@
 """The device's memory of the decoding sequences: one row of 32-bit words each, read and written by every step.
 
-A decode step computes one token of each of n sequences. All that it needs to know of them lies in a table of *rows* on
-the device, so a step costs the host nothing but the list of rows and what has changed since the last one. A row holds,
-in this order (see `Field`): the token to compute, its position, the sampling parameters, and the block table.
+A decode step computes one token of each of n sequences. Their state lies in a table of *rows* on the device, so for a
+step the host sends only the list of rows and the changes since the last one. A row holds, in this order (see `Field`):
+the token to compute, its position, the sampling parameters, and the block table.
 
 - ``begin_decode`` gathers n rows into the tensors that the model and the sampler take, and moves each row's position on
   by one. Grid: (n). Bytes: the used part of each block table, read and written: 8 per block of context.
@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import DecodeInputs, Field
 from minillm.kernels.compat import pdl_options, wait_for_inputs
-from minillm.kernels.reference import DecodeInputs, Field
 
 _PIECE = 4096  # of the vocabulary per program
 _TABLE_TILE = 1024
@@ -132,11 +132,10 @@ def _penalise_kernel(
 
 def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInputs) -> None:
     """Fill ``inputs`` from the rows and move their positions on: see `reference.begin_decode`."""
-    n = rows.shape[0]
-    _begin_decode_kernel[(n,)](
+    _begin_decode_kernel[(rows.shape[0],)](
         words, rows,
         inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens, inputs.block_tables,
-        inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.seeds, inputs.draw_positions,
+        *inputs.sampling,
         words.stride(0), inputs.block_tables.stride(0),
         BLOCK_SIZE=block_size, TILE=min(_TABLE_TILE, triton.next_power_of_2(inputs.block_tables.shape[1])),
         num_warps=4, **pdl_options(words.device),

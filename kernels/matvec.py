@@ -12,8 +12,8 @@ while one kernel ends and the next one begins: a program asks for its first tile
 
 Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes a load; most rows fit into one tile. The norm costs
 no pass of its own: ``sum(x^2)`` is collected beside the product and applied to its result, for it is one factor.
-Arithmetic is float32 throughout; unlike `norm` and `linear` apart, nothing is rounded between them. It runs without the
-matrix unit, tokens x out x in products, so a few tokens come here where the weight is small (`takes`).
+Arithmetic is float32 throughout; nothing is rounded between the norm and the product. It runs without the matrix unit,
+tokens x out x in products, so several tokens come here only where the weight is small (`takes`).
 
 `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
 
@@ -76,7 +76,7 @@ TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
     },
 }
 MOST_TOKENS = max(TILES)
-# Elements of a weight that so many tokens come here with: in the larger ones cuBLAS is as fast with the norm in front.
+# Most elements of a weight for each number of tokens; with larger weights cuBLAS is as fast with the norm in front.
 _LARGEST = {2: 17_000_000, 3: 2_000_000, 4: 2_000_000}
 
 
@@ -91,7 +91,7 @@ def _load_weights(weight_ptr, rows, columns, num_rows, num_columns):
 @triton.jit
 def _product(weights, x, TOKENS: tl.constexpr):
     """Weights ``[rows, columns]`` times activations: ``[rows]`` for ``[columns]`` of one token, ``[tokens, rows]`` for
-    ``[tokens, 1, columns]`` of a few. (As one of a few, one token took up to 1.4 times as many instructions.)"""
+    ``[tokens, 1, columns]`` of a few. (The general path costs a single token more instructions.)"""
     weights = weights.to(tl.float32)
     if TOKENS == 1:
         return tl.sum(weights * x[None, :], axis=1)
@@ -161,7 +161,7 @@ def _matvec_kernel(
 
 
 def takes(num_tokens: int, weight: Tensor) -> bool:
-    """Whether these kernels are the fastest way to multiply a weight ``[out, in]`` with so many tokens."""
+    """Whether these kernels are the fastest way to multiply a weight ``[out, in]`` with this many tokens."""
     return num_tokens == 1 or weight.numel() <= _LARGEST.get(num_tokens, 0)
 
 
@@ -173,7 +173,7 @@ def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     _check(x, weight)
     out = x.new_empty(x.shape[0], weight.shape[0])
-    launch(out, x, weight, bias, None, 0.0, gated=False, add=False)
+    launch(out, x, weight, bias)
     return out
 
 
@@ -190,7 +190,7 @@ def norm_matvec(
     """
     _check(x, weight, out)
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
-    launch(out, x, weight, bias, norm_weight, eps, gated=False, add=False)
+    launch(out, x, weight, bias, (norm_weight, eps))
     return out
 
 
@@ -204,7 +204,7 @@ def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor
     """
     _check(x, weight)
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    launch(out, x, weight, bias, norm_weight, eps, gated=True, add=False)
+    launch(out, x, weight, bias, (norm_weight, eps), gated=True)
     return out
 
 
@@ -215,7 +215,7 @@ def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         ValueError: wrong shape or layout.
     """
     _check(x, weight, residual)
-    launch(residual, x, weight, bias, None, 0.0, gated=False, add=True)
+    launch(residual, x, weight, bias, add=True)
     return residual
 
 
@@ -233,29 +233,29 @@ def launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
+    norm: tuple[Tensor, float] | None = None,
     *,
-    gated: bool,
-    add: bool,
+    gated: bool = False,
+    add: bool = False,
     tile: tuple[int, int, int] | None = None,
 ) -> None:
-    """Any of the four, with ``tile`` (rows, columns, warps) or the recorded one."""
+    """Any of the four, with ``norm`` (weight, eps) in front, by ``tile`` (rows, columns, warps) or the recorded one."""
+    norm_weight, eps = norm or (x, 0.0)
     features, columns = weight.shape
     tokens = triton.next_power_of_2(x.shape[0])
     rows, width, warps = tile or recorded_tile(tokens, features, columns) or _tile_for(tokens, features, columns)
     num_rows = features // 2 if gated else features
     _matvec_kernel[(triton.cdiv(num_rows, rows),)](
-        out, x, weight, norm_weight if norm_weight is not None else x, bias if bias is not None else x,
+        out, x, weight, norm_weight, bias if bias is not None else x,
         x.shape[0], num_rows, columns, eps,
-        NORM=norm_weight is not None, GATED=gated, ADD=add, BIAS=bias is not None,
+        NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None,
         TOKENS=tokens, ROWS=rows, COLUMNS=width, NUM_TILES=triton.cdiv(columns, width),
         num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip
 
 
 def recorded_tile(num_tokens: int, features: int, columns: int) -> tuple[int, int, int] | None:
-    """What `TILES` has for so many tokens and a weight ``[features, columns]``."""
+    """The entry of `TILES` for this many tokens and a weight ``[features, columns]``."""
     return TILES[triton.next_power_of_2(num_tokens)].get((features, columns))
 
 

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import dot, pdl_options, release, wait, wait_for_inputs, wait_then_release
 from minillm.kernels.decode_attention import check_inputs
 from minillm.kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
@@ -200,27 +201,16 @@ def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
 
     Tails are short, and there is one for each sequence and kv head: what counts is how many are under way beside the
     first phase. So a tail has one warp, and a tile 16 tokens. With one query head for each kv head there are so many
-    that they come in turns, and wider tiles bring each to its end sooner. (Microseconds of 16 tokens in three stages
-    and of 8 kB in two: 2,048 shared tokens and 64, 128, 192 own ones, 128 sequences, 32/8 heads x 128 36.8, 38.5, 46.8
-    and 36.9, 37.8, 43.0; 4,096 and 64, 32 sequences 19.9 and 24.3; with 32 kv heads 1,024 and 64, 192, 320, 448 21.2,
-    41.5, 58.6, 73.3 and 21.9, 39.5, 55.1, 69.6.) In float32 two warps: a product takes many registers without the
-    matrix unit.
+    that they come in turns, and wider tiles bring each to its end sooner. In float32 a tail has two warps: without the
+    matrix unit a product takes many registers.
     """
     warps = 2 if shape.element_size == 4 else 1
     if shape.group > 1:
-        return 16, 3, warps
+        return 16, 3, warps  # 32 sequences, 4,096 shared tokens and 64 own ones, 32/8 heads x 128: 19.9 us, 24.3 below
     return max(16, min(shape.tile, 8192 // (shape.dim_tile * shape.element_size))), 2, warps
 
 
-def prefix_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    softmax_scale: float,
-    work: WorkList,
-) -> Tensor:
+def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
     """`decode_attention.paged_attention`, over the prefix tree that a work list was made from.
 
     Args:
@@ -230,8 +220,9 @@ def prefix_attention(
         ValueError: wrong shape or layout.
     """
     num_seqs, num_heads, head_dim = q.shape
+    k_cache, v_cache, tables, lens = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
-    check_inputs(q, k_cache, v_cache, block_tables, context_lens, num_seqs)
+    check_inputs(q, pages, num_seqs)
     shape = work.shape
     if (num_heads, num_kv_heads, head_dim) != (shape.num_heads, shape.num_kv_heads, shape.head_dim):
         raise ValueError(f"a work list for {shape} does not fit q {tuple(q.shape)} and {num_kv_heads} kv heads")
@@ -252,15 +243,15 @@ def prefix_attention(
     most = min(num_kv_heads * work.items.shape[0], MOST_PROGRAMS * shape.num_processors)
     _chunk_first_kernel[(most,)](
         partial, lse,
-        q, k_cache, v_cache, block_tables, work.counts, work.items, work.order, work.starts,
-        q.stride(0), q.stride(1), block_tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
+        q, k_cache, v_cache, tables, work.counts, work.items, work.order, work.starts,
+        q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages, **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)
     _sequence_first_kernel[(num_kv_heads, num_seqs, splits)](
         partial, lse,
-        q, k_cache, v_cache, block_tables, context_lens, work.order, work.tails,
-        q.stride(0), q.stride(1), block_tables.stride(0), slot_stride, scale, num_heads, max_results,
+        q, k_cache, v_cache, tables, lens, work.order, work.tails,
+        q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, max_results,
         ROWS=max(16, triton.next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits,
         **sizes, num_warps=warps, **options,
     )  # fmt: skip

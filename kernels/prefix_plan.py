@@ -1,4 +1,4 @@
-"""What the sequences of a batch have in common, as a list of work for `minillm.kernels.prefix_decode_attention`.
+"""The blocks that sequences of a batch share, as a list of work for `minillm.kernels.prefix_decode_attention`.
 
 Samples of one prompt, beams, branches, requests behind one system prompt: their block tables begin with the same block
 ids. Seen together the tables are a *prefix tree* (ChunkAttention, Ye et al. 2024): a node is a run of blocks that some
@@ -19,41 +19,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Of an item: how many sequences (0: no work), one of them, the first one's place in the order, the first token, the one
-# behind the last, and where its result stands among those of each of its sequences.
+# The words of an item: its number of sequences (0: no work), one of them, the place of the first in the order, the
+# first token, the token behind the last, and the place of its result among those of each of its sequences.
 ITEM_WORDS = 6
 
-MOST_PROGRAMS = 2  # items that a multiprocessor works on at a time, at most: what their registers allow
+MOST_PROGRAMS = 2  # items that a multiprocessor works on at a time: their registers allow no more
 _TAIL_PROGRAMS = 4  # tails, or parts of them, that a multiprocessor should have
 
 
 @dataclass(frozen=True)
 class Costs:
-    """When reading shared blocks once is worth it: times in microseconds, rates in bytes per microsecond.
+    """The conditions under which reading shared blocks once pays: microseconds, and bytes per microsecond.
 
-    What is spared are reads that mostly hit the L2; what is paid are two launches more, results that are written and
-    merged, and tails that a kernel made for short ones reads. The defaults were measured on an H200 (`minillm bench
-    kernels --op prefix_attention` and grids of batches around the points where both ways take the same time).
+    It saves reads, most of which would hit the L2. It costs two more launches, results that are written and merged, and
+    a kernel for the tails that is made for short ones. The defaults were measured on an H200 (`minillm bench kernels
+    --op prefix_attention` and grids of batches around the points where both ways take the same time).
     """
 
     launch: float = 3.0
     spared_rate: float = 7e6
     tail_rate: float = 4.3e6
-    tail_loss: float = 0.15  # of the time that tails take
-    node_bytes: float = 1e6  # that a node must spare to be worth its results
-    alone: float = 6.0  # that are lost where tails are not read beside the nodes
-    tile: float = 0.64  # of a node, for one kv head: what it takes less if a multiprocessor has two items at a time
+    tail_loss: float = 0.15  # share of the time of the tails
+    node_bytes: float = 1e6  # least that a node must save
+    alone: float = 6.0  # lost where tails are not read beside the nodes
+    tile: float = 0.64  # saved for each tile of a node and each kv head where a multiprocessor has two items at a time
 
     def worth(self, spared: int, tails: int) -> bool:
-        """Whether to spare reading so many bytes, next to tails of so many."""
+        """Whether to save ``spared`` bytes of reads, beside tails of ``tails`` bytes."""
         return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
 
     def programs(self, tiles: float, tails: int) -> int:
-        """How many items a multiprocessor should have at a time: two compute faster, one leaves room for tails.
+        """Items that a multiprocessor should have at a time: two compute faster, one leaves room for tails.
 
         Args:
-            tiles: of nodes, for each multiprocessor, counted for each kv head.
-            tails: bytes of all of them.
+            tiles: tiles of nodes for each multiprocessor, counted for each kv head.
+            tails: bytes of all tails.
         """
         return 2 if tiles * self.tile > self.alone + tails / self.tail_rate else 1
 
@@ -64,7 +64,7 @@ FREE = Costs(launch=0, tail_loss=0, node_bytes=0)  # sharing is always worth it
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What of a model and a device decides how attention is cut up."""
+    """The properties of a model and a device that determine how attention is cut up."""
 
     num_heads: int
     num_kv_heads: int
@@ -94,7 +94,7 @@ class AttentionShape:
 
     @property
     def rows(self) -> int:
-        """Of a node's tile: what Hopper's matrix unit takes at least."""
+        """Rows of a node's tile: at least as many as Hopper's matrix unit takes."""
         return max(16 if self.element_size == 4 else 64, _power_of_two(self.group))
 
     @property
@@ -103,15 +103,15 @@ class AttentionShape:
         return self.rows // self.group
 
     def tail_splits(self, num_seqs: int) -> int:
-        """How many parts the tails of a batch are cut into: by shapes alone, for a captured graph has one grid."""
+        """The number of parts that tails are cut into, by shapes alone: a captured graph has one grid."""
         return max(1, min(64, _TAIL_PROGRAMS * self.num_processors // (num_seqs * self.num_kv_heads)))
 
     def max_items(self, num_seqs: int) -> int:
-        """Items of a batch, at most: the grid."""
+        """The most items of a batch: the grid."""
         return num_seqs // 4 + 4 * self.num_processors // self.num_kv_heads + 4
 
     def max_results(self, num_seqs: int) -> int:
-        """Partial results of all sequences of a batch, at most."""
+        """The most partial results of all sequences of a batch."""
         return 4 * (num_seqs + self.num_processors)
 
 
@@ -120,13 +120,13 @@ class WorkList:
     """A plan on the device, for a batch of n sequences; slices of one buffer that never moves."""
 
     order: Tensor  # [n] int32, the sequences so that those of a node are neighbours
-    tails: Tensor  # [n] int32, in that order: the first token of what a sequence reads on its own
-    starts: Tensor  # [n + 1] int32, in that order: where a sequence's results begin
+    tails: Tensor  # [n] int32, in that order: the first token that a sequence reads on its own
+    starts: Tensor  # [n + 1] int32, in that order: the start of a sequence's results
     counts: Tensor  # [2] int32: items, and the programs that work on them
     items: Tensor  # [max_items(n), ITEM_WORDS] int32
     shape: AttentionShape
-    words: Tensor  # int32, all of them for as many sequences as there is room for
-    capacity: int
+    words: Tensor  # int32, the whole buffer
+    capacity: int  # sequences that it has room for
 
     @classmethod
     def allocate(cls, num_seqs: int, shape: AttentionShape, device: torch.device) -> WorkList:
@@ -195,9 +195,9 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
 
     Args:
         tables: block ids of each sequence, logical order.
-        num_full: of each table, how many of its first blocks are full: the others belong to the tail.
-        min_blocks: a run becomes a node if its blocks times its sequences but one are as many; else each of its
-            sequences, or of the nodes below, reads it for itself.
+        num_full: for each table, how many of its first blocks are full; the others belong to the tail.
+        min_blocks: a run becomes a node if its blocks, times its sequences but one, are at least this many; otherwise
+            its sequences, or the nodes below it, read it for themselves.
     """
     order: list[int] = []
     tails: list[int] = []
@@ -227,7 +227,7 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
 
 
 def _common_blocks(tables: Sequence[Sequence[int]], members: list[int], begin: int, end: int) -> int:
-    """Up to which block, at most ``end``, the members' tables agree from ``begin`` on.
+    """The block, at most ``end``, up to which the members' tables agree from ``begin`` on.
 
     All blocks are compared: tables may hold the same block behind different ones, where two sequences computed the same
     tokens at the same time and the prefix cache kept one block of each.
@@ -255,7 +255,7 @@ def plan_attention(
     Args:
         tables: block ids of each sequence.
         context_lens: tokens of each sequence.
-        num_rows: of the batch, with the padding behind the sequences; by default there is none.
+        num_rows: rows of the batch, padding behind the sequences included; by default there is none.
     """
     num_rows = len(tables) if num_rows is None else num_rows
     total = sum(context_lens) * shape.token_bytes
@@ -278,7 +278,7 @@ def plan_attention(
 def _cut(
     tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int, tail_bytes: int, costs: Costs
 ) -> Plan | None:
-    """Split a tree's nodes into items of at most as many tiles; None if these are too many even unsplit."""
+    """Split a tree's nodes into items of similar length; None if there are too many even without a split."""
     tiles = [-(-(node.end - node.begin) * block_size // shape.tile) for node in tree.nodes]
     chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
     deepest = max(tiles)
@@ -325,5 +325,5 @@ def _cut(
 
 
 def _power_of_two(n: int) -> int:
-    """The least that is not below n."""
+    """The least power of two that is not below n."""
     return 1 << (n - 1).bit_length()

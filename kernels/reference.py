@@ -1,24 +1,16 @@
 """Every op in plain torch: the specification that the fast versions are tested against.
 
-Written to be read, and to run in float64: arithmetic happens in the wider of float32 and the input's dtype. Shapes:
-
-======================  ============================================================================
-``k_cache, v_cache``    ``[num_blocks, block_size, num_kv_heads, head_dim]``, one layer's half of the pool
-``block_tables``        ``[num_seqs, max_blocks]`` int32, physical block ids in logical order; unused entries: anything
-``context_lens``        ``[num_seqs]`` int32, tokens of each sequence that attention may see
-``slot_mapping``        ``[num_tokens]`` int64, ``block_id * block_size + offset``; -1 writes nothing
-``cu_seqlens``          ``[num_seqs + 1]`` int32, where each sequence's queries begin in the packed batch
-======================  ============================================================================
-
-Slots that no context covers may hold anything, NaN included, and never influence a result.
+Written to be read, and to run in float64: arithmetic happens in the wider of float32 and the input's dtype. What
+several ops take together, with its shapes, is in `minillm.kernels.arguments`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import torch
 from torch import Tensor
+
+from minillm.kernels.arguments import DecodeInputs, Field, Pages, Places, SamplingInputs
+from minillm.kernels.prefix_plan import WorkList
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -34,12 +26,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = _wide(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * weight
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``sum = x + residual`` in the input's dtype; returns (``rms_norm(sum)``, ``sum``)."""
-    total = x + residual
-    return rms_norm(total, weight, eps), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -67,10 +53,10 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 
 
 def all_reduce(parts: list[Tensor]) -> Tensor:
-    """The sum of what the ranks hold, added in float32 (or float64) in their order and rounded once.
+    """The sum of the ranks' ``parts``, added in float32 (or float64) in their order and rounded once.
 
     Args:
-        parts: of each rank, all of one shape and dtype.
+        parts: one of each rank, all of one shape and dtype.
     """
     total = _wide(parts[0])
     for part in parts[1:]:
@@ -91,40 +77,30 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store each token's ``k, v`` ``[num_tokens, num_kv_heads, head_dim]`` in its slot, in place."""
-    kept = slot_mapping >= 0
-    if not bool(kept.all()):
-        k, v, slot_mapping = k[kept], v[kept], slot_mapping[kept]
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the tokens' slots. ``k`` is scratch: it may change.
 
-
-def rotary_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-) -> None:
-    """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the blocks. ``k`` is scratch: it may change, too.
-
-    ``q``, ``k``, ``v`` ``[num_tokens, heads, head_dim]`` may be strided views of one packed projection.
+    Args:
+        q, k, v: ``[num_tokens, heads, head_dim]``; they may be strided views of one packed projection.
+        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, one layer's halves of the pool.
     """
+    cos, sin, slots = places
     q.copy_(rotary(q, cos, sin))
-    write_kv(rotary(k, cos, sin), v, k_cache, v_cache, slot_mapping)
+    k = rotary(k, cos, sin)
+    kept = slots >= 0
+    if not bool(kept.all()):
+        k, v, slots = k[kept], v[kept], slots[kept]
+    k_cache.flatten(0, 1).index_copy_(0, slots, k)
+    v_cache.flatten(0, 1).index_copy_(0, slots, v)
 
 
-def gather_kv(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
-    """The first ``context_len`` tokens of one sequence, ``[context_len, num_kv_heads, head_dim]``, in logical order."""
-    num_blocks = -(-context_len // cache.shape[1])
-    return cache[block_table[:num_blocks].long()].flatten(0, 1)[:context_len]
+def _context(pages: Pages, seq: int, length: int) -> tuple[Tensor, Tensor]:
+    """K and V of one sequence's first ``length`` tokens, ``[length, num_kv_heads, head_dim]``, in logical order."""
+    blocks = pages.tables[seq, : -(-length // pages.k.shape[1])].long()
+    return pages.k[blocks].flatten(0, 1)[:length], pages.v[blocks].flatten(0, 1)[:length]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, first_position: int) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, first_position: int) -> Tensor:
     """Causal attention of ``q [n, heads, dim]`` at ``first_position…`` over ``k, v [context, kv_heads, dim]``."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (_wide(t).transpose(0, 1) for t in (q, k, v))  # [heads, tokens, dim]
@@ -133,61 +109,50 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, first_positio
     query_positions = torch.arange(q.shape[1], device=q.device) + first_position
     visible = torch.arange(k.shape[1], device=q.device) <= query_positions[:, None]
     scores = scores.masked_fill(~visible, float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
+def paged_attention(q: Tensor, pages: Pages, softmax_scale: float) -> Tensor:
     """Decode attention: one query per sequence over its paged context (Kwon et al. 2023).
 
     Args:
         q: ``[num_seqs, num_heads, head_dim]``; head ``h`` reads kv head ``h // (num_heads / num_kv_heads)``.
 
     Returns:
-        ``out`` like ``q``, zero where the context is empty; ``lse`` ``[num_seqs, num_heads]``, the log-sum-exp of the
-        scaled scores (-inf where the context is empty), float32 or wider.
+        Like ``q``; zero where the context is empty.
     """
     out = torch.zeros_like(q)
-    lse = _wide(q).new_full(q.shape[:2], float("-inf"))
-    for row, length in enumerate(context_lens.tolist()):
+    for seq, length in enumerate(pages.lens.tolist()):
         if length:
-            k = gather_kv(k_cache, block_tables[row], length)
-            v = gather_kv(v_cache, block_tables[row], length)
-            attended, sums = _attend(q[row : row + 1], k, v, softmax_scale, length - 1)
-            out[row], lse[row] = attended[0].to(q.dtype), sums[0]
-    return out, lse
+            k, v = _context(pages, seq, length)
+            out[seq] = _attend(q[seq : seq + 1], k, v, softmax_scale, length - 1)[0].to(q.dtype)
+    return out
 
 
-def prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    cu_seqlens: Tensor,
-    softmax_scale: float,
-) -> Tensor:
+def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
+    """`paged_attention` of sequences that share blocks: the same result, and shared blocks may be read once for all.
+
+    Args:
+        work: filled with a plan (`plan_attention`) for the same tables; contexts may have grown since.
+    """
+    return paged_attention(q, pages, softmax_scale)
+
+
+def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
     """Causal attention of chunks over the paged cache; each chunk's own K, V are already written.
 
     Args:
-        q: ``[num_tokens, num_heads, head_dim]``, the chunks packed one after another. The chunk of sequence ``i`` has
-            ``cu_seqlens[i + 1] - cu_seqlens[i]`` queries, the last of them at position ``context_lens[i] - 1``.
+        q: ``[num_tokens, num_heads, head_dim]``, the chunks packed one after another.
+        cu_seqlens: ``[num_seqs + 1]`` int32, where in ``q`` the chunks begin. The chunk of sequence ``i`` has
+            ``cu_seqlens[i + 1] - cu_seqlens[i]`` queries, the last of them at position ``pages.lens[i] - 1``.
     """
     out = torch.zeros_like(q)
     starts = cu_seqlens.tolist()
-    for row, length in enumerate(context_lens.tolist()):
-        begin, end = starts[row], starts[row + 1]
+    for seq, length in enumerate(pages.lens.tolist()):
+        begin, end = starts[seq], starts[seq + 1]
         if end > begin:
-            k = gather_kv(k_cache, block_tables[row], length)
-            v = gather_kv(v_cache, block_tables[row], length)
-            attended, _ = _attend(q[begin:end], k, v, softmax_scale, length - (end - begin))
-            out[begin:end] = attended.to(q.dtype)
+            k, v = _context(pages, seq, length)
+            out[begin:end] = _attend(q[begin:end], k, v, softmax_scale, length - (end - begin)).to(q.dtype)
     return out
 
 
@@ -259,15 +224,7 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform(seeds, positions, ids)))
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
+def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     """Draw one token per row: temperature, then top-k, then top-p of what is left, then min-p (Hugging Face's order).
 
     Each cut keeps the upper part of one order: larger logit first, lower id among equals. top-k keeps exactly k; top-p
@@ -275,13 +232,13 @@ def sample(
 
     Args:
         logits: ``[rows, vocab]`` float32; -inf marks a forbidden token, and at least one per row is finite.
-        temperature: ``[rows]`` float32; 0 takes the largest logit, the lowest id among equals.
-        top_k: ``[rows]`` int64, 0 for all. top_p, min_p: ``[rows]`` float32, 1 and 0 for all.
-        seeds, positions: ``[rows]`` int64, the counter of the draw: see `uniform`.
+        inputs: of as many rows. Temperature 0 takes the largest logit, the lowest id among equals. Seed and position
+            are the counter of the draw: see `uniform`.
 
     Returns:
         ``[rows]`` int64 token ids.
     """
+    temperature, top_k, top_p, min_p, seeds, positions = inputs
     drawn = temperature > 0
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     # Subtracting the maximum first keeps 1e-12 temperatures finite.
@@ -295,6 +252,12 @@ def sample(
     score = (scaled + gumbel(seeds, positions, ids.to(torch.int32))).masked_fill(~kept, float("-inf"))
     choice = torch.where(drawn, score.argmax(-1), 0)
     return ids.gather(1, choice[:, None])[:, 0]
+
+
+def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
+    """`sample`, and the drawn tokens' log-probabilities under ``logits``, ``[rows]`` float32: NaN where a logit is."""
+    tokens = sample(logits.float(), inputs)
+    return tokens, log_probabilities(logits, tokens)
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -316,65 +279,6 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 # --- the device's rows of decoding sequences --------------------------------------------------------------------------
 
 
-class Field:
-    """Where a row keeps what: the words of `minillm.kernels.decode_rows`. Floats are stored by their bits."""
-
-    TOKEN = 0  # to be computed next
-    POSITION = 1  # of that token
-    TEMPERATURE = 2  # float
-    TOP_K = 3
-    TOP_P = 4  # float
-    MIN_P = 5  # float
-    SEED_LOW = 6
-    SEED_HIGH = 7
-    REPETITION_PENALTY = 8  # float, as the next two
-    FREQUENCY_PENALTY = 9
-    PRESENCE_PENALTY = 10
-    TABLE = 16  # the first block id
-
-
-@dataclass(frozen=True)
-class DecodeInputs:
-    """What the model and the sampler take of n decoding sequences; slices of buffers that never move."""
-
-    token_ids: Tensor  # [n] int64, as the next two
-    positions: Tensor
-    slot_mapping: Tensor
-    context_lens: Tensor  # [n] int32
-    block_tables: Tensor  # [n, width] int32
-    temperature: Tensor  # [n] float32
-    top_k: Tensor  # [n] int64
-    top_p: Tensor  # [n] float32, as the next
-    min_p: Tensor
-    seeds: Tensor  # [n] int64, as the next
-    draw_positions: Tensor
-
-    @classmethod
-    def allocate(cls, n: int, width: int, device: torch.device) -> DecodeInputs:
-        """Buffers for ``n`` sequences of up to ``width`` blocks."""
-
-        def zeros(dtype: torch.dtype, *columns: int) -> Tensor:
-            return torch.zeros(n, *columns, dtype=dtype, device=device)
-
-        return cls(
-            token_ids=zeros(torch.int64),
-            positions=zeros(torch.int64),
-            slot_mapping=zeros(torch.int64),
-            context_lens=zeros(torch.int32),
-            block_tables=zeros(torch.int32, width),
-            temperature=zeros(torch.float32),
-            top_k=zeros(torch.int64),
-            top_p=zeros(torch.float32),
-            min_p=zeros(torch.float32),
-            seeds=zeros(torch.int64),
-            draw_positions=zeros(torch.int64),
-        )
-
-    def first(self, n: int) -> DecodeInputs:
-        """The first n rows of every buffer."""
-        return DecodeInputs(**{field.name: getattr(self, field.name)[:n] for field in fields(self)})
-
-
 def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInputs) -> None:
     """Gather the rows' state into ``inputs``, and move the rows' positions on by one.
 
@@ -394,12 +298,12 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
     inputs.slot_mapping.copy_(torch.where(real, blocks * block_size + positions % block_size, -1))
     inputs.context_lens.copy_(torch.where(real, positions + 1, 0))
     inputs.block_tables.copy_(state[:, Field.TABLE :])
-    inputs.temperature.copy_(torch.where(real, floats[:, Field.TEMPERATURE], 0.0))
-    inputs.top_k.copy_(torch.where(real, state[:, Field.TOP_K], 0))
-    inputs.top_p.copy_(torch.where(real, floats[:, Field.TOP_P], 1.0))
-    inputs.min_p.copy_(torch.where(real, floats[:, Field.MIN_P], 0.0))
-    inputs.seeds.copy_(torch.where(real, seeds, 0))
-    inputs.draw_positions.copy_(torch.where(real, positions + 1, 0))
+    inputs.sampling.temperature.copy_(torch.where(real, floats[:, Field.TEMPERATURE], 0.0))
+    inputs.sampling.top_k.copy_(torch.where(real, state[:, Field.TOP_K], 0))
+    inputs.sampling.top_p.copy_(torch.where(real, floats[:, Field.TOP_P], 1.0))
+    inputs.sampling.min_p.copy_(torch.where(real, floats[:, Field.MIN_P], 0.0))
+    inputs.sampling.seeds.copy_(torch.where(real, seeds, 0))
+    inputs.sampling.positions.copy_(torch.where(real, positions + 1, 0))
     words[rows[real].long(), Field.POSITION] += 1
 
 

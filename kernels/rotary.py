@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.arguments import Places
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 _Q_HEADS_PER_PROGRAM = 16
@@ -78,16 +79,7 @@ def _rotary_write_kv_kernel(
                 tl.store(v_out + rest[None, :], tl.load(v_in + rest[None, :], mask=mask), mask=mask)
 
 
-def rotary_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-) -> None:
+def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor) -> None:
     """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the blocks. See `reference.rotary_write_kv`.
 
     ``q``, ``k``, ``v`` ``[tokens, heads, head_dim]`` may be views with any token and head stride.
@@ -95,6 +87,7 @@ def rotary_write_kv(
     Raises:
         ValueError: wrong shape or layout.
     """
+    cos, sin, slots = places
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, half = k.shape[1], cos.shape[1]
     if k.shape != v.shape or k.shape != (tokens, num_kv_heads, head_dim):
@@ -112,7 +105,7 @@ def rotary_write_kv(
     q_heads = min(_Q_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
     rest = head_dim - 2 * half
     _rotary_write_kv_kernel[(tokens, triton.cdiv(num_heads, q_heads) + 1)](
-        q, k_cache, v_cache, k, v, cos, sin, slot_mapping,
+        q, k_cache, v_cache, k, v, cos, sin, slots,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), num_kv_heads * head_dim,
         num_heads, num_kv_heads,
         HEAD_DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),

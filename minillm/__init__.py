@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from minillm.outputs import CompletionOutput, Delta, RequestOutput
     from minillm.params import BeamSearchParams, SamplingParams
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "LLM": "minillm.llm",
     "BeamSearchParams": "minillm.params",
@@ -35,3 +37,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'minillm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, for Tab in Python and in notebooks."""
+    return [*__all__, "__version__"]

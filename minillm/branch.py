@@ -11,6 +11,7 @@ from collections.abc import Sequence as SequenceOf
 from types import TracebackType
 from typing import Self
 
+from minillm.engine import held
 from minillm.engine.driver import Driver, Request
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput, RequestOutput
@@ -32,7 +33,7 @@ class Branch:
     def fork(self) -> Branch:
         """Another branch at this point. It shares every block; the first to write to a partly filled one copies it."""
         self.check()
-        sequence = None if self.sequence is None else self._driver.fork_idle(self.sequence)
+        sequence = None if self.sequence is None else held.fork_idle(self._driver, self.sequence)
         return Branch(self._driver, list(self.token_ids), sequence)
 
     def append(self, text: str | SequenceOf[int]) -> Self:
@@ -71,15 +72,15 @@ class Branch:
         if num_tokens:
             del self.token_ids[-num_tokens:]
             if self.sequence is not None:
-                child = self._driver.fork_idle(self.sequence, len(self.token_ids))
-                self._driver.release(self.sequence)
+                child = held.fork_idle(self._driver, self.sequence, len(self.token_ids))
+                held.release(self._driver, self.sequence)
                 self.sequence = child
         return self
 
     def free(self) -> None:
         """Let the blocks go. A freed branch cannot be used; freeing it again does nothing."""
         if not self.freed and self.sequence is not None:
-            self._driver.release(self.sequence)
+            held.release(self._driver, self.sequence)
         self.freed, self.sequence = True, None
 
     @property
@@ -141,13 +142,14 @@ def _go_on(
         branch.check()
     if len({id(branch) for branch in branches}) != len(branches):
         raise UsageError("the same branch twice in one batch; fork it")
-    results = driver.hold(
+    results = held.hold(
+        driver,
         [
             Request(branch.token_ids, each, parent=branch.sequence, hold=True)
             for branch, each in zip(branches, params, strict=True)
-        ]
+        ],
     )
     for branch in branches:
         if branch.sequence is not None:
-            driver.release(branch.sequence)
+            held.release(driver, branch.sequence)
     return results

@@ -4,14 +4,15 @@ A declaration gives the default, the range and the help of a parameter:
 
     temperature: float = number(1.0, 0, 1e6, help="0 is greedy")
 
-From it come the check (`check_fields`), the reading of dictionaries (`from_mapping`), the docstring (`documented`), the
-option on the command line (`minillm.cli.options`), the key in config.toml and the line in the chat's dialog.
+From it come the check (`check_fields`), the docstring and the refusal of other keywords (`documented`), the option on
+the command line (`minillm.cli.options`), the key in config.toml and the line in the chat's dialog.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import wraps
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -62,16 +63,6 @@ def check_fields(params: object) -> None:
         object.__setattr__(params, name, parameter.check(name, getattr(params, name)))
 
 
-def from_mapping(cls: type[T], values: Mapping[str, Any], what: str = "parameter") -> T:
-    """Make a ``cls`` from a dictionary.
-
-    Raises:
-        UsageError: a name is unknown, or a value is wrong.
-    """
-    check_names(values, [each.name for each in fields(cls) if each.init], what)  # type: ignore[arg-type]
-    return cls(**values)
-
-
 def check_names(values: Collection[str], known: Collection[str], what: str) -> None:
     """Raise UsageError if one of ``values`` is not ``known``; the message names the nearest one."""
     unknown = next((name for name in values if name not in known), None)
@@ -82,10 +73,24 @@ def check_names(values: Collection[str], known: Collection[str], what: str) -> N
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Add the declared parameters to the docstring of ``cls``."""
+    """Add the declared parameters to the docstring of ``cls``; its constructor refuses a keyword by its name.
+
+    (UsageError, where Python raises TypeError.)
+    """
     lines = [f"    {name} ({shown(default)}): {parameter.help}." for name, default, parameter in declared(cls)]
     title = "    Parameters, with their defaults:\n\n"
     cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", title + "\n".join(lines), ""])
+    construct: Any = cls.__init__
+
+    @wraps(construct)
+    def refusing(self: T, *values: Any, **named: Any) -> None:
+        try:
+            construct(self, *values, **named)
+        except TypeError:
+            check_names(named, [each.name for each in fields(cls) if each.init], "parameter")  # type: ignore[arg-type]
+            raise
+
+    cls.__init__ = refusing  # type: ignore[assignment, method-assign]
     return cls
 
 
@@ -179,7 +184,7 @@ def check_number(name: str, value: Any, low: float, high: float, *, above: bool 
     plain = value if isinstance(value, int | float) else float(value)
     if not low <= plain <= high or (above and plain == low):  # NaN fails every comparison
         least = f"above {low:g}" if above else f"at least {low:g}"
-        raise UsageError(f"{name} must be {least} and at most {high:g}, not {shown(value)}")
+        raise UsageError(f"{name} must be {least} and at most {high:,.12g}, not {shown(value)}")
     return plain
 
 

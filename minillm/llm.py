@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -12,10 +10,12 @@ from typing import Any, Self
 
 from minillm import branch as branches
 from minillm.branch import Branch
-from minillm.cache import CacheStats, PrefixReport
+from minillm.cache import CacheStats, PrefixReport, explain_miss
 from minillm.checks import check_names
 from minillm.config import EngineConfig
-from minillm.engine.driver import Driver, Request, raise_error
+from minillm.engine import held
+from minillm.engine.asynchronous import in_threads
+from minillm.engine.driver import Driver, Request
 from minillm.engine.engine import Engine
 from minillm.errors import MinillmError, UsageError
 from minillm.load import load_engine
@@ -26,7 +26,7 @@ from minillm.sequence import Sequence as TokenSequence
 from minillm.text.prompts import Prompt, prompt_list
 from minillm.text.tokenizer import Tokenizer
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Prompts = Prompt | Iterable[Prompt]
 SomeParams = Params | Sequence[Params] | None
 
@@ -37,6 +37,18 @@ class PinnedPrefix:
 
     token_ids: list[int]
     sequence: TokenSequence
+
+
+def _refusal(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
+    """The output of a prompt that fails alone."""
+    return RequestOutput(
+        request_id="",
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else [],
+        outputs=[],
+        finished=True,
+        error=str(error),
+    )
 
 
 class LLM:
@@ -144,37 +156,33 @@ class LLM:
         before anything is generated. Leaving the iterator early, or ctrl-c, aborts everything still running.
         """
         found = prompt_list(prompts)
-        jobs = iter([list(enumerate(zip(found, self._params_list(params, len(found)), strict=True)))])
+        jobs = iter([list(zip(range(len(found)), found, self._params_list(params, len(found)), strict=True))])
 
-        def refuse(index: int, error: MinillmError) -> RequestOutput:
-            if raise_errors:
-                raise type(error)(f"prompt {index}: {error}" if len(found) > 1 else str(error)) from None
-            return _refusal(found[index], error)
+        def refuse(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
+            raise type(error)(f"prompt {index}: {error}" if len(found) > 1 else str(error)) from None
 
-        def take(room: int) -> Iterable[tuple[int, Callable[[], Request]]]:
-            return [(index, partial(self._request, *job)) for index, job in next(jobs, [])]
-
-        yield from self._outputs(take, refuse)
+        yield from self.work_off(lambda room: next(jobs, []), refuse=refuse if raise_errors else _refusal)
 
     def work_off(
-        self, take: Callable[[int], Iterable[tuple[int, Prompt, Params]]]
+        self,
+        take: Callable[[int], Iterable[tuple[int, Prompt, Params]]],
+        *,
+        refuse: Callable[[int, Prompt, MinillmError], RequestOutput] = _refusal,
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """Complete prompts that are handed out piece by piece, as (index, output) in the order in which they finish.
 
         Args:
             take: given the number of sequences there is room for, returns the next (index, prompt, parameters): as many
                 as it likes, and none when there will be no more.
+            refuse: makes the output of a prompt that is refused.
         """
-        prompts: dict[int, Prompt] = {}
 
-        def make(room: int) -> Iterable[tuple[int, Callable[[], Request]]]:
-            for index, prompt, params in take(room):
-                prompts[index] = prompt
-                yield index, partial(self._request, prompt, params)
+        def make(room: int) -> Iterable[tuple[tuple[int, Prompt], Callable[[], Request]]]:
+            return [((index, prompt), partial(self._request, prompt, params)) for index, prompt, params in take(room)]
 
-        for index, output in self._outputs(make, lambda index, error: _refusal(prompts[index], error)):
-            del prompts[index]
-            yield index, output
+        for (index, _), result in self._driver.run(make, refuse=lambda key, error: refuse(*key, error)):
+            if isinstance(result, RequestOutput):
+                yield index, result
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
         """Complete prompts by beam search; each output's completions are its best beams, the best first.
@@ -190,12 +198,15 @@ class LLM:
         *,
         sampling_params: SomeParams = None,
         use_tqdm: bool | None = None,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, each a list of ``{"role": …, "content": …}``, by the model's template.
 
         Args:
+            messages: see `minillm.text.chat_template.plain_messages`.
+            chat_template: a Jinja template in place of the model's own.
             add_generation_prompt, continue_final_message: see `minillm.text.chat_template.ChatTemplate.render`.
             others: as in `generate`.
         """
@@ -204,6 +215,7 @@ class LLM:
         prompts = [
             self.tokenizer.apply_chat_template(
                 each,
+                chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
             )
@@ -221,19 +233,9 @@ class LLM:
             if isinstance(result, Delta):
                 yield result
 
-    async def astream(self, prompt: Prompt, params: Params | None = None) -> AsyncGenerator[Delta, None]:
+    def astream(self, prompt: Prompt, params: Params | None = None) -> AsyncGenerator[Delta, None]:
         """`stream` for asyncio: any number of them are computed in one batch. Leaving it early aborts the request."""
-        deltas, lock = self.stream(prompt, params), threading.Lock()
-
-        def advance(step: Callable[[], Delta | None]) -> Delta | None:
-            with lock:
-                return step()
-
-        try:
-            while (delta := await asyncio.to_thread(advance, partial(next, deltas, None))) is not None:
-                yield delta
-        finally:
-            await asyncio.shield(asyncio.to_thread(advance, deltas.close))
+        return in_threads(self.stream(prompt, params))
 
     def abort(self, request_id: str) -> None:
         """End a request; its completions so far are kept, with ``finish_reason`` "abort"."""
@@ -244,7 +246,7 @@ class LLM:
     def cache_stats(self) -> CacheStats:
         """Token-true memory figures of the pool, now."""
         with self._driver.locked() as engine:
-            return engine.cache_stats()
+            return engine.figures.cache_stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running requests are not disturbed."""
@@ -255,7 +257,7 @@ class LLM:
         """How many tokens of a prompt would be found in the prefix cache, and which token differs first."""
         token_ids = self.token_ids(prompt)
         with self._driver.locked() as engine:
-            return engine.cache.explain_miss(token_ids, engine.requests.salt_for(len(token_ids), salt))
+            return explain_miss(engine.cache, token_ids, engine.requests.salt_for(len(token_ids), salt))
 
     def pin(self, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
         """Compute a prefix, a system prompt say, and keep its blocks under any load until it is unpinned.
@@ -264,17 +266,17 @@ class LLM:
             CapacityError: more than half of the pool would be pinned.
         """
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        [(sequence, _)] = self._driver.hold([Request(self.token_ids(prompt), params, hold=True, salt=salt)])
+        [(sequence, _)] = held.hold(self._driver, [Request(self.token_ids(prompt), params, hold=True, salt=salt)])
         try:
-            self._driver.pin(sequence)
+            held.pin(self._driver, sequence)
         except MinillmError:
-            self._driver.release(sequence)
+            held.release(self._driver, sequence)
             raise
         return PinnedPrefix(sequence.token_ids[:-1], sequence)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
         """Let a pinned prefix go; it stays in the prefix cache until its blocks are needed. Twice does nothing."""
-        self._driver.unpin(prefix.sequence)
+        held.unpin(self._driver, prefix.sequence)
 
     # --- branches -----------------------------------------------------------------------------------------------------
 
@@ -316,15 +318,6 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         return Request(self.token_ids(prompt), params, text, streamed=streamed, request_id=request_id)
 
-    def _outputs(
-        self,
-        take: Callable[[int], Iterable[tuple[int, Callable[[], Request]]]],
-        refuse: Callable[[int, MinillmError], RequestOutput] = raise_error,
-    ) -> Generator[tuple[int, RequestOutput], None, None]:
-        for index, result in self._driver.run(take, refuse=refuse):
-            if isinstance(result, RequestOutput):
-                yield index, result
-
     def _params_list(self, params: SomeParams, count: int) -> list[Params]:
         if params is None:
             return [self.default_params()] * count
@@ -337,14 +330,3 @@ class LLM:
                 f"{len(params)} sets of sampling parameters for {count} prompts; give one, or one for each"
             )
         return list(params)
-
-
-def _refusal(prompt: Prompt, error: MinillmError) -> RequestOutput:
-    return RequestOutput(
-        request_id="",
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else [],
-        outputs=[],
-        finished=True,
-        error=str(error),
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -54,6 +55,10 @@ def load_engine(
     if torchrun is not None:
         begin_to_beat(torchrun)
     device = choose_device(config, 0 if torchrun is None else torchrun.local_rank)
+    if device.type == "cuda":
+        from minillm.kernels.compat import prepare_compiler
+
+        threading.Thread(target=prepare_compiler, daemon=True).start()
     if size > 1 and torchrun is not None and torchrun.num_replicas(size) and torchrun.rank % size:
         follow(*join(torchrun, size), name, config, device, torchrun.host())
     if size > 1 and torchrun is None and device.type == "cuda" and size > torch.cuda.device_count():
@@ -137,7 +142,9 @@ class Followers:
     leader: Leader
 
     def begin(self, work: StepWork) -> None:
-        self.leader.send(work.encode())
+        from minillm.runner import wire
+
+        self.leader.send(wire.encode(work))
 
     def end(self) -> None:
         pass

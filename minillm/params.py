@@ -14,7 +14,6 @@ from minillm.checks import (
     custom,
     documented,
     flag,
-    from_mapping,
     integer,
     number,
     shown,
@@ -143,7 +142,7 @@ class _Params:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
         """Make parameters from JSON or a command line; an unknown name is an error."""
-        return from_mapping(cls, values)
+        return cls(**values)
 
     @property
     def has_penalties(self) -> bool:

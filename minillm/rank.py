@@ -20,8 +20,8 @@ from minillm.errors import MinillmError
 from minillm.parallel.channel import Follower
 from minillm.parallel.collectives import Ranks
 from minillm.parallel.launch import LOCAL, PATIENCE, connect
+from minillm.runner import wire
 from minillm.runner.build import build_runner, choose_device, describe
-from minillm.runner.step import StepWork
 
 
 def follow(
@@ -38,7 +38,7 @@ def follow(
         ranks = Ranks(store, rank, config.tensor_parallel_size, device, host)
         runner, _ = build_runner(describe(name, config), config, device, ranks)
         for message in follower.messages():
-            runner.compute(StepWork.from_message(message))
+            runner.observed(wire.decode(message))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the others may still need what is under way
     except Exception as error:

@@ -89,6 +89,7 @@ class SequenceGroup:
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that must not be generated
     streamed: bool = False  # deltas with text are wanted even where they cost something
     num_cached_tokens: int = 0
+    error: str | None = None  # the reason why it ends before its time
     state: Any = None  # the method's own
 
     @property

@@ -11,7 +11,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from minillm.cache import BlockManager, BlockTable, OutOfBlocks, SwapSpace
+from minillm.cache import BlockManager, BlockTable, OutOfBlocks, SwapSpace, check, pool_stats
 
 POISON = -1
 # Python hashes whole numbers modulo this: tokens that differ by it collide, and so do the tuples made of them.
@@ -154,7 +154,7 @@ class PoolModel:
     def check(self) -> None:
         """Every table reads back its own tokens, and the books balance."""
         self.run_step()
-        self.manager.check()
+        check(self.manager)
         self.swap.check()
         for seq, table in self.tables.items():
             read = [self.slots[slot] for slot in self.slots_of(table, 0, table.num_tokens)]
@@ -164,7 +164,7 @@ class PoolModel:
         for block in range(self.num_blocks):
             if block not in held and block not in self.manager._cached:
                 self.slots[block * self.block_size : (block + 1) * self.block_size] = [POISON] * self.block_size
-        stats = self.manager.stats()
+        stats = pool_stats(self.manager)
         assert stats.free_blocks == self.num_blocks - len(held)
         assert stats.used_blocks == len(held)
         assert stats.logical_blocks == sum(len(table.blocks) for table in self.tables.values())
@@ -179,7 +179,7 @@ class PoolModel:
         self.swap.check()
         assert self.swap.num_free == self.num_host_blocks, "host blocks leaked"
         self.manager.take_copies()
-        self.manager.check()
+        check(self.manager)
         assert self.manager.num_free == self.num_blocks, "blocks leaked"
 
 

@@ -11,7 +11,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from minillm.cache import BlockManager, SwapSpace
+from minillm.cache import BlockManager, SwapSpace, check
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
@@ -182,7 +182,7 @@ def run(engine: Engine, requests: list[tuple[list[int], Any]]) -> list[RequestOu
     outputs = {}
     while engine.has_work:
         engine.step()
-        engine.cache.check()
+        check(engine.cache)
         engine.scheduler.swap.check()
         outputs.update({output.request_id: output for output in engine.take_finished()})
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"

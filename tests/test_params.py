@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
-from minillm.params import SamplingParams
+from minillm.params import BeamSearchParams, SamplingParams
 from minillm.text.stop import StopStringFilter
 
 NAN, INF = float("nan"), float("inf")
@@ -65,6 +66,15 @@ def test_values_at_the_edge_are_taken(name: str, value: Any) -> None:
 def test_unknown_names_and_contradictions() -> None:
     with pytest.raises(UsageError, match="unknown parameter 'temprature'"):
         SamplingParams.from_mapping({"temprature": 1})
+    makers: list[tuple[Any, str]] = [(SamplingParams, "temperature"), (BeamSearchParams, "beam_width")]
+    for make, name in [*makers, (EngineConfig, "num_blocks")]:
+        with pytest.raises(UsageError, match=f"unknown parameter '{name}x'; did you mean {name}?"):
+            make(**{f"{name}x": 1})
+        with pytest.raises(TypeError, match="positional"):
+            make(*range(99))  # no keyword is at fault
+        assert name in inspect.signature(make).parameters, "editors complete it"
+    with pytest.raises(UsageError, match="at least 0 and at most 1,000,000, not 1e"):
+        SamplingParams(temperature=1e30)
     with pytest.raises(UsageError, match="min_tokens 5 is above max_tokens 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
     assert SamplingParams(stop="x").stop == ("x",)

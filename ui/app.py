@@ -24,6 +24,7 @@ from minillm.service.client import ENGINE_COMMAND, EngineProcess
 from minillm.service.messages import Load, Loaded, LoadFailed, Loading
 from minillm.text.safe import clean, clean_line
 from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.screen import ChatScreen
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.dialogs.help import HelpScreen
@@ -59,11 +60,12 @@ class ChatApp(App[None]):
         store: SessionStore | None = None,
         resumed: Conversation | None = None,
         *,
+        question: str = "",
         engine_command: Sequence[str] = ENGINE_COMMAND,
         driver_class: type[Driver] = TerminalDriver,
     ) -> None:
-        """``store``: where conversations are saved; ``resumed``: the one to go on with; ``engine_command``: the program
-        that plays the engine.
+        """``store``: where conversations are saved; ``resumed``: the one to go on with; ``question``: what is asked
+        first; ``engine_command``: the program that plays the engine.
         """
         super().__init__(driver_class=driver_class)
         self.set_reactive(ChatApp.settings, settings)
@@ -74,6 +76,7 @@ class ChatApp(App[None]):
         self._engine: EngineProcess | None = None
         self.chat = ChatScreen(store or SessionStore.of_user())
         self._resumed = resumed
+        self._question = question
         self._files = tempfile.TemporaryDirectory(prefix="minillm-", ignore_cleanup_errors=True)
         self._typed_early: deque[events.InputEvent | events.Paste] = deque()
 
@@ -101,6 +104,20 @@ class ChatApp(App[None]):
         self.call_after_refresh(self.load_model)
         if self._resumed is not None:
             self.chat.call_later(self.chat.open_conversation, self._resumed)
+        if self._question:
+            self._ask(self._question)
+
+    @work
+    async def _ask(self, question: str) -> None:
+        """Put a question into the prompt, and send it once the model is ready, unless it has been changed by then."""
+        while not self.chat.is_mounted:
+            await asyncio.sleep(_SOON)
+        prompt = self.chat.query_one(PromptInput)
+        prompt.text = question
+        with contextlib.suppress(MinillmError):  # the chat says why the model does not load
+            await self.until_ready()
+            if prompt.text == question:
+                prompt.post_message(PromptInput.Submitted(question))
 
     def load_model(self) -> None:
         """(Re)start the engine with the model of the settings. The conversation stays."""

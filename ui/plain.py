@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -153,8 +154,8 @@ def _lines(source: TextIO) -> Iterator[str]:
             yield line.strip()
 
 
-def run(settings: Settings, store: SessionStore, resumed: Conversation | None = None) -> int:
-    """Chat until the input ends. Returns the exit code.
+def run(settings: Settings, store: SessionStore, resumed: Conversation | None = None, question: str = "") -> int:
+    """Chat until the input ends; ``question`` is asked first. Returns the exit code.
 
     Raises:
         MinillmError: the model cannot be had, or has no chat template.
@@ -172,7 +173,7 @@ def run(settings: Settings, store: SessionStore, resumed: Conversation | None = 
         chat.say("type a question and Enter; /help lists the commands; ctrl-d ends")
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
-    for line in _lines(sys.stdin):
+    for line in chain([question] * bool(question), _lines(sys.stdin)):
         if not chat.handle(line):
             break
     return 0

@@ -120,14 +120,14 @@ def token_logprobs(logits: Tensor, wanted: SequenceOf[tuple[int, int]], count: i
     if not wanted:
         return []
     device = logits.device
-    rows = torch.tensor([row for row, _ in wanted], device=device)
-    chosen = torch.tensor([token_id for _, token_id in wanted], device=device)
-    log_probs = logits[rows].float().log_softmax(-1)
-    picked = log_probs.gather(1, chosen[:, None])[:, 0].tolist()
-    values, ids = log_probs.topk(min(count, logits.shape[1]) if count >= 0 else logits.shape[1])
+    chosen = logits[torch.tensor([row for row, _ in wanted], device=device)]
+    picked = kernels.log_probabilities(chosen, torch.tensor([token_id for _, token_id in wanted], device=device))
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(wanted)
+    if count:
+        most = logits.shape[1] if count < 0 else min(count, logits.shape[1])
+        values, ids = (found.tolist() for found in kernels.top_log_probabilities(chosen, most))
+        tops = [tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
     return [
-        TokenLogprobs(token_id, logprob, tuple(zip(row_ids, row_values, strict=True)))
-        for (_, token_id), logprob, row_values, row_ids in zip(
-            wanted, picked, values.tolist(), ids.tolist(), strict=True
-        )
+        TokenLogprobs(token_id, logprob, top)
+        for (_, token_id), logprob, top in zip(wanted, picked.tolist(), tops, strict=True)
     ]

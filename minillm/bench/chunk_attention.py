@@ -16,9 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
-from minillm.bench.kernels import shared_inputs
+from minillm.bench.ops.prefix_decode_attention import shared_inputs
+from minillm.bench.registry import NoOptions as Options
+from minillm.bench.table import computed, shown
 from minillm.bench.timing import graph_microseconds
 from minillm.errors import MinillmError
+from minillm.kernels import Pages
 
 _SEQS, _HEADS, _DIM = 32, 32, 128
 _POINTS = 4  # of a generation
@@ -28,23 +31,23 @@ _POINTS = 4  # of a generation
 class ChunkAttentionResult:
     """Mean microseconds of decode attention over a generation."""
 
-    prompt: int  # tokens, the same for all sequences
-    completion: int  # tokens that each generates
-    copied: float  # the paged kernel, each sequence with a copy of the prompt
-    shared: float  # the paged kernel, one prompt
-    ours: float  # the prefix kernel
+    prompt: int = shown("prompt", "d")  # tokens, the same for all sequences
+    completion: int = shown("completion", "d")  # tokens that each generates
+    copied: float = shown("copied us", ".1f")  # the paged kernel, each sequence with a copy of the prompt
+    shared: float = shown("shared us", ".1f")  # the paged kernel, one prompt
+    ours: float = shown("prefix us", ".1f")  # the prefix kernel
 
-    @property
+    @computed("speed-up", ".1f")
     def speedup(self) -> float:
         """Over the paged kernel with copies, which is what the paper's headline compares with."""
         return self.copied / self.ours
 
-    @property
+    @computed("over shared", ".1f")
     def speedup_over_shared(self) -> float:
         return self.shared / self.ours
 
 
-def measure() -> Iterator[ChunkAttentionResult]:
+def measure(options: Options) -> Iterator[ChunkAttentionResult]:
     """All rows of the table.
 
     Raises:
@@ -64,13 +67,12 @@ def _measure(prompt: int, generated: int) -> tuple[float, float, float]:
     from minillm.kernels.prefix_decode_attention import prefix_attention
 
     scale = _DIM**-0.5
-    q, k, v, tables, lens, work, _ = shared_inputs(_HEADS, _HEADS, _DIM, _SEQS, prompt, generated, planned_tail=1)
-    count = len(tables)
-    ours = graph_microseconds(lambda i: prefix_attention(q, k, v, tables[i % count], lens, scale, work), 8)
-    shared = graph_microseconds(lambda i: paged_attention(q, k, v, tables[i % count], lens, scale), 8)
-    width = tables.shape[2]
-    shape = (_SEQS * width, *k.shape[1:])
-    k, v = (torch.randn(shape, device=k.device, dtype=k.dtype) for _ in range(2))
-    own = torch.randperm(_SEQS * width, device=k.device).int().view(_SEQS, width)
-    copied = graph_microseconds(lambda i: paged_attention(q, k, v, own, lens, scale), 8)
+    inputs = shared_inputs((_HEADS, _HEADS, _DIM), _SEQS, prompt, generated, planned_tail=1)
+    q, pages, count = inputs.q, inputs.pages, len(inputs.pages)
+    ours = graph_microseconds(lambda i: prefix_attention(q, pages[i % count], scale, inputs.work), 8)
+    shared = graph_microseconds(lambda i: paged_attention(q, pages[i % count], scale), 8)
+    pool, _, tables, lens = pages[0]
+    k, v = (pool.new_empty(tables.numel(), *pool.shape[1:]).normal_() for _ in range(2))
+    apart = Pages(k, v, torch.randperm(tables.numel(), device=pool.device).int().view_as(tables), lens)
+    copied = graph_microseconds(lambda i: paged_attention(q, apart, scale), 8)
     return copied, shared, ours

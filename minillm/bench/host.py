@@ -14,6 +14,8 @@ from typing import Any, cast
 from minillm.beams.candidates import BeamStep
 from minillm.beams.method import Searches, beam_step
 from minillm.beams.search import Candidate
+from minillm.bench.registry import NoOptions as Options
+from minillm.bench.table import shown
 from minillm.cache import BlockManager
 from minillm.engine.engine import Engine, Step
 from minillm.engine.requests import Requests
@@ -30,8 +32,8 @@ _STEPS = 200
 class HostResult:
     """Microseconds per step, median."""
 
-    what: str
-    microseconds: float
+    what: str = shown("", width=52)
+    microseconds: float = shown("us a step", ".0f")
 
 
 class _Drawn:
@@ -62,7 +64,7 @@ class _Runner:
         return _Drawn(self._tokens[: len(draws)])
 
 
-def measure() -> list[HostResult]:
+def measure(options: Options) -> list[HostResult]:
     """Both figures, and their parts."""
     return [*_decode_step(256), *_beam_step(32, 4)]
 

@@ -9,33 +9,51 @@ from dataclasses import dataclass
 import torch
 
 from minillm.bench.hardware import read_bandwidth
+from minillm.bench.registry import NoOptions, shape
+from minillm.bench.table import shown
 from minillm.bench.timing import copies_for_cold_l2, graph_microseconds
-from minillm.model.config import ModelConfig
+from minillm.checks import integer
+from minillm.errors import UsageError
+from minillm.model.shapes import SHAPES
+from minillm.model.shard import shard_of
+
+
+@dataclass(frozen=True)
+class Options(NoOptions):
+    shape: str = shape("smollm2-135m", "of this model")
+    tokens: int = integer(1, 1, 1 << 16, help="that are multiplied at once")
+    tensor_parallel_size: int = integer(1, 1, 1 << 16, help="of the part that one of N ranks has")
 
 
 @dataclass(frozen=True)
 class MatvecResult:
     """One weight's shape, times in microseconds with a cold L2."""
 
-    op: str
-    features: int
-    columns: int
-    floor: float
-    cublas: float  # without the norm, the gate or the addition that our kernel has in it
-    ours: float
-    tile: tuple[int, int, int]  # (rows, columns, warps)
-    recorded: tuple[int, int, int] | None  # in `TILES`
+    op: str = shown("op")
+    features: int = shown("features", "d")
+    columns: int = shown("columns", "d")
+    floor: float = shown("floor us", ".1f")
+    cublas: float = shown("cuBLAS us", ".1f")  # without the norm, the gate or the addition that our kernel has in it
+    ours: float = shown("ours us", ".1f")
+    tile: tuple[int, int, int] = shown("tile", "d", width=12)  # (rows, columns, warps)
+    recorded: tuple[int, int, int] | None = shown("recorded", "d", width=12)  # in `TILES`
 
 
-def measure(config: ModelConfig, tokens: int = 1) -> Iterator[MatvecResult]:
+def measure(options: Options) -> Iterator[MatvecResult]:
     """Each of the five products of a model, or of a rank's part of it, over all sensible tiles.
 
-    Args:
-        tokens: up to `minillm.kernels.matvec.MOST_TOKENS`.
+    Raises:
+        UsageError: there is no GPU, or our kernel does not take so many tokens.
     """
+    if not torch.cuda.is_available():
+        raise UsageError("bench matvec needs a GPU")
     from minillm.kernels import matvec
 
-    device, dtype, c = torch.device("cuda"), torch.bfloat16, config
+    tokens, most, whole = options.tokens, matvec.MOST_TOKENS, SHAPES[options.shape]
+    if tokens > most:
+        raise UsageError(f"tokens must be at most {most}, not {tokens}: cuBLAS multiplies more")
+    c = shard_of(whole, 0, options.tensor_parallel_size).local(whole)
+    device, dtype = torch.device("cuda"), torch.bfloat16
     bandwidth = read_bandwidth(device)
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     for op, features, columns in (
@@ -55,7 +73,7 @@ def measure(config: ModelConfig, tokens: int = 1) -> Iterator[MatvecResult]:
         def launch(tile: tuple[int, int, int], i: int, bound: tuple = (weights, x, norm, out, gated, add)) -> None:
             weights, x, norm, out, gated, add = bound
             weight = weights[i % len(weights)]
-            matvec.launch(out, x, weight, None, None if add else norm, 1e-5, gated=gated, add=add, tile=tile)
+            matvec.launch(out, x, weight, None, None if add else (norm, 1e-5), gated=gated, add=add, tile=tile)
 
         times = {}
         for tile in _tiles(columns, 2 if gated else 1, tokens):

@@ -16,11 +16,18 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from minillm.cache import BlockManager, BlockTable
+from minillm.bench.registry import NoOptions, shape, word
+from minillm.bench.swap import SwapResult, measure_swaps
+from minillm.bench.table import shown
+from minillm.cache import BlockManager, BlockTable, check, pool_stats
+from minillm.checks import integer
 from minillm.config import BLOCK_SIZES
+from minillm.errors import UsageError
 from minillm.llm import LLM
-from minillm.params import BeamSearchParams
+from minillm.model.shapes import SHAPES
+from minillm.params import MAX_TOKENS, BeamSearchParams
 
 LONGEST = 2048
 _BATCH = 48
@@ -54,14 +61,38 @@ SHAREGPT = Lengths("ShareGPT-like", 161.31, 337.99, 1.1)
 class MemoryResult:
     """One line: ``value`` is a fraction, of slots wasted or of blocks saved."""
 
-    table: str
-    lengths: str
-    setting: str
-    value: float
+    table: str = shown("", width=18)
+    lengths: str = shown("lengths", width=14)
+    setting: str = shown("setting", width=36)
+    value: float = shown("", ".1%")
 
 
-def measure() -> Iterator[MemoryResult]:
-    """All tables."""
+@dataclass(frozen=True)
+class Options(NoOptions):
+    shape: str = shape("smollm2-135m", "shape of the model that is swapped")
+    model: str | None = word(None, "let this model choose the beams, instead of a simulation, too")
+    num_tokens: int = integer(512, 1, MAX_TOKENS, help="length of the swapped sequence")
+    device: str = word("auto", "where it is swapped from: cpu, cuda", metavar="DEVICE")
+
+
+def measure(options: Options) -> dict[str, Iterator[Any]]:
+    """The replays on the books, and what swapping costs on the device.
+
+    Raises:
+        UsageError: the shape has no so long context.
+    """
+    longest = SHAPES[options.shape].max_position_embeddings
+    if options.num_tokens > longest:
+        raise UsageError(f"num_tokens must be at most {longest}, not {options.num_tokens}: {options.shape} has no more")
+    return {"books": _books(options), "swap": _swaps(options)}
+
+
+def _swaps(options: Options) -> Iterator[SwapResult]:
+    llm = LLM(options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device)
+    yield from measure_swaps(llm.engine.runner.model, options.num_tokens)
+
+
+def _books(options: Options) -> Iterator[MemoryResult]:
     for lengths in (ALPACA, SHAREGPT):
         for block_size in BLOCK_SIZES:
             yield MemoryResult("waste", lengths.name, f"block size {block_size}", paged_waste(lengths, block_size))
@@ -75,6 +106,12 @@ def measure() -> Iterator[MemoryResult]:
     for prefix in (1024, 2048, 4096):
         setting = f"shared prefix of {prefix}, batch 32"
         yield MemoryResult("saved by sharing", SHAREGPT.name, setting, prefix_saving(SHAREGPT, prefix, 32))
+    if options.model is not None:
+        chooser = LLM(options.model, device=options.device)
+        for lengths in (ALPACA, SHAREGPT):
+            for width in (2, 4, 6):
+                value = model_beam_saving(chooser, lengths, width)
+                yield MemoryResult("saved by sharing", lengths.name, f"{width} beams of {options.model}", value)
 
 
 # --- waste ------------------------------------------------------------------------------------------------------------
@@ -103,7 +140,7 @@ def paged_waste(lengths: Lengths, block_size: int) -> float:
             if table.num_tokens >= end:
                 manager.free(table)
         running = [(table, end) for table, end in running if table.num_tokens]
-    manager.check()
+    check(manager)
     return 1 - filled / allocated
 
 
@@ -130,7 +167,7 @@ def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> fl
 
 
 def _saved(manager: BlockManager) -> tuple[int, int]:
-    stats = manager.stats()
+    stats = pool_stats(manager)
     return stats.logical_blocks - stats.used_blocks, stats.logical_blocks
 
 

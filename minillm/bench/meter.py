@@ -81,7 +81,7 @@ def _now() -> torch.cuda.Event:
 def metered(engine: Engine, ceilings: Ceilings) -> Iterator[Meter]:
     """Measure everything that ``engine`` does inside the ``with``."""
     meter = Meter(engine, ceilings)
-    engine.reset_peaks()
+    engine.figures.reset_peaks()
     engine.runner.observers.append(meter)
     try:
         yield meter
@@ -90,4 +90,4 @@ def metered(engine: Engine, ceilings: Ceilings) -> Iterator[Meter]:
             meter.conclude()
     finally:
         engine.runner.observers.remove(meter)
-        meter.peak_blocks = engine.cache_stats().peak_used_blocks
+        meter.peak_blocks = engine.figures.cache_stats().peak_used_blocks

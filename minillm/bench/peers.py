@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from minillm.bench.latency import Timing
 from minillm.errors import UsageError
 from minillm.llm import LLM
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run of an engine, in seconds."""
+
+    first_token: float  # from the request to the first token
+    total: float
 
 
 def transformers_peer(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
@@ -55,3 +63,6 @@ def transformers_peer(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int
         return Timing(first, time.perf_counter() - began)
 
     return run, f"transformers {transformers.__version__}"
+
+
+PEERS = {"transformers": transformers_peer}

@@ -9,39 +9,48 @@ from dataclasses import dataclass
 import torch
 
 from minillm.bench.hardware import read_bandwidth
+from minillm.bench.registry import ModelOptions, Subject
+from minillm.bench.table import shown
+from minillm.checks import integer
 from minillm.errors import UsageError
-from minillm.llm import LLM
-from minillm.params import SamplingParams
+from minillm.params import MAX_TOKENS, SamplingParams
 
 _STEPS = 8
+
+
+@dataclass(frozen=True)
+class Options(ModelOptions):
+    batch_size: int = integer(1, 1, MAX_TOKENS, help="sequences that decode")
+    context: int = integer(512, 1, MAX_TOKENS, help="tokens of each")
 
 
 @dataclass(frozen=True)
 class KernelShare:
     """One kernel's part of a decode step. ``bytes`` is None where it is too little to matter."""
 
-    kernel: str
-    launches: float  # per step
-    launches_per_layer: float
-    microseconds: float  # per step
-    bytes: int | None
-    fraction: float | None  # of the bandwidth
+    kernel: str = shown("kernel", width=48)
+    launches: float = shown("launches", ".1f")  # per step
+    launches_per_layer: float = shown("a layer", ".2f")
+    microseconds: float = shown("us", ".1f")  # per step
+    bytes: int | None = shown("MB", ".0f", 1e-6)
+    fraction: float | None = shown("of copy speed", ".0%")
 
 
 @dataclass(frozen=True)
 class Profile:
-    batch_size: int
-    context: int
-    step_microseconds: float  # from the first kernel of a step to the first of the next
-    kernels: list[KernelShare]
+    batch_size: int = shown("sequences", ",")
+    context: int = shown("tokens of each", ",")
+    step_microseconds: float = shown("us a step", ".0f")  # from the first kernel of a step to the first of the next
+    kernels: list[KernelShare]  # type: ignore[misc]  # those above have no defaults
 
 
-def measure(llm: LLM, batch_size: int, context: int) -> Profile:
+def measure(subject: Subject, options: Options) -> Profile:
     """Profile decode steps of ``batch_size`` sequences of about ``context`` tokens.
 
     Raises:
         UsageError: the model is not on a GPU, or has no room for so much.
     """
+    llm, batch_size, context = subject.llm, options.batch_size, options.context
     engine = llm.engine
     model = engine.runner.model
     if batch_size > engine.scheduler.max_num_seqs or context + 64 > engine.max_model_len:

@@ -10,25 +10,39 @@ import random
 import time
 from dataclasses import dataclass
 
+from minillm.bench.registry import ScaleOptions, Subject
+from minillm.bench.table import shown
 from minillm.bench.workloads import throughput
+from minillm.checks import integer, number
 from minillm.llm import LLM
+
+
+@dataclass(frozen=True)
+class Options(ScaleOptions):
+    rate: float = number(4.0, 0, 1e6, above=True, help="requests per second")
+    num_requests: int = integer(256, 1, 1 << 24, help="in all")
 
 
 @dataclass(frozen=True)
 class ServeResult:
     """Seconds as (median, 90th, 99th percentile)."""
 
-    rate: float  # requests per second that were offered
-    num_requests: int
-    seconds: float
-    output_rate: float  # tokens per second
-    time_to_first_token: tuple[float, float, float]
-    time_per_output_token: tuple[float, float, float]
-    normalised_latency: tuple[float, float, float]
+    rate: float = shown("requests per second, offered", "g")
+    num_requests: int = shown("requests", ",")
+    seconds: float = shown("seconds", ".2f")
+    output_rate: float = shown("tokens per second", ",.0f")
+    time_to_first_token: tuple[float, float, float] = shown("ms to first token, p50/p90/p99", ".1f", 1e3)
+    time_per_output_token: tuple[float, float, float] = shown("ms per output token", ".1f", 1e3)
+    normalised_latency: tuple[float, float, float] = shown("ms of normalised latency", ".1f", 1e3)
 
 
-def measure(llm: LLM, rate: float, num_requests: int = 256, scale: float = 1.0) -> ServeResult:
-    """Offer ``rate`` requests a second."""
+def measure(subject: Subject, options: Options) -> ServeResult:
+    """Warm up with a few requests at once, then offer them at the rate asked for."""
+    _serve(subject.llm, 1e6, min(32, options.num_requests), options.scale)
+    return _serve(subject.llm, options.rate, options.num_requests, options.scale)
+
+
+def _serve(llm: LLM, rate: float, num_requests: int, scale: float) -> ServeResult:
     rng = random.Random(0)
     vocab = llm.engine.runner.model.config.vocab_size
     make = [request for _ in range(-(-num_requests // 256)) for request in throughput(rng, vocab, scale)]

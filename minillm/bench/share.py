@@ -10,7 +10,13 @@ import random
 import time
 from dataclasses import dataclass
 
+from torch.distributed import DistError
+
+from minillm.bench.registry import ScaleOptions, Subject
+from minillm.bench.table import shown
 from minillm.bench.workloads import throughput
+from minillm.checks import integer
+from minillm.errors import MinillmError
 from minillm.llm import LLM
 from minillm.parallel.shared_work import Replicas, SharedQueue
 
@@ -18,18 +24,34 @@ _WARM_UP = 32
 
 
 @dataclass(frozen=True)
+class Options(ScaleOptions):
+    num_requests: int = integer(256, 1, 1 << 24, help="for each replica")
+
+
+@dataclass(frozen=True)
 class ShareResult:
     """All replicas together."""
 
-    num_replicas: int
-    num_requests: int
-    output_tokens: int
-    seconds: float  # from when all are ready to when the last has finished
-    rate: float  # tokens per second
+    num_replicas: int = shown("replicas", ",")
+    num_requests: int = shown("requests", ",")
+    output_tokens: int = shown("output tokens", ",")
+    seconds: float = shown("seconds", ".2f")  # from when all are ready to when the last has finished
+    rate: float = shown("tokens per second", ",.0f")
 
 
-def measure(llm: LLM, num_requests: int, scale: float = 1.0) -> ShareResult | None:
-    """Measure all replicas; what comes of it is known to the first one, and None to the others."""
+def measure(subject: Subject, options: Options) -> ShareResult | None:
+    """Measure all replicas; what comes of it is known to the first one, and None to the others.
+
+    Raises:
+        MinillmError: the first node has died, and with it the store of torchrun.
+    """
+    try:
+        return _share(subject.llm, options.num_requests, options.scale)
+    except DistError:
+        raise MinillmError("the first node is gone, and what the others measured with it") from None
+
+
+def _share(llm: LLM, num_requests: int, scale: float) -> ShareResult | None:
     replicas = Replicas.find(llm.config.tensor_parallel_size)
     total, vocab = num_requests * replicas.count, llm.engine.runner.model.config.vocab_size
     rng = random.Random(0)

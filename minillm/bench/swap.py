@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from minillm.bench.table import shown
 from minillm.cache import BlockManager
 from minillm.config import BLOCK_SIZES
 from minillm.engine.engine import Engine
@@ -26,14 +27,14 @@ _RUNS = 5
 class SwapResult:
     """Milliseconds for a sequence of ``num_tokens`` tokens; its blocks are scattered over the pool."""
 
-    block_size: int
-    num_tokens: int
-    swap_out: float
-    swap_in: float
-    recompute: float
+    block_size: int = shown("block size", "d")
+    num_tokens: int = shown("tokens", "d")
+    swap_out: float = shown("swap out ms", ".2f")
+    swap_in: float = shown("swap in ms", ".2f")
+    recompute: float = shown("recompute ms", ".1f")
 
 
-def measure(model: Llama, num_tokens: int) -> Iterator[SwapResult]:
+def measure_swaps(model: Llama, num_tokens: int) -> Iterator[SwapResult]:
     """One line per block size. The recompute is one prefill of the sequence, at block size 16."""
     recompute = _prefill(model, num_tokens)
     for block_size in BLOCK_SIZES:

@@ -23,6 +23,9 @@ from dataclasses import dataclass
 import torch
 
 from minillm.bench.meter import Ceilings, Meter, metered
+from minillm.bench.registry import ScaleOptions as Options
+from minillm.bench.registry import Subject
+from minillm.bench.table import shown
 from minillm.errors import UsageError
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams, Params, SamplingParams
@@ -36,18 +39,19 @@ class WorkloadResult:
 
     workload: str
     name: str
-    num_requests: int
-    output_tokens: int  # of the best beam only, in a beam search
-    seconds: float
-    rate: float  # output tokens per second
-    time_to_first_token: float
-    time_per_output_token: float
-    floor_seconds: float  # what bytes and FLOPs need at the measured ceilings
-    fraction_of_floor: float
-    idle_share: float | None
-    peak_kv_tokens: int
-    peak_kv_share: float  # of the pool
-    longest_wait: float | None = None  # ``stall`` only: between two tokens of a sequence that decodes
+    num_requests: int = shown("requests", ",")
+    output_tokens: int = shown("output tokens", ",")  # of the best beam only, in a beam search
+    seconds: float = shown("seconds", ".2f")
+    rate: float = shown("output tokens per second", ",.0f")
+    time_to_first_token: float = shown("ms to the first token, median", ",.0f", 1e3)
+    time_per_output_token: float = shown("ms per output token, median", ".2f", 1e3)
+    floor_seconds: float = shown("seconds of the floor", ".2f")  # of bytes and FLOPs at the measured ceilings
+    fraction_of_floor: float = shown("of it reached", ".0%")
+    idle_share: float | None = shown("GPU idle between decode steps", ".1%")
+    peak_kv_tokens: int = shown("peak KV use, token slots", ",")
+    peak_kv_share: float = shown("peak KV use, of the pool", ".0%")
+    # ``stall`` only: between two tokens of a sequence that decodes
+    longest_wait: float | None = shown("ms of the longest wait", ".1f", 1e3, default=None)
 
 
 def throughput(rng: random.Random, vocab: int, scale: float) -> list[Request]:
@@ -77,7 +81,7 @@ def beam(rng: random.Random, vocab: int, scale: float) -> list[Request]:
     return [(_prompt(rng, vocab, max(1, int(256 * scale))), params) for _ in range(8)]
 
 
-WORKLOADS: dict[str, Callable[[random.Random, int, float], list[Request]]] = {
+REQUESTS: dict[str, Callable[[random.Random, int, float], list[Request]]] = {
     "throughput": throughput,
     "parallel": parallel,
     "prefix": prefix,
@@ -85,22 +89,18 @@ WORKLOADS: dict[str, Callable[[random.Random, int, float], list[Request]]] = {
 }
 
 
-def measure(llm: LLM, workload: str, name: str, scale: float = 1.0) -> WorkloadResult:
-    """Run one of `WORKLOADS`, or ``stall``, twice and measure the second run.
-
-    Args:
-        scale: shortens all prompts and answers: for a CPU, or to try it out.
-    """
-    device = llm.engine.runner.model.device
-    ceilings = Ceilings.measure(device)
-    vocab = llm.engine.runner.model.config.vocab_size
+def measure(subject: Subject, options: Options) -> WorkloadResult:
+    """Run one of `REQUESTS`, or ``stall``, twice and measure the second run."""
+    llm, workload, scale = subject.llm, subject.workload, options.scale
+    model = llm.engine.runner.model
+    ceilings, vocab = Ceilings.measure(model.device), model.config.vocab_size
     if workload == "stall":
         _stall(llm, random.Random(0), scale)
         llm.reset_prefix_cache()
         with metered(llm.engine, ceilings) as meter:
             run = _stall(llm, random.Random(2), scale)
     else:
-        make = WORKLOADS[workload]
+        make = REQUESTS[workload]
         llm.reset_prefix_cache()
         _drive(llm, make(random.Random(0), vocab, scale))
         if workload != "prefix":
@@ -108,7 +108,7 @@ def measure(llm: LLM, workload: str, name: str, scale: float = 1.0) -> WorkloadR
         requests = make(random.Random(2), vocab, scale)
         with metered(llm.engine, ceilings) as meter:
             run = _drive(llm, requests)
-    return _result(llm, workload, name, run, meter)
+    return _result(subject, run, meter)
 
 
 @dataclass
@@ -184,11 +184,11 @@ def _stall(llm: LLM, rng: random.Random, scale: float) -> _Run:
     return _Run(seconds, first, [seconds / params.max_tokens], count, len(outputs), longest)
 
 
-def _result(llm: LLM, workload: str, name: str, run: _Run, meter: Meter) -> WorkloadResult:
-    cache = llm.engine.cache
+def _result(subject: Subject, run: _Run, meter: Meter) -> WorkloadResult:
+    cache = subject.llm.engine.cache
     return WorkloadResult(
-        workload=workload,
-        name=name,
+        workload=subject.workload,
+        name=subject.name,
         num_requests=run.num_requests,
         output_tokens=run.output_tokens,
         seconds=run.seconds,

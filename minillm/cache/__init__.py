@@ -1,9 +1,10 @@
 """The books of the KV cache: who holds which block. No tensor here."""
 
 from minillm.cache.block_manager import BlockManager, BlockTable, OutOfBlocks
+from minillm.cache.check import check
 from minillm.cache.events import CacheEvent, Subscriber
-from minillm.cache.prefix_cache import PrefixReport
-from minillm.cache.stats import CacheStats
+from minillm.cache.explain import PrefixReport, explain_miss
+from minillm.cache.stats import CacheStats, pool_stats
 from minillm.cache.swap import HostMoves, SwapSpace
 
 __all__ = [
@@ -16,4 +17,7 @@ __all__ = [
     "PrefixReport",
     "Subscriber",
     "SwapSpace",
+    "check",
+    "explain_miss",
+    "pool_stats",
 ]

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 
 from minillm.cache.events import CacheEvent, Subscriber
 from minillm.cache.free_blocks import FreeBlocks
-from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache, PrefixEntry, PrefixReport
-from minillm.cache.stats import CacheStats
+from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache, PrefixEntry
 
 
 class OutOfBlocks(Exception):
@@ -64,7 +63,7 @@ class BlockManager:
         self.num_hit_tokens = 0  # tokens of prompts that were found in the cache, ever
         self.num_looked_up_tokens = 0
         self.prefix_caching = prefix_caching
-        self._prefixes = PrefixCache(block_size)
+        self.prefixes = PrefixCache(block_size)
         self._cached: dict[int, None] = {}  # findable blocks that no table holds, the longest unused first
         self._free = FreeBlocks(num_blocks)
         self._copies: dict[int, int] = {}  # destination -> source, recorded and not yet taken
@@ -163,7 +162,7 @@ class BlockManager:
             return
         for index in range(len(nodes), num_computed // size):
             before = nodes[-1] if nodes else table.salt
-            nodes.append(self._prefixes.add(table.blocks[index], before, token_ids[index * size : (index + 1) * size]))
+            nodes.append(self.prefixes.add(table.blocks[index], before, token_ids[index * size : (index + 1) * size]))
 
     def is_cached(self, block: int) -> bool:
         """Whether no table holds the block, but prompts can still find it."""
@@ -171,25 +170,21 @@ class BlockManager:
 
     def prefix_entry(self, block: int) -> PrefixEntry | None:
         """What the prefix cache knows a block by, if it does."""
-        return self._prefixes.entry(block)
+        return self.prefixes.entry(block)
 
     def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> CachedPrefix:
         """What `allocate` would find."""
         if not self.prefix_caching:
             return CachedPrefix([], [], 0, 0)
-        blocks, nodes = self._prefixes.match(token_ids, salt, len(token_ids) - 1)
+        blocks, nodes = self.prefixes.match(token_ids, salt, len(token_ids) - 1)
         held = sum(self.ref_counts[block] > 0 for block in blocks)
         return CachedPrefix(blocks, nodes, len(blocks) * self.block_size, held)
 
     def distrust(self, table: BlockTable) -> None:
         """What was computed for ``table`` is wrong (NaN, say): nobody may find its blocks."""
         for block in table.blocks:
-            if block in self._prefixes:
-                self._prefixes.remove(block)
-
-    def explain_miss(self, token_ids: Sequence[int], salt: str | None = None) -> PrefixReport:
-        """How far a prompt would be found in the cache, and what ends it."""
-        return self._prefixes.explain(token_ids, salt)
+            if block in self.prefixes:
+                self.prefixes.remove(block)
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix; blocks that no table holds are free."""
@@ -236,21 +231,6 @@ class BlockManager:
         """The block whose content ``block`` has on the device now: another one, while its copy waits to be taken."""
         return self._copies.get(block, block)
 
-    def stats(self) -> CacheStats:
-        """Token-true figures of this moment: see `CacheStats`."""
-        return CacheStats.of(
-            ((table.blocks, table.num_tokens) for table in self.tables.values()),
-            self.ref_counts,
-            self.block_size,
-            free_blocks=self.num_free,
-            used_blocks=self.num_blocks - self.num_free,
-            num_copies=self.num_copies,
-            cached_blocks=self.num_cached,
-            num_evictions=self.num_evictions,
-            num_hit_tokens=self.num_hit_tokens,
-            num_looked_up_tokens=self.num_looked_up_tokens,
-        )
-
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _tail_is_shared(self, table: BlockTable) -> bool:
@@ -263,8 +243,8 @@ class BlockManager:
             raise OutOfBlocks(f"needs {fresh + shared} blocks, {self.num_free} are free")
         if shared:
             self._copy_on_write(table)
-        elif table.num_tokens % self.block_size and table.blocks[-1] in self._prefixes:
-            self._prefixes.remove(table.blocks[-1])  # its last owner, forked at an earlier token, writes to it
+        elif table.num_tokens % self.block_size and table.blocks[-1] in self.prefixes:
+            self.prefixes.remove(table.blocks[-1])  # its last owner, forked at an earlier token, writes to it
         if fresh > 0:
             taken = self._take(fresh, table.blocks[-1] if table.blocks else None)
             for block in taken:
@@ -283,7 +263,7 @@ class BlockManager:
         """Give up the longest unused cached block."""
         block = next(iter(self._cached))
         del self._cached[block]
-        self._prefixes.remove(block)
+        self.prefixes.remove(block)
         self._free.put(block)
         self.num_evictions += 1
         if self.subscribers:
@@ -317,7 +297,7 @@ class BlockManager:
 
     def _release(self, block: int) -> None:
         """A block that nobody holds and nobody reads: cached if it can be found, else free."""
-        if block in self._prefixes:
+        if block in self.prefixes:
             self._cached[block] = None
         else:
             self._free.put(block)
@@ -325,28 +305,3 @@ class BlockManager:
     def _emit(self, event: CacheEvent) -> None:
         for subscriber in self.subscribers:
             subscriber(event)
-
-    def check(self) -> None:
-        """Raise AssertionError unless the books balance: for tests and long runs."""
-        held = [0] * self.num_blocks
-        for table in self.tables.values():
-            assert len(table.blocks) == -(-table.num_tokens // self.block_size), f"{table} has the wrong length"
-            assert len(set(table.blocks)) == len(table.blocks), f"{table} holds a block twice"
-            for block in table.blocks:
-                held[block] += 1
-            if table.num_tokens < table.writable:
-                tail = table.blocks[-1] if table.blocks else None
-                assert tail is not None, f"{table} is writable without a block"
-                assert self.ref_counts[tail] == 1, f"{table} would write to a shared block"
-        assert held == self.ref_counts, "reference counts differ from what the tables hold"
-        free = {block for start, length in self._free.runs() for block in range(start, start + length)}
-        assert len(free) == len(self._free), "the free runs overlap or miscount"
-        for block in range(self.num_blocks):
-            owned = self.ref_counts[block] > 0 or block in self._copy_sources
-            states = owned + (block in free) + (block in self._cached)
-            assert states == 1, f"block {block} is in {states} of the states owned, free and cached"
-            assert block not in self._cached or block in self._prefixes, f"block {block} is cached and cannot be found"
-        for destination, source in self._copies.items():
-            assert self.ref_counts[destination] >= 1, f"copy to block {destination}, which nobody holds"
-            assert source in self._copy_sources, f"copy from block {source}, which may be handed out"
-            assert source not in self._copies, f"copy from block {source}, which waits for its own copy"

@@ -8,10 +8,8 @@ never gives a wrong answer. (vLLM's chain of hashes, Kwon et al. 2023, with the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from minillm.runs import common_length
 
 Node = int | str | None  # a block's number, or the salt that a chain begins with
 
@@ -35,28 +33,6 @@ class CachedPrefix:
     num_held: int  # blocks that tables hold already, and that cost nothing
 
 
-@dataclass(frozen=True)
-class PrefixReport:
-    """Why a prompt was found in the cache as far as it was, and no further. Counts are tokens."""
-
-    num_prompt_tokens: int
-    num_cached_tokens: int  # in full blocks; what a request would not compute again
-    num_matching_tokens: int  # with the nearest cached prefix; its last block may match only in part
-    expected: int | None  # the cached token at that place, if a cached prefix goes on there
-    found: int | None  # the prompt's token at that place
-
-    def __str__(self) -> str:
-        found = f"{self.num_cached_tokens} of {self.num_prompt_tokens} tokens are cached"
-        if self.found is None:
-            return f"{found}; the whole prompt matches"
-        if self.expected is None:
-            return f"{found}; no cached prefix goes on after token {self.num_matching_tokens}"
-        return (
-            f"{found}; the nearest cached prefix matches {self.num_matching_tokens}, and then has token "
-            f"{self.expected} where the prompt has {self.found}"
-        )
-
-
 class PrefixCache:
     """The index. It neither owns nor counts blocks: the block manager says what becomes findable and what is gone."""
 
@@ -71,6 +47,10 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def after(self, node: Node) -> Iterator[tuple[int, ...]]:
+        """The tokens of every block that can be found after ``node``; looks at all blocks, which takes time."""
+        return (tokens for before, tokens in self._blocks if before == node and type(before) is type(node))
 
     def entry(self, block: int) -> PrefixEntry | None:
         """What a block is known by, if it can be found."""
@@ -115,24 +95,3 @@ class PrefixCache:
         """The block's content is about to change: nobody may find it any more."""
         _, key = self._entries.pop(block)
         del self._blocks[key]
-
-    def explain(self, token_ids: Sequence[int], salt: str | None) -> PrefixReport:
-        """Compare a prompt with the nearest cached prefix. Looks at every cached block: for people, not for steps."""
-        size, count = self.block_size, len(token_ids)
-        blocks, nodes = self.match(token_ids, salt, count)
-        start, last = len(blocks) * size, nodes[-1] if nodes else salt
-        rest = tuple(token_ids[start : start + size])
-        best, expected = 0, None
-        for before, tokens in self._blocks:
-            if before == last and type(before) is type(last):
-                same = common_length(tokens, rest)
-                if same > best or expected is None:
-                    best, expected = same, tokens[same] if same < len(tokens) else None
-        matching = start + best
-        return PrefixReport(
-            num_prompt_tokens=count,
-            num_cached_tokens=min(start, max(0, count - 1) // size * size),
-            num_matching_tokens=matching,
-            expected=expected if matching < count else None,
-            found=token_ids[matching] if matching < count else None,
-        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from minillm.cache.block_manager import BlockManager
 
 
 @dataclass(frozen=True)
@@ -48,34 +49,32 @@ class CacheStats:
         """Used part of the pool, 0 to 1."""
         return self.used_blocks / self.num_blocks if self.num_blocks else 0.0
 
-    @classmethod
-    def of(
-        cls, tables: Iterable[tuple[list[int], int]], ref_counts: Sequence[int], block_size: int, **figures: int
-    ) -> CacheStats:
-        """Count.
 
-        Args:
-            tables: (blocks, number of tokens) of every block table.
-            ref_counts: of every block.
-            figures: the other fields.
-        """
-        filled: dict[int, int] = {}  # block -> slots with a token, as its fullest owner sees it
-        logical = runs = holders = 0
-        for blocks, num_tokens in tables:
-            holders += bool(blocks)
-            logical += len(blocks)
-            previous = None
-            for index, block in enumerate(blocks):
-                runs += previous is None or block != previous + 1
-                previous = block
-                filled[block] = max(filled.get(block, 0), min(block_size, num_tokens - index * block_size))
-        return cls(
-            num_blocks=len(ref_counts),
-            block_size=block_size,
-            shared_blocks=sum(count > 1 for count in ref_counts),
-            logical_blocks=logical,
-            used_slots=sum(filled.values()),
-            num_sequences=holders,
-            num_runs=runs,
-            **figures,
-        )
+def pool_stats(manager: BlockManager) -> CacheStats:
+    """Count the pool of this moment."""
+    size = manager.block_size
+    filled: dict[int, int] = {}  # block -> slots with a token, as its fullest owner sees it
+    logical = runs = 0
+    for table in manager.tables.values():
+        logical += len(table.blocks)
+        previous = None
+        for index, block in enumerate(table.blocks):
+            runs += previous is None or block != previous + 1
+            previous = block
+            filled[block] = max(filled.get(block, 0), min(size, table.num_tokens - index * size))
+    return CacheStats(
+        num_blocks=manager.num_blocks,
+        block_size=size,
+        free_blocks=manager.num_free,
+        used_blocks=manager.num_blocks - manager.num_free,
+        shared_blocks=sum(count > 1 for count in manager.ref_counts),
+        logical_blocks=logical,
+        used_slots=sum(filled.values()),
+        num_sequences=sum(bool(table.blocks) for table in manager.tables.values()),
+        num_runs=runs,
+        num_copies=manager.num_copies,
+        cached_blocks=manager.num_cached,
+        num_evictions=manager.num_evictions,
+        num_hit_tokens=manager.num_hit_tokens,
+        num_looked_up_tokens=manager.num_looked_up_tokens,
+    )

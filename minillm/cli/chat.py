@@ -6,8 +6,7 @@ import argparse
 import gc
 
 from minillm.cli.options import beam_options, engine_options, sampling_options
-from minillm.paths import expanded
-from minillm.weights.manifest import default_model
+from minillm.user_config import read_config
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -21,29 +20,29 @@ def run(arguments: argparse.Namespace) -> int:
 def _chat(arguments: argparse.Namespace) -> int:
     # Whatever is wrong with the options is said before the terminal changes.
     from minillm.ui.chat.sessions import SessionStore
-    from minillm.ui.config import config_path, load_settings
+    from minillm.ui.config import load_settings
     from minillm.ui.settings import Settings
     from minillm.ui.terminal import check_terminal, is_plain_only
 
+    config = read_config(arguments.config)
     flags = Settings(
-        model=arguments.model or "",
+        model=config.choose_model(arguments.model),
         engine=engine_options(arguments),
         sampling=sampling_options(arguments),
         beams=beam_options(arguments),
         system=arguments.system or "",
         theme=arguments.theme or "",
     )
-    path = expanded(arguments.config, "--config") if arguments.config else config_path()
-    settings = load_settings(path, default_model(), flags, must_exist=bool(arguments.config))
+    settings = load_settings(config, flags)
     store = SessionStore.of_user()
     resumed = store.load(store.latest()) if arguments.resume else None
     if arguments.plain or is_plain_only():
         from minillm.ui.plain import run as run_plain
 
         gc.enable()
-        return run_plain(settings, store, resumed)
+        return run_plain(settings, store, resumed, arguments.question or "")
     check_terminal()
 
     from minillm.ui.app import ChatApp, run
 
-    return run(ChatApp(settings, store, resumed))
+    return run(ChatApp(settings, store, resumed, question=arguments.question or ""))

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from minillm.errors import UsageError
-from minillm.weights.manifest import default_model
+from minillm.user_config import read_config
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -17,11 +17,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not 0.1 <= arguments.speed <= 100:
         raise UsageError(f"--speed must be from 0.1 to 100, not {arguments.speed:g}")
+    config = read_config(arguments.config)
     check_terminal()
 
     from minillm.ui.app import run
     from minillm.ui.demo import DemoApp, demo_settings
 
-    settings = demo_settings(Settings(arguments.model or default_model(), theme=arguments.theme or ""))
+    theme = arguments.theme or config.theme
+    settings = demo_settings(Settings(config.choose_model(arguments.model), config.engine, theme=theme))
     with tempfile.TemporaryDirectory(prefix="minillm-") as directory:
         return run(DemoApp(settings, SessionStore(Path(directory)), arguments.speed))

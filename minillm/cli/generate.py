@@ -4,101 +4,128 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from minillm.cli.answers import Writer, as_json
 from minillm.cli.options import beam_options, engine_options, sampling_options
-from minillm.cli.streams import takes_utf8
+from minillm.cli.prompt_file import Request, read_requests
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
+from minillm.outputs import RequestOutput
+from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.paths import expanded
 from minillm.progress import GenerationBar, loading_bar, say
-from minillm.text.safe import clean, json_line, parse_json
+from minillm.text.safe import clean
+from minillm.user_config import UserConfig, read_config
 
-MAX_INPUT_BYTES = 256 << 20
+if TYPE_CHECKING:
+    from minillm.llm import LLM
 
 
 @dataclass(frozen=True)
-class Request:
-    """One line of work: a prompt or a conversation, and the parameters that differ from the command line's."""
+class Job:
+    """The command line, read once.
 
-    prompt: str | list[int] | None
-    messages: list[dict[str, str]] | None
-    params: dict[str, Any]
-    name: str | None  # the caller's id for it
-    where: str  # for error messages
+    Attributes:
+        given: parameters that the command line names; each request may name others.
+        output: the file for the answers; None: standard output.
+    """
+
+    model: str
+    engine: Mapping[str, Any]
+    config: UserConfig
+    given: Mapping[str, Any]
+    requests: list[Request]
+    chat: bool
+    system: str | None
+    parse_special: bool
+    as_json: bool
+    quiet: bool
+    output: Path | None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Job:
+        """Read the configuration and the prompts. Raises UsageError."""
+        config = read_config(arguments.config)
+        engine = {**config.engine, **engine_options(arguments)}
+        _check_replicas(arguments, int(engine.get("tensor_parallel_size", 1)))
+        if arguments.parse_special and (arguments.chat or arguments.system):
+            raise UsageError("--parse-special is for raw prompts; in a chat only the template makes control tokens")
+        return cls(
+            config.choose_model(arguments.model),
+            engine,
+            config,
+            {**sampling_options(arguments), **beam_options(arguments)},
+            read_requests(arguments.prompts, arguments.file, arguments.form),
+            chat=bool(arguments.chat or arguments.system),
+            system=arguments.system,
+            parse_special=arguments.parse_special,
+            as_json=arguments.json,
+            quiet=arguments.quiet,
+            output=expanded(arguments.output, "--output") if arguments.output else None,
+        )
+
+    def params(self, defaults: Mapping[str, Any] = {}) -> list[Params]:
+        """The parameters of each request; ``defaults`` are the model's own. Raises UsageError."""
+        found: list[Params] = []
+        for request in self.requests:
+            values = self.config.request_values({**self.given, **request.params}, defaults)
+            try:
+                found.append((BeamSearchParams if "beam_width" in values else SamplingParams)(**values))
+            except UsageError as error:
+                raise UsageError(f"{request.where}: {error}") from None
+        return found
+
+    def name(self) -> str:
+        """What tells these answers from those to other requests, in 16 hexadecimal digits."""
+        about = [self.model, self.chat, self.system, self.parse_special, self.requests, self.params()]
+        return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+
+    def prompt(self, request: Request, llm: LLM) -> str | list[int]:
+        """Text or token ids; the ids of a conversation, by the model's template."""
+        messages = request.messages
+        if messages is None and self.chat:
+            if not isinstance(request.prompt, str):
+                raise UsageError(f"{request.where}: --chat needs text, not token ids")
+            messages = [{"role": "user", "content": request.prompt}]
+        if messages is not None and self.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        if messages is not None:
+            return llm.tokenizer.apply_chat_template(messages)
+        assert request.prompt is not None
+        return llm.token_ids(request.prompt, parse_special=True) if self.parse_special else request.prompt
 
 
 def run(arguments: argparse.Namespace) -> int:
-    _check_output(arguments)
-    requests = _read_requests(arguments)
-    # Everything that can be wrong with the request is said before the model is loaded.
-    from minillm.params import BeamSearchParams, Params, SamplingParams
+    job = Job.of(arguments)
+    job.params()  # everything that can be wrong with the requests is said before the model is loaded
+    if job.output is not None:
+        from minillm.parallel.shared_work import PartFiles
 
-    base = {**sampling_options(arguments), **beam_options(arguments)}
-    all_params: list[Params] = []
-    for request in requests:
-        values = {**base, **request.params}
-        try:
-            kind = BeamSearchParams if "beam_width" in values else SamplingParams
-            all_params.append(kind.from_mapping(values))
-        except UsageError as error:
-            raise UsageError(f"{request.where}: {error}" if request.where else str(error)) from None
-
+        PartFiles.check(job.output)
+        failed = None if arguments.force else PartFiles(job.output, job.name()).failures(len(job.requests))
+        if failed is not None:
+            say(f"{job.output} is finished: {_prompts(len(job.requests))}, {failed} failed; --force computes all again")
+            return 1 if failed else 0
     import_torch()
     from minillm.llm import LLM
-    from minillm.weights.manifest import default_model
 
-    with loading_bar(enabled=not arguments.quiet) as report:
-        llm = LLM(arguments.model or default_model(), on_progress=report, on_message=say, **engine_options(arguments))
-    if arguments.output:
-        return _run_to_file(arguments, llm, requests, all_params)
-    prompts = [_prompt_of(request, arguments, llm) for request in requests]
-    if len(requests) == 1 and not arguments.json and all_params[0].num_sequences == 1:
-        return _stream(llm, prompts[0], all_params[0])
-    failed = 0
-    with GenerationBar(len(requests), enabled=not arguments.quiet) as bar:
-        several = all_params[0].num_sequences > 1 or len(requests) > 1
-        writer = _Writer(bar.print, requests, as_json=arguments.json, several=several)
-        try:
-            for index, output in llm.as_completed(prompts, all_params):
-                failed += output.error is not None
-                writer.add(index, output)
-                bar.advance(sum(len(completion.token_ids) for completion in output.outputs))
-        except KeyboardInterrupt:
-            writer.flush()
-            say(f"stopped; {writer.written} of {len(requests)} prompts are finished")
-            return 130
-    if failed:
-        say(f"{failed} of {len(requests)} prompts failed")
-    return 1 if failed else 0
+    with loading_bar(enabled=not job.quiet) as report:
+        llm = LLM(job.model, on_progress=report, on_message=say, **job.engine)
+    params = job.params(llm.engine.defaults)
+    return _to_stdout(job, llm, params) if job.output is None else _to_file(job, llm, params, job.output)
 
 
-def _prompt_of(request: Request, arguments: argparse.Namespace, llm: Any) -> Any:
-    """Text or token ids; of a conversation, the text of the model's template."""
-    messages = request.messages
-    if messages is None and (arguments.chat or arguments.system):
-        if not isinstance(request.prompt, str):
-            raise UsageError(f"{request.where}: --chat needs text, not token ids")
-        messages = [{"role": "user", "content": request.prompt}]
-    if messages is not None and arguments.system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": arguments.system}, *messages]
-    return request.prompt if messages is None else llm.tokenizer.apply_chat_template(messages)
-
-
-def _check_output(arguments: argparse.Namespace) -> None:
+def _check_replicas(arguments: argparse.Namespace, tensor_parallel_size: int) -> None:
     """Raise UsageError where several replicas would do the same work, or have nowhere to put it."""
     from minillm.parallel.launch import Torchrun
-    from minillm.parallel.shared_work import PartFiles
 
-    if arguments.output:
-        PartFiles.check(expanded(arguments.output, "--output"))
     torchrun = Torchrun.from_environment()
-    count = 1 if torchrun is None else torchrun.num_replicas(max(1, arguments.tensor_parallel_size or 1))
+    count = 1 if torchrun is None else torchrun.num_replicas(max(1, tensor_parallel_size))
     if arguments.data_parallel and torchrun is None:
         raise UsageError("--data-parallel: torchrun starts the replicas (torchrun --nproc-per-node 4 -m minillm …)")
     if arguments.data_parallel and not (arguments.output and arguments.file not in (None, "-")):
@@ -110,50 +137,68 @@ def _check_output(arguments: argparse.Namespace) -> None:
         )
 
 
-def _run_to_file(arguments: argparse.Namespace, llm: Any, requests: list[Request], all_params: list[Any]) -> int:
+def _to_stdout(job: Job, llm: LLM, params: list[Params]) -> int:
+    prompts = [job.prompt(request, llm) for request in job.requests]
+    if len(prompts) == 1 and not job.as_json and isinstance(params[0], SamplingParams) and params[0].n == 1:
+        for delta in llm.stream(prompts[0], params[0]):
+            print(clean(delta.text), end="", flush=True)
+        print()
+        return 0
+    failed = 0
+    with GenerationBar(len(prompts), enabled=not job.quiet) as bar:
+        several = len(prompts) > 1 or params[0].num_sequences > 1
+        writer = Writer(bar.print, job.requests, llm.engine.tokenizer, with_json=job.as_json, several=several)
+        try:
+            for index, output in llm.as_completed(prompts, params):
+                failed += output.error is not None
+                writer.add(index, output)
+                bar.advance(_num_tokens(output))
+        except KeyboardInterrupt:
+            writer.flush()
+            say(f"stopped; {writer.written} of {_prompts(len(prompts))} are finished")
+            return 130
+    return _tell_failures(failed, len(prompts))
+
+
+def _to_file(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
     """Answers to a file, by one replica or several; what is finished is never computed again."""
     from torch.distributed import DistError
 
     from minillm.parallel.channel import RankDied
 
-    kept = f"what is finished is kept beside {arguments.output}: the same command goes on from there"
+    kept = f"what is finished is kept beside {path}: the same command goes on from there"
     try:
-        return _share(arguments, llm, requests, all_params)
+        return _share(job, llm, params, path)
     except KeyboardInterrupt:
         say(f"stopped; {kept}")
         return 130
     except RankDied as error:
         raise MinillmError(f"{error}; {kept}") from None
     except OSError as error:
-        raise MinillmError(f"cannot write {error.filename or arguments.output}: {error.strerror}; {kept}") from None
+        raise MinillmError(f"cannot write {error.filename or path}: {error.strerror}; {kept}") from None
     except DistError:  # torchrun's store, which the first node has
         raise MinillmError(f"the first node is gone; {kept}") from None
 
 
-def _share(arguments: argparse.Namespace, llm: Any, requests: list[Request], all_params: list[Any]) -> int:
+def _share(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
     """This replica's part of the requests; the first replica merges all parts."""
     from minillm.parallel.shared_work import PartFiles, Replicas, SharedQueue
 
-    replicas = Replicas.find(llm.config.tensor_parallel_size)
-    parts = PartFiles(expanded(arguments.output, "--output"), _job_of(arguments, requests, all_params))
-    total = len(requests)
+    replicas, parts, total = Replicas.find(llm.config.tensor_parallel_size), PartFiles(path, job.name()), len(params)
     left = replicas.agreed("left", lambda: sorted(set(range(total)) - set(parts.finished())))
     parts.open(replicas.index)
     queue = SharedQueue(replicas, len(left))
 
-    def take(room: int) -> list[tuple[int, Any, Any]]:
-        return [
-            (i, _prompt_of(requests[i], arguments, llm), all_params[i]) for i in (left[n] for n in queue.take(room))
-        ]
+    def take(room: int) -> list[tuple[int, Any, Params]]:
+        return [(i, job.prompt(job.requests[i], llm), params[i]) for i in (left[n] for n in queue.take(room))]
 
     replicas.meet("ready")
     began, count = time.monotonic(), 0
-    with GenerationBar(len(left), enabled=not arguments.quiet and replicas.count == 1) as bar:
+    with GenerationBar(len(left), enabled=not job.quiet and replicas.count == 1) as bar:
         for index, output in llm.work_off(take):
-            parts.add(_as_json(index, requests[index], output))
-            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-            count += num_tokens
-            bar.advance(num_tokens)
+            parts.add(as_json(index, job.requests[index], output, llm.engine.tokenizer))
+            count += _num_tokens(output)
+            bar.advance(_num_tokens(output))
     replicas.store.add("tokens", count)
     replicas.arrive("done")
     if replicas.index:
@@ -162,167 +207,24 @@ def _share(arguments: argparse.Namespace, llm: Any, requests: list[Request], all
     seconds = time.monotonic() - began
     failed = parts.merge(total)
     count = replicas.store.add("tokens", 0)
+    by = f" by {replicas.count} replicas" if replicas.count > 1 else ""
     say(
-        f"{len(left)} prompts ({total - len(left)} were finished before), {count:,} tokens in {seconds:.1f} s by "
-        f"{replicas.count} replicas: {count / max(seconds, 1e-9):,.0f} tokens a second"
+        f"{_prompts(len(left))} ({total - len(left)} were finished before), {count:,} tokens in {seconds:.1f} s{by}: "
+        f"{count / max(seconds, 1e-9):,.0f} tokens a second"
     )
+    return _tell_failures(failed, total)
+
+
+def _tell_failures(failed: int, total: int) -> int:
+    """Say how many requests failed; returns the exit code."""
     if failed:
-        say(f"{failed} of {total} prompts failed")
+        say(f"{failed} of {_prompts(total)} failed")
     return 1 if failed else 0
 
 
-def _job_of(arguments: argparse.Namespace, requests: list[Request], all_params: list[Any]) -> str:
-    """What tells these requests from others."""
-    about = [arguments.model, arguments.chat, arguments.system, *zip(requests, all_params, strict=True)]
-    return hashlib.sha256(repr(about).encode()).hexdigest()
+def _prompts(count: int) -> str:
+    return f"{count:,} prompt{'' if count == 1 else 's'}"
 
 
-def _stream(llm: Any, prompt: Any, params: Any) -> int:
-    """One completion, as it comes."""
-    for delta in llm.stream(prompt, params):
-        print(clean(delta.text), end="", flush=True)
-    print()
-    return 0
-
-
-class _Writer:
-    """Writes outputs in the order of their prompts, each as soon as those before it are written."""
-
-    def __init__(
-        self, write_line: Callable[[str], None], requests: list[Request], *, as_json: bool, several: bool
-    ) -> None:
-        self._write_line = write_line
-        self._requests = requests
-        self._as_json = as_json
-        self._several = several
-        self._waiting: dict[int, Any] = {}
-        self._next = 0
-        self.written = 0
-
-    def add(self, index: int, output: Any) -> None:
-        self._waiting[index] = output
-        while self._next in self._waiting:
-            self._write(self._next, self._waiting.pop(self._next))
-            self._next += 1
-
-    def flush(self) -> None:
-        """Write what is finished although something before it is not."""
-        for index in sorted(self._waiting):
-            self._write(index, self._waiting.pop(index))
-
-    def _write(self, index: int, output: Any) -> None:
-        self.written += output.error is None
-        request = self._requests[index]
-        if self._as_json:
-            line = json_line(_as_json(index, request, output), ascii_only=not takes_utf8(sys.stdout))
-            self._write_line(line)
-            return
-        if output.error is not None:
-            say(f"{request.where or 'prompt'}: {output.error}")
-        for completion in output.outputs:
-            if self._several:
-                number = f"{index + 1}.{completion.index + 1}" if len(output.outputs) > 1 else str(index + 1)
-                self._write_line(f"--- {number} ---")
-            self._write_line(clean(completion.text))
-
-
-def _as_json(index: int, request: Request, output: Any) -> dict[str, Any]:
-    """The fields of RequestOutput, with durations in place of clock readings."""
-    result = asdict(output)
-    result["index"] = index
-    result["request_id"] = f"request-{index}" if request.name is None else request.name
-    metrics = result.pop("metrics")
-    if metrics is not None and metrics["finished_time"] is not None:
-        began = metrics["arrival_time"]
-        result["metrics"] = {
-            "time_to_first_token": metrics["first_token_time"] and metrics["first_token_time"] - began,
-            "time": metrics["finished_time"] - began,
-            "num_preemptions": metrics["num_preemptions"],
-        }
-    return result
-
-
-# --- input ------------------------------------------------------------------------------------------------------------
-
-
-def _read_requests(arguments: argparse.Namespace) -> list[Request]:
-    if arguments.prompts and arguments.file:
-        raise UsageError("give prompts either as arguments or with --file, not both")
-    if arguments.prompts:
-        return [_text_request(text, f"prompt {i + 1}") for i, text in enumerate(arguments.prompts)]
-    source = arguments.file or "-"
-    asked = arguments.file is None and sys.stdin.isatty()
-    text = "" if asked else _read(source)
-    if arguments.file is None and not text.strip():
-        why = "no prompt" if asked else "no prompt, standard input is empty"
-        raise UsageError(f'{why}: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
-    name = "standard input" if source == "-" else source
-    if arguments.jsonl or (source.endswith(".jsonl") and not arguments.lines):
-        requests = list(_jsonl_requests(_lines(text), name))
-    elif arguments.lines:
-        lines = enumerate(_lines(text), 1)
-        requests = [_text_request(line, f"{name}:{number}") for number, line in lines if line.strip()]
-    else:
-        requests = [_text_request(text.removesuffix("\n"), name)]
-    if not requests:
-        raise UsageError(f"{name} holds no prompt")
-    return requests
-
-
-def _read(source: str) -> str:
-    try:
-        number = 0 if source == "-" else os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer is empty
-        os.set_blocking(number, True)
-        with open(number, "rb") as stream:
-            data = stream.read(MAX_INPUT_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read {source}: {error.strerror}") from None
-    if len(data) > MAX_INPUT_BYTES:
-        raise UsageError(f"{source} is larger than {MAX_INPUT_BYTES >> 20} MB; split it")
-    return data.decode("utf-8-sig", errors="replace")
-
-
-def _lines(text: str) -> list[str]:
-    """Lines as files have them; `str.splitlines` would break a text, and JSON, at U+2028, U+0085 and their like too."""
-    return text.replace("\r\n", "\n").split("\n")
-
-
-def _text_request(text: str, where: str) -> Request:
-    if not text.strip():
-        raise UsageError(f"{where} is empty")
-    return Request(text, None, {}, None, where)
-
-
-def _jsonl_requests(lines: Iterable[str], name: str) -> Iterator[Request]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{name}:{number}"
-        try:
-            value = parse_json(line)
-        except ValueError as error:
-            raise UsageError(f"{where}: not JSON: {error}") from None
-        if not isinstance(value, Mapping):
-            raise UsageError(f'{where}: a request is an object such as {{"prompt": "…"}}, not {line.strip()[:40]!r}')
-        yield _json_request(dict(value), where)
-
-
-def _json_request(value: dict[str, Any], where: str) -> Request:
-    """``{"prompt": text or ids}`` or ``{"messages": […]}``, an optional "id", and sampling parameters by name."""
-    prompt, messages = value.pop("prompt", None), value.pop("messages", None)
-    name = value.pop("id", None)
-    if (prompt is None) == (messages is None):
-        raise UsageError(f'{where}: give either "prompt" or "messages"')
-    if messages is not None:
-        ok = isinstance(messages, list) and messages
-        if not ok or not all(
-            isinstance(m, dict) and set(m) == {"role", "content"} and all(isinstance(v, str) for v in m.values())
-            for m in messages
-        ):
-            raise UsageError(f'{where}: "messages" is a list of {{"role": "user", "content": "…"}}')
-    elif isinstance(prompt, str):
-        if not prompt.strip():
-            raise UsageError(f"{where}: the prompt is empty")
-    elif not (isinstance(prompt, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt)):
-        raise UsageError(f'{where}: "prompt" is text or a list of token ids')
-    return Request(prompt, messages, value, None if name is None else str(name), where)
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(completion.token_ids) for completion in output.outputs)

@@ -9,7 +9,10 @@ import platform
 import sys
 from typing import Any
 
+import minillm
+from minillm import machine
 from minillm.interrupt import import_torch
+from minillm.progress import size
 
 PACKAGES = ("torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "gguf", "jinja2", "textual")
 
@@ -22,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
         for section, values in facts.items():
             print(section)
             for name, value in values.items():
-                print(f"  {name:<18}{value}")
+                print(f"  {name:<17} {value}")
     return 0
 
 
@@ -32,18 +35,19 @@ def collect() -> dict[str, dict[str, Any]]:
     import torch
 
     from minillm.paths import cache_dir, config_dir, data_dir
-    from minillm.runner.pool_size import free_bytes
+    from minillm.weights.files import downloaded, size_on_disk
 
-    versions = {"minillm": importlib.metadata.version("minillm"), "python": sys.version.split()[0]}
+    versions = {"minillm": minillm.__version__, "python": sys.version.split()[0]}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    cpu = torch.device("cpu")
+    threads, (available, total) = torch.get_num_threads(), machine.memory()
     devices: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": f"{torch.get_num_threads()} threads, {free_bytes(cpu) / 2**30:.1f} GiB free",
+        "cpu": f"{machine.processor()}, {threads} thread{'' if threads == 1 else 's'}",
+        "memory": f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free",
         "cuda": torch.version.cuda or "torch is built without CUDA",
     }
     for index in range(torch.cuda.device_count()):
@@ -52,8 +56,10 @@ def collect() -> dict[str, dict[str, Any]]:
         name = torch.cuda.get_device_name(index)
         memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         devices[f"cuda:{index}"] = f"{name}, compute capability {major}.{minor}, {memory}"
+    models = {files.name: f"{size(size_on_disk(files.path))}, from {files.source}" for files in downloaded()}
     return {
         "versions": versions,
         "devices": devices,
+        "models": models or {"none": "is downloaded; `minillm pull` fetches one"},
         "directories": {"cache": str(cache_dir()), "configuration": str(config_dir()), "data": str(data_dir())},
     }

@@ -6,198 +6,155 @@ Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 stopped with ctrl-c.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
-from minillm.cli.options import add_model_options, add_sampling_options
+import minillm
+from minillm.cli.options import (
+    MODEL_NAMES,
+    add_config_option,
+    add_model_option,
+    add_model_options,
+    add_sampling_options,
+)
+from minillm.cli.parser import Parser
 from minillm.cli.streams import let_go, settle
-from minillm.errors import MinillmError, UsageError, nearest
+from minillm.errors import MinillmError, UsageError
 from minillm.text.safe import clean_line
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with errors as one line that names the nearest option."""
-
-    def error(self, message: str) -> NoReturn:
-        if message.startswith("unrecognized arguments: "):
-            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
-            known = sorted(_option_strings(self))
-            message = f"unknown option {unknown!r}" + _meant(unknown.split("=")[0], known)
-        elif "invalid choice: " in message:
-            choice = message.split("invalid choice: ")[1].split(" (")[0].strip("'\"")
-            choices = [str(c) for action in self._actions for c in action.choices or ()]
-            message = f"unknown {message.split(':')[0].removeprefix('argument ')} {choice!r}" + _meant(choice, choices)
-        raise UsageError(f"{message}; see {self.prog} --help")
-
-
-def _option_strings(parser: argparse.ArgumentParser) -> set[str]:
-    """The options of a parser and of its subcommands."""
-    found: set[str] = set()
-    for action in parser._actions:
-        found.update(action.option_strings)
-        if isinstance(action, argparse._SubParsersAction):
-            for subparser in action.choices.values():
-                found |= _option_strings(subparser)
-    return found
-
-
-def _meant(word: str, words: list[str]) -> str:
-    close = nearest(word, words)
-    return f", did you mean {close}?" if close else ""
-
-
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser, with the options of the command that ``argv`` names; of all commands, where it names none.
-
-    Adding all options, most of them `bench`'s, takes longer than everything else here.
-    """
-    parser = _Parser(
+def command_parser() -> Parser:
+    """The parser of the whole command."""
+    parser = Parser(
         prog="minillm",
         description="Llama models on your own machine: chat, batch generation, and a view of the KV cache.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    wanted = next((word for word in argv if word in _COMMANDS), None)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (summary, add_options) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        if wanted in (name, None):
-            add_options(command)
+        command.fill = add_options
     return parser
 
 
-def _add_chat_options(chat: argparse.ArgumentParser) -> None:
+def _add_chat_options(chat: Parser) -> None:
+    chat.add_argument("question", nargs="?", metavar="QUESTION", help="ask this first")
     add_model_options(chat)
-    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat.add_argument("-s", "--system", metavar="TEXT", help="system prompt")
     chat.add_argument("--plain", action="store_true", help="line by line: for pipes and screen readers")
     chat.add_argument("--resume", action="store_true", help="go on with the latest saved conversation")
-    chat.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
-    chat.add_argument("--config", metavar="FILE", help="settings (default: config.toml in the user's directory)")
+    _add_theme(chat)
+    add_config_option(chat)
     add_sampling_options(chat)
 
 
-def _add_demo_options(demo: argparse.ArgumentParser) -> None:
+def _add_demo_options(demo: Parser) -> None:
     demo.add_argument("--speed", type=float, default=1.0, metavar="X", help="above 1: faster (1)")
-    demo.add_argument("--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file")
-    demo.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
+    add_model_option(demo)
+    add_config_option(demo)
+    _add_theme(demo)
 
 
-def _add_generate_options(generate: argparse.ArgumentParser) -> None:
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to complete")
+def _add_theme(parser: Parser) -> None:
+    parser.add_argument("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
+
+
+def _add_generate_options(generate: Parser) -> None:
+    generate.add_argument(
+        "prompts", nargs="*", metavar="PROMPT",
+        help="text to complete; what a pipe or a file brings on standard input is put after it, behind a blank line",
+    )  # fmt: skip
     generate.add_argument("-f", "--file", metavar="FILE", help="read prompts from FILE ('-': standard input)")
     form = generate.add_mutually_exclusive_group()
     form.add_argument(
-        "--lines", action="store_true", help="every line of the file is a prompt (else the whole text is)"
-    )
-    form.add_argument("--jsonl", action="store_true", help="every line is a JSON request (implied by the name *.jsonl)")
+        "--lines", dest="form", action="store_const", const="lines",
+        help="every line of the file is a prompt (else the whole text is)",
+    )  # fmt: skip
+    form.add_argument(
+        "--jsonl", dest="form", action="store_const", const="jsonl",
+        help="every line is a JSON request (implied by the name *.jsonl)",
+    )  # fmt: skip
     generate.add_argument("--chat", action="store_true", help="wrap each prompt as a user's message of a chat")
-    generate.add_argument("--system", metavar="TEXT", help="system prompt; implies --chat")
+    generate.add_argument("-s", "--system", metavar="TEXT", help="system prompt; implies --chat")
+    generate.add_argument(
+        "--parse-special", action="store_true",
+        help="control tokens that a raw prompt spells (<|im_end|>) are control tokens: for text that you trust",
+    )  # fmt: skip
     generate.add_argument("--json", action="store_true", help="write one JSON object per prompt")
     generate.add_argument(
         "-o", "--output", metavar="FILE", help="write JSON objects to FILE; a run that was stopped goes on from there"
     )
+    generate.add_argument("--force", action="store_true", help="overwrite an --output that is finished")
     generate.add_argument(
         "--data-parallel", action="store_true", help="share the prompts among the replicas that torchrun has started"
     )
-    generate.add_argument("--quiet", action="store_true", help="no progress bar")
+    generate.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+    add_config_option(generate)
     add_model_options(generate)
     add_sampling_options(generate)
 
 
-def _add_models_options(models: argparse.ArgumentParser) -> None:
+def _add_models_options(models: Parser) -> None:
     models.add_argument("--json", action="store_true", help="write one JSON object per model")
 
 
-def _add_pull_options(pull: argparse.ArgumentParser) -> None:
-    pull.add_argument(
-        "model", nargs="?", metavar="NAME", help="a name from `minillm models` (default: the default model)"
-    )
+def _add_pull_options(pull: Parser) -> None:
+    _add_name(pull)
     pull.add_argument("--verify", action="store_true", help="check the files' sha256 even if they are there already")
 
 
-def _add_info_options(info: argparse.ArgumentParser) -> None:
+def _add_show_options(show: Parser) -> None:
+    _add_name(show)
+    show.add_argument("--json", action="store_true", help="write JSON")
+
+
+def _add_name(parser: Parser) -> None:
+    parser.add_argument("model", nargs="?", metavar="NAME", help=f"{MODEL_NAMES} (default: the default model)")
+    add_config_option(parser)
+
+
+def _add_rm_options(rm: Parser) -> None:
+    rm.add_argument("downloaded", nargs="+", metavar="NAME", help="downloaded models")
+
+
+def _add_info_options(info: Parser) -> None:
     info.add_argument("--json", action="store_true", help="write JSON")
 
 
-def _add_bench_options(bench: argparse.ArgumentParser) -> None:
-    workloads = bench.add_subparsers(dest="workload", metavar="WORKLOAD", required=True, parser_class=_Parser)
-
-    def workload(name: str, summary: str) -> argparse.ArgumentParser:
-        added = workloads.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        added.add_argument("--json", action="store_true", help="write JSON")
-        return added
-
-    latency = workload("latency", "how fast a few sequences decode together")
-    latency.add_argument(
-        "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b, -8b or -70b"
+def _add_completions_options(completions: Parser) -> None:
+    completions.add_argument(
+        "shell", choices=("bash", "zsh", "fish"), help="print what this shell's startup file sources"
     )
-    latency.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that decode together")
-    latency.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens of each")
-    latency.add_argument("--output-len", type=int, default=256, metavar="N", help="tokens that each generates")
-    latency.add_argument("--peer", choices=("transformers",), help="measure this too, in the same process")
-    add_model_options(latency)
-
-    for name, summary in (
-        ("throughput", "256 requests of mixed lengths at once"),
-        ("parallel", "8 samples of each of 32 prompts"),
-        ("prefix", "128 requests that share 2,048 cached tokens"),
-        ("beam", "beam search of width 4 over 8 prompts"),
-        ("stall", "how long running answers wait while a prompt of 8,000 tokens arrives"),
-        ("serve", "requests that arrive by chance, at a given rate"),
-        ("share", "the requests of throughput, shared by the replicas that torchrun has started"),
-    ):
-        whole = workload(name, summary)
-        whole.add_argument(
-            "--shape", metavar="NAME", help="random weights in the shape of smollm2-135m, llama-1b, -8b or -70b"
-        )
-        whole.add_argument("--scale", type=float, default=1.0, metavar="X", help="shorten all prompts and answers (1)")
-        if name == "serve":
-            whole.add_argument("--rate", type=float, default=4.0, metavar="X", help="requests per second (4)")
-            whole.add_argument("--num-requests", type=int, default=256, metavar="N", help="in all (256)")
-        if name == "share":
-            whole.add_argument("--num-requests", type=int, default=256, metavar="N", help="for each replica (256)")
-        add_model_options(whole)
-
-    profile = workload("profile", "where a decode step's time goes on a GPU, kernel by kernel")
-    profile.add_argument("--shape", metavar="NAME", help="random weights in this shape")
-    profile.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences that decode (1)")
-    profile.add_argument("--context", type=int, default=512, metavar="N", help="tokens of each (512)")
-    add_model_options(profile)
-
-    matvec = workload("matvec", "the tiles of the products of one token, or a few, measured anew on a GPU")
-    matvec.add_argument("--shape", metavar="NAME", help="of this model (smollm2-135m)")
-    matvec.add_argument("--tokens", type=int, default=1, metavar="N", help="that are multiplied, up to 4 (1)")
-    matvec.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="of a rank's part of it (1)")
-
-    workload("chunk-attention", "decode attention over a shared prompt: the ChunkAttention paper's table, on a GPU")
-
-    kernels = workload("kernels", "every kernel against the copy bandwidth and the matmul rate of this GPU")
-    kernels.add_argument("--op", metavar="NAME", help="only this op")
-
-    memory = workload("memory", "what paging and sharing save, and swap against recompute")
-    memory.add_argument("--shape", metavar="NAME", help="shape of the model that is swapped (smollm2-135m)")
-    memory.add_argument("--model", metavar="NAME", help="let this model choose the beams, instead of a simulation, too")
-    memory.add_argument("--num-tokens", type=int, default=512, metavar="N", help="length of the swapped sequence")
-    memory.add_argument("--device", metavar="DEVICE", help="where it is swapped from: cpu, cuda")
-
-    workload("host", "what a step costs beside the device's work")
-    workload("ui", "what the chat app costs: first paint, keys, drawing, and the generation's slow-down")
+    completions.add_argument(
+        "words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )  # of a line: print what the last one may be
 
 
-_COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+def _add_bench_options(bench: Parser) -> None:
+    from minillm.cli.bench import add_workloads
+
+    add_workloads(bench)
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "chat": ("talk to a model in the terminal, and watch its block tables", _add_chat_options),
     "demo": ("a guided tour of the cache on the real engine, in the terminal", _add_demo_options),
     "generate": ("complete prompts: arguments, a file, or standard input", _add_generate_options),
-    "models": ("list the models of weights.toml and which are downloaded", _add_models_options),
+    "models": (
+        "list the models that have a name: which are downloaded, and which fit this machine",
+        _add_models_options,
+    ),
+    "show": ("what there is to know about a model, without loading it", _add_show_options),
     "pull": ("download a model", _add_pull_options),
+    "rm": ("delete downloaded models", _add_rm_options),
     "info": ("versions, devices and directories: the first thing to put into a bug report", _add_info_options),
-    "bench": ("measure speed", _add_bench_options),
+    "bench": ("measure speed: as its flags say, without config.toml", _add_bench_options),
+    "completions": ("a script that completes this command's words in bash, zsh or fish", _add_completions_options),
 }
 
 
@@ -241,16 +198,14 @@ def _guarded(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     try:
-        arguments = _parser(argv).parse_args(argv)
+        arguments = command_parser().parse_args(argv)
     except SystemExit:  # --help
         return 0
     if arguments.version:
-        from importlib.metadata import version
-
-        print(f"minillm {version('minillm')}")
+        print(f"minillm {minillm.__version__}")
         return 0
     if arguments.command is None:
-        _parser(argv).print_help()
+        command_parser().print_help()
         return 2
     try:
         os.getcwd()

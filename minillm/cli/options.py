@@ -10,43 +10,54 @@ from minillm.checks import declared
 from minillm.config import EngineConfig
 from minillm.params import BeamSearchParams, SamplingParams
 
+MODEL_NAMES = "name from `minillm models`, repository of the hub (org/name), model directory, or .gguf file"
 _SHORT = {"n": "-n", "temperature": "-t"}
 _NO = "enable_"  # a switch that is on by default, enable_x, becomes --no-x
 
 
+def add_model_option(parser: argparse._ActionsContainer) -> None:
+    """Add ``--model``."""
+    parser.add_argument("-m", "--model", metavar="NAME", help=MODEL_NAMES)
+
+
+def add_config_option(parser: argparse._ActionsContainer) -> None:
+    """Add ``--config``."""
+    parser.add_argument("--config", metavar="FILE", help="settings (default: config.toml in the user's directory)")
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model`` and an option for each of EngineConfig's."""
+    """Add ``--model``, and an option for each of EngineConfig's."""
     group = parser.add_argument_group("model and memory")
-    group.add_argument(
-        "-m", "--model", metavar="NAME", help="name from `minillm models`, model directory, or .gguf file"
-    )
-    _add(group, EngineConfig, ())
+    add_model_option(group)
+    add_declared(group, EngineConfig)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each parameter of sampling and of beam search."""
-    _add(parser.add_argument_group("sampling"), SamplingParams, ())
+    says = "in brackets what holds where neither config.toml nor the model says anything"
+    add_declared(parser.add_argument_group("sampling", says), SamplingParams)
     shared = {name for name, _, _ in declared(SamplingParams)}
-    _add(parser.add_argument_group("beam search, instead of sampling"), BeamSearchParams, shared)
+    add_declared(parser.add_argument_group("beam search, instead of sampling"), BeamSearchParams, shared)
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of EngineConfig that were given."""
-    return _given(arguments, EngineConfig)
+    return given(arguments, EngineConfig)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The parameters of SamplingParams that were given."""
-    return _given(arguments, SamplingParams)
+    return given(arguments, SamplingParams)
 
 
 def beam_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The parameters that only BeamSearchParams has and that were given."""
     shared = {name for name, _, _ in declared(SamplingParams)}
-    return {name: value for name, value in _given(arguments, BeamSearchParams).items() if name not in shared}
+    return {name: value for name, value in given(arguments, BeamSearchParams).items() if name not in shared}
 
 
-def _add(group: argparse._ArgumentGroup, cls: type, skip: Collection[str]) -> None:
+def add_declared(group: argparse._ActionsContainer, cls: type, skip: Collection[str] = ()) -> None:
+    """Add an option for each declared parameter of a dataclass."""
     for name, default, parameter in declared(cls):
         if name in skip or not parameter.on_command_line:
             continue
@@ -68,11 +79,6 @@ def _add(group: argparse._ArgumentGroup, cls: type, skip: Collection[str]) -> No
         group.add_argument(*words, **options)
 
 
-def _given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
+def given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
+    """The declared parameters of a dataclass that were given on the command line."""
     return {name: value for name, _, _ in declared(cls) if (value := getattr(arguments, name, None)) is not None}
-
-
-def _shown(default: Any) -> str:
-    if default is None or default == ():
-        return ""
-    return f" ({default:g})" if type(default) is float else f" ({str(default).lower()})"

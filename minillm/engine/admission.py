@@ -7,8 +7,9 @@ i times as many tokens more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+from minillm.cache import BlockManager
 from minillm.sequence import SequenceGroup
 
 
@@ -36,30 +37,50 @@ def blocks_promised(group: SequenceGroup, block_size: int) -> int:
     return max(0, blocks_to_finish_prompt(group, block_size) - held)
 
 
-def peak_blocks(groups: Iterable[SequenceGroup], block_size: int) -> int:
-    """The blocks that ``groups`` hold at their peak if every sequence grows as long as it may."""
+def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: BlockManager, num_pinned: int) -> bool:
+    """Whether the blocks that the running sequences and those of ``group`` are heading for fit at their peak.
+
+    Worst cases rarely come true, so where half of the pool is free the group is admitted in any case.
+
+    Args:
+        num_pinned: blocks that are pinned.
+    """
+    if not running or 2 * cache.num_free > cache.num_blocks:
+        return True
     ahead = []  # (tokens still to come, tokens held by this sequence alone) of every sequence
     shared = 0
-    for group in groups:
-        shared += group.num_prompt_tokens
-        sequences = group.unfinished
-        for i in range(group.num_seqs):
+    for each in (*running, group):
+        shared += each.num_prompt_tokens
+        sequences = each.unfinished
+        for i in range(each.num_seqs):
             output = sequences[i].num_output_tokens if i < len(sequences) else 0
-            ahead.append((group.max_tokens - output, output))
+            ahead.append((each.max_tokens - output, output))
     ahead.sort(reverse=True)
     peak = held = 0
     for number, (left, own) in enumerate(ahead, 1):
         held += own
         peak = max(peak, held + number * left)
-    return -(-(shared + peak) // block_size)
+    return -(-(shared + peak) // cache.block_size) <= cache.num_blocks - num_pinned
 
 
-def computes_the_same(group: SequenceGroup, prompt: list[int], known: int, end: int) -> bool:
-    """Whether a running ``group`` computes ``prompt[known:end]`` right now, behind the same tokens."""
-    sequence = group.sequences[0]
-    theirs = sequence.token_ids
-    # Most differ in the first token of the block in question, so that is looked at first.
-    if len(theirs) < end or theirs[known] != prompt[known]:
+def is_being_computed(
+    group: SequenceGroup, prompt: list[int], known: int, running: Sequence[SequenceGroup], block_size: int
+) -> bool:
+    """Whether a running group computes a block right now that ``group`` would have to compute again.
+
+    Args:
+        known: tokens of ``prompt`` that need not be computed.
+    """
+    end = known + block_size
+    if end >= len(prompt):
         return False
-    computing = sequence.num_computed < min(sequence.num_prompt_tokens, len(theirs) - 1)
-    return computing and theirs[known:end] == prompt[known:end] and theirs[:known] == prompt[:known]
+    for other in running:
+        sequence = other.sequences[0]
+        theirs = sequence.token_ids
+        # Most differ in the first token of the block in question, so that is looked at first.
+        if len(theirs) < end or theirs[known] != prompt[known] or other.salt != group.salt:
+            continue
+        computing = sequence.num_computed < min(sequence.num_prompt_tokens, len(theirs) - 1)
+        if computing and theirs[known:end] == prompt[known:end] and theirs[:known] == prompt[:known]:
+            return True
+    return False

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from minillm.engine.admission import blocks_at_most
 from minillm.engine.engine import Engine
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import deferred_interrupt
@@ -139,7 +138,7 @@ class Driver:
                 finished = self.engine.requests.finished
                 for request_id in [name for name in list(finished) if name in mine]:
                     self._deltas.pop(request_id, None)
-                    yield mine.pop(request_id), finished.pop(request_id)
+                    yield mine.pop(request_id), self.engine.requests.take(request_id)
                 if mine:
                     self.step()
         finally:
@@ -175,63 +174,3 @@ class Driver:
             for request_id in request_ids:
                 self.engine.requests.finished.pop(request_id, None)
                 self._deltas.pop(request_id, None)
-
-    # --- idle sequences -----------------------------------------------------------------------------------------------
-
-    def hold(self, requests: list[Request]) -> list[tuple[Sequence, RequestOutput]]:
-        """Run requests of one completion each whose blocks stay: their sequences are idle then.
-
-        Raises:
-            MinillmError: one of them failed; nothing stays then.
-        """
-        sequences: dict[int, Sequence] = {}
-        outputs: dict[int, RequestOutput] = {}
-        jobs = iter([[(number, lambda each=each: each) for number, each in enumerate(requests)]])
-
-        def note(number: int, group: SequenceGroup) -> None:
-            sequences[number] = group.sequences[0]
-
-        try:
-            for number, result in self.run(lambda room: next(jobs, []), added=note):
-                if not isinstance(result, RequestOutput):
-                    continue
-                if result.error is not None:
-                    raise MinillmError(result.error)
-                outputs[number] = result
-        except BaseException:
-            for sequence in sequences.values():
-                self.release(sequence)
-            raise
-        return [(sequences[number], outputs[number]) for number in range(len(requests))]
-
-    def fork_idle(self, sequence: Sequence, num_tokens: int | None = None) -> Sequence:
-        """Another idle sequence that shares the first ``num_tokens`` tokens (all by default) of an idle one."""
-        count = len(sequence.token_ids) if num_tokens is None else num_tokens
-        with self._lock:
-            if sequence.table is None:  # pressure has taken its blocks
-                return Sequence(self.engine.requests.new_seq_id(), sequence.token_ids[:count], count)
-            child = self.engine.requests.fork(sequence, count)
-            child.num_prompt_tokens = count
-            self.engine.scheduler.idle.keep(child)
-            return child
-
-    def release(self, sequence: Sequence) -> None:
-        """Free an idle sequence's blocks."""
-        with self._lock:
-            self.engine.scheduler.idle.release(sequence)
-
-    def pin(self, sequence: Sequence) -> None:
-        """Keep an idle sequence's blocks under any load: a system prompt's, say. `unpin` lets it go.
-
-        Raises:
-            CapacityError: more than half of the pool would be pinned, or a request could not run any more.
-        """
-        with self._lock:
-            scheduler = self.engine.scheduler
-            groups, size = (*scheduler.running, *scheduler.waiting), scheduler.cache.block_size
-            scheduler.idle.pin(sequence, (blocks_at_most(group, size) for group in groups))
-
-    def unpin(self, sequence: Sequence) -> None:
-        """Free a pinned sequence's blocks; does nothing where that has been done."""
-        with self._lock:
-            self.engine.scheduler.idle.unpin(sequence)

@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from minillm.cache import BlockManager, CacheStats
+from minillm.cache import BlockManager
+from minillm.engine.figures import Figures
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.outputs import Delta, RequestOutput
@@ -49,22 +50,6 @@ class Step:
         return bool(self.flights) and all(flight.may_run_ahead for flight in self.flights)
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The work of one step, and where its time went. Blocks for swapped and copied ones."""
-
-    number: int
-    num_prefills: int  # chunks of prompts
-    num_prefill_tokens: int
-    num_decodes: int
-    num_preempted: int  # groups
-    num_swapped_out: int
-    num_swapped_in: int
-    seconds: float
-    device_seconds: float  # giving the device its work and waiting for it; the rest is the host's own
-    ended: float  # on the clock of `time.monotonic`
-
-
 class Engine:
     """A model, its pool of blocks and the requests that run on it.
 
@@ -90,14 +75,11 @@ class Engine:
         self.runner, self.requests, self.source, self.defaults = runner, requests, source, defaults
         self.scheduler: Scheduler = requests.scheduler
         self.cache: BlockManager = requests.scheduler.cache
-        self.num_steps = 0
-        self.last_step: StepReport | None = None  # the one whose tokens came last
+        self.figures = Figures(self.scheduler)
         self._methods, self._guard, self._on_close = methods, guard, on_close
         self._aborts: deque[str] = deque()
         self._under_way: Step | None = None
         self._undelivered: list[Delta] = []  # where a failure came between
-        self._device_seconds = 0.0  # of the step that is being computed
-        self.reset_peaks()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -154,9 +136,7 @@ class Engine:
 
     def take_finished(self) -> list[RequestOutput]:
         """The requests that have finished since the last call, in the order in which they did."""
-        finished = list(self.requests.finished.values())
-        self.requests.finished.clear()
-        return finished
+        return [self.requests.take(request_id) for request_id in list(self.requests.finished)]
 
     def close(self) -> None:
         """Let go of everything that would outlive the engine; nothing can be computed after that."""
@@ -172,7 +152,7 @@ class Engine:
         exception is raised; the engine itself stays usable, unless its guard says otherwise.
         """
         with self._guard():
-            began, self._device_seconds = time.monotonic(), 0.0
+            began = time.monotonic()
             deltas, self._undelivered = self._undelivered + self.carry_out_aborts(), []
             step, self._under_way = self._under_way, None
             if step is None or not step.is_wanted:
@@ -185,7 +165,7 @@ class Engine:
             except Exception:
                 self._undelivered = deltas + self._undelivered
                 raise
-            self.last_step = self._report(step.schedule, began, time.monotonic())
+            self.figures.report(step.schedule, began)
             return deltas
 
     def _advance(self, step: Step) -> list[Delta]:
@@ -219,7 +199,7 @@ class Engine:
             # A group that had to go while all others only wait for their last token: its blocks must be saved now.
             self.runner.move(schedule)
             return None
-        self._count_blocks()
+        self.figures.count_blocks()
         step, began = Step(schedule, []), time.monotonic()
         try:
             logits, sampled = self.runner.run(schedule, self.cache.take_copies())
@@ -228,8 +208,7 @@ class Engine:
         except Exception as error:
             self._fail_step(step, f"{type(error).__name__}: {error}")
             raise
-        self._device_seconds += time.monotonic() - began
-        self.num_steps += 1
+        self.figures.device_seconds += time.monotonic() - began
         return step
 
     def launch_flights(self, step: Step, logits: Tensor, sampled: list[Chunk]) -> None:
@@ -263,14 +242,14 @@ class Engine:
         waited = time.monotonic()
         for flight in step.flights:
             flight.wait()
-        self._device_seconds += time.monotonic() - waited
+        self.figures.device_seconds += time.monotonic() - waited
         deltas: list[Delta] = []
         groups: list[SequenceGroup] = []
         for flight in step.flights:
             groups += flight.groups
             deltas += flight.conclude()
         running = [group for group in groups if group.request_id in self.requests.groups]
-        broken = [group for group in running if group.request_id in self.requests.errors]
+        broken = [group for group in running if group.error is not None]
         if broken:
             deltas += self.requests.end(broken)
         ended = [group for group in running if group.finished and group not in broken]
@@ -295,42 +274,3 @@ class Engine:
     def _discard(self, step: Step) -> None:
         for flight in step.flights:
             flight.discard()
-
-    # --- figures ------------------------------------------------------------------------------------------------------
-
-    def cache_stats(self) -> CacheStats:
-        """Token-true figures of this moment, and of everything since the start (or `reset_peaks`)."""
-        preemption, swap = self.scheduler.preemption, self.scheduler.swap
-        return replace(
-            self.cache.stats(),
-            num_preemptions=preemption.count,
-            num_swapped_out=swap.num_swapped_out,
-            num_swapped_in=swap.num_swapped_in,
-            host_blocks_used=swap.num_blocks - swap.num_free,
-            pinned_blocks=self.scheduler.idle.num_pinned_blocks,
-            peak_used_blocks=self._peak_used,
-            mean_used_blocks=self._sum_used / self._steps_counted if self._steps_counted else 0.0,
-        )
-
-    def reset_peaks(self) -> None:
-        """Begin to count peak and mean use anew: a run begins."""
-        self._peak_used = self._sum_used = self._steps_counted = 0
-
-    def _count_blocks(self) -> None:
-        used = self.cache.num_blocks - self.cache.num_free
-        self._peak_used, self._sum_used = max(self._peak_used, used), self._sum_used + used
-        self._steps_counted += 1
-
-    def _report(self, schedule: Schedule, began: float, ended: float) -> StepReport:
-        return StepReport(
-            number=self.num_steps,
-            num_prefills=len(schedule.prefills),
-            num_prefill_tokens=sum(chunk.count for chunk in schedule.prefills),
-            num_decodes=len(schedule.decodes),
-            num_preempted=len(schedule.preempted),
-            num_swapped_out=len(schedule.moves.out),
-            num_swapped_in=len(schedule.moves.back),
-            seconds=ended - began,
-            device_seconds=self._device_seconds,
-            ended=ended,
-        )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from operator import countOf
 
-from minillm.checks import shown
+from minillm.engine.admissible import bad_word_ids, check_ids, check_prompt
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
 from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
@@ -18,7 +17,7 @@ from minillm.text.tokenizer import Tokenizer
 
 @dataclass
 class Requests:
-    """All groups that have not ended, and the outputs of those that have.
+    """All groups that have not ended, and those that have until their outputs are taken.
 
     ``tokenizer`` is None for a model without text (dummy weights): requests are token ids then, and outputs too.
     """
@@ -30,28 +29,14 @@ class Requests:
     eos_token_ids: frozenset[int]
     longest_plain_prompt: int | None = None  # K of longer prompts depends on their length (dynamic rope scaling)
     groups: dict[str, SequenceGroup] = field(default_factory=dict)
-    finished: dict[str, RequestOutput] = field(default_factory=dict)  # until somebody takes them
-    errors: dict[str, str] = field(default_factory=dict)  # of groups that are about to end for them
+    finished: dict[str, SequenceGroup] = field(default_factory=dict)  # until their outputs are taken
     _next_seq_id: int = 0
 
     # --- a request becomes a group ------------------------------------------------------------------------------------
 
     def check_prompt(self, token_ids: SequenceOf[int]) -> None:
         """Raise UsageError unless the prompt can be computed by this model."""
-        if not token_ids:
-            raise UsageError("the prompt is empty; give at least one token of text")
-        # On a GPU an id out of range would destroy the whole context, not only this request. The loop finds the one to
-        # name; the lines above it look at long prompts several times as fast.
-        whole = countOf(map(type, token_ids), int) == len(token_ids)
-        if not whole or min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            for token_id in token_ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
-                    raise UsageError(f"token id {shown(token_id)} in the prompt is not from 0 to {self.vocab_size - 1}")
-        if len(token_ids) >= self.max_model_len:
-            raise UsageError(
-                f"the prompt has {len(token_ids)} tokens and the context holds {self.max_model_len}, "
-                "one of them for the answer; shorten the prompt or raise max_model_len"
-            )
+        check_prompt(token_ids, self.vocab_size, self.max_model_len)
 
     def add(
         self,
@@ -69,14 +54,8 @@ class Requests:
         if request_id in self.groups:
             raise UsageError(f"request id {request_id!r} is in use; wait until it has finished or choose another")
         self.check_prompt(token_ids)
-        bad_words = self._bad_words(params)
-        for name, ids in (
-            ("logit_bias", params.logit_bias or ()),
-            ("stop_token_ids", params.stop_token_ids),
-            ("bad_words", [token_id for word in bad_words for token_id in word]),
-        ):
-            if any(token_id >= self.vocab_size for token_id in ids):
-                raise UsageError(f"{name}: token id {max(ids)} is not below the vocabulary's size {self.vocab_size}")
+        bad_words = bad_word_ids(params, self.tokenizer)
+        check_ids(params, bad_words, self.vocab_size)
         group = SequenceGroup(
             request_id=request_id,
             params=params,
@@ -107,19 +86,6 @@ class Requests:
         self._next_seq_id += 1
         return self._next_seq_id - 1
 
-    def _bad_words(self, params: Params) -> tuple[tuple[int, ...], ...]:
-        """The runs of token ids that must not be generated; a text at the start of a line and within one."""
-        runs: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words:
-            if not isinstance(word, str):
-                runs[tuple(word)] = None
-            elif self.tokenizer is None:
-                raise UsageError("bad_words: this model has no tokenizer; give token ids instead of text")
-            else:
-                for text in (word.lstrip(), f" {word.lstrip()}"):
-                    runs[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
-        return tuple(runs)
-
     def fork(self, parent: Sequence, num_tokens: int) -> Sequence:
         """Another sequence with the first tokens of ``parent`` and a table that shares their blocks."""
         assert parent.table is not None
@@ -143,7 +109,7 @@ class Requests:
         """End a sequence. Its blocks are free then, or idle if the request holds them."""
         sequence.finish_reason = reason
         table = sequence.table
-        if table is not None and group.request_id not in self.errors:
+        if table is not None and group.error is None:
             computed = min(sequence.num_computed, len(sequence.token_ids))
             self.scheduler.cache.commit(table, sequence.token_ids, computed)
         if group.hold and table is not None:
@@ -159,14 +125,14 @@ class Requests:
 
     def note_nan(self, group: SequenceGroup) -> None:
         """A group's logits are NaN: it will end with an error, and no request may find its blocks."""
-        self.errors[group.request_id] = "the model produced NaN; another dtype may help: float32 or bfloat16"
+        group.error = "the model produced NaN; another dtype may help: float32 or bfloat16"
         for sequence in group.unfinished:
             if sequence.table is not None:
                 self.scheduler.cache.distrust(sequence.table)
 
     def fail(self, group: SequenceGroup, error: str) -> None:
         """End a group with an error."""
-        self.errors[group.request_id] = error
+        group.error = error
         self.end([group])
 
     def end(self, groups: SequenceOf[SequenceGroup]) -> list[Delta]:
@@ -181,15 +147,18 @@ class Requests:
         return deltas
 
     def retire(self, groups: SequenceOf[SequenceGroup]) -> None:
-        """Free everything that finished groups still hold, and record their outputs."""
+        """Free everything that finished groups still hold; their outputs can be taken."""
         self.scheduler.remove(groups)
         for group in groups:
             group.metrics.finished_time = time.monotonic()
             del self.groups[group.request_id]
-            self.finished[group.request_id] = self.output_of(group)
-            self.errors.pop(group.request_id, None)
+            self.finished[group.request_id] = group
 
     # --- an output leaves ---------------------------------------------------------------------------------------------
+
+    def take(self, request_id: str) -> RequestOutput:
+        """The output of a finished request, once."""
+        return self.output_of(self.finished.pop(request_id))
 
     def output_of(self, group: SequenceGroup) -> RequestOutput:
         """Everything that a group has generated so far."""
@@ -201,5 +170,5 @@ class Requests:
             finished=group.finished,
             num_cached_tokens=group.num_cached_tokens,
             metrics=group.metrics,
-            error=self.errors.get(group.request_id),
+            error=group.error,
         )

@@ -132,13 +132,13 @@ class Samples:
 
     def conclude(self, draws: Draws) -> list[Delta]:
         """Add a step's tokens to their sequences."""
-        deltas, errors = [], self._requests.errors
+        deltas = []
         for draw, token_id, logprobs, is_nan in zip(draws.chunks, *draws.results, strict=True):
             group, sequence = draw.group, draw.sequence
             sequence.num_pending -= 1
             if sequence.finish_reason is not None:
                 continue
-            if is_nan or (errors and group.request_id in errors):
+            if is_nan or group.error is not None:
                 self._requests.note_nan(group)
             else:
                 deltas.append(self.append(group, sequence, token_id, logprobs))

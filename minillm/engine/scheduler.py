@@ -18,8 +18,8 @@ from minillm.engine.admission import (
     blocks_at_most,
     blocks_promised,
     blocks_to_finish_prompt,
-    computes_the_same,
-    peak_blocks,
+    is_being_computed,
+    peak_fits,
 )
 from minillm.engine.idle import IdleSequences, shared_length
 from minillm.engine.preemption import Preemption
@@ -186,7 +186,8 @@ class Scheduler:
         while True:
             shared = shared_length(parent, prompt, group.salt)
             cached = self.cache.find_cached(prompt, group.salt)
-            if self._is_being_computed(group, prompt, max(shared, cached.num_tokens)):
+            known = max(shared, cached.num_tokens)
+            if self.cache.prefix_caching and is_being_computed(group, prompt, known, self.running, size):
                 return False
             saved = shared // size if shared >= cached.num_tokens else cached.num_held
             needed = blocks_to_finish_prompt(group, size) - saved
@@ -203,22 +204,9 @@ class Scheduler:
             group.num_cached_tokens = sequence.num_computed
         return True
 
-    def _is_being_computed(self, group: SequenceGroup, prompt: list[int], known: int) -> bool:
-        """Whether a running group computes a block right now that ``group`` would have to compute again."""
-        end = known + self.cache.block_size
-        if not self.cache.prefix_caching or end >= len(prompt):
-            return False
-        return any(each.salt == group.salt and computes_the_same(each, prompt, known, end) for each in self.running)
-
     def _peak_fits(self, group: SequenceGroup) -> bool:
-        """Whether the blocks that all sequences are heading for, this group's included, fit at their peak.
-
-        Worst cases rarely come true, so where half of the pool is free the group is admitted in any case.
-        """
-        if self.admission == "optimistic" or not self.running or 2 * self.cache.num_free > self.cache.num_blocks:
-            return True
-        room = self.cache.num_blocks - self.idle.num_pinned_blocks
-        return peak_blocks((*self.running, group), self.cache.block_size) <= room
+        pinned = self.idle.num_pinned_blocks
+        return self.admission == "optimistic" or peak_fits(group, self.running, self.cache, pinned)
 
 
 def _table(sequence: Sequence) -> BlockTable:

@@ -29,11 +29,11 @@ class Batch:
     rope_lengths: list[int] | None = None  # per token, for dynamic rope scaling only: see RotaryTable.rows
 
     @cached_property
-    def decode_tables(self) -> Tensor:
-        """``[num_decodes, max_blocks]``: `block_tables` of the sequences that decode."""
-        return self.block_tables[: self.num_decodes]
+    def decodes(self) -> tuple[Tensor, Tensor]:
+        """``block_tables`` and ``context_lens`` of the sequences that decode."""
+        return self.block_tables[: self.num_decodes], self.context_lens[: self.num_decodes]
 
     @cached_property
-    def decode_lens(self) -> Tensor:
-        """``[num_decodes]``: `context_lens` of the sequences that decode."""
-        return self.context_lens[: self.num_decodes]
+    def chunks(self) -> tuple[Tensor, Tensor]:
+        """``block_tables`` and ``context_lens`` of the sequences that prefill."""
+        return self.block_tables[self.num_decodes :], self.context_lens[self.num_decodes :]

@@ -8,8 +8,7 @@
 Every op comes from `kernels`, and is a line above: a norm belongs to the projection behind it, an addition to the one
 in front of it. Projections that read the same input are one matrix: q, k, v and gate, up.
 
-Several ranks share a model as `minillm.model.shard` says. Then the sums behind o and down run over the ranks, and so
-does the embedding; the logits are gathered.
+A model that several devices share differs in the first line, the additions and the last: `minillm.model.sharded`.
 """
 
 from __future__ import annotations
@@ -22,17 +21,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm import kernels
-from minillm.kernels import LinearWeight
+from minillm.kernels import HostPlan, LinearWeight, Pages, Places
 from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
 from minillm.model.rope import RotaryTable
-from minillm.model.shard import Shard
-from minillm.parallel.collectives import Ranks
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer's weights; heads and intermediate columns are this rank's."""
+    """One decoder layer's weights."""
 
     input_norm: Tensor  # [hidden]
     qkv: LinearWeight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden]
@@ -47,13 +44,11 @@ class Llama:
     """A decoder's weights and its forward pass. Complete when constructed; see `minillm.model.loader`."""
 
     config: ModelConfig
-    shard: Shard  # the part that is here: all of it, unless there are `ranks`
-    embedding: Tensor  # [vocab of the shard, hidden]
+    embedding: Tensor  # [vocab, hidden]
     layers: list[Layer]
     norm: Tensor  # [hidden]
-    head: LinearWeight  # [vocab of the shard, hidden]
+    head: LinearWeight  # [vocab, hidden]
     rotary: RotaryTable
-    ranks: Ranks | None = None  # the processes that share the model
 
     @property
     def device(self) -> torch.device:
@@ -65,8 +60,8 @@ class Llama:
 
     @cached_property
     def local(self) -> ModelConfig:
-        """The shape of the part that is here."""
-        return self.shard.local(self.config)
+        """The shape of what this object holds and computes."""
+        return self.config
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -78,96 +73,60 @@ class Llama:
     def new_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
         """An empty pool ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``: K at 0, V at 1.
 
-        Memory that was never written is not touched on a CPU, so a large pool costs nothing before it is used. (In huge
-        pages it would: each first token of a block then clears 2 MB per layer, 0.34 s on two cores.)
+        Memory that was never written is not touched on a CPU, so a large pool costs nothing before it is used.
         """
         c = self.local
-        return torch.empty(
-            (c.num_layers, 2, num_blocks, block_size, c.num_kv_heads, c.head_dim), dtype=self.dtype, device=self.device
-        )
+        shape = (c.num_layers, 2, num_blocks, block_size, c.num_kv_heads, c.head_dim)
+        # No huge pages: with them the first token of each block would clear 2 MB per layer, 0.34 s on two cores.
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def forward(self, batch: Batch, kv_cache: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute the batch's tokens, write their K and V, return ``[num_logits, vocab]`` logits in the model's dtype.
-
-        All ranks compute the same batch; rank 0 alone returns logits that mean anything.
 
         Args:
             out: where to write the logits.
         """
         eps = self.config.rms_norm_eps
-        cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
-        tables = (batch.slot_mapping, batch.decode_tables, batch.decode_lens)
-        plan = kernels.plan_step(cos, sin, *tables, kv_cache[0, 0], self.local.num_heads)
-        x = self._embed(batch.token_ids)
-        for layer, layer_cache in zip(self.layers, kv_cache.unbind(0), strict=True):
-            qkv = kernels.norm_linear(x, layer.input_norm, eps, layer.qkv)
-            attended = self._attention(qkv, cos, sin, batch, plan, *layer_cache.unbind(0))
+        places = Places(*self.rotary.rows(batch.positions, batch.rope_lengths), batch.slot_mapping)
+        plan = kernels.plan_step(places, Pages(kv_cache[0, 0], kv_cache[0, 1], *batch.decodes), self.local.num_heads)
+        x = self._embed(batch.token_ids)  # [num_tokens, hidden]
+        for layer, cache in zip(self.layers, kv_cache.unbind(0), strict=True):
+            qkv = kernels.norm_linear(x, layer.input_norm, eps, layer.qkv)  # [num_tokens, (heads + 2 kv) * head_dim]
+            attended = self._attention(qkv, cache, batch, places, plan)  # [num_tokens, num_heads * head_dim]
             x = self._linear_add(attended, layer.o, x)
-            gated = kernels.norm_gated_linear(x, layer.post_attention_norm, eps, layer.gate_up)
+            gated = kernels.norm_gated_linear(x, layer.post_attention_norm, eps, layer.gate_up)  # [.., intermediate]
             x = self._linear_add(gated, layer.down, x)
         if batch.logit_rows is not None:
-            x = x[batch.logit_rows]
-        if self.ranks is None:
-            return kernels.norm_linear(x, self.norm, eps, self.head, out)
-        return self._gather_logits(kernels.norm_linear(x, self.norm, eps, self.head), out)
+            x = x[batch.logit_rows]  # [num_logits, hidden]
+        return self._logits(x, out)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        """``[tokens, hidden]``; a rank looks up the tokens of its part of the vocabulary, the others give zeros."""
-        if self.ranks is None:
-            return functional.embedding(token_ids, self.embedding)
-        vocab = self.shard.vocab
-        elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
-        x = functional.embedding((token_ids - vocab.start).masked_fill_(elsewhere, 0), self.embedding)
-        return self.ranks.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
+        return functional.embedding(token_ids, self.embedding)
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
-        """``residual + linear(x, weight)``, in place where that is possible; over ranks, rank 0 adds the residual."""
-        if self.ranks is None:
-            return kernels.linear_add(x, weight, residual)
-        first = self.ranks.rank == 0
-        return self.ranks.all_reduce(kernels.linear_add(x, weight, residual) if first else kernels.linear(x, weight))
+        """``residual + linear(x, weight)``, in place where that is possible."""
+        return kernels.linear_add(x, weight, residual)
 
-    def _gather_logits(self, part: Tensor, out: Tensor | None) -> Tensor:
-        """``[num_logits, vocab]`` from every rank's ``[num_logits, vocab of a shard]``, on rank 0."""
-        assert self.ranks is not None
-        vocab, width = self.config.vocab_size, part.shape[1]
-        parts = self.ranks.all_gather(part) if len(part) else part.new_empty(self.ranks.size, 0, width)
-        if self.ranks.rank:
-            return part
-        logits = part.new_empty(part.shape[0], vocab) if out is None else out
-        for number, each in enumerate(parts):
-            logits[:, number * width : (number + 1) * width] = each[:, : max(0, vocab - number * width)]
-        return logits
+    def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
+        return kernels.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
 
-    def _attention(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: Batch,
-        plan: kernels.HostPlan | None,
-        k_cache: Tensor,
-        v_cache: Tensor,
-    ) -> Tensor:
-        """Attention of the tokens of one projection, ``[tokens, num_heads * head_dim]``."""
-        c = self.local
-        scale = c.head_dim**-0.5
-        heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [tokens, q + k + v heads, head_dim]
+    def _attention(self, qkv: Tensor, cache: Tensor, batch: Batch, places: Places, plan: HostPlan | None) -> Tensor:
+        """Attention of all tokens over one layer's ``cache [2, num_blocks, block_size, num_kv_heads, head_dim]``."""
+        c, scale = self.local, self.local.head_dim**-0.5
+        heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [num_tokens, q + k + v heads, head_dim]
         q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-        kernels.rotary_write_kv(q, k, v, cos, sin, k_cache, v_cache, batch.slot_mapping, plan)
+        k_cache, v_cache = cache.unbind(0)
+        kernels.rotary_write_kv(q, k, v, places, k_cache, v_cache, plan)
         n = batch.num_decodes
         outputs = []
         if n:
-            decodes = (q[:n], k_cache, v_cache, batch.decode_tables, batch.decode_lens, scale)
+            pages = Pages(k_cache, v_cache, *batch.decodes)
             if batch.shared is None:
-                outputs.append(kernels.paged_attention(*decodes, plan))
+                outputs.append(kernels.paged_attention(q[:n], pages, scale, plan))
             else:
-                outputs.append(kernels.prefix_attention(*decodes, batch.shared))
+                outputs.append(kernels.prefix_attention(q[:n], pages, scale, batch.shared))
         if n < q.shape[0]:
-            outputs.append(
-                kernels.prefill_attention(
-                    q[n:], k_cache, v_cache, batch.block_tables[n:], batch.context_lens[n:], batch.cu_seqlens, scale
-                )
-            )
-        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            pages = Pages(k_cache, v_cache, *batch.chunks)
+            outputs.append(kernels.prefill_attention(q[n:], pages, batch.cu_seqlens, scale))
+        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [num_tokens, num_heads, head_dim]
         return attended.flatten(1)

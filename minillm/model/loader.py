@@ -18,6 +18,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.llama import Layer, Llama
 from minillm.model.rope import RotaryTable
 from minillm.model.shard import shard_of
+from minillm.model.sharded import ShardedLlama
 from minillm.parallel.collectives import Ranks
 from minillm.text.safe import clean_line
 
@@ -110,7 +111,6 @@ def load_llama(
         UsageError: there are more ranks than the model has heads.
     """
     _check_names(source, config)
-    rotary = RotaryTable(config, max_positions, device)
     shard = shard_of(config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     held = {name: shape for name, shape in parameter_shapes(shard.local(config)) if shard.holds(name)}
     taken: set[str] = set()
@@ -167,7 +167,8 @@ def load_llama(
         stored = vocabulary(source.tensor("lm_head.weight", *shard.part_of("lm_head.weight", config)))
         head = embedding if torch.equal(stored, embedding) else stored
     assert taken == set(held), f"not loaded: {sorted(set(held) - taken)}"
-    return Llama(config, shard, embedding, layers, norm, LinearWeight(head), rotary, ranks)
+    parts = (config, embedding, layers, norm, LinearWeight(head), RotaryTable(config, max_positions, device))
+    return Llama(*parts) if ranks is None else ShardedLlama(*parts, shard, ranks)
 
 
 def _fill(target: Tensor, parts: list[Tensor]) -> None:

@@ -1,4 +1,7 @@
-"""The two long ways of stretching rotary embeddings: YaRN and LongRoPE, as Hugging Face transformers computes them."""
+"""The ways of stretching rotary embeddings: which angular step each pair of dimensions has.
+
+Names and arithmetic follow Hugging Face transformers, so that long contexts agree with it to the bit in float32.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,82 @@ import math
 import torch
 from torch import Tensor
 
+from minillm.errors import WeightsError
+from minillm.model.config import ModelConfig
 from minillm.model.rope_config import RopeConfig
 
 
-def yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
+def inverse_frequencies(config: ModelConfig, length: int | None = None) -> tuple[Tensor, float]:
+    """The angular step of each pair of dimensions, ``[head_dim / 2]`` float32, and the factor on cos and sin.
+
+    Args:
+        length: the sequence's length in tokens, for the types whose frequencies depend on it (``dynamic``,
+            ``longrope``).
+
+    Raises:
+        WeightsError: the model's numbers give none.
+    """
+    rope, dim = config.rope, config.head_dim
+    try:
+        inverse, factor = _scaled(rope, dim, config.max_position_embeddings, length)
+    except (ArithmeticError, ValueError):
+        inverse, factor = torch.tensor(math.nan), math.nan
+    if rope.frequency_factors is not None:
+        inverse = inverse / torch.tensor(rope.frequency_factors)
+    factor *= rope.amplitude
+    farthest = inverse * max(length or 0, config.max_position_embeddings)
+    if not (farthest.isfinite().all() and math.isfinite(factor)):
+        raise WeightsError(
+            f"config.json: rope type {rope.type!r} with rope_theta {rope.theta:g} and factor {rope.factor:g} "
+            "gives no finite angles; one of its numbers is wrong"
+        )
+    return inverse, factor
+
+
+def _scaled(rope: RopeConfig, dim: int, context: int, length: int | None) -> tuple[Tensor, float]:
+    if rope.type == "yarn":
+        return _yarn(rope, dim)
+    if rope.type == "longrope":
+        return _longrope(rope, dim, length)
+    if rope.type == "dynamic":
+        return _dynamic(rope, dim, context, length), 1.0
+    inverse = _plain(rope.theta, dim)
+    if rope.type == "linear":
+        inverse = inverse / rope.factor
+    elif rope.type == "llama3":
+        inverse = _llama3(rope, inverse)
+    elif rope.type == "proportional":
+        # A share of the dimensions turns, the slow rest stands still.
+        turning = int(rope.options["partial_rotary_factor"] * dim // 2)
+        inverse = inverse.where(torch.arange(dim // 2) < turning, 0.0) / rope.factor
+    return inverse, 1.0
+
+
+def _plain(theta: float, dim: int) -> Tensor:
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+
+
+def _dynamic(rope: RopeConfig, dim: int, context: int, length: int | None) -> Tensor:
+    """NTK-aware scaling by the current length (u/emozilla 2023): theta grows once the trained context is exceeded."""
+    length = max(length or 0, context)
+    stretch = rope.factor * length / context - (rope.factor - 1)
+    return _plain(rope.theta * stretch ** (dim / (dim - 2)), dim)
+
+
+def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
+    """Llama 3.1: low frequencies are divided by ``factor``, high ones kept, those between interpolated."""
+    low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
+    original = rope.original_max_position_embeddings
+    assert original is not None  # read_rope sets it
+    wavelength = 2 * math.pi / inverse
+    scaled = torch.where(wavelength > original / low, inverse / rope.factor, inverse)
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    medium = ~(wavelength < original / high) & ~(wavelength > original / low)
+    return torch.where(medium, between, scaled)
+
+
+def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023): interpolate slow dimensions, extrapolate fast ones, sharpen the softmax.
 
     Returns:
@@ -39,7 +114,7 @@ def yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
     return (1.0 / (rope.factor * steps)) * ramp + (1.0 / steps) * (1 - ramp), attention_factor
 
 
-def longrope(rope: RopeConfig, dim: int, length: int | None) -> tuple[Tensor, float]:
+def _longrope(rope: RopeConfig, dim: int, length: int | None) -> tuple[Tensor, float]:
     """LongRoPE (Ding et al. 2024): every frequency has a divisor of its own, found by a search.
 
     There are two sets of them. A sequence within the original context takes the short ones, a longer one the long ones.

@@ -133,6 +133,28 @@ class PartFiles:
         """
         return {index: line for index, line in self._lines().items() if json.loads(line).get("error") is None}
 
+    def failures(self, total: int) -> int | None:
+        """How many requests failed, where the output is finished; None where there is none yet.
+
+        Raises:
+            UsageError: the output is there, and holds something else.
+        """
+        try:
+            with open_regular(self._output) as stream:
+                answers = [(line["job"], line["error"] is not None) for line in map(parse_json, stream)]
+            if not answers:
+                return None
+            if [job for job, _ in answers] == [self._job] * total:
+                return sum(failed for _, failed in answers)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # no file, or none of ours
+        raise UsageError(
+            f"{self._output} holds something other than these answers; choose another --output, or say --force to "
+            "overwrite it"
+        )
+
     def open(self, replica: int) -> None:
         """Begin, or go on with, the part of this replica.
 
@@ -153,7 +175,7 @@ class PartFiles:
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Keep a finished request: it survives this process from here on."""
-        self._write(line)
+        self._write({**line, "job": self._job})
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._stream is not None, "not open"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -11,14 +12,16 @@ from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.kernels import Costs
 from minillm.model.config import ModelConfig
+from minillm.model.llama import Llama
 from minillm.model.loader import RandomTensors, TensorSource, load_llama
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
 from minillm.runner.device_runner import DeviceRunner, decode_bytes
-from minillm.runner.pool_size import activation_bytes, check_weights_fit, free_bytes, size_pool
+from minillm.runner.pool_size import PoolSize, activation_bytes, check_weights_fit, free_bytes, size_pool
 from minillm.runner.runner import Runner
+from minillm.runner.threads import FreeCores, follows_free_cores
 from minillm.text.tokenizer import Tokenizer
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.resolve import resolve
@@ -100,6 +103,8 @@ def build_runner(
         tokens = max(config.max_num_seqs, _CPU_BATCHED_TOKENS if device.type == "cpu" else _GPU_BATCHED_TOKENS)
     reserved = 0
     if device.type == "cuda":
+        if ranks is None and not model.rotary.dynamic:
+            compile_ahead(model, config, longest)
         reserved = activation_bytes(model, tokens, config.max_num_seqs) + _GRAPH_BYTES
         reserved += decode_bytes(model, config.max_num_seqs, longest, config.block_size)
     pool = size_pool(config, model.local, device, dtype.itemsize, reserved, ranks)
@@ -114,20 +119,52 @@ def build_runner(
     # The angles of dynamic rope scaling are computed by the host at every step. Ranks on a CPU send each other as
     # little as those on GPUs do.
     if model.rotary.dynamic or (device.type == "cpu" and ranks is None):
-        return Runner(model, pool.num_blocks, config.block_size, num_host_blocks), limits
+        runner = Runner(model, pool.num_blocks, config.block_size, num_host_blocks)
+    else:
+        runner = _device_runner(model, config, pool, num_host_blocks, ranks)
+    if device.type == "cpu":
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        elif follows_free_cores():
+            runner.observers.append(FreeCores())
+    return runner, limits
+
+
+def _device_runner(
+    model: Llama, config: EngineConfig, pool: PoolSize, num_host_blocks: int, ranks: Ranks | None
+) -> DeviceRunner:
     # One plan for all ranks: it fits where they hold as many heads each.
-    even = ranks is None or model.local.num_heads * ranks.size == model_config.num_heads
-    runner = DeviceRunner(
+    even = ranks is None or model.local.num_heads * ranks.size == model.config.num_heads
+    return DeviceRunner(
         model,
         pool.num_blocks,
         config.block_size,
         num_host_blocks,
         max_num_seqs=config.max_num_seqs,
         max_model_len=pool.max_model_len,
-        graphs=device.type == "cuda" and not config.enforce_eager,
+        graphs=model.device.type == "cuda" and not config.enforce_eager,
         sharing=Costs() if config.enable_prefix_attention and even else None,
     )
-    return runner, limits
+
+
+def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
+    """Compile and load the kernels of a first request side by side: one after another they take most of a first start.
+
+    Args:
+        longest: tokens of the longest sequence.
+    """
+    runner = DeviceRunner(
+        model, 1, config.block_size, max_num_seqs=config.max_num_seqs, max_model_len=longest, graphs=False, sharing=None
+    )
+
+    def rehearse(part: Callable[[], object]) -> None:
+        torch.cuda.set_device(model.device)
+        with torch.inference_mode():
+            part()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(rehearse, runner.rehearsals()))
+    torch.cuda.synchronize(model.device)
 
 
 def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:

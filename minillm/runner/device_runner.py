@@ -16,20 +16,26 @@ parameters, and one differing bit would part them for good.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from minillm import kernels
+from minillm.cache import HostMoves
 from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
 from minillm.model.batch import Batch
 from minillm.model.llama import Llama
+from minillm.model.sharded import ranks_of
 from minillm.runner.graphs import Graphs
 from minillm.runner.penalties import needs_host, process_logits
 from minillm.runner.rows import Rows, Sharing, padded_size
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, draw_tokens
-from minillm.runner.step import DecodeWork, StepWork
+from minillm.runner.step import ChunkWork, DecodeWork, StepWork
 from minillm.sequence import Chunk, Schedule, Sequence
+
+_REHEARSED = 37  # tokens of a prompt: no multiple of anything, as most prompts
 
 
 def attention_shape(model: Llama) -> AttentionShape:
@@ -79,7 +85,8 @@ class DeviceRunner(Runner):
         self._words = torch.zeros(max_num_seqs, Field.TABLE + width, dtype=torch.int32, device=self._device)
         self._inputs = DecodeInputs.allocate(capacity, width, self._device)
         self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=self._device)
-        draws = model.ranks is None or model.ranks.rank == 0
+        self._ranks = ranks_of(model)
+        draws = self._ranks is None or self._ranks.rank == 0
         vocab = model.config.vocab_size if draws else 0
         # For penalties: how often each token occurred, `kernels.reference.penalise` says how it is counted.
         self._counts = torch.zeros(max_num_seqs, vocab, dtype=torch.int32, device=self._device)
@@ -180,6 +187,17 @@ class DeviceRunner(Runner):
         for observer in self.observers:
             observer.end()
 
+    def rehearsals(self) -> list[Callable[[], object]]:
+        """The parts of a first request's work, which do not depend on each other; its numbers are meaningless."""
+        chunk = ChunkWork([0] * _REHEARSED, 0, [0] * -(-_REHEARSED // self.block_size), _REHEARSED, True)
+        row = torch.zeros(1, self._logits.shape[1], dtype=self.model.dtype, device=self._device)
+        return [
+            lambda: self.compute(StepWork(HostMoves(), [], None, [chunk], 0)),
+            lambda: self._forward(1, None),
+            lambda: self._draw(1, False),
+            lambda: kernels.log_probabilities(row, row.argmax(-1)),
+        ]
+
     def forget(self) -> None:
         self._books.forget()
 
@@ -225,8 +243,8 @@ class DeviceRunner(Runner):
     def _gather_inputs(self, size: int) -> DecodeInputs:
         inputs = self._inputs.first(size)
         kernels.begin_decode(self._words, self._rows[:size], self.block_size, inputs)
-        if self.model.ranks is not None:
-            self.model.ranks.broadcast(inputs.token_ids)
+        if self._ranks is not None:
+            self._ranks.broadcast(inputs.token_ids)
         return inputs
 
     def _forward(self, size: int, shared: WorkList | None) -> None:
@@ -249,14 +267,6 @@ class DeviceRunner(Runner):
         if penalised:
             logits = torch.empty_like(raw, dtype=torch.float32)
             kernels.penalise(raw, self._words, self._counts, rows, logits)
-        tokens, logprobs = kernels.sample_with_logprobs(
-            logits,
-            inputs.temperature,
-            inputs.top_k,
-            inputs.top_p,
-            inputs.min_p,
-            inputs.seeds,
-            inputs.draw_positions,
-        )
+        tokens, logprobs = kernels.sample_with_logprobs(logits, inputs.sampling)
         kernels.end_decode(self._words, self._counts, rows, tokens)
         return tokens, kernels.log_probabilities(raw, tokens) if penalised else logprobs

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from minillm import machine
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError
 from minillm.model.batch import Batch
@@ -32,15 +31,7 @@ def free_bytes(device: torch.device) -> int:
     """Memory that can be taken now: of the GPU, or of this process's machine or container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
-        available = min(available, max(0, int(text) - int(used.read_text())))
-    return available
+    return machine.memory()[0]
 
 
 def check_weights_fit(model: ModelConfig, device: torch.device, element_size: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
+from minillm.kernels import SamplingInputs
 from minillm.outputs import TokenLogprobs
 from minillm.params import SamplingParams
 from minillm.runner.penalties import needs_processing, process_logits
@@ -100,15 +101,15 @@ def draw_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Tensor:
     if all(p.temperature == 0 for p in params):
         return logits.argmax(-1)
     device = logits.device
-    return kernels.sample(
-        logits,
-        torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.top_k for p in params], device=device),
-        torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        torch.tensor([draw.sequence.seed for draw in draws], device=device),
-        torch.tensor([draw.sequence.num_tokens for draw in draws], device=device),
+    inputs = SamplingInputs(
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        top_k=torch.tensor([p.top_k for p in params], device=device),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+        seeds=torch.tensor([draw.sequence.seed for draw in draws], device=device),
+        positions=torch.tensor([draw.sequence.num_tokens for draw in draws], device=device),
     )
+    return kernels.sample(logits, inputs)
 
 
 def sampling_params(group: SequenceGroup) -> SamplingParams:

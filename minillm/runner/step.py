@@ -1,18 +1,18 @@
-"""One step's work as plain data: decided by the scheduler's side, computed by every rank.
+"""One step's work as plain data.
 
 The device's part of a step needs token ids, positions and block ids, and nothing of requests.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
-
-import msgspec
 
 from minillm.cache import HostMoves
 
 
-class ChunkWork(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class ChunkWork:
     """Successive tokens of one sequence."""
 
     token_ids: list[int]
@@ -22,7 +22,8 @@ class ChunkWork(msgspec.Struct, array_like=True):
     wants_logits: bool  # of the last of them
 
 
-class DecodeWork(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class DecodeWork:
     """One token of each of the sequences that have a row on the device (`minillm.runner.rows`)."""
 
     num_seqs: int
@@ -33,7 +34,8 @@ class DecodeWork(msgspec.Struct, array_like=True):
     plan: list[list[int]] | None  # the fields of a `minillm.kernels.Plan`; None: as in the last step
 
 
-class StepWork(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class StepWork:
     """A step, in this order: save blocks, bring blocks back, copy blocks, compute."""
 
     moves: HostMoves
@@ -47,22 +49,9 @@ class StepWork(msgspec.Struct, array_like=True):
         decoding = 0 if self.decode is None else self.decode.num_seqs
         return decoding + sum(len(chunk.token_ids) for chunk in self.chunks)
 
-    def encode(self) -> bytes:
-        """The work as a message to another rank."""
-        return _ENCODER.encode(self)
-
-    @classmethod
-    def from_message(cls, data: bytes) -> StepWork:
-        """The work that `encode` made a message of."""
-        return _DECODER.decode(data)
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(StepWork)
-
 
 class StepObserver(Protocol):
-    """Hears of every step that a runner computes: other ranks do, and measurements."""
+    """Hears of every step that a runner computes."""
 
     def begin(self, work: StepWork) -> None:
         """The device is about to be given ``work``."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.idle import shared_length
 from minillm.errors import MinillmError, UsageError
@@ -190,7 +191,7 @@ class Conversations:
     def step(self) -> None:
         """Compute one step, if there is work, and tell what came of it."""
         engine = self.engine
-        before = engine.last_step
+        before = engine.figures.last_step
         if self._pause:
             time.sleep(max(0.0, min(self._pause, self._next_step - time.monotonic())))
             self._next_step = time.monotonic() + self._pause
@@ -199,8 +200,8 @@ class Conversations:
         except Exception as error:  # the engine has freed what the step held, and goes on
             deltas = []
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
-        if engine.last_step is not None and engine.last_step is not before:
-            self._steps.append(StepView(*astuple(engine.last_step)))
+        if engine.figures.last_step is not None and engine.figures.last_step is not before:
+            self._steps.append(StepView(*astuple(engine.figures.last_step)))
         for delta in deltas:
             self._report(delta)
         self._tell_texts()
@@ -342,7 +343,7 @@ class Conversations:
     def _release(self, kept: KeptAnswer, spared: Sequence | None) -> None:
         for sequence in kept.sequences:
             if sequence is not spared:
-                self._driver.release(sequence)
+                held.release(self._driver, sequence)
 
     # --- the pinned system prompt -------------------------------------------------------------------------------------
 
@@ -351,7 +352,7 @@ class Conversations:
 
         engine = self.engine
         if self._pinned is not None:
-            self._driver.unpin(self._pinned)
+            held.unpin(self._driver, self._pinned)
             self._pinned = None
         if not system or engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             return
@@ -375,9 +376,9 @@ class Conversations:
         if sequence.table is None:
             return
         try:
-            self._driver.pin(sequence)
+            held.pin(self._driver, sequence)
         except MinillmError as error:
-            self._driver.release(sequence)
+            held.release(self._driver, sequence)
             self.send(Notice(f"the system prompt is not pinned: {error}"))
         else:
             self._pinned = sequence

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from minillm.checks import check_names, shown
 from minillm.errors import UsageError
 from minillm.text.control_tokens import END_OF_MESSAGE
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import Sandbox
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_KEYS = ("role", "content", "name")
 _MEMORY_BYTES = 512 << 20
 _MAX_CHARACTERS = 16 << 20  # of all messages together
 
@@ -33,7 +35,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -41,6 +43,7 @@ class ChatTemplate:
         """The conversation as text.
 
         Args:
+            messages: see `plain_messages`. A developer is the system to a template that does not know the role.
             add_generation_prompt: end with what begins an answer.
             continue_final_message: end inside the last message, so that generation goes on with it.
 
@@ -48,8 +51,11 @@ class ChatTemplate:
             UsageError: a message that no template knows, or one that this template refuses.
             WeightsError: the template is broken, or takes too long, too much memory or too much text.
         """
-        check_messages(messages)
-        own = [dict(message) for message in messages]
+        own = plain_messages(messages)
+        last = own[-1]["content"]
+        for message in own:
+            if message["role"] == "developer" and "developer" not in self.source:
+                message["role"] = "system"
         # The space tells whether the template trims its messages.
         own[-1]["content"] += f"{END_OF_MESSAGE} " if continue_final_message else ""
         request = {
@@ -61,13 +67,13 @@ class ChatTemplate:
                 "tools": None,
                 "documents": None,
             },
-            "limit": 4 * sum(len(message["content"]) for message in messages) + (1 << 18),
+            "limit": 4 * sum(len(text) for message in own for text in message.values()) + (1 << 18),
         }
         answer = self._sandbox.ask(request)
         if "refused" in answer:
             raise UsageError(f"the model's chat template: {clean_line(str(answer['refused']), 300)}")
         text = str(answer["text"])
-        return _up_to_end(text, messages[-1]["content"]) if continue_final_message else text
+        return _up_to_end(text, last) if continue_final_message else text
 
 
 def _up_to_end(text: str, content: str) -> str:
@@ -79,22 +85,47 @@ def _up_to_end(text: str, content: str) -> str:
     return text[:end].rstrip() if trims else text[:end]
 
 
-def check_messages(messages: Sequence[Mapping[str, str]]) -> None:
-    """Raise UsageError unless these are messages: known roles, content that is text."""
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Messages in their one form: a role, text as content, and a name where one was given.
+
+    Content may also be None, which is empty, or a list of parts of text, which are joined by newlines.
+
+    Raises:
+        UsageError: these are no messages: an unknown role or key, content that is not text.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise UsageError(
             f'a conversation is a list of {{"role": "user", "content": "…"}}, not {type(messages).__name__}'
         )
     if not messages:
         raise UsageError("the conversation is empty; give at least one message")
-    for message in messages:
-        if not isinstance(message, Mapping):
-            raise UsageError(f'a message is {{"role": "user", "content": "…"}}, not {type(message).__name__}')
-        if unknown := set(message) - {"role", "content"}:
-            raise UsageError(f"unknown key {clean_line(repr(min(unknown)))} in a message; known: role, content")
-        if message.get("role") not in ROLES:
-            raise UsageError(f"unknown role {clean_line(repr(message.get('role')))}; known: {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str):
-            raise UsageError(f"the content of a message must be text, not {type(message.get('content')).__name__}")
-    if sum(len(message["content"]) for message in messages) > _MAX_CHARACTERS:
+    plain = [_plain_message(message) for message in messages]
+    if sum(len(text) for message in plain for text in message.values()) > _MAX_CHARACTERS:
         raise UsageError(f"the conversation is longer than {_MAX_CHARACTERS:,} characters; shorten it")
+    return plain
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        raise UsageError(f'a message is {{"role": "user", "content": "…"}}, not {type(message).__name__}')
+    check_names(message, _KEYS, "key of a message")
+    if message.get("role") not in ROLES:
+        raise UsageError(f"unknown role {shown(message.get('role'))}; known: {', '.join(ROLES)}")
+    if "content" not in message:
+        raise UsageError("a message without content; give it as text")
+    content = message["content"]
+    parts = content if isinstance(content, list | tuple) else [] if content is None else [content]
+    plain = {**message, "content": "\n".join(map(_text_of, parts))}
+    if not isinstance(plain.get("name", ""), str):
+        raise UsageError(f"the name in a message must be text, not {shown(message['name'])}")
+    return plain
+
+
+def _text_of(part: object) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        part = part.get("text")
+    if isinstance(part, Mapping):
+        raise UsageError(f"a part of type {shown(part.get('type'))} in a message: only text is supported")
+    if not isinstance(part, str):
+        raise UsageError(f"the content of a message must be text, not {type(part).__name__}")
+    return part

@@ -10,7 +10,6 @@ from typing import Any
 from minillm.errors import UsageError
 
 Prompt = str | Sequence[int]
-_KEYS = ("prompt", "prompt_token_ids")
 
 
 def prompt_list(prompts: Any) -> list[Prompt]:
@@ -44,9 +43,9 @@ def plain_ids(prompt: Any) -> list[int]:
 
 
 def _unwrapped(prompt: Any) -> Any:
-    """The text or the ids of vLLM's dictionaries: ``{"prompt": text}``, ``{"prompt_token_ids": ids}``."""
-    if isinstance(prompt, Mapping) and len(prompt) == 1 and next(iter(prompt)) in _KEYS:
-        return next(iter(prompt.values()))
+    """The ids or the text of vLLM's dictionaries: ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, or both."""
+    if isinstance(prompt, Mapping) and prompt and set(prompt) <= {"prompt", "prompt_token_ids"}:
+        return prompt.get("prompt_token_ids", prompt.get("prompt"))
     return prompt
 
 

@@ -40,11 +40,11 @@ class Sandbox:
         self._command = [sys.executable, "-P", *map(str, (here / "sandbox_process.py", here / script, memory))]
         self._lock = threading.Lock()
 
-    def ask(self, request: Mapping[str, Any], seconds: float = SECONDS) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
         """The answer to a request.
 
         Raises:
-            WeightsError: it fails, takes longer than ``seconds``, or takes too much memory.
+            WeightsError: it fails, takes longer than ``seconds`` (`SECONDS` unless given), or takes too much memory.
         """
         with self._lock:
             try:
@@ -52,7 +52,7 @@ class Sandbox:
                     self._start()
                     if self._first is not None:
                         self._exchange(self._first, 4 * SECONDS)
-                return self._exchange(request, seconds)
+                return self._exchange(request, SECONDS if seconds is None else seconds)
             except BaseException:
                 # An answer that comes after ctrl-c must not be taken for the next one.
                 if self.process is not None:

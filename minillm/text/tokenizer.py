@@ -29,8 +29,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, normalizers
 
+from minillm.checks import shown
 from minillm.errors import UsageError, WeightsError
-from minillm.text.chat_template import ChatTemplate, check_messages
+from minillm.text.chat_template import ChatTemplate, plain_messages
 from minillm.text.control_tokens import BREAK, Spellings, admissible, is_control
 from minillm.text.detokenizer import StreamingDetokenizer
 from minillm.text.gguf_tokenizer import rebuild
@@ -94,6 +95,7 @@ class Tokenizer:
         self._sandbox = None if steps is None else self._sandbox_for(steps)
         self._prefix, self._suffix = self._wrapping()
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
+        self._given: ChatTemplate | None = None  # the one that a caller gave last
 
     def _check_sizes(self, vocabulary: Mapping[str, int]) -> None:
         if self.vocab_size > _MAX_VOCAB:
@@ -238,24 +240,33 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
         """A conversation as ids: control tokens come from the template alone, never from a message.
 
-        Args: see `ChatTemplate.render`.
+        Args:
+            chat_template: a Jinja template in place of the model's own.
+            others: see `ChatTemplate.render`.
 
         Raises:
             UsageError: the model has no chat template, or it refuses the conversation.
             WeightsError: the template is broken.
         """
-        if self._template is None:
+        template = self._template
+        if chat_template is not None:
+            if not isinstance(chat_template, str):
+                raise UsageError(f"chat_template must be the text of a template, not {shown(chat_template)}")
+            if self._given is None or self._given.source != chat_template:
+                self._given = ChatTemplate(chat_template, self.special_tokens)
+            template = self._given
+        if template is None:
             raise UsageError("this model has no chat template; give plain prompts, or use an instruct model")
-        check_messages(messages)
-        text = self._template.render(
-            [self._broken(message) for message in messages],
+        text = template.render(
+            [self._broken(message) for message in plain_messages(messages)],
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
@@ -266,9 +277,9 @@ class Tokenizer:
         return ids
 
     def _broken(self, message: Mapping[str, str]) -> dict[str, str]:
-        """The message with every control token in its content broken."""
+        """The message with every control token in its texts broken."""
         spellings = self._assistant_spellings if message["role"] == "assistant" else self._user_spellings
-        return {**message, "content": spellings.broken(admissible(message["content"]))}
+        return {key: spellings.broken(admissible(text)) if key != "role" else text for key, text in message.items()}
 
     # --- ids to text --------------------------------------------------------------------------------------------------
 

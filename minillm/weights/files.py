@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,11 +18,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from minillm.errors import DownloadError, WeightsError
+from minillm.errors import DownloadError, UsageError, WeightsError, nearest
 from minillm.paths import cache_dir
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
 from minillm.text.reading import open_regular, read_bytes
-from minillm.text.safe import parse_json
+from minillm.text.safe import clean_line, parse_json
 
 RECORD = "minillm.json"
 
@@ -47,9 +49,26 @@ def models_dir() -> Path:
     return cache_dir() / "models"
 
 
+def _home(name: str, ending: str = "") -> Path:
+    """Where a downloaded model lies. The name of a repository has a slash, and never two dashes in a row."""
+    return models_dir() / (name.replace("/", "--") + ending)
+
+
+def downloaded() -> list[ModelFiles]:
+    """All downloaded models, by name."""
+    homes = [record.parent.name for record in sorted(models_dir().glob(f"*/{RECORD}"))]
+    found = [find_downloaded(home.replace("--", "/")) for home in homes if not home.endswith(".partial")]
+    return [files for files in found if files is not None]
+
+
+def size_on_disk(path: Path) -> int:
+    """The bytes of a file, or of all files in a directory."""
+    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+
+
 def find_downloaded(name: str) -> ModelFiles | None:
     """The downloaded model called ``name``, its files present at their recorded sizes; None otherwise."""
-    directory = models_dir() / name
+    directory = _home(name)
     try:
         source, files = _read_record(directory)
         complete = all((directory / item.name).stat().st_size == item.size for item in files)
@@ -64,7 +83,7 @@ def verify(name: str, on_progress: OnProgress) -> None:
     Raises:
         WeightsError: a file differs, or the model is not downloaded.
     """
-    directory = models_dir() / name
+    directory = _home(name)
     try:
         _, files = _read_record(directory)
     except (OSError, ValueError):
@@ -75,8 +94,38 @@ def verify(name: str, on_progress: OnProgress) -> None:
         if found != item.sha256:
             raise WeightsError(
                 f"{path}: sha256 is {found}, recorded was {item.sha256}; "
-                f"delete {directory} and run `minillm pull {name}`"
+                f"run `minillm rm {name}` and `minillm pull {name}`"
             )
+
+
+def remove(name: str) -> int:
+    """Delete a downloaded model, and what an interrupted download left of it. Returns the bytes that it took.
+
+    Raises:
+        UsageError: there is none of this name.
+        WeightsError: it is being downloaded, or cannot be deleted.
+    """
+    home, known = _home(name), [path.name for path in models_dir().glob("*/")]
+    found = [
+        home.with_name(each) for each in known if re.fullmatch(rf"{re.escape(home.name)}(\.partial|\.broken\d+)?", each)
+    ]
+    if not found:
+        close = nearest(name, [files.name for files in downloaded()])
+        raise UsageError(
+            f"model {clean_line(name)} is not downloaded"
+            + (f"; did you mean {close}?" if close else "; `minillm models` shows which are")
+        )
+    try:
+        with FileLock(_home(name, ".lock"), timeout=0):
+            size = sum(map(size_on_disk, found))
+            (home / RECORD).unlink(missing_ok=True)  # from here on it counts as not downloaded
+            for path in found:
+                shutil.rmtree(path)
+    except Timeout:
+        raise WeightsError(f"another process is downloading {name}") from None
+    except OSError as error:
+        raise WeightsError(f"cannot delete {home}: {error.strerror or error}") from None
+    return size
 
 
 def _read_record(directory: Path) -> tuple[str, list[FileRecord]]:
@@ -112,10 +161,10 @@ def downloading(name: str, on_message: OnMessage) -> Iterator[Path]:
     Raises:
         DownloadError: the cache directory cannot be written.
     """
-    partial = models_dir() / f"{name}.partial"
+    partial = _home(name, ".partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(models_dir() / f"{name}.lock")
+        lock = FileLock(_home(name, ".lock"))
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -138,7 +187,7 @@ def place(name: str, partial: Path, source: str, files: list[FileRecord], extra:
     temporary = partial / f"{RECORD}.tmp"
     temporary.write_text(json.dumps(record, indent=2), encoding="utf-8")
     temporary.replace(partial / RECORD)
-    final = models_dir() / name
+    final = _home(name)
     if final.exists():  # incomplete or damaged, else it would have been used
         os.replace(final, _unused(final))
     os.replace(partial, final)
@@ -154,8 +203,6 @@ def _unused(path: Path) -> Path:
 
 def check_space(needed: int, directory: Path) -> None:
     """Raise DownloadError unless ``needed`` bytes are free where ``directory`` lies."""
-    import shutil
-
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise DownloadError(

@@ -65,6 +65,11 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._zeros.get(name) or self._tensors[name].shape
 
+    def stored_as(self, name: str) -> str:
+        from gguf import GGMLQuantizationType
+
+        return "F32" if name in self._zeros else GGMLQuantizationType(self._tensors[name].type).name
+
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """One tensor in float32, or the given rows and columns of it."""
         if name in self._zeros:

@@ -82,6 +82,11 @@ class ModelEntry:
     sources: tuple[Source, ...]
     gated: bool = False
 
+    @classmethod
+    def unlisted(cls, name: str, *sources: Source) -> ModelEntry:
+        """A model that is not in the manifest: nothing is known but its name, and perhaps a source."""
+        return cls(name, "", "", "", 0, sources)
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -137,6 +142,17 @@ def load_manifest(path: Path | None = None) -> Manifest:
     if not isinstance(values["default"], str) or values["default"] not in entries:
         raise UsageError(f"{path}: default {shown(values['default'])} is not one of the models")
     return Manifest(path, values["default"], entries)
+
+
+def hub_entry(name: str) -> ModelEntry | None:
+    """The entry of ``org/name`` or ``org/name@revision``, a repository of the hub; None where ``name`` is neither."""
+    repository, at, revision = name.partition("@")
+    source = {"hub": repository, "revision": revision if at else "main"}
+    if "/" not in repository or name.endswith(".gguf"):
+        return None
+    if not all(re.fullmatch(_PATTERNS[key][0], value, re.ASCII) for key, value in source.items()):
+        return None
+    return ModelEntry.unlisted(name, HubSource(**source))
 
 
 def _entry(name: str, value: Any, path: Path) -> ModelEntry:

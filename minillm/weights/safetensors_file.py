@@ -33,6 +33,7 @@ class SafetensorsCheckpoint:
         self.tokenizer_source = directory
         self._files: dict[str, Any] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         self._where: dict[str, str] = {}
         expected = self._read_index()
         for shard in sorted(set(expected.values())) if expected else self._find_files():
@@ -46,6 +47,9 @@ class SafetensorsCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
+
+    def stored_as(self, name: str) -> str:
+        return self._dtypes[name]
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """One tensor, or the given rows and columns of it, which alone are read."""
@@ -104,6 +108,7 @@ class SafetensorsCheckpoint:
                 )
             self._where[name] = shard
             self._shapes[name] = tuple(view.get_shape())
+            self._dtypes[name] = view.get_dtype()
 
 
 def _is_file_name(name: object) -> bool:

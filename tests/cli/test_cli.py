@@ -1,59 +1,84 @@
-"""The command line as a process: output, exit codes, and one line for every mistake."""
+"""The command line: output, exit codes, and one line for every mistake."""
 
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import torch
+
+from minillm.cli.main import main
+from minillm.text.safe import clean
 
 
-def minillm(*arguments: str, stdin: str | bytes | None = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    data = stdin.encode() if isinstance(stdin, str) else stdin
+def process(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """`minillm` as users start it. It imports torch first, which takes longer than what most tests here ask of it."""
     result = subprocess.run(
         [sys.executable, "-m", "minillm", *arguments],
-        input=data,
+        input=stdin.encode(),
         capture_output=True,
         check=False,
         timeout=120,
-        **options,
     )
-    return subprocess.CompletedProcess(
-        result.args, result.returncode, result.stdout.decode("utf-8"), result.stderr.decode("utf-8")
-    )
+    return completed(arguments, result.returncode, result.stdout, result.stderr)
+
+
+def minillm(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
+    """`minillm` in this process, where torch is imported already, with standard streams like those of `process`."""
+    data = io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin)
+    out, errors = io.BytesIO(), io.BytesIO()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stream in (("stdin", data), ("stdout", out), ("stderr", errors)):
+            patch.setattr(sys, name, io.TextIOWrapper(stream, "utf-8", write_through=True))
+        code = main([*arguments])
+        return completed(arguments, code, out.getvalue(), errors.getvalue())
+
+
+def completed(arguments: Iterable[str], code: int, out: bytes, errors: bytes) -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess([*arguments], code, out.decode("utf-8"), errors.decode("utf-8"))
 
 
 @pytest.fixture
-def generate(tiny_model: Path) -> Any:
-    def run(*arguments: str, stdin: str | bytes | None = "") -> subprocess.CompletedProcess[str]:
-        options = ["--model", str(tiny_model), "--device", "cpu", "--num-blocks", "64"]
-        return minillm("generate", *arguments, *options, stdin=stdin)
+def small(tiny_model: Path) -> list[str]:
+    """Options of the small model."""
+    return ["--model", str(tiny_model), "--device", "cpu", "--num-blocks", "64"]
+
+
+@pytest.fixture
+def generate(small: list[str]) -> Any:
+    def run(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
+        return minillm("generate", *arguments, *small, stdin=stdin)
 
     return run
 
 
-def test_one_prompt_writes_its_text_and_nothing_else(generate: Any) -> None:
-    result = generate("hello", "--temperature", "0", "--max-tokens", "8")
-    again = generate("hello", "--temperature", "0", "--max-tokens", "8", "--json")
+def test_one_prompt_writes_its_text_and_nothing_else(generate: Any, small: list[str]) -> None:
+    fixed = ["hello", "--temperature", "0", "--max-tokens", "8"]
+    result = process("generate", *fixed, *small)
+    again = generate(*fixed, "--json")
     [line] = again.stdout.splitlines()
     assert result.returncode == again.returncode == 0
     assert result.stderr == again.stderr == ""
-    from minillm.text.safe import clean
-
     assert result.stdout == clean(json.loads(line)["outputs"][0]["text"]) + "\n"
+    assert result.stdout == generate(*fixed).stdout
 
 
-def test_prompts_from_a_file_standard_input_and_lines(generate: Any, tmp_path: Path) -> None:
+def test_prompts_from_a_file_standard_input_and_lines(generate: Any, small: list[str], tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("first line\nsecond line\n\nthird\n")
     fixed = ("--temperature", "0", "--max-tokens", "3", "--json")
@@ -61,7 +86,9 @@ def test_prompts_from_a_file_standard_input_and_lines(generate: Any, tmp_path: P
     assert [entry["prompt"] for entry in whole] == ["first line\nsecond line\n\nthird"]
     lines = [json.loads(line) for line in generate("-f", str(path), "--lines", *fixed).stdout.splitlines()]
     assert [entry["prompt"] for entry in lines] == ["first line", "second line", "third"]
-    piped = [json.loads(line) for line in generate(*fixed, stdin="from a pipe\n").stdout.splitlines()]
+    piped = [
+        json.loads(line) for line in process("generate", *fixed, *small, stdin="from a pipe\n").stdout.splitlines()
+    ]
     assert [entry["prompt"] for entry in piped] == ["from a pipe"]
     several = generate("one", "two", "--max-tokens", "2", "--n", "2", "--seed", "1").stdout
     assert [line for line in several.splitlines() if line.startswith("---")] == [
@@ -103,13 +130,13 @@ def test_jsonl_requests_have_their_own_parameters_and_come_back_in_order(generat
 ODD = "a\u2028b\x85c\x1ed \x9b31m \u202e"
 
 
-def test_odd_characters_of_requests_come_back_as_they_were(generate: Any, tmp_path: Path) -> None:
+def test_odd_characters_of_requests_come_back_as_they_were(generate: Any, small: list[str], tmp_path: Path) -> None:
     """Neither does a line end within a text, nor a lone surrogate end the run, nor reach a terminal what it obeys."""
     requests = [{"prompt": ODD, "max_tokens": 1}, {"prompt": "\ud83d!", "max_tokens": 1, "id": "\udfff"}]
     path, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps(requests[0], ensure_ascii=False), json.dumps(requests[1])]
     path.write_bytes("\r\n".join(lines).encode())
-    shown = generate("-f", str(path), "--json", "--temperature", "0")
+    shown = process("generate", "-f", str(path), "--json", "--temperature", "0", *small)
     kept = generate("-f", str(path), "--output", str(output), "--temperature", "0")
     assert shown.returncode == kept.returncode == 0, shown.stderr + kept.stderr
     for text in (shown.stdout, output.read_text()):
@@ -131,7 +158,9 @@ def test_odd_characters_of_requests_come_back_as_they_were(generate: Any, tmp_pa
         ('{"prompt": "a", "messages": []}\n', ":1: give either"),
         ('{"prompt": ""}\n', ":1: the prompt is empty"),
         ('{"prompt": 3}\n', ':1: "prompt" is text or a list'),
-        ('{"messages": [{"role": "user"}]}\n', ':1: "messages" is a list'),
+        ('{"messages": [{"role": "user"}]}\n', ":1: a message without content"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n', ":1: a part of type 'image'"),
+        ('{"messages": "hi"}\n', ":1: a conversation is a list"),
         ('{"prompt": "a", "temprature": 1}\n', ":1: unknown parameter 'temprature'"),
         ('{"prompt": "a", "top_p": 3}\n', ":1: top_p must be"),
         ('{"prompt": ' + "[" * 5000, ":1: not JSON: maximum recursion"),
@@ -167,20 +196,27 @@ MISTAKES = [
     (["generate", "-f", "/no/such/file"], "cannot read /no/such/file"),
     (["generate", "-f", "x", "--lines", "--jsonl"], "not allowed with"),
     (["generate", ""], "prompt 1 is empty"),
-    (["generate"], "empty"),
+    (["generate"], "no prompt"),
+    (["generate", "x", "--chat", "--parse-special"], "for raw prompts"),
+    (["generate", "x", "--config", "/no/config.toml"], "there is no /no/config.toml"),
+    (["chat", "what", "is", "this"], "one argument too many: 'is'; put quotation marks"),
+    (["chat", "--theme", "blue"], "unknown --theme 'blue'; known: dark, light"),
+    (["rm", "smollm2-1.7b"], "is not downloaded"),
+    (["rm"], "NAME"),
+    (["show", "smolm2-135m"], "did you mean smollm2-135m"),
+    (["show", "/no/such"], "no file or directory"),
+    (["completions", "tcsh"], "unknown shell 'tcsh'"),
     (["pull", "nothing"], "unknown model 'nothing'"),
     (["bench", "latency", "--shape", "gpt-5"], "unknown shape"),
     (["bench", "speed"], "unknown"),
     (["bench"], "WORKLOAD"),
-    (["bench", "latency", "--batch-size", "0"], "--batch-size"),
+    (["bench", "latency", "--batch-size", "0"], "batch_size must be from 1"),
     (["bench", "latency", "--shape", "llama-8b", "--model", "x"], "not both"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "said"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
 def test_every_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
-    import torch
-
     if arguments[-1] == "cuda" and torch.cuda.is_available():
         pytest.skip("here is a GPU")
     result = minillm(*arguments)
@@ -191,9 +227,12 @@ def test_every_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: s
     assert result.stdout == ""
 
 
-def test_damaged_models_fail_with_exit_code_1(tiny_model: Path, tmp_path: Path) -> None:
-    import shutil
+def test_a_mistake_ends_the_process_with_its_exit_code() -> None:
+    result = process("generate", "x", "--top-p", "0")
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
 
+
+def test_damaged_models_fail_with_exit_code_1(tiny_model: Path, tmp_path: Path) -> None:
     for name, content, said in (
         ("model.safetensors", b"<html>", "web page"),
         ("model.safetensors", b"", "empty"),
@@ -222,8 +261,6 @@ def test_hostile_names_are_shown_and_not_obeyed() -> None:
 
 def test_what_a_model_says_cannot_drive_the_terminal(tiny_model: Path, tmp_path: Path) -> None:
     """A model that is pushed to say ESC and nothing else."""
-    import tokenizers
-
     backend = tokenizers.Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
     escape = backend.encode("\x1b", add_special_tokens=False).ids[-1]
     request = {"prompt": "x", "logit_bias": {escape: 100}, "max_tokens": 4, "temperature": 0}
@@ -242,18 +279,18 @@ def test_input_of_any_bytes(generate: Any) -> None:
         assert result.returncode == 0, result.stderr
 
 
-def test_models_and_info(tmp_path: Path) -> None:
-    environment = {**os.environ, "MINILLM_CACHE": str(tmp_path)}
-    listed = minillm("models", env=environment).stdout
+def test_models_and_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    listed = minillm("models").stdout
     assert "smollm2-135m (default)" in listed
-    entries = [json.loads(line) for line in minillm("models", "--json", env=environment).stdout.splitlines()]
+    entries = [json.loads(line) for line in minillm("models", "--json").stdout.splitlines()]
     assert all(entry["path"] is None for entry in entries)
     assert {entry["name"] for entry in entries if entry["gated"]} == {"llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"}
-    facts = json.loads(minillm("info", "--json", env=environment).stdout)
+    facts = json.loads(minillm("info", "--json").stdout)
     assert facts["directories"]["cache"] == str(tmp_path)
     assert facts["versions"]["torch"]
-    broken = minillm("models", env={**environment, "MINILLM_WEIGHTS": str(tmp_path / "none.toml")})
-    assert broken.returncode == 2
+    monkeypatch.setenv("MINILLM_WEIGHTS", str(tmp_path / "none.toml"))
+    assert minillm("models").returncode == 2
 
 
 def test_a_reader_that_goes_away_is_no_error(tiny_model: Path) -> None:
@@ -301,13 +338,17 @@ def test_ctrl_c_keeps_finished_results(tiny_model: Path, tmp_path: Path) -> None
 
 
 def test_ctrl_c_while_loading_is_quiet(tiny_model: Path) -> None:
-    for delay in (0.1, 0.3, 0.5, 0.7, 0.9, 1.1, 1.4):
+    """From when Python itself has started; before that it has words of its own for it."""
+    begun = "print('begun', flush=True); from minillm.cli.main import main; raise SystemExit(main())"
+    for delay in (0.05, 0.4, 0.8, 1.3):
         process = subprocess.Popen(
-            [sys.executable, "-m", "minillm", "generate", "x", "--model", str(tiny_model), "--max-tokens", "500"],
+            [sys.executable, "-c", begun, "generate", "x", "--model", str(tiny_model), "--max-tokens", "500"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from minillm.cache import check
 from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams, SamplingParams
@@ -22,7 +23,7 @@ def llm(tiny_model: Path) -> LLM:
 @pytest.fixture(autouse=True)
 def balanced(llm: LLM) -> Iterator[None]:
     yield
-    llm.engine.cache.check()
+    check(llm.engine.cache)
     assert llm.cache_stats().free_blocks == 64, "blocks leaked"
 
 
@@ -57,9 +58,9 @@ def test_forks_share_blocks_and_go_their_own_ways(llm: LLM) -> None:
 def test_many_branches_go_on_in_one_batch(llm: LLM) -> None:
     branches = [llm.branch([50 + i, 60, 70]) for i in range(8)]
     llm.sample(branches, GREEDY)
-    steps = llm.engine.num_steps
+    steps = llm.engine.figures.num_steps
     llm.sample(branches, GREEDY)
-    assert llm.engine.num_steps - steps == 6
+    assert llm.engine.figures.num_steps - steps == 6
     for branch in branches:
         branch.free()
 

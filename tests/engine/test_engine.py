@@ -10,6 +10,8 @@ import pytest
 import torch
 from support import engine_for, hf_model, ours
 
+from minillm.cache import check, pool_stats
+from minillm.engine import held as idle_verbs
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.errors import CapacityError, UsageError
@@ -40,7 +42,7 @@ def run(
         engine.add_request(str(number), prompt, params)
     while engine.has_work:
         engine.step()
-        engine.cache.check()
+        check(engine.cache)
         each_step()
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
     outputs = {output.request_id: output for output in engine.take_finished()}
@@ -90,7 +92,7 @@ def test_samples_share_the_prompt_and_differ(model: Llama) -> None:
     engine = engine_for(model, num_blocks=64, block_size=4)
     shared: list[int] = []
     prompt = prompts(1)[0][:18] + [5] * (18 - len(prompts(1)[0][:18]))
-    engine.cache.subscribers.append(lambda event: shared.append(engine.cache.stats().shared_blocks))
+    engine.cache.subscribers.append(lambda event: shared.append(pool_stats(engine.cache).shared_blocks))
     [output] = run(engine, [(prompt, SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=12))])
     assert max(shared) == 5, "four full blocks and the partly filled one are shared after the fork"
     assert engine.cache.num_copies == 3, "each sample but the last owner copies that one block"
@@ -125,7 +127,7 @@ def test_abort_at_any_step_returns_every_block(model: Llama, step: int) -> None:
         engine.abort(str(number))
     engine.abort("never heard of")
     engine.step()
-    engine.cache.check()
+    check(engine.cache)
     assert not {"0", "2", "4", "6"} & set(engine.requests.groups)
     while engine.has_work:
         engine.step()
@@ -193,7 +195,7 @@ def test_a_failing_device_ends_its_requests_and_nothing_else(model: Llama, monke
     assert failed.request_id == "0"
     assert failed.error is not None
     assert "device lost" in failed.error
-    engine.cache.check()
+    check(engine.cache)
     while engine.has_work:
         engine.step()
     [other] = engine.take_finished()
@@ -232,7 +234,7 @@ def test_a_held_sequence_gives_its_blocks_to_the_next_turn(model: Llama) -> None
         engine.step()
     _, output = engine.take_finished()
     assert output.num_cached_tokens == second.num_cached_tokens == len(held.token_ids) - 1
-    Driver(engine).release(held)
+    idle_verbs.release(Driver(engine), held)
     assert engine.cache.num_free == 64
     [afresh] = run(engine_for(model), [(longer, GREEDY)])
     assert tokens([output]) == tokens([afresh])

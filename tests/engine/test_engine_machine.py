@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import DEVICE, engine_for, hf_model, ours
 
+from minillm.cache import check
+from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.errors import CapacityError
 from minillm.model.llama import Llama
@@ -95,18 +97,18 @@ class EngineMachine(RuleBasedStateMachine):
     def pin(self, data: st.DataObject) -> None:
         sequence = self.idle.pop(data.draw(st.integers(0, len(self.idle) - 1)))
         if sequence.seq_id not in self.engine.scheduler.idle.idle:  # pressure took it
-            Driver(self.engine).release(sequence)
+            held.release(Driver(self.engine), sequence)
             return
         try:
-            Driver(self.engine).pin(sequence)
+            held.pin(Driver(self.engine), sequence)
             self.pinned.append(sequence)
         except CapacityError:
-            Driver(self.engine).release(sequence)
+            held.release(Driver(self.engine), sequence)
 
     @precondition(lambda self: self.pinned)
     @rule()
     def unpin(self) -> None:
-        Driver(self.engine).unpin(self.pinned.pop())
+        held.unpin(Driver(self.engine), self.pinned.pop())
 
     @rule()
     def forget_prefixes(self) -> None:
@@ -115,7 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "engine"):
-            self.engine.cache.check()
+            check(self.engine.cache)
             self.engine.scheduler.swap.check()
             for sequence in self.pinned:
                 assert sequence.table is not None, "pressure took a pinned prefix"
@@ -131,9 +133,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.has_work, "a request never ends"
         assert not self.requests
         for sequence in self.idle:
-            Driver(self.engine).release(sequence)
+            held.release(Driver(self.engine), sequence)
         while self.pinned:
-            Driver(self.engine).unpin(self.pinned.pop())
+            held.unpin(Driver(self.engine), self.pinned.pop())
         self.books_balance()
         assert self.engine.cache.num_free == self.engine.cache.num_blocks, "blocks leaked"
         assert self.engine.scheduler.swap.num_free == self.engine.scheduler.swap.num_blocks, "host blocks leaked"

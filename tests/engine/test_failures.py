@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from support import engine_for, hf_model, ours
 
+from minillm.cache import check
+from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.model.llama import Llama
@@ -39,13 +41,13 @@ def tight(model: Llama, on_device: bool) -> Engine:
                       admission="optimistic", on_device=on_device)  # fmt: skip
 
 
-def check(engine: Engine) -> None:
-    engine.cache.check()
+def check_books(engine: Engine) -> None:
+    check(engine.cache)
     engine.scheduler.swap.check()
 
 
 def everything_is_back(engine: Engine) -> None:
-    check(engine)
+    check_books(engine)
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
     assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
     assert not engine.requests.groups
@@ -65,7 +67,7 @@ def test_aborts_at_every_step_give_every_block_back(model: Llama, on_device: boo
             if rng.random() < 0.3:
                 engine.abort(str(rng.randrange(10)))
             engine.step()
-            check(engine)
+            check_books(engine)
             steps += 1
             if steps == seed:  # then all at once
                 for number in range(10):
@@ -73,7 +75,7 @@ def test_aborts_at_every_step_give_every_block_back(model: Llama, on_device: boo
         engine.carry_out_aborts()
         assert len(engine.take_finished()) == 10
         for sequence in list(engine.scheduler.idle.idle.values()):
-            Driver(engine).release(sequence)
+            held.release(Driver(engine), sequence)
         everything_is_back(engine)
         preemptions += engine.scheduler.preemption.count
     assert preemptions > 0
@@ -103,7 +105,7 @@ def test_a_device_that_fails_at_any_step_fails_that_steps_requests_only(model: L
                 engine.step()
             except RuntimeError:
                 failed += 1
-            check(engine)
+            check_books(engine)
         outputs = engine.take_finished()
         assert len(outputs) == 10
         assert all(output.error is None or "device is gone" in output.error for output in outputs)

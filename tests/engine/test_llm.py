@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from minillm import LLM, SamplingParams
+from minillm.cache import check
 from minillm.errors import CapacityError, MinillmError, UsageError
 from minillm.interrupt import deferred_interrupt
 
@@ -25,7 +26,7 @@ def llm(tiny_model: Path) -> LLM:
 @pytest.fixture(autouse=True)
 def balanced(llm: LLM) -> Any:
     yield
-    llm.engine.cache.check()
+    check(llm.engine.cache)
     stats = llm.cache_stats()
     assert stats.free_blocks == stats.num_blocks, "blocks leaked"
     assert not llm.engine.requests.groups
@@ -171,6 +172,20 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert two[1].prompt_token_ids != two[0].prompt_token_ids
 
 
+def test_chat_takes_what_other_libraries_take(llm: LLM) -> None:
+    """vLLM's names and forms."""
+    parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    template = "{% for m in messages %}{{ m.content }}!{% endfor %}"
+    [output] = llm.chat(parts, sampling_params=GREEDY, use_tqdm=False, chat_template=template)
+    assert llm.tokenizer.decode(output.prompt_token_ids) == "Hi!"
+    [plain] = llm.chat([{"role": "user", "content": "Hi"}], sampling_params=GREEDY)
+    assert llm.chat(parts, GREEDY)[0].outputs[0].token_ids == plain.outputs[0].token_ids
+    ids = llm.get_tokenizer().encode("a")
+    prompts: list[Any] = [{"prompt": "a"}, {"prompt": "its text", "prompt_token_ids": ids}]
+    one, two = llm.generate(prompts, sampling_params=GREEDY, use_tqdm=False)
+    assert one.outputs[0].token_ids == two.outputs[0].token_ids
+
+
 def test_a_bad_prompt_fails_alone_or_before_anything_runs(llm: LLM) -> None:
     prompts: list[Any] = ["fine", [10**6], "x" * 10_000, [], "also fine"]
     results = dict(llm.as_completed(prompts, GREEDY))
@@ -178,10 +193,10 @@ def test_a_bad_prompt_fails_alone_or_before_anything_runs(llm: LLM) -> None:
     assert "token id 1000000" in (results[1].error or "")
     assert "context holds" in (results[2].error or "")
     assert "empty" in (results[3].error or "")
-    steps = llm.engine.num_steps
+    steps = llm.engine.figures.num_steps
     with pytest.raises(UsageError, match="prompt 1: token id"):
         llm.generate(prompts, GREEDY)
-    assert llm.engine.num_steps == steps
+    assert llm.engine.figures.num_steps == steps
     with pytest.raises(CapacityError, match="blocks"):
         llm.generate("x", SamplingParams(n=200, max_tokens=400))
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from support import engine_for, hf_model, ours, run
 
+from minillm.cache import check, explain_miss
+from minillm.engine import held as idle_verbs
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.errors import CapacityError
@@ -85,13 +87,13 @@ def test_explain_miss_names_the_first_token_that_differs(model: Llama) -> None:
     engine = engine_for(model)
     prompt = list(range(3, 25))
     finish(engine, "a", prompt)
-    report = engine.cache.explain_miss([*prompt[:10], 90, *prompt[11:]])
+    report = explain_miss(engine.cache, [*prompt[:10], 90, *prompt[11:]])
     assert (report.num_cached_tokens, report.num_matching_tokens) == (8, 10)
     assert (report.expected, report.found) == (prompt[10], 90)
     assert "token 13" in str(report)
     assert "90" in str(report)
-    assert engine.cache.explain_miss([1, 2, 3]).num_matching_tokens == 0
-    assert "whole prompt" in str(engine.cache.explain_miss(prompt[:8]))
+    assert explain_miss(engine.cache, [1, 2, 3]).num_matching_tokens == 0
+    assert "whole prompt" in str(explain_miss(engine.cache, prompt[:8]))
 
 
 def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
@@ -106,27 +108,27 @@ def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
         return group.sequences[0]
 
     pinned = held(system)
-    Driver(engine).pin(pinned)
+    idle_verbs.pin(Driver(engine), pinned)
     for number in range(12):
         finish(engine, "x", [30 + number] * 40)
     assert finish(engine, "y", [*system, 50, 51]).num_cached_tokens == 16
-    assert engine.cache_stats().used_blocks == 5
+    assert engine.figures.cache_stats().used_blocks == 5
     large = held([60] * 60)
     with pytest.raises(CapacityError, match="pinned"):
-        Driver(engine).pin(large)
-    Driver(engine).release(large)
+        idle_verbs.pin(Driver(engine), large)
+    idle_verbs.release(Driver(engine), large)
     with pytest.raises(CapacityError, match="5 of them pinned"):
         engine.add_request("z", [4] * 60, SamplingParams(max_tokens=20))
-    Driver(engine).unpin(pinned)
+    idle_verbs.unpin(Driver(engine), pinned)
     assert engine.cache.num_free == 24
-    engine.cache.check()
+    check(engine.cache)
 
 
 def test_statistics_follow_a_run(model: Llama) -> None:
     engine = engine_for(model, num_blocks=40, host_blocks=40, admission="optimistic")
     prompt = list(range(3, 25))
     run(engine, [([*prompt, i], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)) for i in range(6)])
-    stats = engine.cache_stats()
+    stats = engine.figures.cache_stats()
     assert stats.num_hit_tokens == 5 * 20
     assert stats.num_looked_up_tokens >= 6 * 23
     assert 0 < stats.hit_rate < 1
@@ -136,8 +138,8 @@ def test_statistics_follow_a_run(model: Llama) -> None:
     assert stats.num_swapped_in == stats.num_swapped_out > 0
     assert stats.host_blocks_used == stats.used_blocks == 0
     assert stats.cached_blocks > 0
-    engine.reset_peaks()
-    assert engine.cache_stats().peak_used_blocks == 0
+    engine.figures.reset_peaks()
+    assert engine.figures.cache_stats().peak_used_blocks == 0
 
 
 def test_nan_is_never_found_again(model: Llama) -> None:
@@ -181,12 +183,19 @@ def tokens_of(engine: Engine, kind: str, others: int) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_request_gives_the_same_tokens_whatever_else_happens(model: Llama, kind: str) -> None:
-    """Prefix cache on and off, no preemption, swap, recompute, block sizes, chunk sizes, alone and in a crowd."""
+    """Prefix cache on and off, no preemption, swap, recompute, block sizes, chunk sizes, alone and in a crowd.
+
+    Each kind of request goes through half of the combinations, in which every three settings meet; each combination is
+    gone through by two kinds.
+    """
     expected = tokens_of(engine_for(model, num_blocks=512, prefix_caching=False), kind, 0)
     preempted = {"swap": 0, "recompute": 0}
-    for caching, block_size, chunk, others, pressure in itertools.product(
-        (True, False), (1, 16, 256), (16, 512), (0, 30), ("none", "swap", "recompute")
+    for number, (block_size, pressure, caching, chunk, others) in enumerate(
+        itertools.product((1, 16, 256), ("none", "swap", "recompute"), (True, False), (16, 512), (0, 30))
     ):
+        # The last three settings are the lowest bits of the number: kinds take turns with their parity.
+        if (number & 7).bit_count() % 2 != (number // 8 + list(KINDS).index(kind)) % 2:
+            continue
         if (block_size == 256 and pressure != "none") or (others == 0 and chunk == 512 and pressure != "none"):
             continue
         longest = 4 * 32 + 33
@@ -215,7 +224,7 @@ def test_a_pin_leaves_room_for_requests_that_wait(model: Llama) -> None:
         engine.step()
     engine.add_request("large", [6] * 10, SamplingParams(temperature=0, max_tokens=16))
     with pytest.raises(CapacityError, match="under way may need 7 of 8"):
-        Driver(engine).pin(held)
+        idle_verbs.pin(Driver(engine), held)
     while engine.has_work:
         engine.step()
     assert all(output.error is None for output in engine.take_finished())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import DEVICE, engine_for, hf_model, ours, run
 
+from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
@@ -91,7 +92,7 @@ def drive(engine: Engine, rng: random.Random, requests: list[tuple[list[int], An
             compared += 1
             wrong += got != answers[kind]
         if steps % 500 == 0:
-            engine.cache.check()
+            check(engine.cache)
             engine.scheduler.swap.check()
         if not counted and (time.monotonic() - began > SECONDS / 3 or number > REQUESTS / 3):
             counted, host_bytes = True, resident_bytes()
@@ -101,7 +102,7 @@ def drive(engine: Engine, rng: random.Random, requests: list[tuple[list[int], An
     print(f"{scheduler.preemption.count} preemptions, {scheduler.swap.num_swapped_out} blocks swapped out")
     # Greedy choices between logits that differ in the last bit only may fall otherwise in another batch.
     assert wrong <= compared // 10_000
-    engine.cache.check()
+    check(engine.cache)
     assert engine.cache.num_free == engine.cache.num_blocks
     assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks
     assert engine.scheduler.preemption.count > number // 200

@@ -12,9 +12,23 @@ from __future__ import annotations
 import torch
 from shapes import DEVICE, make_pool, randn
 
-from minillm.kernels import DecodeInputs, Field, activation, blocks, decode_rows, matvec, norm, rotary, sampling
+from minillm.kernels import (
+    DecodeInputs,
+    Field,
+    Pages,
+    Places,
+    SamplingInputs,
+    activation,
+    blocks,
+    decode_rows,
+    matvec,
+    norm,
+    rotary,
+    sampling,
+    top_k,
+)
 from minillm.kernels.chunked_prefill import prefill_attention
-from minillm.kernels.decode_attention import paged_attention, paged_attention_with_lse
+from minillm.kernels.decode_attention import paged_attention
 from minillm.kernels.prefix_decode_attention import prefix_attention
 from minillm.kernels.prefix_plan import FREE, AttentionShape, WorkList, plan_attention
 
@@ -23,14 +37,12 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x, weight = randn(3, 577, dtype=dtype), randn(577, dtype=dtype)
         norm.rms_norm(x, weight, 1e-5)
-        norm.add_rms_norm(x, x.clone(), weight, 1e-5)
         activation.silu_mul(randn(3, 2 * 333, dtype=dtype))
         for heads, kv_heads, dim, block_size in ((9, 3, 64, 16), (6, 1, 80, 1), (4, 4, 128, 4)):
             pool = make_pool([1, 37, 0, 130], kv_heads, dim, dtype, block_size)
             q = randn(4, heads, dim, dtype=dtype)
             for splits in (1, 3):
-                paged_attention(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
-                paged_attention_with_lse(q, pool.k, pool.v, pool.tables, pool.lens, 0.1, num_splits=splits)
+                paged_attention(q, pool, 0.1, num_splits=splits)
             chosen = torch.tensor([3, 3, 1, 2], device=DEVICE)  # two of them share all of their full blocks
             tables, lens = pool.tables[chosen], pool.lens[chosen]
             for processors in (1, 132):
@@ -39,14 +51,14 @@ def main() -> None:
                 assert plan is not None
                 work = WorkList.allocate(4, shape, DEVICE)
                 work.fill(plan)
-                prefix_attention(q, pool.k, pool.v, tables, lens, 0.1, work)
+                prefix_attention(q, Pages(pool.k, pool.v, tables, lens), 0.1, work)
             starts = torch.tensor([0, 1, 20, 20, 90], dtype=torch.int32, device=DEVICE)
             chunk = randn(90, heads, dim, dtype=dtype)
-            prefill_attention(chunk, pool.k, pool.v, pool.tables, pool.lens, starts, 0.1)
+            prefill_attention(chunk, pool, starts, 0.1)
             k, v = randn(4, kv_heads, dim, dtype=dtype), randn(4, kv_heads, dim, dtype=dtype)
             angles = randn(4, dim // 2)
             slots = torch.tensor([0, -1, 5, 3], device=DEVICE)
-            rotary.rotary_write_kv(q, k, v, angles.cos(), angles.sin(), pool.k, pool.v, slots)
+            rotary.rotary_write_kv(q, k, v, Places(angles.cos(), angles.sin(), slots), pool.k, pool.v)
         for tokens in (1, 3):
             few, residual = x[:tokens].contiguous(), randn(tokens, 90, dtype=dtype)
             matvec.norm_matvec(few, weight, 1e-5, randn(91, 577, dtype=dtype), randn(91, dtype=dtype))
@@ -61,15 +73,17 @@ def main() -> None:
     for vocab in (50, 5001):
         logits = torch.cat((randn(5, vocab), torch.zeros(1, vocab, device=DEVICE)))
         rows = len(logits)
-        settings = [
+        numbers = torch.arange(rows, device=DEVICE)
+        settings = SamplingInputs(
             torch.tensor([0.0, 1.0, 0.7, 1.0, 1.3, 1.0], device=DEVICE),
             torch.tensor([0, 0, 40, 0, 3000, 20], device=DEVICE),
             torch.tensor([1.0, 1.0, 0.9, 0.5, 0.9, 1.0], device=DEVICE),
             torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.0], device=DEVICE),
-        ]
-        numbers = torch.arange(rows, device=DEVICE)
-        sampling.sample(logits, settings[0], settings[1], settings[2], settings[3], numbers, numbers)
-        sampling.top_log_probabilities(logits, 20)
+            numbers,
+            numbers,
+        )
+        sampling.sample(logits, settings)
+        top_k.top_log_probabilities(logits, 20)
         words = torch.zeros(rows, Field.TABLE + 7, dtype=torch.int32, device=DEVICE)
         words[:, Field.POSITION] = torch.arange(rows, device=DEVICE)
         words[:, Field.FREQUENCY_PENALTY] = 1  # the least float32 above 0: a penalty all the same

@@ -6,16 +6,27 @@ On a GPU the tests run there, over more and larger shapes; elsewhere in Triton's
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from torch import Tensor
+
+from minillm.kernels import AttentionShape, Pages, SamplingInputs
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 # Relative error norms against float64. The interpreter cuts a bfloat16 off where hardware rounds: twice is 1.6e-2.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if ON_GPU else 2e-2, torch.float16: 2e-3}
+CPU_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {**CPU_TOLERANCE, torch.bfloat16: 1e-2 if ON_GPU else 2e-2}
 DTYPES = list(TOLERANCE)
+HEADS = [(1, 1, 32), (9, 3, 64), (6, 1, 80), (5, 5, 96), (4, 2, 256), ((32, 8, 128) if ON_GPU else (8, 2, 128))]
+
+drawn = settings(
+    max_examples=60 if ON_GPU else 12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+dtypes = st.sampled_from(DTYPES)
+long = 5000 if ON_GPU else 70
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -28,24 +39,28 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
-@dataclass(frozen=True)
-class Pool:
-    """K and V of some sequences in blocks; every slot that no sequence owns holds NaN."""
-
-    k: Tensor
-    v: Tensor
-    tables: Tensor  # [sequences, blocks], the unused entries of a row point at random blocks
-    lens: Tensor
-
-
 def make_pool(
-    lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, *, seed: int = 0
-) -> Pool:
-    """Blocks in random order."""
+    lengths: list[int],
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    block_size: int,
+    *,
+    seed: int = 0,
+    shuffled: bool = True,
+    device: torch.device = DEVICE,
+) -> Pages:
+    """K and V of some sequences in blocks; every slot that no sequence owns holds NaN.
+
+    There are three blocks more than needed. The unused entries of a table point at random blocks.
+
+    Args:
+        shuffled: the sequences' blocks lie in random order.
+    """
     rng = random.Random(seed)
     widths = [-(-length // block_size) for length in lengths]
     num_blocks = sum(widths) + 3
-    order = rng.sample(range(num_blocks), num_blocks)
+    order = rng.sample(range(num_blocks), num_blocks) if shuffled else list(range(num_blocks))
     columns = max([*widths, 1]) + 2
     tables = [[rng.randrange(num_blocks) for _ in range(columns)] for _ in lengths]
     slots: list[int] = []
@@ -59,10 +74,57 @@ def make_pool(
     for _ in range(2):
         flat = torch.full((num_blocks * block_size, kv_heads, head_dim), float("nan"), dtype=dtype)
         flat[index] = torch.randn(len(slots), kv_heads, head_dim, generator=generator).to(dtype)
-        pools.append(flat.view(num_blocks, block_size, kv_heads, head_dim).to(DEVICE))
-    return Pool(
+        pools.append(flat.view(num_blocks, block_size, kv_heads, head_dim).to(device))
+    return Pages(
         pools[0],
         pools[1],
-        torch.tensor(tables, dtype=torch.int32, device=DEVICE).view(len(lengths), columns),
-        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        torch.tensor(tables, dtype=torch.int32, device=device).view(len(lengths), columns),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
     )
+
+
+def parameters(rows: int, generator: torch.Generator) -> SamplingInputs:
+    """Random settings per row: greedy, plain, every cut alone and together."""
+
+    def some(probability: float) -> Tensor:
+        return torch.rand(rows, generator=generator) < probability
+
+    temperature = torch.rand(rows, generator=generator) * 2 * some(0.85)
+    top_k = torch.randint(1, 60, (rows,), generator=generator) * some(0.4)
+    top_p = torch.where(some(0.4), torch.rand(rows, generator=generator), 1.0).clamp(min=1e-3)
+    min_p = torch.rand(rows, generator=generator) * some(0.2)
+    seeds = torch.randint(-(1 << 62), 1 << 62, (rows,), generator=generator)
+    positions = torch.randint(0, 5000, (rows,), generator=generator)
+    return SamplingInputs(*(each.to(DEVICE) for each in (temperature, top_k, top_p, min_p, seeds, positions)))
+
+
+def in_float64(pages: Pages) -> Pages:
+    """The same pages, for an exact result."""
+    return pages._replace(k=pages.k.double(), v=pages.v.double())
+
+
+def forked_tables(
+    num_seqs: int, block_size: int, longest: int, rng: random.Random
+) -> tuple[list[list[int]], list[int]]:
+    """Block tables as forks make them, in no order: trees of any depth, sequences alone, and padding between them.
+
+    A table may begin with any part of another's full blocks; the others are its own.
+    """
+    fresh = iter(rng.sample(range(10 * num_seqs * longest), num_seqs * (longest // block_size + 2)))
+    rows: list[tuple[list[int], int]] = []
+    for number in range(num_seqs):
+        length = longest if number < 2 else 0 if rng.random() < 0.1 else rng.randint(1, longest)
+        parent, parent_length = rng.choice(rows) if rows and (number == 1 or rng.random() < 0.8) else ([], 0)
+        shared = min(parent_length, length) // block_size
+        shared = shared if number == 1 else rng.choice((shared, rng.randint(0, shared)))
+        own = -(-length // block_size) - shared
+        rows.append((parent[:shared] + [next(fresh) for _ in range(own)], length))
+    numbers = {block: number for number, block in enumerate(sorted({block for table, _ in rows for block in table}))}
+    rng.shuffle(rows)
+    return [[numbers[block] for block in table] for table, _ in rows], [length for _, length in rows]
+
+
+def shape_of(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, processors: int = 4
+) -> AttentionShape:
+    return AttentionShape(num_heads, num_kv_heads, head_dim, dtype.itemsize, processors)

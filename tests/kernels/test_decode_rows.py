@@ -7,13 +7,12 @@ import struct
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
+from shapes import DEVICE, DTYPES, ON_GPU, randn, relative_error
 
-from minillm import kernels
 from minillm.kernels import DecodeInputs, Field, reference
 
 pytest.importorskip("triton")
-from minillm.kernels import decode_rows, sampling
+from minillm.kernels import decode_rows
 
 
 def bits(value: float) -> int:
@@ -44,11 +43,10 @@ def test_begin_and_end_decode(implementation: object, width: int, block_size: in
     at = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
     implementation.begin_decode(words, at, block_size, inputs)  # type: ignore[attr-defined]
     for i, row in enumerate(rows):
-        got = [
-            getattr(inputs, name)[i].item()
-            for name in ("token_ids", "positions", "slot_mapping", "context_lens", "top_k", "seeds", "draw_positions")
-        ]
-        floats = [getattr(inputs, name)[i].item() for name in ("temperature", "top_p", "min_p")]
+        got = [getattr(inputs, name)[i].item() for name in ("token_ids", "positions", "slot_mapping", "context_lens")]
+        temperature, top_k, top_p, min_p, drawn_seed, draw_position = (each[i].item() for each in inputs.sampling)
+        got += [top_k, drawn_seed, draw_position]
+        floats = [temperature, top_p, min_p]
         if row < 0:
             assert got == [0, 0, -1, 0, 0, 0, 0]
             assert floats == [0.0, 1.0, 0.0]
@@ -90,34 +88,3 @@ def test_penalise(dtype: torch.dtype) -> None:
     assert relative_error(out, expected.double()) < 1e-6
     assert torch.equal(out[1:3], logits[1:3].float()), "rows without a penalty, and padding, stay as they are"
     assert not torch.equal(out[0], logits[0].float())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_of_any_dtype_are_drawn_from(dtype: torch.dtype) -> None:
-    logits = randn(6, 700, dtype=dtype) * 3
-    temperature = torch.tensor([0.0, 0.7, 1.0, 1.3, 0.9, 2.0], device=DEVICE)
-    top_k = torch.tensor([0, 0, 5, 0, 40, 0], device=DEVICE)
-    top_p = torch.tensor([1.0, 1.0, 1.0, 0.8, 0.9, 1.0], device=DEVICE)
-    min_p = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.05], device=DEVICE)
-    seeds, positions = torch.arange(6, device=DEVICE), torch.arange(6, device=DEVICE) + 40
-    arguments = (temperature, top_k, top_p, min_p, seeds, positions)
-    tokens, logprobs = sampling.sample(logits, *arguments)
-    assert torch.equal(tokens, reference.sample(logits.float(), *arguments))
-    exact = reference.log_probabilities(logits.double(), tokens)
-    assert relative_error(logprobs, exact) < TOLERANCE[torch.float32]
-    assert torch.equal(kernels.sample_with_logprobs(logits, *arguments)[0], tokens)
-    values, ids = sampling.top_log_probabilities(logits, 5)
-    assert torch.equal(logits.gather(1, ids).float(), logits.float().topk(5).values)
-    assert relative_error(values, logits.double().log_softmax(-1).topk(5).values) < TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize("top_k", [0, 3])
-def test_a_row_of_nan_is_told_and_ends(top_k: int) -> None:
-    """A search for a cut among numbers without an order must not go on for ever."""
-    logits = randn(3, 700, dtype=torch.float32)
-    logits[0, 5] = float("nan")
-    logits[1] = float("nan")
-    rows = [torch.full((3,), value, device=DEVICE) for value in (0.8, top_k, 0.5, 0.1, 1, 2)]
-    tokens, logprobs = sampling.sample(logits, *rows)
-    assert logprobs.isnan().tolist() == [True, True, False]
-    assert bool(((tokens >= 0) & (tokens < 700)).all())

@@ -108,6 +108,7 @@ def test_a_run_that_was_stopped_goes_on(
     assert [entry[:2] for entry in answers(output)] == [(i, f"line {i}") for i in range(8)]
     assert "1 of 8 prompts failed" in capsys.readouterr().err
     # As if it had died with three finished: their answers must not be computed again.
+    output.unlink()
     with monkeypatch.context() as patch:
         patch.setattr("minillm.llm.LLM.work_off", _stopped)
         assert main(command(tiny_model, source, output)) == 130

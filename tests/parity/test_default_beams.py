@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import default_model_of_transformers
 
 from minillm import LLM, BeamSearchParams
 
@@ -46,16 +45,6 @@ def settings() -> list[BeamSearchParams]:
 
 
 CASES = settings()
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM("smollm2-135m", device="cpu", dtype="float32", num_blocks=1024)
-
-
-@pytest.fixture(scope="module")
-def theirs() -> Any:
-    return default_model_of_transformers()
 
 
 def test_there_are_forty_cases() -> None:

@@ -5,33 +5,27 @@ All 24 prompts run in ``make parity``, a few of them in ``make test``.
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import default_model_of_transformers, logits_in_chunks
+from support import engine_for, logits_in_chunks
 
 from minillm import LLM, SamplingParams
+from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.outputs import RequestOutput
 
 PROMPTS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
 FEW = ("one-token", "code-python", "french", "emoji", "chat-question", "chat-forged")
 NEW_TOKENS = 64
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 pytestmark = pytest.mark.weights
-
-
-@pytest.fixture(scope="module")
-def llm() -> LLM:
-    return LLM("smollm2-135m", device="cpu", dtype="float32", num_blocks=1024)
-
-
-@pytest.fixture(scope="module")
-def theirs() -> Any:
-    return default_model_of_transformers()
 
 
 def prompt_ids(llm: LLM, prompt: dict[str, Any]) -> list[int]:
@@ -51,33 +45,58 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="session")
+def alone(llm: LLM) -> Callable[[tuple[int, ...]], list[int]]:
+    """Our greedy tokens for a prompt that is computed alone."""
+
+    @functools.cache
+    def tokens(ids: tuple[int, ...]) -> list[int]:
+        return llm.generate(list(ids), GREEDY)[0].outputs[0].token_ids
+
+    return tokens
+
+
 @pytest.mark.parametrize("prompt", cases())
 @torch.no_grad()
-def test_logits_and_greedy_tokens_are_those_of_transformers(llm: LLM, theirs: Any, prompt: dict[str, Any]) -> None:
+def test_logits_and_greedy_tokens_are_those_of_transformers(
+    llm: LLM, theirs: Any, alone: Callable[[tuple[int, ...]], list[int]], prompt: dict[str, Any]
+) -> None:
+    """Tokens are greedy if each is the most probable one after those before it: one pass tells that of all of them."""
     ids = prompt_ids(llm, prompt)
     model = llm.engine.runner.model
     chunks = [512] * (len(ids) // 512) + ([len(ids) % 512] if len(ids) % 512 else [])
     got = logits_in_chunks(model, ids, chunks, block_size=16)
-    expected = theirs(torch.tensor([ids])).logits[0]
-    difference = float((got - expected).abs().max())
+    chosen = alone(tuple(ids))
+    expected = theirs(torch.tensor([ids + chosen])).logits[0]
+    difference = float((got - expected[: len(ids)]).abs().max())
     print(f"{prompt['name']}: {len(ids)} tokens, largest difference of a logit {difference:.2e}")
     assert difference <= 1e-3
-    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
-    ours = llm.generate(ids, greedy)[0].outputs[0].token_ids
+    assert chosen == expected[len(ids) - 1 : -1].argmax(-1).tolist()
+    ends = [place for place, token in enumerate(chosen) if token in llm.engine.requests.eos_token_ids]
+    assert ends == [len(chosen) - 1] or (not ends and len(chosen) == NEW_TOKENS)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt["name"])
+@torch.no_grad()
+def test_generate_of_transformers_gives_the_same_tokens(
+    llm: LLM, theirs: Any, alone: Callable[[tuple[int, ...]], list[int]], prompt: dict[str, Any]
+) -> None:
+    ids = prompt_ids(llm, prompt)
     generated = theirs.generate(
         torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=NEW_TOKENS, do_sample=False,
         pad_token_id=2,
     )  # fmt: skip
-    assert ours == generated[0, len(ids) :].tolist()
+    assert alone(tuple(ids)) == generated[0, len(ids) :].tolist()
 
 
 def run(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
     """Greedy tokens of each prompt, computed together; and how often a request was preempted."""
     for number, ids in enumerate(prompts):
-        engine.add_request(str(number), ids, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
+        engine.add_request(str(number), ids, GREEDY)
     while engine.has_work:
         engine.step()
-    engine.cache.check()
+    check(engine.cache)
     assert engine.cache.num_free == engine.cache.num_blocks
     outputs: dict[str, RequestOutput] = {output.request_id: output for output in engine.take_finished()}
     preemptions = sum(output.metrics.num_preemptions for output in outputs.values() if output.metrics)
@@ -91,15 +110,12 @@ def run(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], int]
         pytest.param(tuple(prompt["name"] for prompt in PROMPTS), id="all", marks=pytest.mark.parity),
     ],
 )
-def test_alone_together_and_preempted_give_the_same_tokens(llm: LLM, names: tuple[str, ...]) -> None:
-    from support import engine_for
-
+def test_alone_together_and_preempted_give_the_same_tokens(
+    llm: LLM, alone: Callable[[tuple[int, ...]], list[int]], names: tuple[str, ...]
+) -> None:
     # The longest first: it is never preempted, and those behind it get what it leaves.
     prompts = sorted((prompt_ids(llm, prompt) for prompt in named(names)), key=len, reverse=True)
-    alone = [
-        llm.generate(ids, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))[0].outputs[0].token_ids
-        for ids in prompts
-    ]
+    expected = [alone(tuple(ids)) for ids in prompts]
     model = llm.engine.runner.model
     options: dict[str, Any] = {
         "block_size": 16,
@@ -107,8 +123,8 @@ def test_alone_together_and_preempted_give_the_same_tokens(llm: LLM, names: tupl
         "eos": llm.engine.requests.eos_token_ids,
     }
     together, _ = run(engine_for(model, num_blocks=1024, **options), prompts)
-    assert together == alone
+    assert together == expected
     longest = max(map(len, prompts)) + NEW_TOKENS
     preempted, preemptions = run(engine_for(model, num_blocks=-(-longest // 16) + 4, **options), prompts)
-    assert preempted == alone
+    assert preempted == expected
     assert preemptions > 0, "the pool was too large to test anything"

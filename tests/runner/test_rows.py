@@ -11,10 +11,12 @@ from support import engine_for, hf_model, ours, run
 from torch import Tensor
 
 from minillm import kernels
+from minillm.cache import check
+from minillm.engine import held as idle_verbs
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Schedule
-from minillm.kernels import WorkList
+from minillm.kernels import Pages, WorkList
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
@@ -86,10 +88,9 @@ def test_running_ahead_changes_no_token(model: Llama, seed: int) -> None:
             assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected[number].outputs], options
 
 
-def attend_by_list(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, lens: Tensor, scale: float, work: WorkList
-) -> Tensor:
+def attend_by_list(q: Tensor, pages: Pages, scale: float, work: WorkList) -> Tensor:
     """`prefix_attention`, token by token as the work list says: a list of other tables gives other tokens."""
+    k_cache, v_cache, tables, lens = pages
     out = torch.zeros_like(q)
     block_size = k_cache.shape[1]
     for place, seq in enumerate(work.order.tolist()):
@@ -168,7 +169,7 @@ def test_the_next_step_is_launched_before_the_host_has_seen_this_one(model: Llam
         engine.step()
     assert sequence.num_output_tokens == 10
     assert sequence.num_pending == 0
-    assert engine.num_steps == 10, "no step was launched for a token beyond max_tokens"
+    assert engine.figures.num_steps == 10, "no step was launched for a token beyond max_tokens"
 
 
 def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
@@ -183,7 +184,7 @@ def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
     held = group.sequences[0]
     assert held.table is not None
     assert held.num_computed == held.table.num_tokens == len(held.token_ids) - 1
-    engine.cache.check()
+    check(engine.cache)
     longer = [*held.token_ids, 9, 9]
     engine.add_request("next", longer, SamplingParams(temperature=0, max_tokens=5), parent=held)
     while engine.has_work:
@@ -192,7 +193,7 @@ def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
     [alone] = run(engine_for(model, on_device=False), [(longer, SamplingParams(temperature=0, max_tokens=5))])
     assert output.outputs[0].token_ids == alone.outputs[0].token_ids
     assert output.num_cached_tokens == len(held.token_ids) - 1
-    Driver(engine).release(held)
+    idle_verbs.release(Driver(engine), held)
     assert engine.cache.num_free == engine.cache.num_blocks
 
 

@@ -77,7 +77,7 @@ def test_lines_of_other_threads_are_not_lost(capfd: pytest.CaptureFixture[str]) 
     with quiet():
         os.write(2, b"progress")
     assert capfd.readouterr().err == "progress"
-    with pytest.raises(ValueError, match="panic"), quiet():
+    with contextlib.suppress(ValueError), quiet():
         os.write(2, b"a hundred lines")
         raise ValueError("panic")
     os.write(2, b"again")

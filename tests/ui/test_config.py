@@ -19,6 +19,8 @@ from minillm.ui.settings import (
     settings_summary,
     with_param,
 )
+from minillm.user_config import UserConfig, read_config
+from minillm.weights.manifest import default_model
 
 FILE = """
 model = "small"
@@ -38,17 +40,19 @@ def load(tmp_path: Path, text: str | None, **flags: object) -> Settings:
     path = tmp_path / "config.toml"
     if text is not None:
         path.write_text(text)
-    return load_settings(path, "default", Settings("", sampling={}, **flags))  # type: ignore[arg-type]
+    config = UserConfig() if text is None else read_config(str(path))
+    return load_settings(config, Settings(config.choose_model(None), sampling={}, **flags))  # type: ignore[arg-type]
 
 
 def test_the_file_and_the_flags_over_it(tmp_path: Path) -> None:
-    assert load(tmp_path, None) == Settings("default")
+    assert load(tmp_path, None) == Settings(default_model())
     settings = load(tmp_path, FILE)
     assert (settings.model, settings.system, settings.theme) == ("small", "be brief", "light")
     assert settings.sampling == {**CHAT_SAMPLING, "temperature": 0.3, "n": 2}
     assert settings.engine == {"num_blocks": 99}
     assert settings.num_candidates == 3
-    over = load_settings(tmp_path / "config.toml", "default", Settings("big", {"num_blocks": 7}, {"temperature": 1.0}))
+    flags = Settings("big", {"num_blocks": 7}, {"temperature": 1.0})
+    over = load_settings(read_config(str(tmp_path / "config.toml")), flags)
     assert (over.model, over.engine, over.sampling["temperature"]) == ("big", {"num_blocks": 7}, 1.0)
 
 
@@ -72,11 +76,6 @@ def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, text: str, words: st
         load(tmp_path, text)
     assert "config.toml" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_named_file_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no"):
-        load_settings(tmp_path / "none.toml", "default", Settings(""), must_exist=True)
 
 
 def test_fields_round_trip() -> None:

@@ -52,6 +52,14 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(tiny_model: Path, tmp_path: Pat
     assert b"stopped" in errors or len(out) > 100, "it was stopped, unless it had ended"
 
 
+def test_a_question_of_the_command_line_is_asked_first(tiny_model: Path, tmp_path: Path) -> None:
+    process = plain(tiny_model, tmp_path, "the first", "--plain", "--max-tokens", "3")
+    _, errors = process.communicate(b"the second\n", 60)
+    assert process.returncode == 0, errors
+    store = SessionStore(tmp_path / "conversations")
+    assert [turn.question for turn in store.load(store.latest()).turns] == ["the first", "the second"]
+
+
 class Dialogue:
     """A chat in this process, and what it prints."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -31,12 +32,14 @@ class FakeHub:
     wrong_sha256: bool = False
     commit: str = COMMIT
     token: str | None = None  # required as a bearer token
+    info_of: Callable[[str], bool] = lambda path: True  # which paths of the API there are
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Range
     tokens: list[str] = field(default_factory=list)
 
     def __enter__(self) -> FakeHub:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        # It looks that often whether it shall end, and a test waits for it.
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -76,7 +79,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             if hub.status != 200:
                 return self._answer(hub.status, b"{}", {"X-Error-Code": hub.error_code})
             path = self.path.split("?")[0]
-            if path.startswith(f"/api/models/{hub.repository}"):
+            if path.startswith(f"/api/models/{hub.repository}") and hub.info_of(path):
                 return self._answer(200, json.dumps(hub.info()).encode(), {"Content-Type": "application/json"})
             prefix = f"/{hub.repository}/resolve/{hub.commit}/"
             name = path.removeprefix(prefix)

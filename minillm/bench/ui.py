@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -19,7 +18,7 @@ import time
 from bisect import bisect
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +26,8 @@ from tempfile import TemporaryDirectory
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
+from minillm.bench.registry import NoOptions as Options
+from minillm.bench.table import computed, shown
 from minillm.errors import MinillmError
 from minillm.service.messages import BlockChange, CacheChanged, LogEntry, PoolFigures, TableChange
 from minillm.ui.app import ChatApp
@@ -53,21 +54,18 @@ _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": _TOKENS, "ignore_eos": T
 class UiFigures:
     """What was measured; seconds unless the name says otherwise."""
 
-    first_paint: float
-    key_median: float
-    key_p95: float
-    drawing_share: float  # of one core
-    tokens_per_second_watched: float
-    tokens_per_second_held: float
-    slowdowns: list[float]  # of each cycle, a part of the speed while the app is held
+    first_paint: float = shown("ms to the first paint", ".0f", 1e3)
+    key_median: float = shown("ms from key to screen, median", ".0f", 1e3)
+    key_p95: float = shown("ms from key to screen, p95", ".0f", 1e3)
+    drawing_share: float = shown(f"{NUM_BLOCKS:,} blocks at {FRAMES} Hz: of a core", ".1%")
+    tokens_per_second_watched: float = shown("tok/s, watched", ".1f")
+    tokens_per_second_held: float = shown("tok/s while the app is held", ".1f")
+    # of each cycle, a part of the speed while the app is held
+    slowdowns: tuple[float, ...] = shown("slow-down of each cycle", ".1%")
+    slowdown: float = shown("their mean", ".1%")
 
-    @property
-    def slowdown(self) -> float:
-        return statistics.mean(self.slowdowns)
-
-    @property
+    @computed("its standard error", ".1%")
     def slowdown_error(self) -> float:
-        """The standard error of `slowdown`."""
         return statistics.stdev(self.slowdowns) / len(self.slowdowns) ** 0.5
 
 
@@ -237,8 +235,7 @@ def _rate(ended: Mapping[int, float], begin: float, end: float) -> float:
     return (steps_by(end) - steps_by(begin)) / (end - begin)
 
 
-async def measure() -> UiFigures:
-    """All of it; takes about five minutes on a CPU."""
+async def _measure() -> UiFigures:
     await _first_paint()  # compiles what was not compiled yet
     paints = [await _first_paint() for _ in range(5)]
     keys = await _keys()
@@ -246,6 +243,7 @@ async def measure() -> UiFigures:
     cycles: list[Cycle] = []
     while len(cycles) < _CYCLES:
         cycles += await _cycles()
+    slowdowns = tuple(cycle.slowdown for cycle in cycles)
     return UiFigures(
         first_paint=statistics.median(paints),
         key_median=statistics.median(keys),
@@ -253,24 +251,11 @@ async def measure() -> UiFigures:
         drawing_share=drawing,
         tokens_per_second_watched=statistics.median(cycle.watched for cycle in cycles),
         tokens_per_second_held=statistics.median(cycle.held for cycle in cycles),
-        slowdowns=[cycle.slowdown for cycle in cycles],
+        slowdowns=slowdowns,
+        slowdown=statistics.mean(slowdowns),
     )
 
 
-def run(*, as_json: bool) -> int:
-    """Measure and print. Returns the exit code."""
-    figures = asyncio.run(measure())
-    if as_json:
-        print(json.dumps({**asdict(figures), "slowdown": figures.slowdown}))  # noqa: T201
-        return 0
-    for name, value in (
-        ("first paint", f"{1000 * figures.first_paint:.0f} ms"),
-        ("key to screen, median / p95", f"{1000 * figures.key_median:.0f} / {1000 * figures.key_p95:.0f} ms"),
-        (f"drawing {NUM_BLOCKS:,} blocks, {FRAMES} a second", f"{figures.drawing_share:.1%} of a core"),
-        ("generation while the app is held", f"{figures.tokens_per_second_held:.1f} tok/s"),
-        ("generation, watched", f"{figures.tokens_per_second_watched:.1f} tok/s"),
-        ("slow-down", f"{figures.slowdown:.1%} (standard error {figures.slowdown_error:.1%})"),
-        ("slow-down of each cycle", " ".join(f"{each:.1%}" for each in figures.slowdowns)),
-    ):
-        print(f"{name:<40} {value}")  # noqa: T201
-    return 0
+def measure(options: Options) -> UiFigures:
+    """All of it; takes about five minutes on a CPU."""
+    return asyncio.run(_measure())

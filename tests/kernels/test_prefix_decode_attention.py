@@ -6,41 +6,14 @@ import random
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, randn, relative_error
+from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, forked_tables, in_float64, randn, relative_error, shape_of
 from torch import Tensor
 
-from minillm.kernels import reference
+from minillm.kernels import Pages, reference
 from minillm.kernels.prefix_plan import FREE, ITEM_WORDS, AttentionShape, Plan, WorkList, plan_attention, prefix_tree
 
 pytest.importorskip("triton")
 from minillm.kernels.prefix_decode_attention import prefix_attention
-
-
-def forked_tables(
-    num_seqs: int, block_size: int, longest: int, rng: random.Random
-) -> tuple[list[list[int]], list[int]]:
-    """Block tables as forks make them, in no order: trees of any depth, sequences alone, and padding between them.
-
-    A table may begin with any part of another's full blocks; the others are its own.
-    """
-    fresh = iter(rng.sample(range(10 * num_seqs * longest), num_seqs * (longest // block_size + 2)))
-    rows: list[tuple[list[int], int]] = []
-    for number in range(num_seqs):
-        length = longest if number < 2 else 0 if rng.random() < 0.1 else rng.randint(1, longest)
-        parent, parent_length = rng.choice(rows) if rows and (number == 1 or rng.random() < 0.8) else ([], 0)
-        shared = min(parent_length, length) // block_size
-        shared = shared if number == 1 else rng.choice((shared, rng.randint(0, shared)))
-        own = -(-length // block_size) - shared
-        rows.append((parent[:shared] + [next(fresh) for _ in range(own)], length))
-    numbers = {block: number for number, block in enumerate(sorted({block for table, _ in rows for block in table}))}
-    rng.shuffle(rows)
-    return [[numbers[block] for block in table] for table, _ in rows], [length for _, length in rows]
-
-
-def shape_of(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, processors: int = 4
-) -> AttentionShape:
-    return AttentionShape(num_heads, num_kv_heads, head_dim, dtype.itemsize, processors)
 
 
 def check_against_reference(
@@ -68,8 +41,9 @@ def check_against_reference(
     packed = randn(n, shape.num_heads + 1, shape.head_dim, dtype=dtype)
     q = packed[:, 1:]  # rows further apart than they are long
     scale = shape.head_dim**-0.5
-    exact, _ = reference.paged_attention(q.double(), pool[0].double(), pool[1].double(), padded, context, scale)
-    got = prefix_attention(q, pool[0], pool[1], padded, context, scale, work)
+    pages = Pages(pool[0], pool[1], padded, context)
+    exact = reference.paged_attention(q.double(), in_float64(pages), scale)
+    got = prefix_attention(q, pages, scale, work)
     assert relative_error(got, exact) < TOLERANCE[dtype]
     assert torch.equal(got[context == 0], torch.zeros_like(got[context == 0]))
     return plan
@@ -120,32 +94,6 @@ def test_a_tree_of_depth_three_whose_members_are_no_neighbours(block_size: int) 
     check_against_reference(tables, lens, block_size, shape_of(4, 2, 16, torch.float32), torch.float32)
 
 
-def test_the_tree_holds_what_tables_have_in_common_and_nothing_else() -> None:
-    for seed in range(60):
-        rng = random.Random(seed)
-        tables, lens = forked_tables(rng.randint(2, 30), rng.choice((1, 4)), 40, rng)
-        block_size = 4 if seed % 2 else 1
-        full = [min(len(table), length // block_size) for table, length in zip(tables, lens, strict=True)]
-        tree = prefix_tree(tables, full)
-        assert sorted(tree.order) == list(range(len(tables)))
-        read: dict[int, list[int]] = {seq: [] for seq in tree.order}  # by going through the tree
-        loads: dict[tuple[int, int], int] = {}
-        for node in tree.nodes:
-            lead = tables[tree.order[node.first]]
-            for index in range(node.begin, node.end):
-                loads[index, lead[index]] = loads.get((index, lead[index]), 0) + 1
-            for seq in tree.order[node.first : node.first + node.count]:
-                assert len(read[seq]) == node.begin, "a path without gaps"
-                read[seq] += lead[node.begin : node.end]
-        for seq, begin in zip(tree.order, tree.tails, strict=True):
-            assert len(read[seq]) == begin
-            for index in range(begin, full[seq]):
-                key = index, tables[seq][index]
-                loads[key] = loads.get(key, 0) + 1
-            assert read[seq] + tables[seq][begin:] == tables[seq]
-        assert set(loads.values()) <= {1}, "a full block is in one place of the tree"
-
-
 def test_a_plan_holds_while_sequences_grow() -> None:
     shape = shape_of(4, 2, 16, torch.float32)
     tables, lens = forked_tables(12, 4, 300, random.Random(5))
@@ -160,69 +108,6 @@ def test_a_shared_block_is_read_for_all() -> None:
     items = [plan.items[at : at + ITEM_WORDS] for at in range(0, len(plan.items), ITEM_WORDS)]
     assert items == [[10, 0, 0, 0, 128, 0]]
     assert plan.tails[:10] == [128] * 10
-
-
-def test_what_is_not_worth_it_gives_no_plan() -> None:
-    shape = shape_of(32, 8, 128, torch.bfloat16, processors=132)
-    assert plan_attention([], [], 16, shape) is None
-    assert plan_attention([[1, 2], [3, 4]], [32, 20], 16, shape, 2, FREE) is None, "nothing shared"
-    assert plan_attention([[1, 2], [1, 4]], [15, 20], 16, shape, 2, FREE) is None, "no full block shared"
-
-    def planned(num_seqs: int, prefix: int, tail: int) -> bool:
-        tables = [[*range(prefix // 16), *range(10**6 * i, 10**6 * i + tail // 16)] for i in range(1, num_seqs + 1)]
-        return plan_attention(tables, [prefix + tail] * num_seqs, 16, shape) is not None
-
-    # Measured on an H200, plain and shared: 5.5/10.8, 14.2/19.1, 67.9/85.0, 35.9/17.4, 159.1/34.9, 171.4/49.7 us.
-    assert [planned(2, 256, 64), planned(2, 4096, 64), planned(64, 64, 1024)] == [False] * 3
-    assert [planned(32, 1024, 64), planned(64, 4096, 64), planned(256, 1024, 64)] == [True] * 3
-
-
-def test_plans_fit_the_grid() -> None:
-    for seed in range(30):
-        rng = random.Random(seed)
-        n = rng.choice((2, 5, 40, 200))
-        shape = shape_of(rng.choice((8, 16, 64)), 8, 64, torch.bfloat16, rng.choice((1, 10, 132)))
-        tables, lens = forked_tables(n, 1, 400, rng)
-        plan = plan_attention(tables, lens, 1, shape, n + 3, FREE)
-        if plan is not None:
-            assert len(plan.items) <= shape.max_items(n + 3) * ITEM_WORDS
-            assert plan.starts[-1] <= shape.max_results(n + 3)
-            assert sorted(plan.order) == list(range(n + 3))
-
-
-def test_a_long_run_is_split_whatever_else_there_is() -> None:
-    """256 sequences behind one prompt, in 64 groups of four that share a little more."""
-    shape = shape_of(32, 8, 128, torch.bfloat16, processors=132)
-    tables = [[*range(512), *range(1000 + 9 * (i // 4), 1008 + 9 * (i // 4)), 10**5 + i] for i in range(256)]
-    plan = plan_attention(tables, [521 * 16] * 256, 16, shape, 256, FREE)
-    assert plan is not None
-    items = [plan.items[at : at + ITEM_WORDS] for at in range(0, len(plan.items), ITEM_WORDS)]
-    lengths = [end - begin for _, _, _, begin, end, _ in items]
-    assert lengths == sorted(lengths, reverse=True), "the longest first"
-    # 16 tiles of rows for each part of the root, in two parts: 2 x 16 x 8 kv heads are just below 2 x 132.
-    assert sorted(lengths) == [128] * 64 + [4096] * 32
-
-
-def test_two_items_at_a_time_where_nodes_take_longer_than_tails() -> None:
-    """Sequences behind one prompt, 32/8 heads x 128 on an H200: one and two at a time, measured, microseconds."""
-    shape = shape_of(32, 8, 128, torch.bfloat16, processors=132)
-
-    def programs(num_seqs: int, prefix: int, tail: int, prompts: int = 1) -> int:
-        tables = [
-            [
-                *range(10**5 * (i % prompts), 10**5 * (i % prompts) + prefix // 16),
-                *range(10**7 + 99 * i, 10**7 + 99 * i + tail // 16),
-            ]
-            for i in range(num_seqs)
-        ]
-        plan = plan_attention(tables, [prefix + tail] * num_seqs, 16, shape, costs=FREE)
-        assert plan is not None
-        assert plan.counts[0] * ITEM_WORDS == len(plan.items)
-        return plan.counts[1] // 132
-
-    # 208 and 141, 109 and 72, 41 and 37; 54 and 63, 43 and 54, 16 and 17.
-    assert [programs(256, 8192, 128), programs(128, 8192, 64), programs(256, 512, 8, prompts=32)] == [2, 2, 2]
-    assert [programs(256, 1024, 128), programs(128, 2048, 192), programs(32, 512, 64, prompts=8)] == [1, 1, 1]
 
 
 def test_launches_in_a_row_use_results_of_their_own() -> None:
@@ -241,19 +126,17 @@ def test_launches_in_a_row_use_results_of_their_own() -> None:
         padded = torch.tensor(tables, dtype=torch.int32, device=DEVICE)
         queries = [randn(num_seqs, 8, 64, dtype=torch.bfloat16) for _ in range(12 if ON_GPU else 2)]
 
-        def attend(
-            q: Tensor, pool: Tensor = pool, padded: Tensor = padded, lens: Tensor = lens, work: WorkList = work
-        ) -> Tensor:
-            return prefix_attention(q, pool[0], pool[1], padded, lens, 0.125, work)
+        pages = Pages(pool[0], pool[1], padded, lens)
+
+        def attend(q: Tensor, pages: Pages = pages, work: WorkList = work) -> Tensor:
+            return prefix_attention(q, pages, 0.125, work)
 
         alone = []
         for q in queries:
             alone.append(attend(q))
             if ON_GPU:
                 torch.cuda.synchronize()
-        exact, _ = reference.paged_attention(
-            queries[-1].double(), pool[0].double(), pool[1].double(), padded, lens, 0.125
-        )
+        exact = reference.paged_attention(queries[-1].double(), in_float64(pages), 0.125)
         assert relative_error(alone[-1], exact) < TOLERANCE[torch.bfloat16]
         if ON_GPU:
             graph = torch.cuda.CUDAGraph()
@@ -272,4 +155,4 @@ def test_a_list_that_does_not_fit_is_refused() -> None:
     tables, lens = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE), torch.ones(2, dtype=torch.int32, device=DEVICE)
     for work in (WorkList.allocate(3, shape, DEVICE), WorkList.allocate(2, shape_of(4, 4, 16, q.dtype), DEVICE)):
         with pytest.raises(ValueError, match="does not fit"):
-            prefix_attention(q, pool[0], pool[1], tables, lens, 0.25, work)
+            prefix_attention(q, Pages(pool[0], pool[1], tables, lens), 0.25, work)

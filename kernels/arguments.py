@@ -1,0 +1,108 @@
+"""Tensors that travel together from op to op.
+
+Named tuples: `Pages` is made anew for every layer of every step, and a tuple is the cheapest object to make.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Pages(NamedTuple):
+    """One layer's K and V, and where in them the contexts of some sequences lie.
+
+    Slots that no context covers may hold anything, NaN included, and never influence a result.
+    """
+
+    k: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], one layer's half of the pool
+    v: Tensor  # the same
+    tables: Tensor  # [num_seqs, max_blocks] int32, block ids in logical order; unused entries may be anything
+    lens: Tensor  # [num_seqs] int32, tokens of each sequence that attention may see
+
+
+class Places(NamedTuple):
+    """Where the tokens of a step stand: the angles of their positions, and their slots in the pool."""
+
+    cos: Tensor  # [num_tokens, rotary_dim / 2] float32 (or float64)
+    sin: Tensor  # the same
+    slots: Tensor  # [num_tokens] int64, block_id * block_size + offset; -1 writes nothing
+
+
+class SamplingInputs(NamedTuple):
+    """How to draw one token for each of some rows of logits: see `minillm.kernels.reference.sample`."""
+
+    temperature: Tensor  # [rows] float32; 0 takes the largest logit
+    top_k: Tensor  # [rows] int64, 0 for all
+    top_p: Tensor  # [rows] float32, 1 for all
+    min_p: Tensor  # [rows] float32, 0 for all
+    seeds: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64, of the drawn token: with the seed the counter of the draw
+
+    def rows(self, index: Tensor | slice) -> SamplingInputs:
+        """The chosen rows of each tensor."""
+        return SamplingInputs(*(each[index] for each in self))
+
+
+class DecodeInputs(NamedTuple):
+    """The model's and the sampler's inputs for n decoding sequences; slices of buffers that never move."""
+
+    token_ids: Tensor  # [n] int64, as the next two
+    positions: Tensor
+    slot_mapping: Tensor
+    context_lens: Tensor  # [n] int32
+    block_tables: Tensor  # [n, width] int32
+    sampling: SamplingInputs
+
+    @classmethod
+    def allocate(cls, n: int, width: int, device: torch.device) -> DecodeInputs:
+        """Buffers for ``n`` sequences of up to ``width`` blocks."""
+
+        def zeros(dtype: torch.dtype, *columns: int) -> Tensor:
+            return torch.zeros(n, *columns, dtype=dtype, device=device)
+
+        return cls(
+            token_ids=zeros(torch.int64),
+            positions=zeros(torch.int64),
+            slot_mapping=zeros(torch.int64),
+            context_lens=zeros(torch.int32),
+            block_tables=zeros(torch.int32, width),
+            sampling=SamplingInputs(
+                temperature=zeros(torch.float32),
+                top_k=zeros(torch.int64),
+                top_p=zeros(torch.float32),
+                min_p=zeros(torch.float32),
+                seeds=zeros(torch.int64),
+                positions=zeros(torch.int64),
+            ),
+        )
+
+    def first(self, n: int) -> DecodeInputs:
+        """The first n rows of every buffer."""
+        return DecodeInputs(
+            self.token_ids[:n],
+            self.positions[:n],
+            self.slot_mapping[:n],
+            self.context_lens[:n],
+            self.block_tables[:n],
+            self.sampling.rows(slice(n)),
+        )
+
+
+class Field:
+    """The place of each word in a row of `minillm.kernels.decode_rows`. Floats are stored by their bits."""
+
+    TOKEN = 0  # to be computed next
+    POSITION = 1  # of that token
+    TEMPERATURE = 2  # float
+    TOP_K = 3
+    TOP_P = 4  # float
+    MIN_P = 5  # float
+    SEED_LOW = 6
+    SEED_HIGH = 7
+    REPETITION_PENALTY = 8  # float, as the next two
+    FREQUENCY_PENALTY = 9
+    PRESENCE_PENALTY = 10
+    TABLE = 16  # the first block id

@@ -1,0 +1,249 @@
+"""Rotary embedding and attention on a CPU, over the paged cache.
+
+Attention of one sequence needs no gather when its blocks happen to be consecutive, and the block manager makes that the
+usual case; several of similar lengths go through one call that gathers K only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from minillm.kernels import reference
+from minillm.kernels.arguments import Pages, Places
+from minillm.kernels.prefix_plan import WorkList
+
+# Several sequences at once are faster than one by one (16 of 270 tokens, 9/3 heads x 64: 0.83 ms a layer, 1.46) unless
+# padding spoils it.
+_GATHERED_SEQS = 2
+_GATHERED_PADDING = 2  # slots that are computed, per slot that counts
+_GATHERED_FLOATS = 16 << 20  # of K: 64 MB of scratch
+_SHORT_CONTEXT = 1024  # up to here two plain products are faster than the fused attention with its set-up: 64 to 104 us
+
+
+@dataclass(frozen=True)
+class Together:
+    """The KV slots of several sequences side by side: see `_attend_together`."""
+
+    rows: Tensor  # [seqs * kv heads * longest] int64, rows of a cache seen as [slots * kv heads, head_dim]
+    mask: Tensor  # [seqs * kv heads, query heads of each as padded, longest], -inf behind a sequence's end
+    gathered: Tensor  # [seqs * kv heads * longest, head_dim], room for K: new memory for each layer costs more
+    queries: Tensor  # [seqs * kv heads, query heads of each as padded, head_dim], room for q, and zeros
+    heads: Tensor  # [seqs, kv heads, query heads of each, head_dim], where in `queries` q goes
+    heads_rows: Tensor  # [seqs * heads * longest] int64, `rows` for each query head
+    heads_starts: Tensor  # [seqs * heads] int64, where each query head's begin
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one sequence's blocks lie."""
+
+    length: int  # in tokens
+    first: int  # the first block
+    blocks: Tensor | None  # all of them, where they are not consecutive: int64
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """Facts of a step that every layer's ops would otherwise work out again from its places and pages."""
+
+    padded: bool  # whether a slot is -1
+    turn: tuple[Tensor, Tensor]  # see `_turn`
+    decodes: Together | list[Span]  # at once where that is the fastest way, else one by one
+
+
+def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
+    """Work out once for all layers what depends on where the tokens lie.
+
+    Args:
+        places: of all tokens of the step.
+        decodes: the decoding sequences', in any layer.
+        num_heads: of the queries.
+    """
+    padded = bool((places.slots < 0).any())
+    return HostPlan(padded=padded, turn=_turn(places), decodes=_plan_decodes(decodes, num_heads))
+
+
+def _turn(places: Places) -> tuple[Tensor, Tensor]:
+    """Multipliers of a head's halves, and of the swapped halves, that rotate it.
+
+    ``[tokens, 1, 1, half]`` and ``[tokens, 1, 2, half]``: first * cos - second * sin, second * cos + first * sin.
+    """
+    return places.cos[:, None, None], torch.stack((-places.sin, places.sin), dim=1)[:, None]
+
+
+def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
+    _, _, num_kv_heads, head_dim = pages.k.shape
+    lengths = pages.lens.tolist()
+    longest = max(lengths, default=0)
+    if (
+        len(lengths) >= _GATHERED_SEQS
+        and min(lengths) > 0
+        and len(lengths) * longest <= _GATHERED_PADDING * sum(lengths)
+        and len(lengths) * longest * num_kv_heads * head_dim <= _GATHERED_FLOATS
+    ):
+        return _plan_together(pages, longest, num_heads)
+    return _spans(pages, lengths)
+
+
+def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
+    """Pad each sequence to the longest with its own first token, not with the slots that happen to follow: those may
+    hold NaN, and 0 * NaN is NaN.
+    """
+    k_cache, _, tables, lens = pages
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    num_seqs, group = len(lens), num_heads // num_kv_heads
+    hidden = torch.arange(longest) >= lens[:, None]
+    blocks = tables[:, : -(-longest // block_size), None]
+    slots = torch.add(torch.arange(block_size), blocks, alpha=block_size).flatten(1)[:, :longest]
+    slots = torch.where(hidden, blocks[:, 0] * block_size, slots)
+    rows = torch.add(torch.arange(num_kv_heads)[:, None], slots[:, None], alpha=num_kv_heads)
+    mask = torch.zeros(hidden.shape, dtype=k_cache.dtype).masked_fill_(hidden, float("-inf"))
+    queries = k_cache.new_zeros(num_seqs * num_kv_heads, _padded(group), head_dim)
+    return Together(
+        rows=rows.flatten(),
+        mask=mask.repeat_interleave(num_kv_heads, 0)[:, None].expand(-1, _padded(group), -1),
+        gathered=k_cache.new_empty(num_seqs * num_kv_heads * longest, head_dim),
+        queries=queries,
+        heads=queries[:, :group].view(-1, num_kv_heads, group, head_dim),
+        heads_rows=rows.repeat_interleave(group, 1).flatten(),
+        heads_starts=torch.arange(num_seqs * num_heads) * longest,
+    )
+
+
+def rotary_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Places,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: HostPlan | None = None,
+) -> None:
+    """See `reference.rotary_write_kv`; for whole heads in float32, and q and k at once where they lie side by side."""
+    half, num_tokens, num_heads = places.cos.shape[1], *q.shape[:2]
+    side_by_side = k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.itemsize and k.stride() == q.stride()
+    padded = bool((places.slots < 0).any()) if plan is None else plan.padded
+    if q.dtype != torch.float32 or 2 * half != q.shape[2] or not side_by_side or padded:
+        reference.rotary_write_kv(q, k, v, places, k_cache, v_cache)
+        return
+    # [tokens, q and k heads, 2, half]
+    both = q.as_strided((num_tokens, num_heads + k.shape[1], 2, half), (*q.stride()[:2], half, 1))
+    straight, across = _turn(places) if plan is None else plan.turn
+    changed_about = both.flip(2)
+    both.mul_(straight).addcmul_(changed_about, across)
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, places.slots, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, places.slots, v)
+
+
+def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
+    """One sequence's ``[num_kv_heads, length, head_dim]``: a view if its blocks are consecutive, else a copy."""
+    _, block_size, num_kv_heads, head_dim = cache.shape
+    first = span.first
+    if span.blocks is not None:
+        cache, first = cache.index_select(0, span.blocks), 0
+    # One call instead of a slice, a flatten, a slice and a transpose: decoding here spends its time on views.
+    return cache.as_strided(
+        (num_kv_heads, span.length, head_dim),
+        (head_dim, num_kv_heads * head_dim, 1),
+        cache.storage_offset() + first * block_size * num_kv_heads * head_dim,
+    )
+
+
+def _spans(pages: Pages, lengths: list[int]) -> list[Span]:
+    spans, block_size = [], pages.k.shape[1]
+    for row, length in zip(pages.tables.tolist(), lengths, strict=True):
+        blocks = row[: -(-length // block_size)]
+        first = blocks[0] if blocks else 0
+        consecutive = blocks == list(range(first, first + len(blocks)))
+        spans.append(Span(length, first, None if consecutive else torch.tensor(blocks)))
+    return spans
+
+
+def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:
+    """See `reference.paged_attention`."""
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = pages.k.shape[2]
+    decodes = _plan_decodes(pages, num_heads) if plan is None else plan.decodes
+    if isinstance(decodes, Together):
+        return _attend_together(q, pages, decodes, softmax_scale)
+    # The query heads of a kv head stand as a batch of queries: nothing is repeated.
+    grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim).unbind(0)
+    outputs = []
+    for query, span in zip(grouped, decodes, strict=True):
+        if not span.length:
+            outputs.append(torch.zeros_like(query))
+            continue
+        k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
+        outputs.append(_attend_one(query, k, v, softmax_scale))
+    if num_seqs == 1:
+        return outputs[0].view(q.shape)
+    return torch.stack(outputs).view(q.shape) if outputs else torch.empty_like(q)
+
+
+def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
+    """See `reference.prefix_attention`."""
+    return paged_attention(q, pages, softmax_scale)
+
+
+def _attend_one(query: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
+    """``query [kv heads, group, head_dim]`` over ``k, v [kv heads, length, head_dim]``."""
+    if query.dtype != torch.float32 or k.shape[1] > _SHORT_CONTEXT:
+        attended = functional.scaled_dot_product_attention(query[None], k[None], v[None], scale=softmax_scale)
+        return attended[0]
+    scores = torch.bmm(query * softmax_scale, k.transpose(1, 2))
+    return torch.bmm(scores.softmax(-1), v)
+
+
+def _padded(group: int) -> int:
+    """Rows of a product for a group of query heads: MKL multiplies 4 faster than 3."""
+    return 4 if group == 3 else group
+
+
+def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
+    """All sequences at once: a batched product over gathered K, and sums of V's rows where they lie.
+
+    Recommendation models form weighted sums of rows that a list names, and FBGEMM, which torch has for them, does it at
+    the speed of memory.
+    """
+    num_kv_heads, head_dim = pages.k.shape[2:]
+    # The query heads of a kv head are the rows of one product: nothing is repeated.
+    together.heads.copy_(q.view(together.heads.shape))
+    torch.index_select(pages.k.view(-1, head_dim), 0, together.rows, out=together.gathered)
+    k = together.gathered.view(together.queries.shape[0], -1, head_dim)
+    scores = torch.baddbmm(together.mask, together.queries, k.transpose(1, 2), alpha=softmax_scale)
+    weights = scores[:, : q.shape[1] // num_kv_heads].softmax(-1)
+    # `functional.embedding_bag` checks what is known here: 0 for sums, no gradient scaled by frequency, none sparse.
+    attended = torch.embedding_bag(
+        pages.v.view(-1, head_dim), together.heads_rows, together.heads_starts, False, 0, False, weights.view(-1)
+    )[0]
+    return attended.view(q.shape)
+
+
+def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
+    """See `reference.prefill_attention`."""
+    out = torch.empty_like(q)
+    starts = cu_seqlens.tolist()
+    for row, span in enumerate(_spans(pages, pages.lens.tolist())):
+        begin, end = starts[row], starts[row + 1]
+        if begin == end:
+            continue
+        k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
+        cached = span.length - (end - begin)
+        mask = None
+        if cached:
+            mask = torch.arange(span.length) <= torch.arange(cached, span.length)[:, None]
+        attended = functional.scaled_dot_product_attention(
+            q[begin:end].transpose(0, 1)[None],
+            k[None],
+            v[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=softmax_scale,
+            enable_gqa=True,
+        )
+        out[begin:end] = attended[0].transpose(0, 1)
+    return out

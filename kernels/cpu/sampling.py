@@ -1,0 +1,92 @@
+"""The sampler on a CPU: it looks at the likeliest thousand tokens first, and sorts all only where it has to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillm.kernels import reference
+from minillm.kernels.arguments import SamplingInputs
+
+_CANDIDATES = 1024  # tokens that the sampler looks at before it falls back to the whole vocabulary
+
+
+def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """See `reference.sample`: the same draws."""
+    token_ids = logits.argmax(-1)
+    drawn = inputs.temperature > 0
+    truncated = drawn & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
+    plain = drawn & ~truncated
+    if bool(plain.any()):
+        rows = plain.nonzero()[:, 0]
+        temperature, *_, seeds, positions = inputs.rows(rows)
+        ids = torch.arange(logits.shape[1], dtype=torch.int32)[None]
+        scaled = logits[rows]
+        scaled.sub_(scaled.gather(1, token_ids[rows, None]))  # the largest is 0 now: nothing overflows
+        scaled.div_(temperature[:, None])
+        token_ids[rows] = (scaled + reference.gumbel(seeds, positions, ids)).argmax(-1)
+    if bool(truncated.any()):
+        rows = truncated.nonzero()[:, 0]
+        some, inputs = logits[rows], inputs.rows(rows)
+        chosen, sure = _sample_candidates(some, inputs)
+        if not bool(sure.all()):
+            unsure = (~sure).nonzero()[:, 0]
+            chosen[unsure] = reference.sample(some[unsure], inputs.rows(unsure))
+        token_ids[rows] = chosen
+    return token_ids
+
+
+def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
+    """See `reference.sample_with_logprobs`."""
+    tokens = sample(logits.float(), inputs)
+    return tokens, reference.log_probabilities(logits, tokens)
+
+
+def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
+    """Draw from the largest logits only. Returns (token ids, whether no token outside could have been drawn)."""
+    temperature, top_k, top_p, min_p, seeds, positions = inputs
+    vocab = logits.shape[1]
+    wanted = torch.where(top_k > 0, top_k, _CANDIDATES)
+    count = min(vocab, int(wanted.max()) + 1)  # one more than is kept shows whether the cut falls among equals
+    values, ids = _largest(logits, count)
+    scaled = (values - values[:, :1]) / temperature[:, None]
+
+    rank = torch.arange(count)
+    kept = rank < torch.where(top_k > 0, top_k, vocab)[:, None]
+    last = (kept.sum(-1) - 1).clamp_(min=0)[:, None]
+    beyond = (last + 1).clamp_(max=count - 1)
+    tied = (values.gather(1, last) == values.gather(1, beyond)) & (last + 1 < count)
+    sure = (top_k > 0) & ~tied[:, 0]
+
+    all_scaled = (logits - values[:, :1]) / temperature[:, None]
+    total = torch.where(top_k > 0, scaled.masked_fill(~kept, float("-inf")).logsumexp(-1), all_scaled.logsumexp(-1))
+    probabilities = (scaled - total[:, None]).exp()
+    before = probabilities.cumsum(-1) - probabilities
+    cut = (before >= top_p[:, None]) & (top_p < 1)[:, None] & (rank > 0)
+    cut |= scaled < torch.log(min_p)[:, None]
+    # Tokens behind the last candidate are cut if it and its equals are: `topk` picks any among equals.
+    tail_is_cut = (cut | (values != values[:, -1:])).all(-1)
+    sure |= (top_k == 0) & tail_is_cut
+    if count == vocab:
+        sure[:] = True
+    score = scaled + reference.gumbel(seeds, positions, ids.to(torch.int32))
+    choice = score.masked_fill(~kept | cut, float("-inf")).argmax(-1, keepdim=True)
+    return ids.gather(1, choice)[:, 0], sure
+
+
+def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """``torch.topk``, the lower id first among equals; of those equal to the last one it may hold any."""
+    values, ids = logits.topk(count)
+    ids, by_id = ids.sort(-1)
+    values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See `reference.top_log_probabilities`; without sorting the vocabulary."""
+    values, ids = _largest(logits, count)
+    equal = values == values[:, -1:]
+    more = (logits == values[:, -1:]).sum(-1) > equal.sum(-1)
+    for row in more.nonzero()[:, 0].tolist():  # rows whose last token has equals outside: those of the lowest ids count
+        ids[row, equal[row]] = (logits[row] == values[row, -1]).nonzero()[: int(equal[row].sum()), 0]
+    return values - logits.logsumexp(-1, keepdim=True), ids

@@ -1,0 +1,30 @@
+"""The ops on a GPU: Triton's, under the names of their contracts in `minillm.kernels.reference`."""
+
+from minillm.kernels.activation import silu_mul
+from minillm.kernels.blocks import block_copy, gather_blocks, scatter_blocks
+from minillm.kernels.chunked_prefill import prefill_attention
+from minillm.kernels.decode_attention import paged_attention
+from minillm.kernels.decode_rows import begin_decode, end_decode, penalise
+from minillm.kernels.norm import rms_norm
+from minillm.kernels.prefix_decode_attention import prefix_attention
+from minillm.kernels.rotary import rotary_write_kv
+from minillm.kernels.sampling import sample, sample_with_logprobs
+from minillm.kernels.top_k import top_log_probabilities
+
+__all__ = [
+    "begin_decode",
+    "block_copy",
+    "end_decode",
+    "gather_blocks",
+    "paged_attention",
+    "penalise",
+    "prefill_attention",
+    "prefix_attention",
+    "rms_norm",
+    "rotary_write_kv",
+    "sample",
+    "sample_with_logprobs",
+    "scatter_blocks",
+    "silu_mul",
+    "top_log_probabilities",
+]

@@ -1,0 +1,84 @@
+"""``minillm completions``: a script for a shell, which asks this command at every Tab what may follow.
+
+So what is offered never falls behind the parser, nor behind the models that there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from minillm.cli.main import command_parser
+from minillm.cli.parser import Parser
+from minillm.weights.files import downloaded
+from minillm.weights.manifest import load_manifest
+
+_SCRIPTS = {
+    "bash": r"""# eval "$(minillm completions bash)" in ~/.bashrc
+_minillm() {
+    local IFS=$'\n'
+    COMPREPLY=($(minillm completions bash "${COMP_WORDS[@]:0:COMP_CWORD+1}" 2>/dev/null))
+}
+complete -o default -F _minillm minillm
+""",
+    "zsh": r"""#compdef minillm
+# eval "$(minillm completions zsh)" in ~/.zshrc, behind compinit
+_minillm() {
+    local -a found=("${(@f)$(minillm completions zsh "${(@)words[1,CURRENT]}" 2>/dev/null)}")
+    if [[ -n "$found" ]]; then compadd -- $found; else _files; fi
+}
+compdef _minillm minillm
+""",
+    "fish": r"""# minillm completions fish > ~/.config/fish/completions/minillm.fish
+function __minillm
+    set -l found (minillm completions fish (commandline -opc) (commandline -ct) 2>/dev/null)
+    if set -q found[1]
+        printf '%s\n' $found
+    else
+        __fish_complete_path (commandline -ct)
+    end
+end
+complete -c minillm -f -a '(__minillm)'
+""",
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = candidates(command_parser(), arguments.words[1:]) if arguments.words else [_SCRIPTS[arguments.shell]]
+    for each in found:
+        print(each)
+    return 0
+
+
+def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
+    """What the last of ``words`` may be, given those before it; nothing where a file or any text may stand."""
+    *before, last = words
+    option: argparse.Action | None = None  # whose value comes next
+    for word in before:
+        actions = parser.filled()._actions
+        commands = next((each.choices for each in actions if isinstance(each, argparse._SubParsersAction)), {})
+        if word == "=":  # bash makes three words of --model=x
+            continue
+        if option is None and word.startswith("-"):
+            option = next((each for each in actions if word in each.option_strings and each.nargs is None), None)
+        else:
+            parser = parser if option is not None else commands.get(word, parser)
+            option = None
+    actions = parser.filled()._actions
+    if option is None and last.startswith("-"):
+        found = [text for each in actions if each.help != argparse.SUPPRESS for text in each.option_strings]
+    else:
+        places = [option] if option is not None else [each for each in actions if not each.option_strings]
+        found = [value for each in places for value in _values(each)]
+    return [each for each in found if each.startswith(last.removeprefix("="))]
+
+
+def _values(action: argparse.Action) -> list[str]:
+    """All values of an option or of a place, where they can be listed."""
+    if action.choices is not None:
+        return list(action.choices)
+    if action.dest in ("model", "downloaded"):
+        listed = load_manifest().models if action.dest == "model" else []
+        return list(dict.fromkeys([*listed, *(files.name for files in downloaded())]))
+    metavar = str(action.metavar)
+    return metavar.strip("{}").split(",") if metavar.startswith("{") else []

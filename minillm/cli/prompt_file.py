@@ -1,0 +1,136 @@
+"""The prompts of ``minillm generate``: from the command line, a file or standard input; as text, lines or JSON."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minillm.errors import UsageError
+from minillm.progress import say
+from minillm.text.chat_template import plain_messages
+from minillm.text.safe import parse_json
+
+_MAX_BYTES = 256 << 20
+_PATIENCE = 10.0  # seconds until something must come through a pipe that nobody mentioned
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line of work: a prompt or a conversation, and the parameters that differ from the command line's."""
+
+    prompt: str | list[int] | None
+    messages: list[dict[str, str]] | None
+    params: dict[str, Any]
+    name: str | None  # the caller's id for it
+    where: str  # for error messages
+
+
+def read_requests(prompts: Sequence[str], file: str | None, form: str | None) -> list[Request]:
+    """All requests, in their order.
+
+    Args:
+        prompts: of the command line. Piped text is put after each, with a blank line between.
+        file: a path; "-" is standard input, which is waited for however long it takes.
+        form: "lines": every line of the file is a prompt; "jsonl": every line is a JSON object; None: the whole file is
+            a prompt, unless it is called ``*.jsonl``.
+
+    Raises:
+        UsageError: a request is wrong, or there is none; the message names its line.
+    """
+    if prompts:
+        if file not in (None, "-"):
+            raise UsageError("give prompts either as arguments or with --file, not both")
+        piped = _read("-") if file == "-" or _is_piped() else ""
+        tail = f"\n\n{piped.rstrip()}" if piped.strip() else ""
+        return [_text_request(text, f"prompt {i}", tail) for i, text in enumerate(prompts, 1)]
+    source = file or "-"
+    asked = file is None and os.isatty(0)
+    text = "" if asked else _read(source)
+    if file is None and not text.strip():
+        why = "no prompt" if asked else "no prompt, standard input is empty"
+        raise UsageError(f'{why}: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
+    name = "standard input" if source == "-" else source
+    lines = [(f"{name}:{number}", line) for number, line in enumerate(_lines(text), 1) if line.strip()]
+    if form == "jsonl" or (source.endswith(".jsonl") and form is None):
+        requests = [_json_request(line, where) for where, line in lines]
+    elif form == "lines":
+        requests = [_text_request(line, where) for where, line in lines]
+    else:
+        requests = [_text_request(text.removesuffix("\n"), name)]
+    if not requests:
+        raise UsageError(f"{name} holds no prompt")
+    return requests
+
+
+def _is_piped() -> bool:
+    """Whether standard input holds text for the prompts of the command line.
+
+    It does if it is a file, or a pipe through which something comes. A file that was read before belongs to a loop
+    (``while read line; do minillm generate "$line"; done``). Nothing may ever come through a pipe that was inherited,
+    from a server or another program; it must not be waited for without end.
+    """
+    try:
+        mode = os.fstat(0).st_mode
+        if stat.S_ISREG(mode):
+            return os.lseek(0, 0, os.SEEK_CUR) == 0
+        if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+            return False
+        if select.select([0], [], [], _PATIENCE)[0]:
+            return True
+    except OSError:
+        return False
+    say(f"nothing came through standard input in {_PATIENCE:g} seconds: going on without it (--file - waits)")
+    return False
+
+
+def _read(source: str) -> str:
+    try:
+        number = 0 if source == "-" else os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # without a writer it is empty
+        os.set_blocking(number, True)
+        with open(number, "rb") as stream:
+            data = stream.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read {source}: {error.strerror}") from None
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"{source} is larger than {_MAX_BYTES >> 20} MB; split it")
+    return data.decode("utf-8-sig", errors="replace")
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as files have them; `str.splitlines` would break a text, and JSON, at U+2028, U+0085 and their like too."""
+    return text.replace("\r\n", "\n").split("\n")
+
+
+def _text_request(text: str, where: str, tail: str = "") -> Request:
+    if not text.strip():
+        raise UsageError(f"{where} is empty")
+    return Request(text + tail, None, {}, None, where)
+
+
+def _json_request(line: str, where: str) -> Request:
+    """``{"prompt": text or ids}`` or ``{"messages": […]}``, an optional "id", and sampling parameters by name."""
+    try:
+        value = parse_json(line)
+    except ValueError as error:
+        raise UsageError(f"{where}: not JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise UsageError(f'{where}: a request is an object such as {{"prompt": "…"}}, not {line.strip()[:40]!r}')
+    params = dict(value)
+    prompt, messages, name = (params.pop(key, None) for key in ("prompt", "messages", "id"))
+    if (prompt is None) == (messages is None):
+        raise UsageError(f'{where}: give either "prompt" or "messages"')
+    if messages is not None:
+        try:
+            messages = plain_messages(messages)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+    elif isinstance(prompt, str):
+        if not prompt.strip():
+            raise UsageError(f"{where}: the prompt is empty")
+    elif not (isinstance(prompt, list) and all(type(each) is int for each in prompt)):
+        raise UsageError(f'{where}: "prompt" is text or a list of token ids')
+    return Request(prompt, messages, params, None if name is None else str(name), where)

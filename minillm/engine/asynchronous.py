@@ -1,0 +1,26 @@
+"""A stream for asyncio, made of one that blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
+from functools import partial
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+async def in_threads(items: Generator[Item, None, None]) -> AsyncGenerator[Item, None]:
+    """Yield the items of a generator, each of which is awaited in a thread; closing this closes the generator."""
+    lock = threading.Lock()  # a cancelled task leaves its thread behind, which must end before the generator is closed
+
+    def locked(step: Callable[[], Item | None]) -> Item | None:
+        with lock:
+            return step()
+
+    try:
+        while (item := await asyncio.to_thread(locked, partial(next, items, None))) is not None:
+            yield item
+    finally:
+        await asyncio.shield(asyncio.to_thread(locked, items.close))

@@ -1,0 +1,79 @@
+"""Figures about an engine: its pool, and the work of its steps."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from minillm.cache import CacheStats, pool_stats
+from minillm.engine.scheduler import Scheduler
+from minillm.sequence import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The work of one step, and where its time went. Blocks for swapped and copied ones."""
+
+    number: int
+    num_prefills: int  # chunks of prompts
+    num_prefill_tokens: int
+    num_decodes: int
+    num_preempted: int  # groups
+    num_swapped_out: int
+    num_swapped_in: int
+    seconds: float
+    device_seconds: float  # giving the device its work and waiting for it; the rest is the host's own
+    ended: float  # on the clock of `time.monotonic`
+
+
+class Figures:
+    """Counts as an engine goes on."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.num_steps = 0
+        self.last_step: StepReport | None = None  # the one whose tokens came last
+        self.device_seconds = 0.0  # since the last report
+        self.reset_peaks()
+
+    def reset_peaks(self) -> None:
+        """Begin to count peak and mean use anew: a run begins."""
+        self._peak_used = self._sum_used = self._steps_counted = 0
+
+    def count_blocks(self) -> None:
+        """Note how much of the pool a step uses that is about to be launched."""
+        used = self._scheduler.cache.num_blocks - self._scheduler.cache.num_free
+        self._peak_used, self._sum_used = max(self._peak_used, used), self._sum_used + used
+        self._steps_counted += 1
+        self.num_steps += 1
+
+    def report(self, schedule: Schedule, began: float) -> None:
+        """Make the report of a step that has been concluded just now."""
+        ended = time.monotonic()
+        self.last_step = StepReport(
+            number=self.num_steps,
+            num_prefills=len(schedule.prefills),
+            num_prefill_tokens=sum(chunk.count for chunk in schedule.prefills),
+            num_decodes=len(schedule.decodes),
+            num_preempted=len(schedule.preempted),
+            num_swapped_out=len(schedule.moves.out),
+            num_swapped_in=len(schedule.moves.back),
+            seconds=ended - began,
+            device_seconds=self.device_seconds,
+            ended=ended,
+        )
+        self.device_seconds = 0.0
+
+    def cache_stats(self) -> CacheStats:
+        """Token-true figures of this moment, and of everything since the start (or `reset_peaks`)."""
+        preemption, swap = self._scheduler.preemption, self._scheduler.preemption.swap
+        return replace(
+            pool_stats(self._scheduler.cache),
+            num_preemptions=preemption.count,
+            num_swapped_out=swap.num_swapped_out,
+            num_swapped_in=swap.num_swapped_in,
+            host_blocks_used=swap.num_blocks - swap.num_free,
+            pinned_blocks=self._scheduler.idle.num_pinned_blocks,
+            peak_used_blocks=self._peak_used,
+            mean_used_blocks=self._sum_used / self._steps_counted if self._steps_counted else 0.0,
+        )

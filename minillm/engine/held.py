@@ -1,0 +1,72 @@
+"""Sequences whose blocks stay when their request has ended: the verbs of branches, pinned prefixes and the chat."""
+
+from __future__ import annotations
+
+from minillm.engine.admission import blocks_at_most
+from minillm.engine.driver import Driver, Request
+from minillm.errors import MinillmError
+from minillm.outputs import RequestOutput
+from minillm.sequence import Sequence, SequenceGroup
+
+
+def hold(driver: Driver, requests: list[Request]) -> list[tuple[Sequence, RequestOutput]]:
+    """Run requests of one completion each whose blocks stay: their sequences are idle then.
+
+    Raises:
+        MinillmError: one of them failed; nothing stays then.
+    """
+    sequences: dict[int, Sequence] = {}
+    outputs: dict[int, RequestOutput] = {}
+    jobs = iter([[(number, lambda each=each: each) for number, each in enumerate(requests)]])
+
+    def note(number: int, group: SequenceGroup) -> None:
+        sequences[number] = group.sequences[0]
+
+    try:
+        for number, result in driver.run(lambda room: next(jobs, []), added=note):
+            if not isinstance(result, RequestOutput):
+                continue
+            if result.error is not None:
+                raise MinillmError(result.error)
+            outputs[number] = result
+    except BaseException:
+        for sequence in sequences.values():
+            release(driver, sequence)
+        raise
+    return [(sequences[number], outputs[number]) for number in range(len(requests))]
+
+
+def fork_idle(driver: Driver, sequence: Sequence, num_tokens: int | None = None) -> Sequence:
+    """Another idle sequence that shares the first ``num_tokens`` tokens (all by default) of an idle one."""
+    count = len(sequence.token_ids) if num_tokens is None else num_tokens
+    with driver.locked() as engine:
+        if sequence.table is None:  # pressure has taken its blocks
+            return Sequence(engine.requests.new_seq_id(), sequence.token_ids[:count], count)
+        child = engine.requests.fork(sequence, count)
+        child.num_prompt_tokens = count
+        engine.scheduler.idle.keep(child)
+        return child
+
+
+def release(driver: Driver, sequence: Sequence) -> None:
+    """Free an idle sequence's blocks."""
+    with driver.locked() as engine:
+        engine.scheduler.idle.release(sequence)
+
+
+def pin(driver: Driver, sequence: Sequence) -> None:
+    """Keep an idle sequence's blocks under any load: a system prompt's, say. `unpin` lets it go.
+
+    Raises:
+        CapacityError: more than half of the pool would be pinned, or a request could not run any more.
+    """
+    with driver.locked() as engine:
+        scheduler = engine.scheduler
+        groups, size = (*scheduler.running, *scheduler.waiting), scheduler.cache.block_size
+        scheduler.idle.pin(sequence, (blocks_at_most(group, size) for group in groups))
+
+
+def unpin(driver: Driver, sequence: Sequence) -> None:
+    """Free a pinned sequence's blocks; does nothing where that has been done."""
+    with driver.locked() as engine:
+        engine.scheduler.idle.unpin(sequence)

@@ -1,0 +1,88 @@
+"""As many threads as cores are free.
+
+The threads of an op wait for each other at its end. Where one of them has lost its core to another program, all others
+spin until it is back, which makes every op as slow as the scheduler's time slices: ten times slower and more. One
+thread fewer costs little. So the load of others is looked at again and again, and torch gets the free cores.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from minillm.runner.step import StepWork
+
+_EVERY = 0.25  # seconds between two looks
+_TOLERATED = 0.35  # of a core: less than that may be taken by others from the last thread
+_STAT = Path("/proc/stat")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
+
+
+class FreeCores:
+    """Sets torch's number of threads before a step; see `minillm.runner.step.StepObserver`.
+
+    It never exceeds the number that torch has when this is made, and a number that somebody else sets stays.
+    """
+
+    def __init__(self, read: Callable[[], float] | None = None) -> None:
+        """
+        Args:
+            read: seconds of all cores that this process may use, since the start of the machine, in which they were
+                busy; by default the system's own count.
+        """
+        self._read = read or _busy_seconds
+        self._most = max(1, min(torch.get_num_threads(), _quota()))
+        self._cores = len(os.sched_getaffinity(0))
+        self._ours = torch.get_num_threads()
+        self._seen = self._clocks()
+
+    def begin(self, work: StepWork) -> None:
+        if time.monotonic() - self._seen[0] >= _EVERY:
+            self.look()
+
+    def end(self) -> None:
+        pass
+
+    def look(self) -> None:
+        """Give torch the cores that were free since the last look."""
+        before, self._seen = self._seen, self._clocks()
+        seconds, busy, own = (now - then for now, then in zip(self._seen, before, strict=True))
+        others = max(0.0, busy - own) / seconds
+        wanted = max(1, min(self._most, math.floor(self._cores - others + _TOLERATED)))
+        if torch.get_num_threads() == self._ours != wanted:
+            torch.set_num_threads(wanted)
+            self._ours = wanted
+
+    def _clocks(self) -> tuple[float, float, float]:
+        return time.monotonic(), self._read(), time.process_time()
+
+
+def follows_free_cores() -> bool:
+    """Whether the number of threads is ours to choose: the system tells the load, and the user has set nothing."""
+    return _STAT.exists() and not any(name in os.environ for name in _USERS_OWN)
+
+
+def _busy_seconds() -> float:
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in _STAT.read_text().splitlines():
+        name, *counts = line.split()
+        if name in names:
+            user, nice, system, _, _, irq, softirq, steal = map(int, counts[:8])  # between them: idle and iowait
+            ticks += user + nice + system + irq + softirq + steal
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _quota() -> int:
+    """The cores that the process's container may use."""
+    try:
+        quota, period = _QUOTA.read_text().split()
+        return max(1, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # none, or no limit
+        return os.cpu_count() or 1

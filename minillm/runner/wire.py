@@ -1,0 +1,27 @@
+"""A step's work as a message to another rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from minillm.cache import HostMoves
+from minillm.runner.step import ChunkWork, DecodeWork, StepWork
+
+
+def encode(work: StepWork) -> bytes:
+    decode, chunks = work.decode, [_values(chunk) for chunk in work.chunks]
+    message = [_values(work.moves), work.copies, decode and _values(decode), chunks, work.num_decodes]
+    return msgspec.msgpack.encode(message)
+
+
+def decode(message: bytes) -> StepWork:
+    moves, copies, decoded, chunks, num_decodes = msgspec.msgpack.decode(message)
+    works = [ChunkWork(*chunk) for chunk in chunks]
+    return StepWork(HostMoves(*moves), copies, None if decoded is None else DecodeWork(*decoded), works, num_decodes)
+
+
+def _values(record: Any) -> list[Any]:
+    """A record's values in their order: names would be most of the message."""
+    return [getattr(record, name) for name in record.__slots__]

@@ -1,0 +1,108 @@
+"""The user's settings for all commands, where flags say nothing: ``config.toml`` in the configuration directory.
+
+model = "smollm2-360m"
+system = "You are brief."    # of the chat
+theme = "light"              # or "dark"
+
+[sampling]                   # as the flags of `minillm generate`
+temperature = 0.6
+
+[beams]                      # beam search instead of sampling
+beam_width = 4
+
+[engine]                     # as the flags of `minillm chat`
+num_blocks = 2000
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from minillm.checks import check_names, declared, shown
+from minillm.config import EngineConfig
+from minillm.errors import UsageError
+from minillm.params import BeamSearchParams, SamplingParams
+from minillm.paths import config_dir, expanded
+from minillm.text.reading import read_bytes
+from minillm.text.safe import clean_line
+from minillm.weights.manifest import default_model
+
+_MAX_BYTES = 1 << 20
+_THEMES = ("dark", "light")
+_SAMPLING = {name for name, _, _ in declared(SamplingParams)}
+_SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
+_SHARED = (_SAMPLING & _SEARCH) - {"n"}  # what a search takes over from sampling
+
+
+@dataclass(frozen=True)
+class UserConfig:
+    """What the file says; empty where it says nothing."""
+
+    model: str = ""
+    system: str = ""
+    theme: str = ""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    beams: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, is_text = getattr(self, each.name), each.default == ""
+            if not isinstance(value, str if is_text else dict):
+                wanted = f"{each.name} must be a text" if is_text else f"[{each.name}] must be a table"
+                raise UsageError(f"{wanted}, not {shown(value)}")
+        if self.theme and self.theme not in _THEMES:
+            raise UsageError(f"theme must be dark or light, not {shown(self.theme)}")
+        EngineConfig(**self.engine)
+        SamplingParams(**self.sampling)
+        BeamSearchParams(**self.beams)
+
+    def choose_model(self, flag: str | None) -> str:
+        """The model of the first that names one: the flag, ``MINILLM_MODEL``, this file, weights.toml."""
+        return flag or os.environ.get("MINILLM_MODEL") or self.model or default_model()
+
+    def request_values(self, given: Mapping[str, Any], defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
+        """The parameters of a request: those of BeamSearchParams where one is ``beam_width``, else of SamplingParams.
+
+        Args:
+            given: what the caller asks for. A name that belongs to one of the two alone decides between them; without
+                such a name this file does.
+            defaults: the model's own, which this file goes before.
+        """
+        values = {**defaults, **self.sampling}
+        search = set(given) & (_SEARCH - _SAMPLING)
+        sample = set(given) & (_SAMPLING - _SEARCH)
+        if search or (int(self.beams.get("beam_width", 1)) > 1 and not sample):
+            shared = {name: value for name, value in values.items() if name in _SHARED}
+            return {"beam_width": BeamSearchParams.beam_width, **shared, **self.beams, **given}
+        return {**values, **given}
+
+
+def config_path() -> Path:
+    return config_dir() / "config.toml"
+
+
+def read_config(file: str | None = None) -> UserConfig:
+    """Read ``file``; the user's own, which need not exist, where it is None.
+
+    Raises:
+        UsageError: it is no TOML, or says something that is unknown or out of range; the message names the file.
+    """
+    path = config_path() if file is None else expanded(file, "--config")
+    try:
+        values = tomllib.loads(read_bytes(path, _MAX_BYTES).decode("utf-8"))
+        check_names(values, [each.name for each in fields(UserConfig)], "setting")
+        return UserConfig(**values)
+    except FileNotFoundError:
+        if file is not None:
+            raise UsageError(f"there is no {path}") from None
+        return UserConfig()
+    except (OSError, ValueError, RecursionError) as error:  # no TOML, no UTF-8, nested without end
+        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or clean_line(str(error))}") from None
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None

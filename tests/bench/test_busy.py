@@ -1,0 +1,108 @@
+"""Processes beside a measurement: they compute, and none outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from minillm.bench.busy import busy
+
+_HOLDS = """
+import time
+from minillm.bench.busy import busy
+with busy(2):
+    print("begun", flush=True)
+    time.sleep(600)
+"""
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def processor_time(pid: int) -> int:
+    """In ticks; that of a process which has ended does not grow."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return int(user) + int(system)
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("this did not come about")
+
+
+@pytest.fixture
+def holding() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A process that lets two others compute, and these."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "begun\n"
+            yield process, children(process.pid)
+        finally:
+            process.kill()
+
+
+def test_they_compute_inside_the_with_and_end_with_it() -> None:
+    before = set(children(os.getpid()))
+    with busy(2):
+        [*pids] = set(children(os.getpid())) - before
+        assert len(pids) == 2
+        for pid in pids:
+            until(lambda pid=pid: processor_time(pid) > 5)  # type: ignore[misc]
+    assert set(children(os.getpid())) <= before
+
+
+def test_an_error_inside_ends_them() -> None:
+    before = set(children(os.getpid()))
+    with pytest.raises(ZeroDivisionError), busy(1):
+        1 / 0  # noqa: B018
+    assert set(children(os.getpid())) <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_none_outlives_a_process_that_is_stopped(
+    holding: tuple[subprocess.Popen[str], list[int]], number: signal.Signals
+) -> None:
+    process, others = holding
+    assert len(others) == 2
+    process.send_signal(number)
+    process.wait()
+    until(lambda: not any(is_there(pid) for pid in others))
+
+
+def test_ctrl_c_on_a_terminal_reaches_all_of_them_at_once() -> None:
+    """The whole group gets the signal: nobody prints a traceback but the process that was told to sleep."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        others = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate()
+    assert errors.count("Traceback") == 1
+    until(lambda: not any(is_there(pid) for pid in others))

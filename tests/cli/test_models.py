@@ -1,0 +1,176 @@
+"""The commands about models, and the completion of words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm import machine
+from minillm.cli.main import main
+from minillm.weights.files import FileRecord, downloading, models_dir, place, sha256_of
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"MINILLM_{name}", str(tmp_path / name))
+    monkeypatch.delenv("MINILLM_MODEL", raising=False)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def download(name: str, model: Path) -> None:
+    """Make ``name`` a downloaded model with the files of ``model``."""
+    with downloading(name, print) as partial:
+        records = []
+        for path in model.iterdir():
+            (partial / path.name).write_bytes(path.read_bytes())
+            records.append(FileRecord(path.name, path.stat().st_size, sha256_of(path)))
+        place(name, partial, "the hub (org/tiny)", records, {})
+
+
+def test_a_downloaded_model_is_shown_listed_verified_and_removed(run: Run, tiny_model: Path) -> None:
+    download("org/tiny", tiny_model)
+    shown = json.loads(run("show", "org/tiny", "--json")[1])
+    assert shown["source"] == "the hub (org/tiny)"
+    assert shown["path"] == str(models_dir() / "org--tiny")
+    assert shown["size"] > 100_000
+    assert shown["stored_as"].startswith("F32")
+    assert shown["chat_template"] is True
+    assert shown["context"] == 512
+    assert "org/tiny" in run("models")[1]
+    assert "org/tiny" in run("info")[1]
+    code, out, _ = run("pull", "org/tiny", "--verify")
+    assert code == 0
+    assert "is here already, every file has its sha256" in out
+    (models_dir() / "org--tiny" / "config.json").write_bytes(b" " * (tiny_model / "config.json").stat().st_size)
+    assert "`minillm rm org/tiny`" in run("pull", "org/tiny", "--verify")[2]
+    code, out, _ = run("rm", "org/tiny")
+    assert code == 0
+    assert "are free again" in out
+    assert list(models_dir().glob("*/")) == []
+    assert run("rm", "org/tiny")[0] == 2
+
+
+def test_a_directory_and_a_model_that_is_not_here_are_shown(run: Run, tiny_model: Path) -> None:
+    code, out, _ = run("show", str(tiny_model))
+    assert code == 0
+    for words in (
+        f"path                  {tiny_model}",
+        "context               512",
+        "stored as             F32 (100%)",
+    ):
+        assert words in out
+    out = run("show", "llama-3.2-1b")[1]
+    assert "not downloaded" in out
+    assert "gated                 yes" in out
+    assert "the hub (meta-llama/Llama-3.2-1B-Instruct)" in out
+    assert "the hub (org/name)" in run("show", "org/name")[1]
+    code, out, _ = run("pull", str(tiny_model), "--verify")
+    assert out == f"{tiny_model} is here already: {tiny_model} (from {tiny_model})\n"
+
+
+def test_show_reads_no_weights(run: Run, tiny_model: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(tiny_model, tmp_path / "damaged")
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    code, out, said = run("show", str(tmp_path / "damaged"))
+    assert (code, out, said.count("\n")) == (1, "", 1)
+
+
+def test_models_says_what_fits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory", lambda: (1 << 30, 4 << 30))
+    monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 0)
+
+    def fits() -> dict[str, str]:
+        return {row["name"]: row["fits"] for row in map(json.loads, run("models", "--json")[1].splitlines())}
+
+    assert [fits()[name] for name in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b")] == ["CPU", "CPU", "no"]
+    monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 24 << 30)
+    assert [fits()[name] for name in ("smollm2-135m", "llama-3.1-8b")] == ["GPU", "GPU"]
+    assert "a GPU with 25.8 GB" in run("models")[1]
+
+
+def test_info_knows_the_machine(run: Run) -> None:
+    facts: dict[str, Any] = json.loads(run("info", "--json")[1])
+    assert machine.processor() in facts["devices"]["cpu"]
+    assert "1 threads" not in facts["devices"]["cpu"]
+    available, total = machine.memory()
+    assert 0 < available <= total
+    assert facts["devices"]["memory"].endswith(f"of {total / 2**30:.1f} GiB free")
+
+
+def test_the_configured_model_is_the_default(run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINILLM_MODEL", str(tiny_model))
+    assert run("pull")[1].startswith(f"{tiny_model} is here already")
+    assert f"name                  {tiny_model}" in run("show")[1]
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+def completed(run: Run, *words: str) -> list[str]:
+    code, out, _ = run("completions", "bash", "minillm", *words)
+    assert code == 0
+    return out.splitlines()
+
+
+def test_words_are_completed_from_the_parser(run: Run, tiny_model: Path) -> None:
+    assert {"chat", "generate", "show", "rm", "completions"} <= set(completed(run, ""))
+    assert completed(run, "ge") == ["generate"]
+    assert completed(run, "--") == ["--help", "--version"]
+    assert completed(run, "generate", "--tem") == ["--temperature"]
+    assert "-t" in completed(run, "generate", "a prompt", "-")
+    assert completed(run, "generate", "--dtype", "fl") == completed(run, "generate", "--dtype", "=", "fl")
+    assert completed(run, "generate", "--dtype", "=") == ["auto", "float32", "bfloat16", "float16"]
+    assert completed(run, "chat", "--theme", "") == ["dark", "light"]
+    assert completed(run, "bench", "lat") == ["latency"]
+    assert "--batch-size" in completed(run, "bench", "latency", "--b")
+    for anything in (
+        ("generate", ""),
+        ("generate", "--config", ""),
+        ("generate", "--system", "--"),
+        ("pull", "x", "-x"),
+    ):
+        assert completed(run, *anything) == []
+    download("org/tiny", tiny_model)
+    assert completed(run, "rm", "") == ["org/tiny"]
+    assert completed(run, "pull", "smollm2-1") == ["smollm2-135m", "smollm2-1.7b"]
+    assert "org/tiny" in completed(run, "generate", "-m", "")
+
+
+def test_bash_completes_with_the_script(tmp_path: Path) -> None:
+    program = tmp_path / "minillm"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m minillm "$@"\n')
+    program.chmod(0o755)
+    script = """
+eval "$(minillm completions bash)"
+complete -p minillm
+for line in "ge" "generate --beam-w" "generate -m smollm2-3" "generate --config "; do
+    COMP_WORDS=(minillm ${line}); [[ $line == *" " ]] && COMP_WORDS+=("")
+    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+    _minillm
+    echo "${#COMPREPLY[@]}: ${COMPREPLY[*]}"
+done
+"""
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MINILLM_CACHE": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "complete -o default -F _minillm minillm", "1: generate", "1: --beam-width", "1: smollm2-360m", "0: ",
+    ]  # fmt: skip

@@ -1,0 +1,65 @@
+"""Causal attention of chunks over block tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from shapes import (
+    DEVICE,
+    DTYPES,
+    HEADS,
+    ON_GPU,
+    TOLERANCE,
+    drawn,
+    dtypes,
+    in_float64,
+    long,
+    make_pool,
+    randn,
+    relative_error,
+)
+
+from minillm.kernels import reference
+
+pytest.importorskip("triton")
+from minillm.kernels.chunked_prefill import prefill_attention
+
+
+def check_prefill(
+    dtype: torch.dtype, heads: tuple[int, int, int], block_size: int, chunks: list[tuple[int, int]], seed: int
+) -> None:
+    """``chunks`` lists (tokens of the chunk, tokens cached before it)."""
+    num_heads, kv_heads, head_dim = heads
+    lengths = [count + cached if count else cached for count, cached in chunks]
+    pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed)
+    counts = [count for count, _ in chunks]
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+    q = randn(sum(counts), num_heads + 2, head_dim, dtype=dtype)[:, 1:-1]
+    exact = reference.prefill_attention(q.double(), in_float64(pool), starts, head_dim**-0.5)
+    assert relative_error(prefill_attention(q, pool, starts, head_dim**-0.5), exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_prefill_attention_of_mixed_chunks(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+    chunks = [(1, 0), (5, 0), (16, 24), (0, 9), (66, 1), (1, 40)]
+    chunks += [(1000, 0), (130, 3000), (4095, 0)] if ON_GPU else []
+    for block_size in (1, 4, 16, 256) if ON_GPU else (16,):
+        check_prefill(dtype, heads, block_size, chunks, 2)
+
+
+@drawn
+@given(
+    dtype=dtypes,
+    heads=st.sampled_from(HEADS),
+    block_size=st.sampled_from([1, 2, 8, 16, 64, 256]),
+    chunks=st.lists(st.tuples(st.integers(0, long // 2), st.integers(0, long // 2)), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_prefill_attention(
+    dtype: torch.dtype, heads: tuple[int, int, int], block_size: int, chunks: list[tuple[int, int]], seed: int
+) -> None:
+    if sum(count for count, _ in chunks):
+        check_prefill(dtype, heads, block_size, chunks, seed)

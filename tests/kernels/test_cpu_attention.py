@@ -1,0 +1,124 @@
+"""Attention and rotary embedding on a CPU against the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from shapes import CPU_TOLERANCE, in_float64, make_pool, relative_error
+
+from minillm import kernels
+from minillm.kernels import HostPlan, Pages, Places, cpu, reference
+
+SIZE = 4  # block size of most pools here
+CPU = torch.device("cpu")
+
+
+def pool_on_cpu(
+    lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, order: str
+) -> Pages:
+    shuffled = order == "shuffled"
+    return make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=sum(lengths), shuffled=shuffled, device=CPU)
+
+
+@pytest.mark.parametrize("dtype", CPU_TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 32), (9, 3, 64), (8, 8, 80), (6, 1, 96)])
+@pytest.mark.parametrize("order", ["in order", "shuffled"])
+def test_paged_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str) -> None:
+    for block_size in (1, 4, 16):
+        lengths = [1, block_size, block_size + 1, 0, 3 * block_size - 1, 37]
+        pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, block_size, order)
+        q = torch.randn(len(lengths), heads + 2, head_dim).to(dtype)[:, 1:-1]  # not contiguous
+        expected = reference.paged_attention(q.double(), in_float64(pool), 0.3)
+        got = kernels.paged_attention(q, pool, 0.3)
+        assert got.dtype == dtype
+        assert relative_error(got, expected) < CPU_TOLERANCE[dtype]
+        assert not got[3].any(), "an empty context gives zeros"
+
+
+@pytest.mark.parametrize("dtype", CPU_TOLERANCE)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 32), (9, 3, 64), (6, 1, 96)])
+@pytest.mark.parametrize("order", ["in order", "shuffled"])
+def test_prefill_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str) -> None:
+    chunks = [1, 5, 16, 0, 7, 33]
+    lengths = [1, 5, 40, 9, 8, 34]  # cached tokens included
+    pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, SIZE, order)
+    q = torch.randn(sum(chunks), heads + 2, head_dim).to(dtype)[:, 1:-1]
+    cu_seqlens = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
+    expected = reference.prefill_attention(q.double(), in_float64(pool), cu_seqlens, 0.3)
+    assert relative_error(kernels.prefill_attention(q, pool, cu_seqlens, 0.3), expected) < CPU_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", CPU_TOLERANCE)
+@pytest.mark.parametrize("rotary_dim", [64, 32])
+def test_rotary_write_kv(dtype: torch.dtype, rotary_dim: int) -> None:
+    tokens, heads, kv_heads, dim = 7, 6, 2, 64
+    packed = torch.randn(tokens, heads + 2 * kv_heads, dim).to(dtype)
+    angles = torch.randn(tokens, rotary_dim // 2)
+    slots = torch.tensor([9, -1, 3, 4, -1, 0, 11])
+    pools = [torch.full((3, SIZE, kv_heads, dim), float("nan"), dtype=dtype) for _ in range(2)]
+    q, k, v = packed.clone().split((heads, kv_heads, kv_heads), dim=1)
+    kernels.rotary_write_kv(q, k, v, Places(angles.cos(), angles.sin(), slots), pools[0], pools[1])
+    for head in range(heads):
+        for token in range(tokens):
+            x = packed[token, head].double()
+            pairs = torch.complex(x[: rotary_dim // 2], x[rotary_dim // 2 : rotary_dim])
+            turned = pairs * torch.polar(torch.ones_like(angles[token]).double(), angles[token].double())
+            expected = torch.cat((turned.real, turned.imag, x[rotary_dim:]))
+            assert relative_error(q[token, head], expected) < CPU_TOLERANCE[dtype]
+    written = pools[0].flatten(0, 1), pools[1].flatten(0, 1)
+    expected_k = reference.rotary(packed[:, heads : heads + kv_heads].double(), angles.cos(), angles.sin())
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert relative_error(written[0][slot], expected_k[token]) < CPU_TOLERANCE[dtype]
+            assert torch.equal(written[1][slot], packed[token, heads + kv_heads :])
+    assert written[0][[1, 2, 5, 6, 7, 8, 10]].isnan().all(), "padding and other slots stay as they were"
+    assert torch.equal(k, packed[:, heads : heads + kv_heads]), "k itself is left as it was"
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(planned: bool) -> None:
+    packed = torch.randn(5, 8, 64)
+    angles = torch.randn(5, 32)
+    places = Places(angles.cos(), angles.sin(), torch.tensor([9, 2, 3, 4, 0]))
+    results = []
+    for fast in (True, False):
+        pools = [torch.zeros(3, SIZE, 2, 64) for _ in range(2)]
+        q, k, v = packed.clone().split((4, 2, 2), dim=1)
+        if fast:
+            no_decodes = Pages(
+                pools[0], pools[1], torch.empty(0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+            )
+            plan = cpu.plan_step(places, no_decodes, 4) if planned else None
+            cpu.rotary_write_kv(q, k, v, places, pools[0], pools[1], plan)
+        else:
+            reference.rotary_write_kv(q, k, v, places, pools[0], pools[1])
+        results.append((q, *pools))
+    for got, exact in zip(*results, strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "together"),
+    [([9], False), ([1, 37, 16], False), ([5, 40, 17, 33, 1], False), ([20, 40], True), ([33, 17, 40, 25, 40], True)],
+)
+@pytest.mark.parametrize("heads", [3, 6, 9, 12])
+def test_a_plan_serves_every_layer_of_its_step(lengths: list[int], together: bool, heads: int) -> None:
+    plan = None
+    for _ in range(3):
+        pool = pool_on_cpu(lengths, 3, 32, torch.float32, SIZE, "shuffled")
+        plan = plan or _plan([0] * len(lengths), pool, heads)
+        assert isinstance(plan.decodes, cpu.Together) == together
+        q = torch.randn(len(lengths), heads, 32)
+        expected = reference.paged_attention(q.double(), in_float64(pool), 0.3)
+        assert relative_error(kernels.paged_attention(q, pool, 0.3, plan), expected) < 1e-5
+
+
+def test_a_plan_knows_padding() -> None:
+    pool = pool_on_cpu([5], 3, 32, torch.float32, SIZE, "in order")
+    assert _plan([4, -1], pool, 4).padded
+    assert not _plan([4, 0], pool, 4).padded
+
+
+def _plan(slots: list[int], pool: Pages, heads: int) -> HostPlan:
+    angles = torch.randn(len(slots), 4)
+    return cpu.plan_step(Places(angles.cos(), angles.sin(), torch.tensor(slots)), pool, heads)

@@ -1,0 +1,115 @@
+"""Decode attention over block tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from shapes import (
+    DEVICE,
+    DTYPES,
+    HEADS,
+    ON_GPU,
+    TOLERANCE,
+    drawn,
+    dtypes,
+    in_float64,
+    long,
+    make_pool,
+    randn,
+    relative_error,
+)
+from torch import Tensor
+
+from minillm.kernels import reference
+
+pytest.importorskip("triton")
+from minillm.kernels.chunked_prefill import prefill_attention
+from minillm.kernels.decode_attention import num_splits_for, paged_attention
+
+
+def check_decode(
+    dtype: torch.dtype, heads: tuple[int, int, int], block_size: int, lengths: list[int], splits: int | None, seed: int
+) -> None:
+    num_heads, kv_heads, head_dim = heads
+    pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed)
+    q = randn(len(lengths), num_heads + 2, head_dim, dtype=dtype)[:, 1:-1]  # not contiguous
+    scale = head_dim**-0.5
+    exact = reference.paged_attention(q.double(), in_float64(pool), scale)
+    out = paged_attention(q, pool, scale, num_splits=splits)
+    assert relative_error(out, exact) < TOLERANCE[dtype]
+    assert not out[pool.lens == 0].any(), "an empty context gives zeros"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_paged_attention_at_the_edges_of_blocks(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+    for block_size in (1, 4, 16, 256) if ON_GPU else (1, 16):
+        lengths = [1, block_size, block_size + 1, 0, 2 * block_size - 1, 37]
+        lengths += [4095] if ON_GPU else []
+        check_decode(dtype, heads, block_size, lengths, None, 1)
+
+
+@drawn
+@given(
+    dtype=dtypes,
+    heads=st.sampled_from(HEADS),
+    block_size=st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128, 256]),
+    lengths=st.lists(st.integers(0, long), min_size=1, max_size=5),
+    splits=st.sampled_from([None, 1, 2, 3, 7, 16]),
+    seed=st.integers(0, 99),
+)
+def test_paged_attention(
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    block_size: int,
+    lengths: list[int],
+    splits: int | None,
+    seed: int,
+) -> None:
+    check_decode(dtype, heads, block_size, lengths, splits, seed)
+
+
+def test_tables_that_several_sequences_share() -> None:
+    pool = make_pool([23, 23, 23], 2, 64, torch.float32, 4)
+    shared = pool.tables.clone()
+    shared[1, :5], shared[2, :3] = shared[0, :5], shared[0, :3]
+    q = randn(3, 4, 64)
+    pool = pool._replace(tables=shared)
+    exact = reference.paged_attention(q.double(), in_float64(pool), 0.1)
+    assert relative_error(paged_attention(q, pool, 0.1), exact) < 1e-5
+
+
+def test_an_empty_batch_launches_nothing() -> None:
+    pool = make_pool([4], 2, 64, torch.float32, 4)
+    pool = pool._replace(tables=pool.tables[:0], lens=pool.lens[:0])
+    q = randn(0, 4, 64)
+    assert paged_attention(q, pool, 0.1).shape == (0, 4, 64)
+    starts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    assert prefill_attention(q, pool, starts, 0.1).shape == (0, 4, 64)
+
+
+def test_splits_follow_from_shapes_alone() -> None:
+    for seqs in (1, 8, 64, 256):
+        for kv_heads in (1, 8, 32):
+            splits = num_splits_for(seqs, kv_heads, 8192, DEVICE)
+            assert 1 <= splits <= 128
+    assert num_splits_for(1, 1, 64, DEVICE) == 1
+
+
+def test_attention_refuses_what_does_not_fit() -> None:
+    pool = make_pool([5, 6], 2, 64, torch.float32, 4)
+    q = randn(2, 4, 64)
+    wrong: list[tuple[str, dict[str, Tensor]]] = [
+        ("does not fit", {"q": randn(2, 3, 64)}),
+        ("does not fit", {"q": randn(2, 4, 32)}),
+        ("does not fit", {"q": randn(2, 4, 64, dtype=torch.float16)}),
+        ("power of two", {"k": randn(4, 3, 2, 64), "v": randn(4, 3, 2, 64)}),
+        ("contiguous", {"k": pool.k.transpose(0, 1)}),
+        ("int32", {"tables": pool.tables.long()}),
+        ("rows", {"lens": pool.lens[:1]}),
+    ]
+    for said, changes in wrong:
+        with pytest.raises(ValueError, match=said):
+            paged_attention(changes.pop("q", q), pool._replace(**changes), 0.1)

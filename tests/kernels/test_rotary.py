@@ -1,0 +1,46 @@
+"""Rotary embedding, and the write of K and V to their blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from shapes import DEVICE, DTYPES, TOLERANCE, make_pool, randn, relative_error
+
+from minillm.kernels import Places, reference
+
+pytest.importorskip("triton")
+from minillm.kernels import rotary
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim"),
+    [
+        (1, 1, 1, 32, 32),
+        (5, 9, 3, 64, 64),
+        (3, 32, 8, 128, 128),
+        (4, 6, 2, 80, 80),
+        (4, 6, 2, 96, 64),
+        (2, 17, 1, 256, 8),
+    ],
+)
+def test_rotary_write_kv(
+    dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int
+) -> None:
+    packed = randn(tokens, heads + 2 * kv_heads + 1, head_dim, dtype=dtype)
+    q, k, v, _ = packed.clone().split((heads, kv_heads, kv_heads, 1), dim=1)
+    angles = randn(tokens, rotary_dim // 2)
+    cos, sin = angles.cos(), angles.sin()
+    pool = make_pool([0], kv_heads, head_dim, dtype, 4)
+    slots = torch.randperm(12, device=DEVICE)[:tokens]
+    slots[tokens // 2] = -1
+    exact_q, exact_k, exact_v = q.double(), *(torch.full_like(pool.k, float("nan"), dtype=torch.float64) for _ in "kv")
+    reference.rotary_write_kv(exact_q, k.double(), v.double(), Places(cos, sin, slots), exact_k, exact_v)
+    rotary.rotary_write_kv(q, k, v, Places(cos, sin, slots), pool.k, pool.v)
+    assert relative_error(q, exact_q) < TOLERANCE[dtype]
+    for got, exact in ((pool.k, exact_k), (pool.v, exact_v)):
+        assert torch.equal(got.isnan(), exact.isnan()), "padding or a slot of nobody was written"
+        if tokens > 1:
+            assert relative_error(got[~got.isnan()], exact[~exact.isnan()]) < TOLERANCE[dtype]
+    assert torch.equal(k, packed[:, heads : heads + kv_heads]), "k itself is left as it was"
+    rotary.rotary_write_kv(q[:0], k[:0], v[:0], Places(cos[:0], sin[:0], slots[:0]), pool.k, pool.v)

@@ -1,0 +1,93 @@
+"""The number of threads follows the cores that others leave free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from minillm.runner import threads
+from minillm.runner.threads import FreeCores, follows_free_cores
+
+
+class Machine:
+    """Four cores, and programs of others that keep some of them busy."""
+
+    def __init__(self) -> None:
+        self.others = 0.0  # cores
+        self.now = 100.0  # seconds
+        self.own = 0.0
+        self.busy = 0.0
+
+    def go_on(self, seconds: float = 1.0) -> None:
+        own = min(torch.get_num_threads(), 4 - self.others) * seconds
+        self.now += seconds
+        self.own += own
+        self.busy += own + self.others * seconds
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    machine, before = Machine(), torch.get_num_threads()
+    monkeypatch.setattr(time, "monotonic", lambda: machine.now)
+    monkeypatch.setattr(time, "process_time", lambda: machine.own)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 3})
+    monkeypatch.setattr(threads, "_quota", lambda: 4)
+    torch.set_num_threads(4)
+    yield machine
+    torch.set_num_threads(before)
+
+
+def after(cores: FreeCores, machine: Machine, others: float) -> int:
+    machine.others = others
+    machine.go_on()
+    cores.begin(None)  # type: ignore[arg-type]
+    return torch.get_num_threads()
+
+
+def test_threads_follow_the_load_of_others_both_ways(machine: Machine) -> None:
+    cores = FreeCores(lambda: machine.busy)
+    loads = [0.0, 0.2, 1.0, 2.0, 3.0, 4.0, 2.0, 0.5, 0.0]
+    assert [after(cores, machine, load) for load in loads] == [4, 4, 3, 2, 1, 1, 2, 3, 4]
+
+
+def test_a_number_that_somebody_else_sets_stays(machine: Machine) -> None:
+    cores = FreeCores(lambda: machine.busy)
+    assert after(cores, machine, 1.0) == 3
+    torch.set_num_threads(2)
+    assert [after(cores, machine, load) for load in (0.0, 3.0)] == [2, 2]
+
+
+def test_it_never_takes_more_threads_than_torch_had(machine: Machine) -> None:
+    torch.set_num_threads(2)
+    cores = FreeCores(lambda: machine.busy)
+    assert [after(cores, machine, load) for load in (0.0, 3.0, 0.0)] == [2, 1, 2]
+
+
+def test_it_looks_now_and_then_only(machine: Machine) -> None:
+    looks: list[float] = []
+
+    def read() -> float:
+        looks.append(machine.now)
+        return machine.busy
+
+    cores = FreeCores(read)
+    for _ in range(100):
+        machine.go_on(0.01)
+        cores.begin(None)  # type: ignore[arg-type]
+    assert 3 <= len(looks) <= 5
+
+
+def test_the_systems_own_count_goes_on_and_the_users_settings_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = threads._busy_seconds()
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        pass
+    assert threads._busy_seconds() > began
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT"):
+        monkeypatch.delenv(name, raising=False)
+    assert follows_free_cores()
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert not follows_free_cores()

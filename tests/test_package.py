@@ -1,0 +1,33 @@
+"""``import minillm``: the names that it offers, and when they are imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import minillm
+
+
+def test_tab_shows_the_public_names() -> None:
+    assert {"LLM", "SamplingParams", "BeamSearchParams", "RequestOutput", "__version__"} <= set(dir(minillm))
+    assert not {"Any", "TYPE_CHECKING", "annotations"} & set(dir(minillm))
+    assert all(getattr(minillm, name) is not None for name in dir(minillm))
+    assert minillm.__version__[0].isdigit()
+
+
+def test_a_star_brings_them_all_and_looking_brings_nothing_heavy() -> None:
+    code = """
+import sys
+import minillm
+dir(minillm), minillm.__version__
+assert "torch" not in sys.modules
+from minillm import *
+assert minillm.LLM is LLM and SamplingParams(max_tokens=3).max_tokens == 3
+try:
+    minillm.LMM
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "module 'minillm' has no attribute 'LMM'\n"

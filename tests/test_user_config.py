@@ -1,0 +1,94 @@
+"""config.toml and MINILLM_MODEL: who wins, what a request gets, and how what is wrong is named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minillm.errors import UsageError
+from minillm.user_config import UserConfig, read_config
+from minillm.weights.manifest import default_model
+
+
+def written(tmp_path: Path, text: str | bytes) -> str:
+    path = tmp_path / "config.toml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model = ", "Invalid value"),
+        (b"model = '\xff'", "utf-8"),
+        ("a = " + "[" * 5000, "recursion|nested"),
+        ("a = " + "9" * 5000, "digit"),
+        ("modle = 'x'", "unknown setting 'modle'; did you mean model"),
+        ("theme = 'blue'", "theme must be dark or light, not 'blue'"),
+        ("model = 3", "model must be a text, not 3"),
+        ("sampling = 3", r"\[sampling\] must be a table"),
+        ("[sampling]\ntemperature = -1", "temperature must be at least 0"),
+        ("[sampling]\nbeam_width = 2", "unknown parameter 'beam_width'"),
+        ("[beams]\nbeam_width = 'x'", "beam_width must be a whole number"),
+        ("[engine]\nnum_block = 3", "did you mean num_blocks"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_one_line_that_names_it(tmp_path: Path, text: str, words: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(UsageError, match=words) as caught:
+        read_config(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_only_the_users_own_file_may_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINILLM_CONFIG", str(tmp_path))
+    assert read_config() == UserConfig()
+    written(tmp_path, "model = 'small'")
+    assert read_config() == UserConfig("small")
+    with pytest.raises(UsageError, match="there is no"):
+        read_config(str(tmp_path / "none.toml"))
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UsageError, match="no regular file"):
+            read_config(str(path))
+
+
+def test_flag_then_environment_then_file_then_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINILLM_MODEL", "of-environment")
+    assert UserConfig("of-file").choose_model("of-flag") == "of-flag"
+    assert UserConfig("of-file").choose_model(None) == "of-environment"
+    monkeypatch.setenv("MINILLM_MODEL", "")
+    assert UserConfig("of-file").choose_model(None) == "of-file"
+    assert UserConfig().choose_model(None) == default_model()
+
+
+SAMPLING = UserConfig(sampling={"temperature": 0.5, "max_tokens": 7, "n": 2})
+SEARCHING = UserConfig(sampling=SAMPLING.sampling, beams={"beam_width": 3})
+MODEL = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "expected"),
+    [
+        (UserConfig(), {"max_tokens": 3}, {**MODEL, "max_tokens": 3}),
+        (SAMPLING, {}, {**MODEL, "temperature": 0.5, "max_tokens": 7, "n": 2}),
+        (SAMPLING, {"temperature": 0.0}, {**MODEL, "temperature": 0.0, "max_tokens": 7, "n": 2}),
+        (SAMPLING, {"beam_width": 2}, {"repetition_penalty": 1.1, "max_tokens": 7, "beam_width": 2}),
+        (SAMPLING, {"length_penalty": 2.0}, {"repetition_penalty": 1.1, "max_tokens": 7, "beam_width": 4,
+                                             "length_penalty": 2.0}),
+        (SEARCHING, {}, {"repetition_penalty": 1.1, "max_tokens": 7, "beam_width": 3}),
+        (SEARCHING, {"n": 1}, {"repetition_penalty": 1.1, "max_tokens": 7, "beam_width": 3, "n": 1}),
+        (SEARCHING, {"temperature": 1.0}, {**MODEL, "temperature": 1.0, "max_tokens": 7, "n": 2}),
+        (UserConfig(beams={"beam_width": 1}), {}, MODEL),
+        (UserConfig(), {"temprature": 1}, {**MODEL, "temprature": 1}),
+    ],
+)  # fmt: skip
+def test_what_is_given_goes_before_the_file_and_the_file_before_the_model(
+    config: UserConfig, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    assert config.request_values(given, MODEL) == expected
