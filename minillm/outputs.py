@@ -87,3 +87,19 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     replaces: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The work of one step, and where its time went. Swapped and copied parts are counted in blocks."""
+
+    number: int
+    num_prefills: int  # chunks of prompts
+    num_prefill_tokens: int
+    num_decodes: int
+    num_preempted: int  # groups
+    num_swapped_out: int
+    num_swapped_in: int
+    seconds: float
+    device_seconds: float  # giving the device its work and waiting for it; the rest is the host's own
+    ended: float  # on the clock of `time.monotonic`

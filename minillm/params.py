@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Self
+from typing import Any
 
 from minillm.checks import (
     check_fields,
@@ -138,11 +138,6 @@ class _Params:
         check_fields(self)
         if self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Make parameters from JSON or a command line; an unknown name is an error."""
-        return cls(**values)
 
     @property
     def has_penalties(self) -> bool:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+from minillm.paths import config_dir, data_dir
 
 if TYPE_CHECKING:
     from minillm import LLM
@@ -16,6 +20,33 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 if not torch.cuda.is_available():
     # Before anything imports triton: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def listing(*directories: Path) -> set[tuple[str, int]]:
+    """Every file below these directories, with the time of its last change."""
+    files = [path for directory in directories for path in directory.rglob("*") if path.is_file()]
+    return {(str(path), path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_the_users() -> Iterator[None]:
+    """Tests, and the processes that they start, have directories of their own, which are gone with them."""
+    of_user = (data_dir(), config_dir())
+    before = listing(*of_user)
+    tempfile.gettempdir()  # pytest's own directories stay where they are
+    with (
+        tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as own,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for variable in ("MINILLM_DATA", "MINILLM_CONFIG", "TMPDIR"):
+            directory = Path(own) / variable.lower()
+            directory.mkdir()
+            patch.setenv(variable, str(directory))
+        yield
+        left = [path.name for path in (Path(own) / "tmpdir").glob("minillm-*")]
+    assert not left, "a process that a test started has left its temporary directory behind"
+    written = {path for path, _ in listing(*of_user) ^ before}
+    assert not written, "tests have changed files of the user's (or somebody chatted meanwhile)"
 
 
 @pytest.fixture(scope="session")

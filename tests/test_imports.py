@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -138,7 +141,7 @@ import contextlib, io, sys
 from minillm.cli.main import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
     main(["generate", "--help"])
-heavy = ("torch", "numpy", "tokenizers", "textual", "jinja2", "triton", "huggingface_hub")
+heavy = ("torch", "numpy", "tokenizers", "textual", "jinja2", "triton", "huggingface_hub", "msgspec")
 print([m for m in heavy if m in sys.modules])
 """
     assert python(code).strip() == "[]"
@@ -151,3 +154,26 @@ import minillm.llm
 print([m for m in ("textual", "gguf", "triton", "minillm.ui") if m in sys.modules])
 """
     assert python(code).strip() == "[]"
+
+
+def declared(*requirements: str) -> set[str]:
+    """The names of distributions that these requirements ask for."""
+    return {re.split(r"[\s;<>=!~\[]", requirement, maxsplit=1)[0].lower() for requirement in requirements}
+
+
+def distributions(paths: Iterable[Path]) -> set[str]:
+    """The distributions that these files import from, without the standard library and our own files."""
+    owners = packages_distributions()
+    modules = {module.split(".")[0] for path in paths for module in imported(path)}
+    ours = {"minillm", "__future__", *(path.stem for path in (ROOT / "tests").rglob("*.py"))}
+    missing = {module for module in modules - sys.stdlib_module_names - ours if module not in owners}
+    assert not missing, f"no distribution is installed for {missing}"
+    return {owners[module][0].lower().replace("_", "-") for module in modules - sys.stdlib_module_names - ours}
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    runtime, dev = declared(*project["dependencies"]), declared(*project["optional-dependencies"]["dev"])
+    assert distributions(path for room, path in files_of_rooms() if room != "bench") == runtime
+    assert distributions((ROOT / "minillm" / "bench").rglob("*.py")) <= runtime | dev, "peers are measured beside it"
+    assert distributions((ROOT / "tests").rglob("*.py")) <= runtime | dev

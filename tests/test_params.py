@@ -65,7 +65,7 @@ def test_values_at_the_edge_are_taken(name: str, value: Any) -> None:
 
 def test_unknown_names_and_contradictions() -> None:
     with pytest.raises(UsageError, match="unknown parameter 'temprature'"):
-        SamplingParams.from_mapping({"temprature": 1})
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
     makers: list[tuple[Any, str]] = [(SamplingParams, "temperature"), (BeamSearchParams, "beam_width")]
     for make, name in [*makers, (EngineConfig, "num_blocks")]:
         with pytest.raises(UsageError, match=f"unknown parameter '{name}x'; did you mean {name}?"):
@@ -156,4 +156,4 @@ def test_a_held_beginning_is_shown_when_nothing_follows() -> None:
 def test_a_number_that_python_cannot_print_is_refused_in_one_line() -> None:
     for name in ("max_tokens", "seed", "temperature"):
         with pytest.raises(UsageError, match=f"{name} must be .* not int too long to show"):
-            SamplingParams.from_mapping({name: 10**5000})
+            SamplingParams(**{name: 10**5000})  # type: ignore[arg-type]

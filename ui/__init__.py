@@ -1,9 +1,12 @@
 """The Textual chat app. It talks to the engine's process by messages (`minillm.service`) and never imports torch.
 
-app.py            the App: owns the engine's process, says how it is, passes events on
-screens/          chat (the conversation), and what opens above it: models, sampling, system prompt, help
-widgets/          one file per widget; they show what they are given and post messages upwards
-conversation.py   the conversation as data        pool.py      the engine's pool of blocks as data
-settings.py       what the user can change        markdown.py  Markdown of strangers made harmless
-terminal.py       the terminal before and after the app, whatever ends it
+app.py, engine_app.py   the app: how it starts and ends; the engine's process, the settings, notifications
+chat/                   the screen, the talk (questions, commands, answers), the conversation as data and on disk
+memory/                 the pool of blocks as data, and the six views of it
+dialogs/                what opens above the chat
+bars/                   the lines at the top and the bottom
+settings.py             what the user can change, and the configuration file
+textual_internals.py    the private names of Textual, all of them
+terminal.py             the terminal before and after the app, whatever ends it
+plain.py                the chat line by line, without Textual
 """

@@ -30,12 +30,12 @@ DEMO_ENGINE = {"num_blocks": 64, "block_size": 16, "max_model_len": 512, "admiss
 DEMO_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 48, "seed": 1}
 _STEPS_PER_SECOND = 10.0  # of the engine, at speed 1
 _READING = 6.0  # seconds for a line of explanation, at speed 1
-_PATIENCE = 120.0  # seconds for what a step waits for; then the tour goes on without it
+_PATIENCE = 120.0  # seconds that a stop waits at most; then the tour goes on
 _SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 class Narration(Static):
-    """What happens now, above the chat."""
+    """The line of explanation above the chat."""
 
     def tell(self, number: int, total: int, text: str, speed: float, paused: bool) -> None:
         state = "paused" if paused else f"speed {speed:g}"
@@ -45,7 +45,7 @@ class Narration(Static):
 
 @dataclass(frozen=True)
 class Stop:
-    """One stop of the tour: what is said, which view is shown, and what is done."""
+    """One stop of the tour: its explanation, its view, and its action."""
 
     text: str
     view: str
@@ -53,7 +53,7 @@ class Stop:
 
 
 class Tour:
-    """What the stops can do: ask like a person, and wait for what the pool shows."""
+    """The means of the stops: ask like a person, and wait for the pool to show the effect."""
 
     def __init__(self, app: DemoApp) -> None:
         self.app = app
@@ -78,30 +78,18 @@ class Tour:
         """Ask in the chat, and wait until the answer has ended."""
         for name, value in {"n": 1, "beam_width": 1, **params}.items():
             self.app.settings = with_param(self.app.settings, name, str(value))
-        self.chat.query_one(PromptInput).text = question
-        self.chat.query_one(PromptInput).post_message(PromptInput.Submitted(question))
-        await self.until(lambda: self.chat.is_answering)
-        await self.until(lambda: not self.chat.is_answering)
+        self.chat.talk.prompt.text = question
+        self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
+        await self.until(lambda: self.chat.talk.run is not None)
+        await self.until(lambda: self.chat.talk.run is None)
 
     def generate(self, question: str, max_tokens: int) -> str:
-        """A request beside the chat, of somebody else."""
+        """Send a request beside the chat, of another user; returns its name."""
         self._others += 1
         name = f"another-{self._others}"
         params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}
-        self.chat.send(Generate(name, name, [{"role": "user", "content": question}], params))
+        self.chat.talk.send(Generate(name, name, [{"role": "user", "content": question}], params))
         return name
-
-
-async def _first_question(tour: Tour) -> None:
-    await tour.ask("What is a page table, in one sentence?")
-
-
-async def _second_question(tour: Tour) -> None:
-    await tour.ask("And what is a fork?")
-
-
-async def _samples(tour: Tour) -> None:
-    await tour.ask("Name an animal and say why you like it.", n=4)
 
 
 async def _accept(tour: Tour) -> None:
@@ -115,40 +103,41 @@ async def _beams(tour: Tour) -> None:
 
 
 async def _prefix_hit(tour: Tour) -> None:
-    before = tour.pool.figures.num_hit_tokens
+    before = tour.pool.counts.num_hit_tokens
     tour.chat.action_command("new")
     await tour.ask("What is a page table, in one sentence?")
-    await tour.until(lambda: tour.pool.figures.num_hit_tokens > before)
+    await tour.until(lambda: tour.pool.counts.num_hit_tokens > before)
 
 
 async def _eviction(tour: Tour) -> None:
-    before = tour.pool.figures.num_evictions
+    before = tour.pool.counts.num_evictions
     for number in range(12):
         name = tour.generate(f"Tell me a long story about the number {number * 37 + 11}. " * 4, 60)
         await tour.until(lambda name=name: any(t.state == "idle" for t in tour.pool.tables_of(name)))  # type: ignore[misc]
-        tour.chat.send(Forget(name))
-        if tour.pool.figures.num_evictions > before:
+        tour.chat.talk.send(Forget(name))
+        if tour.pool.counts.num_evictions > before:
             return
 
 
 async def _preemption(tour: Tour) -> None:
-    before = tour.pool.figures
+    before = tour.pool.counts
     names = [tour.generate(f"Write a poem about {what}. " * 3, 330) for what in ("rain", "iron", "bread")]
-    await tour.until(lambda: tour.pool.figures.num_preemptions > before.num_preemptions)
-    await tour.until(lambda: tour.pool.figures.num_swapped_in > before.num_swapped_in)
+    await tour.until(lambda: tour.pool.counts.num_preemptions > before.num_preemptions)
+    await tour.until(lambda: tour.pool.counts.num_swapped_in > before.num_swapped_in)
     for name in names:
-        tour.chat.send(Abort(name))
-        tour.chat.send(Forget(name))
+        tour.chat.talk.send(Abort(name))
+        tour.chat.talk.send(Forget(name))
     await tour.until(lambda: not any(table.owner in names for table in tour.pool.tables.values()))
 
 
 STOPS = (
     Stop("A question is computed. Its tokens fill blocks of 16 slots, taken from the pool as they are needed.", "pool",
-         _first_question),
+         lambda tour: tour.ask("What is a page table, in one sentence?")),
     Stop("The next turn is a fork of the last one: it shares all full blocks, and writes only what is new.", "tables",
-         _second_question),
+         lambda tour: tour.ask("And what is a fork?")),
     Stop("Four answers to one question: the prompt is computed once, and forked. The first write of each to the shared "
-         "last block copies it: copy on write.", "tree", _samples),
+         "last block copies it: copy on write.", "tree",
+         lambda tour: tour.ask("Name an animal and say why you like it.", n=4)),
     Stop("One answer is accepted. The blocks that only the others held are free again.", "pool", _accept),
     Stop("Beam search: at every step the best beams fork and the worst are freed. No key and no value moves.", "tree",
          _beams),
@@ -180,12 +169,11 @@ class DemoApp(ChatApp):
         self._go_on = asyncio.Event()
 
     async def on_mount(self) -> None:
-        await super().on_mount()
         self.call_after_refresh(self._begin)
 
     async def _begin(self) -> None:
         await self.chat.mount(Narration(), before="#body")
-        self.chat.query_one(PromptInput).disabled = True
+        self.chat.talk.prompt.disabled = True
         self._play()
 
     @work(group="tour")
@@ -203,18 +191,18 @@ class DemoApp(ChatApp):
             await self._pause()
             await stop.act(tour)
             await self._pause()
-        figures = self.chat.pool.figures
+        counts = self.chat.pool.counts
         self.over = True
-        self.chat.send(Pace(0))
+        self.chat.talk.send(Pace(0))
         self.chat.query_one(Narration).update(
             Content(
-                f"The tour is over: {plural(figures.num_copies, 'block')} copied on write, "
-                f"{plural(figures.num_hit_tokens, 'token')} found in the cache, "
-                f"{plural(figures.num_evictions, 'eviction')}, {plural(figures.num_preemptions, 'preemption')}. "
+                f"The tour is over: {plural(counts.num_copies, 'block')} copied on write, "
+                f"{plural(counts.num_hit_tokens, 'token')} found in the cache, "
+                f"{plural(counts.num_evictions, 'eviction')}, {plural(counts.num_preemptions, 'preemption')}. "
                 "The chat is yours."
             )
         )
-        prompt = self.chat.query_one(PromptInput)
+        prompt = self.chat.talk.prompt
         prompt.disabled = False
         prompt.focus()
 
@@ -222,7 +210,7 @@ class DemoApp(ChatApp):
         self.chat.query_one(Narration).tell(self.number, len(STOPS), text, self.speed, self.paused)
 
     def _set_pace(self) -> None:
-        self.chat.send(Pace(_STEPS_PER_SECOND * self.speed))
+        self.chat.talk.send(Pace(_STEPS_PER_SECOND * self.speed))
 
     async def _pause(self) -> None:
         """Time to read, or until the viewer goes on."""

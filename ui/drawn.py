@@ -7,13 +7,12 @@ from typing import cast
 
 from textual.content import Content
 from textual.css.styles import RulesMap
-from textual.geometry import Size
 from textual.widget import Widget
 from textual.widgets import Static
 
 
 class Drawn(Widget):
-    """Shows what ``make`` returns for a width and a height in cells. `update` costs nothing where that is the same."""
+    """Shows the content that ``make`` returns for a width and a height in cells. `update` draws only a change."""
 
     def __init__(self, make: Callable[[int, int], Content], **options: str) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
@@ -37,8 +36,8 @@ class Drawn(Widget):
 def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> None:
     """Show ``content`` in a widget whose width its surroundings set, as ``1fr`` is.
 
-    The screen is laid out anew only where the widget's height changes: a layout costs several times what drawing it
-    does. With ``lines_ahead`` a widget that needs a line takes so many more with it, which the next ones find there,
+    The screen is laid out anew only where the widget's height changes: a layout costs several times as much as a
+    drawing. With ``lines_ahead`` a widget that needs a line takes so many more with it, which the next ones find there,
     until `settle`.
     """
     (width, room), rules = widget.content_size, cast(RulesMap, widget.styles)
@@ -58,27 +57,8 @@ def settle(widget: Widget) -> None:
         widget.styles.min_height = None
 
 
-class Growing:
-    """Mixed into a widget that grows: its new size is no reason to lay the screen out a second time.
-
-    Textual asks for that whenever a widget's virtual size changes, for scrollbars that may come or go; those ask
-    themselves. It also asks after a widget's first place was found, for all that happened while it was mounted. No
-    widget itself, or Textual would take no styles from the widget's other base.
-    """
-
-    outer_size: Size
-    _layout_required: bool
-
-    def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
-        update, known = super()._size_updated, bool(self.outer_size)  # type: ignore[misc]
-        resized = bool(update(size, virtual_size, container_size, layout=False))
-        if size and not known:
-            self._layout_required = False  # what it asked for since it was made: it has its first place now
-        return resized
-
-
 def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Content:
-    """Items side by side on at most ``num_lines`` lines; an item is not broken, and what does not fit is left out."""
+    """Items side by side on at most ``num_lines`` lines; an item is not broken, and the rest is left out."""
     lines: list[Content] = []
     for item in items:
         if lines and lines[-1].cell_length + gap + item.cell_length <= width:

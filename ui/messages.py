@@ -1,4 +1,4 @@
-"""What screens and the app say to each other."""
+"""Messages between the app and its screens."""
 
 from __future__ import annotations
 
@@ -7,41 +7,47 @@ from typing import Literal
 
 from textual.message import Message
 
-from minillm.service.messages import Command, Event, Loaded, Loading
+from minillm.progress import Progress
+from minillm.service.messages import Command, Event, Loaded
 
 Phase = Literal["off", "loading", "ready", "failed", "crashed"]
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """How the engine's process is: what the title, the loading bar and the prompt depend on."""
+    """The state of the engine's process: the title, the loading bar and the prompt depend on it."""
 
     phase: Phase = "off"
     model: str = ""
-    loading: Loading | None = None  # while phase is "loading"
+    loading: Progress | None = None  # while phase is "loading"
     loaded: Loaded | None = None  # while phase is "ready"
     error: str = ""  # why phase is "failed" or "crashed"; not cleaned for a terminal
 
 
-class EngineEvent(Message):
+@dataclass
+class EngineEvent(Message, bubble=False):
     """From the app to the chat screen: the engine said this."""
 
-    def __init__(self, event: Event) -> None:
-        super().__init__()
-        self.event = event
+    event: Event
 
 
+@dataclass
 class EngineCommand(Message):
     """From a screen to the app: tell the engine this."""
 
-    def __init__(self, command: Command) -> None:
-        super().__init__()
-        self.command = command
+    command: Command
 
 
-class EngineChanged(Message):
+@dataclass
+class EngineChanged(Message, bubble=False):
     """The engine is in another state."""
 
-    def __init__(self, state: EngineState) -> None:
-        super().__init__()
-        self.state = state
+    state: EngineState
+
+
+@dataclass
+class CommandAsked(Message):
+    """From a widget of the talk: run this slash command."""
+
+    name: str
+    argument: str = ""

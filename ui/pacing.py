@@ -38,7 +38,7 @@ class Drawing:
         return self._interval if self.beside_model else _SHORTEST
 
     def pace(self, beside_model: bool) -> None:
-        """From now on a model computes on the same cores, or no longer: then what waits is drawn soon."""
+        """Note whether a model computes on the same cores. If not, a drawing that waits is made soon."""
         if beside_model == self.beside_model:
             return
         self.beside_model = beside_model

@@ -51,7 +51,7 @@ class PlainChat:
                 return self._command(name, argument.strip())
             self._answer(unescaped(line))
         except MinillmError as error:
-            self.say(str(error))
+            self.note(str(error))
         return True
 
     def _command(self, name: str, argument: str) -> bool:
@@ -69,7 +69,7 @@ class PlainChat:
         elif name == "export":
             if not argument or self.conversation.leaf is None:
                 raise UsageError("/export needs a file's name, and something that was said")
-            self.say(f"written to {export(self.conversation, Path(argument))}")
+            self.note(f"written to {export(self.conversation, Path(argument))}")
         elif name == "help":
             print(HELP, file=self._notes)
         else:
@@ -98,22 +98,22 @@ class PlainChat:
             prompt = self._prompt()
             values = {name: value for name, value in settings.request_params().items() if name != "logprobs"}
             if settings.num_candidates > 1:
-                params: Any = (BeamSearchParams if settings.searches else SamplingParams).from_mapping(values)
+                params: Any = (BeamSearchParams if settings.searches else SamplingParams)(**values)
                 [output] = self.llm.generate([prompt], params)
                 answer.candidates = [Candidate(each.text, len(each.token_ids)) for each in output.outputs]
                 for number, each in enumerate(output.outputs, 1):
                     print(f"{number}) {clean(each.text).strip()}\n", file=self._output, flush=True)
                 answer.finish_reason = "stop"
-                self.say("the first is taken, unless /accept N says otherwise")
+                self.note("the first is taken, unless /accept N says otherwise")
             else:
-                for delta in self.llm.stream(prompt, SamplingParams.from_mapping(values)):
+                for delta in self.llm.stream(prompt, SamplingParams(**values)):
                     answer.text += delta.text
                     answer.finish_reason = delta.finish_reason
                     print(clean(delta.text), end="", file=self._output, flush=True)
                 print("\n", file=self._output, flush=True)
         except KeyboardInterrupt:
             print(file=self._output, flush=True)
-            self.say("stopped")
+            self.note("stopped")
             answer.finish_reason = "abort"
         except MinillmError:
             conversation.withdraw()
@@ -130,9 +130,9 @@ class PlainChat:
             prompt = tokenizer.apply_chat_template(self.conversation.messages(self.settings.system))
             if len(prompt) + room <= longest or not self.conversation.drop_oldest():
                 return prompt
-            self.say(f"the context is full: the oldest {self.conversation.num_dropped} turns are left out")
+            self.note(f"the context is full: the oldest {self.conversation.num_dropped} turns are left out")
 
-    def say(self, text: str) -> None:
+    def note(self, text: str) -> None:
         print(f"minillm: {clean_line(text, 1000)}", file=self._notes, flush=True)
 
 
@@ -154,23 +154,21 @@ def _lines(source: TextIO) -> Iterator[str]:
             yield line.strip()
 
 
-def run(settings: Settings, store: SessionStore, resumed: Conversation | None = None, question: str = "") -> int:
+def run(
+    llm: LLM, settings: Settings, store: SessionStore, resumed: Conversation | None = None, question: str = ""
+) -> int:
     """Chat until the input ends; ``question`` is asked first. Returns the exit code.
 
     Raises:
-        MinillmError: the model cannot be had, or has no chat template.
+        UsageError: the model has no chat template.
     """
-    from minillm.progress import loading_bar, say
-
-    with loading_bar() as report:
-        llm = LLM(settings.model, on_progress=report, on_message=say, **settings.engine)
     if not llm.tokenizer.has_chat_template:
         raise UsageError("this model has no chat template, so it cannot chat; use an instruct model")
     chat = PlainChat(llm, settings, store, sys.stdout, sys.stderr)
     if resumed is not None:
         chat.conversation = resumed
     if sys.stdin.isatty():
-        chat.say("type a question and Enter; /help lists the commands; ctrl-d ends")
+        chat.note("type a question and Enter; /help lists the commands; ctrl-d ends")
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     for line in chain([question] * bool(question), _lines(sys.stdin)):

@@ -1,6 +1,6 @@
-"""The picture of the README, made by the app itself: ``python -m ui.screenshot ui/picture.svg``.
+"""The picture of the README, made by the app itself: ``python -m minillm.ui.screenshot ui/picture.svg``.
 
-It asks the default model a question, then another one for three answers, and exports what the screen shows then.
+It asks the default model a question, then another one for three answers, and exports the screen.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from textual.drivers.headless_driver import HeadlessDriver
 
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.settings import Settings, with_param
 from minillm.weights.manifest import default_model
@@ -42,9 +41,9 @@ async def _talk(app: ChatApp, target: Path) -> None:
         await app.until_ready()
         for number, (question, num_answers) in enumerate(QUESTIONS, 1):
             app.settings = with_param(app.settings, "n", str(num_answers))
-            app.screen.query_one(PromptInput).text = question
+            app.chat.talk.prompt.text = question
             await pilot.press("enter")
-            while app.chat.num_answers < number:
+            while app.chat.talk.conversation.num_answers < number:
                 await pilot.pause(0.1)
         await pilot.pause(0.5)
         target.write_text(app.export_screenshot(title="minillm chat"), encoding="utf-8")
@@ -52,7 +51,7 @@ async def _talk(app: ChatApp, target: Path) -> None:
 
 def main() -> int:
     if len(sys.argv) != 2:
-        print("usage: python -m ui.screenshot FILE.svg", file=sys.stderr)
+        print("usage: python -m minillm.ui.screenshot FILE.svg", file=sys.stderr)
         return 2
     asyncio.run(take(Path(sys.argv[1])))
     return 0

@@ -1,18 +1,21 @@
-"""What the user can change: the model, how it samples or searches, the system prompt, the theme."""
+"""The chat's settings: the model, sampling or beam search, the system prompt, the theme."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from minillm.checks import declared
+from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
+from minillm.user_config import UserConfig
 
 # A chat wants calmer sampling and longer answers than the defaults of the API.
 CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}
 NUM_ALTERNATIVES = 5  # most probable tokens that every answer brings, for the view of probabilities
-# What a beam search takes over of the sampling parameters.
+# The sampling parameters that a beam search takes over.
 _SHARED = ("max_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -36,52 +39,69 @@ class Settings:
 
     @property
     def num_candidates(self) -> int:
-        """Answers that a question gets."""
+        """The number of answers to a question."""
         return int(self.beams["beam_width"]) if self.searches else int(self.sampling.get("n", 1))
 
     def request_params(self) -> dict[str, Any]:
-        """What the engine is told: of SamplingParams, or of BeamSearchParams where it has a ``beam_width``."""
+        """The parameters of a request: of BeamSearchParams where they have a ``beam_width``, else of SamplingParams."""
         if self.searches:
             return {**{name: self.sampling[name] for name in _SHARED if name in self.sampling}, **self.beams}
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling}
 
     def params_to_continue(self) -> dict[str, Any]:
-        """What the engine is told when one answer goes on: a single sample, even where answers are searched for."""
+        """The parameters with which one answer goes on: a single sample, even where answers are searched for."""
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling, "n": 1}
+
+
+def load_settings(file: UserConfig, flags: Settings) -> Settings:
+    """The file's settings under those of the command line, which names the model.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    settings = Settings(
+        model=flags.model,
+        engine={**file.engine, **flags.engine},
+        sampling={**CHAT_SAMPLING, **file.sampling, **flags.sampling},
+        beams={**file.beams, **flags.beams},
+        system=flags.system or file.system,
+        theme=flags.theme or file.theme,
+    )
+    EngineConfig(**settings.engine)
+    SamplingParams(**settings.sampling)
+    BeamSearchParams(**settings.beams)
+    return settings
 
 
 @dataclass(frozen=True)
 class ParamField:
-    """One line of the sampling screen. ``kind`` is what its text is read as; ``may_be_empty``: None is a value."""
+    """One line of the sampling screen. ``kind``: the type of its text; ``may_be_empty``: None is a value."""
 
     name: str
-    kind: type[int] | type[float] | type[str]
+    kind: Callable[[str], Any]
     hint: str
-    may_be_empty: bool = False
+    may_be_empty: bool
 
 
-SAMPLING_FIELDS = (
-    ParamField("temperature", float, "0 is greedy"),
-    ParamField("top_k", int, "the k most probable; 0: all"),
-    ParamField("top_p", float, "the most probable up to this"),
-    ParamField("min_p", float, "at least this, beside the best"),
-    ParamField("repetition_penalty", float, "above 1: repeat less"),
-    ParamField("presence_penalty", float, "-2 to 2, once per token"),
-    ParamField("frequency_penalty", float, "-2 to 2, per occurrence"),
-    ParamField("max_tokens", int, "longest answer"),
-    ParamField("seed", int, "same seed, same answer", may_be_empty=True),
-    ParamField("stop", str, "end at this text", may_be_empty=True),
-    ParamField("n", int, "answers to choose from"),
-)
-BEAM_FIELDS = (
-    ParamField("beam_width", int, "above 1: beam search, no sampling"),
-    ParamField("length_penalty", float, "above 0 favours long beams"),
-)
+def _fields(cls: type, *names: str) -> tuple[ParamField, ...]:
+    """The lines of some declared parameters; a hint is a parameter's help without its source."""
+    known = {name: (default, each) for name, default, each in declared(cls)}
+    return tuple(
+        ParamField(name, known[name][1].parse, known[name][1].help.split(" (")[0], known[name][0] is None)
+        for name in names
+    )
+
+
+SAMPLING_FIELDS = _fields(
+    SamplingParams, "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "max_tokens", "seed", "stop", "n",
+)  # fmt: skip
+BEAM_FIELDS = _fields(BeamSearchParams, "beam_width", "length_penalty")
 
 
 def field_texts(settings: Settings) -> dict[str, str]:
-    """What the sampling screen shows for each field."""
-    params = SamplingParams.from_mapping(settings.sampling)
+    """The text of each field of the sampling screen."""
+    params = SamplingParams(**settings.sampling)
     shown: dict[str, Any] = {item.name: getattr(params, item.name) for item in SAMPLING_FIELDS}
     shown["stop"] = params.stop[0] if params.stop else None
     beams = {"beam_width": 1, "length_penalty": BeamSearchParams.length_penalty, **settings.beams}
@@ -90,44 +110,20 @@ def field_texts(settings: Settings) -> dict[str, str]:
             for name, value in shown.items()}  # fmt: skip
 
 
-def read_sampling(texts: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters that ``texts`` asks for; those without a field are taken from ``base``.
+def with_texts(settings: Settings, texts: Mapping[str, str]) -> Settings:
+    """The settings that the texts of all fields ask for; parameters without a field stay.
 
     Raises:
-        UsageError: a value that `SamplingParams` refuses.
+        UsageError: a value that `SamplingParams` or `BeamSearchParams` refuses.
     """
-    sampling = {name: value for name, value in base.items() if name not in texts}
-    for item in SAMPLING_FIELDS:
-        text = texts.get(item.name, "")
-        if item.kind is str:
-            if text:
-                sampling[item.name] = [text, *list(base.get("stop", ()))[1:]]
-        elif text.strip():
-            sampling[item.name] = _number(item.kind, text.strip())
-        elif not item.may_be_empty and item.name in texts:
-            raise UsageError(f"{item.name} must be a number, not empty")
-    params = SamplingParams.from_mapping(sampling)
-    defaults = SamplingParams()
-    return {name: getattr(params, name) for name in sampling if getattr(params, name) != getattr(defaults, name)}
-
-
-def read_beams(texts: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The beam search that ``texts`` asks for; empty where the width is 1: then answers are sampled.
-
-    Raises:
-        UsageError: a value that `BeamSearchParams` refuses.
-    """
-    beams = dict(base)
-    for item in BEAM_FIELDS:
-        text = texts.get(item.name, "").strip()
-        if text:
-            beams[item.name] = _number(item.kind, text)
-        elif item.name in texts:
-            raise UsageError(f"{item.name} must be a number, not empty")
-    if beams.get("beam_width", 1) == 1:
-        return {}
-    BeamSearchParams.from_mapping(beams)
-    return beams
+    sampling, beams = _read_fields(SAMPLING_FIELDS, texts, settings.sampling), {}
+    params, defaults = SamplingParams(**sampling), SamplingParams()
+    sampling = {name: getattr(params, name) for name in sampling if getattr(params, name) != getattr(defaults, name)}
+    search = _read_fields(BEAM_FIELDS, texts, settings.beams)
+    if search["beam_width"] != 1:  # else answers are sampled
+        BeamSearchParams(**search)
+        beams = search
+    return replace(settings, sampling=sampling, beams=beams)
 
 
 def with_param(settings: Settings, name: str, text: str) -> Settings:
@@ -139,16 +135,25 @@ def with_param(settings: Settings, name: str, text: str) -> Settings:
     texts = field_texts(settings)
     if name not in texts:
         raise UsageError(f"unknown parameter {name!r}; known: {', '.join(texts)}")
-    texts[name] = text
-    return replace(
-        settings,
-        sampling=read_sampling({item.name: texts[item.name] for item in SAMPLING_FIELDS}, settings.sampling),
-        beams=read_beams({item.name: texts[item.name] for item in BEAM_FIELDS}, settings.beams),
-    )
+    return with_texts(settings, {**texts, name: text})
 
 
-def _number(kind: type, text: str) -> Any:
-    """The number, or the text itself: the parameters' own check says what is wrong with it."""
+def _read_fields(fields: Iterable[ParamField], texts: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in base.items() if name not in texts}
+    for item in fields:
+        text = texts[item.name]
+        if item.kind is str:
+            if text:
+                values[item.name] = [text, *list(base.get(item.name, ()))[1:]]
+        elif text.strip():
+            values[item.name] = _number(item.kind, text.strip())
+        elif not item.may_be_empty:
+            raise UsageError(f"{item.name} must be a number, not empty")
+    return values
+
+
+def _number(kind: Callable[[str], Any], text: str) -> Any:
+    """The number, or the text itself, which the parameters' own check refuses with a reason."""
     try:
         return kind(text)
     except ValueError:
@@ -156,10 +161,10 @@ def _number(kind: type, text: str) -> Any:
 
 
 def settings_summary(settings: Settings) -> str:
-    """In a few words: how answers come about."""
+    """Sampling or beam search in a few words."""
     if settings.searches:
         return f"{settings.beams['beam_width']} beams"
-    params = SamplingParams.from_mapping(settings.sampling)
+    params = SamplingParams(**settings.sampling)
     if params.temperature == 0:
         words = ["greedy"]
     else:

@@ -1,8 +1,8 @@
-"""The terminal before and after the app: what the app needs of it, and how it is put back, whatever ends the app.
+"""The terminal before and after the app: the app's demands on it, and its return to the state before, in every case.
 
 Textual restores the terminal when it ends by itself. On SIGTERM and SIGHUP it does not: the alternate screen, mouse and
 focus reports, bracketed paste, the hidden cursor and raw mode would all stay. So these signals make the app end by
-itself; where it cannot within `_PATIENCE` (it hangs, or the terminal is gone), a thread restores what it can and ends
+itself; where it cannot within `_PATIENCE` (it hangs, or the terminal is gone), a thread restores the terminal and ends
 the process.
 """
 
@@ -20,10 +20,10 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
 
 from minillm.errors import UsageError
+from minillm.ui.textual_internals import parser_of
 
 _PATIENCE = 2.0  # seconds from a signal to the forced end
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,7 +57,7 @@ def check_terminal() -> None:
 
 
 def _draws_lines_only() -> bool:
-    """Whether the terminal cannot move its cursor, or does not say what it is."""
+    """Whether the terminal cannot move its cursor, or does not name its kind."""
     return os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
 
 
@@ -66,7 +66,7 @@ class TerminalDriver(LinuxDriver):
 
     def run_input_thread(self) -> None:
         decode = getincrementaldecoder("utf-8")("replace").decode
-        parser = XTermParser(self._debug)
+        parser = parser_of(self)
         with selectors.DefaultSelector() as selector:
             selector.register(self.fileno, selectors.EVENT_READ)
             while not self.exit_event.is_set():

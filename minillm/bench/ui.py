@@ -1,4 +1,4 @@
-"""``minillm bench ui``: what the app costs, measured on the real app and the real engine.
+"""``minillm bench ui``: the cost of the app, measured on the real app and the real engine.
 
 - *first paint*: from the start of the process to the first whole screen, on a pseudo-terminal.
 - *key to screen*: from a key to the screen that shows it, while a model generates on the same machine.
@@ -29,9 +29,8 @@ from textual.pilot import Pilot
 from minillm.bench.registry import NoOptions as Options
 from minillm.bench.table import computed, shown
 from minillm.errors import MinillmError
-from minillm.service.messages import BlockChange, CacheChanged, LogEntry, PoolFigures, TableChange
+from minillm.service.messages import CacheChanged, LogEntry, TableView
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.memory.pool import Pool
 from minillm.ui.messages import EngineEvent
@@ -45,14 +44,14 @@ _KEYS = 40
 _TOKENS = 6000  # of an answer, at most
 _CYCLES, _CYCLES_EACH = 20, 4  # in which the app is held once; of one answer, whose context grows
 _WATCHED, _HELD = 6.0, 3.0  # seconds
-_CATCH_UP = 1.0  # seconds in which the app draws what it has missed: not counted
+_CATCH_UP = 1.0  # seconds in which the app makes up for missed drawings: not counted
 _QUESTION = "Tell me a long story about a lighthouse."
 _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": _TOKENS, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
 class UiFigures:
-    """What was measured; seconds unless the name says otherwise."""
+    """The results; seconds unless the name says otherwise."""
 
     first_paint: float = shown("ms to the first paint", ".0f", 1e3)
     key_median: float = shown("ms from key to screen, median", ".0f", 1e3)
@@ -156,23 +155,22 @@ async def _drawing() -> float:
     blocks_of = 64  # sequences share the pool
     async with _app({"num_blocks": 64}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
-        chat._set_pool(Pool(NUM_BLOCKS, 16, 1 << 20))
-        filled = [0] * NUM_BLOCKS
+        chat.show_pool(Pool(NUM_BLOCKS, 16, 1 << 20))
+        starts = range(0, NUM_BLOCKS, NUM_BLOCKS // blocks_of)
+        tables = [
+            TableView(number, "another", 0, "running", 16 * 300, list(range(start, start + 300)))
+            for number, start in enumerate(starts[:blocks_of])
+        ]
+        chat.post_message(EngineEvent(CacheChanged(tables)))
         events = []
         for frame in range(int(FRAMES * _SECONDS)):
-            changes = []
-            for number in range(200):
-                block = (frame * 211 + number * 97) % NUM_BLOCKS
-                filled[block] = (filled[block] + 7) % 17
-                kind = ("free", "owned", "shared", "cached")[(block + frame) % 4]
-                changes.append(BlockChange(block, 1 + block % 3, filled[block], kind))
-            first = (frame % blocks_of) * (NUM_BLOCKS // blocks_of)
-            table = TableChange(
-                frame % blocks_of, "another", 0, "running", 16 * 300, 0, list(range(first, first + 300))
-            )  # fmt: skip
-            log = [LogEntry(frame / FRAMES, "allocate", table.seq_id, "another", [first])]
-            figures = PoolFigures(NUM_BLOCKS // 2, used_slots=16 * frame, logical_blocks=NUM_BLOCKS)
-            events.append(CacheChanged(changes, [table], [], figures, log))
+            # 100 blocks are shared now that were not, and 100 are no longer.
+            shared = [(frame * 211 + number * 97) % NUM_BLOCKS for number in range(100)]
+            sharer = TableView(blocks_of, "another", 1, "running", 16 * 100, shared)
+            table = tables[frame % blocks_of]
+            log = [LogEntry(frame / FRAMES, "allocate", table.seq_id, "another", table.blocks[:1])]
+            events.append(CacheChanged([table, sharer], log=log))
+        await asyncio.sleep(_CATCH_UP)
         began, used = time.monotonic(), time.process_time()
         for number, event in enumerate(events):
             chat.post_message(EngineEvent(event))
@@ -196,12 +194,12 @@ async def _cycles() -> list[Cycle]:
     """How fast the default model answers in a pool of `NUM_BLOCKS` while the app shows it, and while it is held."""
     async with _app({"num_blocks": NUM_BLOCKS, "block_size": 1, "device": "cpu"}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
-        chat.query_one(PromptInput).text = _QUESTION
+        chat.talk.prompt.text = _QUESTION
         await pilot.press("enter")
         await asyncio.sleep(_CATCH_UP)
         ended: dict[int, float] = {}  # when each step did, by its number
         turns: list[tuple[float, float, float]] = []  # when it began to be watched, to be held, and when that ended
-        while not chat.num_answers and len(turns) <= _CYCLES_EACH:
+        while not chat.talk.conversation.num_answers and len(turns) <= _CYCLES_EACH:
             await asyncio.sleep(_CATCH_UP)
             began = time.monotonic()
             await asyncio.sleep(_WATCHED)
@@ -236,7 +234,7 @@ def _rate(ended: Mapping[int, float], begin: float, end: float) -> float:
 
 
 async def _measure() -> UiFigures:
-    await _first_paint()  # compiles what was not compiled yet
+    await _first_paint()  # compiles the modules
     paints = [await _first_paint() for _ in range(5)]
     keys = await _keys()
     drawing = await _drawing()

@@ -10,7 +10,7 @@ from minillm.user_config import read_config
 
 
 def run(arguments: argparse.Namespace) -> int:
-    gc.disable()  # what is made until the first screen stays: looking for garbage among it takes a tenth of the time
+    gc.disable()  # all objects of the first screen stay: to look for garbage among them takes a tenth of its time
     try:
         return _chat(arguments)
     finally:
@@ -18,10 +18,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    # Whatever is wrong with the options is said before the terminal changes.
+    # Wrong options are named before the terminal changes.
     from minillm.ui.chat.sessions import SessionStore
-    from minillm.ui.config import load_settings
-    from minillm.ui.settings import Settings
+    from minillm.ui.settings import Settings, load_settings
     from minillm.ui.terminal import check_terminal, is_plain_only
 
     config = read_config(arguments.config)
@@ -37,10 +36,14 @@ def _chat(arguments: argparse.Namespace) -> int:
     store = SessionStore.of_user()
     resumed = store.load(store.latest()) if arguments.resume else None
     if arguments.plain or is_plain_only():
+        from minillm.llm import LLM
+        from minillm.progress import loading_bar, say
         from minillm.ui.plain import run as run_plain
 
         gc.enable()
-        return run_plain(settings, store, resumed, arguments.question or "")
+        with loading_bar() as report:
+            llm = LLM(settings.model, on_progress=report, on_message=say, **settings.engine)
+        return run_plain(llm, settings, store, resumed, arguments.question or "")
     check_terminal()
 
     from minillm.ui.app import ChatApp, run

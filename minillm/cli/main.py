@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 stopped with ctrl-c.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import importlib

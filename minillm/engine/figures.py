@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from minillm.cache import CacheStats, pool_stats
 from minillm.engine.scheduler import Scheduler
+from minillm.outputs import StepReport
 from minillm.sequence import Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The work of one step, and where its time went. Blocks for swapped and copied ones."""
-
-    number: int
-    num_prefills: int  # chunks of prompts
-    num_prefill_tokens: int
-    num_decodes: int
-    num_preempted: int  # groups
-    num_swapped_out: int
-    num_swapped_in: int
-    seconds: float
-    device_seconds: float  # giving the device its work and waiting for it; the rest is the host's own
-    ended: float  # on the clock of `time.monotonic`
 
 
 class Figures:

@@ -1,1 +1,1 @@
-"""The engine in a process of its own, spoken to by messages: what the chat app talks to."""
+"""The engine in a process of its own. The chat app talks to it by messages."""

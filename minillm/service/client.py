@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from minillm.service.messages import Command, Event, decode, encode
+from minillm.service.messages import Command, Event, decode_event, encode
 
 # -P: a module of the current directory must not stand in for one of the standard library.
-ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service.conversations")
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service")
 _LINE_LIMIT = 64 << 20  # bytes of one event; a picture of a million blocks stays below
 
 
 def _module_path() -> list[str]:
-    """Where the process finds minillm: where this one did, then whatever the user's PYTHONPATH says."""
+    """The places where the process looks for minillm: that of this process, then the user's PYTHONPATH."""
     home = str(Path(__file__).resolve().parents[2])
     return [home, *filter(None, [os.environ.get("PYTHONPATH")])]
 
@@ -27,7 +28,7 @@ class EngineProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self._process = process
-        self.log = log  # what the process wrote to stderr
+        self.log = log  # the process's stderr
 
     @classmethod
     async def start(cls, log: Path, command: Sequence[str] = ENGINE_COMMAND) -> EngineProcess:
@@ -63,10 +64,7 @@ class EngineProcess:
         """
         assert self._process.stdout is not None
         async for line in self._process.stdout:
-            message = decode(line)
-            if not isinstance(message, Event):
-                raise ValueError(f"not an event: {line[:80]!r}")
-            yield message
+            yield decode_event(line)
         await self._process.wait()
 
     @property
@@ -80,8 +78,9 @@ class EngineProcess:
         return lines[-1] if lines else ""
 
     async def stop(self) -> None:
-        """End the process, whatever it is doing, and wait until it is gone."""
+        """End the process at once, and wait until it is gone."""
         if self._process.returncode is None:
+            # asyncio's own `kill` would reap a process that has just ended, and its exit code would be lost.
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                os.kill(self._process.pid, signal.SIGKILL)
         await self._process.wait()

@@ -1,139 +1,126 @@
-"""What the chat app and the engine's process say to each other: dataclasses, sent as one JSON object a line.
+"""The chat app and the engine's process speak in these messages: one JSON object a line.
 
-Commands go to the engine, events come from it. Nothing here knows a widget, and nothing a tensor. They are not frozen:
-that would take twice as long to make so many classes, and the chat's first screen waits for them.
+Commands go to the engine, events come from it. Nothing here knows a widget, and nothing a tensor.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, astuple, dataclass, field, fields, is_dataclass
+import re
+from functools import reduce
+from operator import or_
 from typing import Any
 
+import msgspec
 
-@dataclass
-class Command:
+from minillm.outputs import StepReport
+from minillm.progress import Progress
+
+
+class _Message(msgspec.Struct, tag=True, tag_field="message", forbid_unknown_fields=True):
+    """The name of its class travels with it."""
+
+
+class Command(_Message):
     """From the app to the engine."""
 
 
-@dataclass
-class Event:
+class Event(_Message):
     """From the engine to the app."""
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+class _Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A part of an event. It travels as the list of its values: their names would be most of the message."""
 
 
-@dataclass
 class Load(Command):
     """Load a model. The first command of a process, and sent once: another model takes another process."""
 
     model: str
-    options: dict[str, Any] = field(default_factory=dict)  # of EngineConfig
+    options: dict[str, Any] = {}  # of EngineConfig
 
 
-@dataclass
 class Generate(Command):
     """Answer a conversation.
 
-    The blocks of every answer stay when it ends, until `Drop`, `Forget` or pressure: whatever the next question of the
-    same ``conversation`` has in common with any of them is not computed again. So a branch costs what it adds.
+    Its blocks stay when it ends, until `Drop`, `Forget` or pressure: the next question of the ``conversation`` computes
+    only the tokens that it shares with no answer. So a branch is cheap.
     """
 
     request_id: str
     conversation: str
     messages: list[dict[str, str]]
-    params: dict[str, Any] = field(default_factory=dict)  # of BeamSearchParams if it has "beam_width", else Sampling
+    params: dict[str, Any] = {}  # of BeamSearchParams if it has "beam_width", else of SamplingParams
     continues: bool = False  # go on with the last message, which is the model's own
     room: int = 1  # tokens that must be left for the answer, or the context counts as full
 
 
-@dataclass
 class Abort(Command):
-    """End an answer; what has been said so far stays."""
+    """End an answer; its text so far stays."""
 
     request_id: str
 
 
-@dataclass
 class Keep(Command):
-    """Of an answer's candidates keep the blocks of number ``index``, and free those of the others."""
+    """Keep the blocks of candidate number ``index`` of an answer, and free those of the others."""
 
     request_id: str
     index: int
 
 
-@dataclass
 class Drop(Command):
     """Free the blocks that one answer keeps."""
 
     request_id: str
 
 
-@dataclass
 class Forget(Command):
     """Free the blocks that a conversation holds."""
 
     conversation: str
 
 
-@dataclass
 class Pin(Command):
     """Compute a system prompt and keep its blocks under any load, instead of the one before. Empty: none."""
 
     system: str
 
 
-@dataclass
 class Pace(Command):
     """Take at most so many steps a second, so that people can watch; 0: as many as the machine can."""
 
     steps_per_second: float
 
 
-@dataclass
 class Report(Command):
-    """Tell texts, beams and pictures of the pool no more often than every so many seconds, what came between at once.
-
-    Before this each token is told as it comes. The first tokens and the end of an answer never wait.
-    """
+    """Send texts, beams and pictures of the pool at most once in ``every`` seconds; an answer's ends do not wait."""
 
     every: float
 
 
-@dataclass
 class Inspect(Command):
-    """Tell what is known of a block: `BlockFacts` answers."""
+    """Ask about a block: `BlockFacts` answers."""
 
     block: int
 
 
-# --- events -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
 class Loading(Event):
-    """How far the start has come; ``total`` is None where it is not known."""
+    """How far the start has come."""
 
-    label: str
-    done: int
-    total: int | None
-    unit: str
+    progress: Progress
 
 
-@dataclass
 class Notice(Event):
-    """Something to know, in one line: which source failed and which one served. Not cleaned for a terminal."""
+    """A line for the user: which source failed and which one served, say. Not cleaned for a terminal."""
 
     text: str
 
 
-@dataclass
 class Loaded(Event):
     """The model is ready."""
 
     model: str
-    source: str  # what served it: a directory, the hub, a package
+    source: str  # it was served by: a directory, the hub, a package
     num_parameters: int
     device: str
     dtype: str
@@ -146,7 +133,6 @@ class Loaded(Event):
     seconds: float
 
 
-@dataclass
 class LoadFailed(Event):
     """The model cannot be used; the process ends."""
 
@@ -154,7 +140,6 @@ class LoadFailed(Event):
     exit_code: int
 
 
-@dataclass
 class Started(Event):
     """A prompt has been computed."""
 
@@ -165,8 +150,7 @@ class Started(Event):
     in_reasoning: bool = False  # the template has opened the model's <think> section
 
 
-@dataclass
-class TokenChoice:
+class TokenChoice(_Record):
     """A token that was drawn, its log-probability, and the most probable ones, best first. Not cleaned."""
 
     text: str
@@ -175,19 +159,17 @@ class TokenChoice:
     top_logprobs: list[float]
 
 
-@dataclass
 class TextDelta(Event):
-    """More of one completion's text: as the model said it, not cleaned for a terminal."""
+    """More of one completion's text, as the model wrote it: not cleaned for a terminal."""
 
     request_id: str
     index: int
     text: str
     num_tokens: int
-    tokens: list[TokenChoice] = field(default_factory=list)  # where the request asked for log-probabilities
+    tokens: list[TokenChoice] = []  # where the request asked for log-probabilities
 
 
-@dataclass
-class BeamView:
+class BeamView(_Record):
     """A beam as it stands. ``score`` is its log-probability over its length to the power of the length penalty."""
 
     text: str
@@ -197,7 +179,6 @@ class BeamView:
     finished: bool
 
 
-@dataclass
 class BeamsChanged(Event):
     """The beams of a search, the best first: sent a few times a second while it goes on, and when it ends."""
 
@@ -205,7 +186,6 @@ class BeamsChanged(Event):
     beams: list[BeamView]
 
 
-@dataclass
 class Finished(Event):
     """One completion has ended: ``finish_reason`` is "stop", "length" or "abort"."""
 
@@ -217,7 +197,6 @@ class Finished(Event):
     num_context_tokens: int  # prompt and completion
 
 
-@dataclass
 class RequestFailed(Event):
     """A request was refused or broke; the engine goes on."""
 
@@ -225,7 +204,6 @@ class RequestFailed(Event):
     error: str
 
 
-@dataclass
 class ContextFull(Event):
     """A request was refused: the conversation has outgrown the context, the answer's first token included."""
 
@@ -234,9 +212,8 @@ class ContextFull(Event):
     max_model_len: int
 
 
-@dataclass
-class TableView:
-    """One sequence's block table."""
+class TableView(_Record):
+    """One sequence's block table. In a `CacheChanged` its first ``keep`` blocks stay, and ``blocks`` follow them."""
 
     seq_id: int
     owner: str  # the request that computes it or keeps it; empty where it is the engine's own
@@ -244,54 +221,24 @@ class TableView:
     state: str  # "running", "idle", "pinned" or "swapped": then the blocks are those of the host
     num_tokens: int
     blocks: list[int]
+    keep: int = 0
 
 
-@dataclass
-class TableChange:
-    """A table that is new or other than it was: its first ``keep`` blocks stay, ``blocks`` follow them."""
+class CacheCounts(_Record):
+    """Counts of the pool's events since the start, and of the blocks on the host now."""
 
-    seq_id: int
-    owner: str
-    index: int
-    state: str
-    num_tokens: int
-    keep: int
-    blocks: list[int]
-
-
-@dataclass
-class BlockChange:
-    """A block that looks other than it did."""
-
-    block: int
-    ref_count: int
-    filled: int  # slots with a token
-    kind: str  # "free", "owned", "shared", "cached" (held by nobody, but findable) or "pinned"
-
-
-@dataclass
-class PoolFigures:
-    """The pool at one moment, and what has happened to it since the start. Blocks unless the name says otherwise."""
-
-    free_blocks: int = 0  # the cached ones are not among them
-    cached_blocks: int = 0
-    shared_blocks: int = 0
-    pinned_blocks: int = 0
-    logical_blocks: int = 0  # entries of all tables: what the same sequences would take without sharing
-    used_slots: int = 0
-    host_blocks_used: int = 0
     num_copies: int = 0
     num_evictions: int = 0
     num_hit_tokens: int = 0
     num_looked_up_tokens: int = 0
     num_preemptions: int = 0
-    num_swapped_out: int = 0
+    num_swapped_out: int = 0  # blocks
     num_swapped_in: int = 0
+    host_blocks_used: int = 0
 
 
-@dataclass
-class LogEntry:
-    """One event of the cache, see `minillm.cache.CacheEvent`, with its time and what it means in numbers.
+class LogEntry(_Record):
+    """One event of the cache, see `minillm.cache.CacheEvent`, with its time and its meaning in numbers.
 
     ``detail``: of a copy, how many others still hold the source; of a hit, the tokens that it saved.
     """
@@ -305,111 +252,48 @@ class LogEntry:
     detail: int = 0
 
 
-@dataclass
 class CacheChanged(Event):
-    """What changed in the pool since the last such event; the first one tells all that is not free."""
+    """The changes in the pool since the last such event; the first one names all that is not free.
 
-    blocks: list[BlockChange]
-    tables: list[TableChange]
-    gone: list[int]  # sequences without a table now
-    figures: PoolFigures
-    log: list[LogEntry] = field(default_factory=list)
-    num_unlogged: int = 0  # events that were too many to tell
+    A block's state follows from the tables that hold it. One that no table holds is free or cached.
+    """
 
-
-@dataclass
-class StepView:
-    """One step of the engine: see `minillm.engine.engine.StepReport`."""
-
-    number: int
-    num_prefills: int
-    num_prefill_tokens: int
-    num_decodes: int
-    num_preempted: int
-    num_swapped_out: int
-    num_swapped_in: int
-    seconds: float
-    device_seconds: float
-    ended: float
+    tables: list[TableView] = []  # new ones, and those that are other than they were
+    gone: list[int] = []  # sequences without a table now
+    cached: list[int] = []  # blocks that are cached now
+    uncached: list[int] = []  # and those that were
+    counts: CacheCounts = msgspec.field(default_factory=CacheCounts)
+    log: list[LogEntry] = []
+    num_unlogged: int = 0  # events that were too many to send
 
 
-@dataclass
 class Stepped(Event):
     """The steps since the last such event."""
 
-    steps: list[StepView]
+    steps: list[StepReport]
 
 
-@dataclass
-class Holder:
-    """A sequence that holds a block, as number ``logical_block`` of its table."""
-
-    owner: str
-    index: int
-    seq_id: int
-    logical_block: int
-
-
-@dataclass
 class BlockFacts(Event):
-    """All that is known of a block."""
+    """The facts of a block that the engine alone knows."""
 
     block: int
-    kind: str
-    ref_count: int
-    filled: int
-    holders: list[Holder]
     tokens: list[str]  # not cleaned
     node: int | None  # its number in the prefix cache, if it can be found there
-    before: str  # what it can be found after: the number of another node, or the salt of a first block
+    before: str  # the number of the node before it, or the salt of a first block
     age: float | None  # seconds since it was taken
 
 
-_KINDS = {cls.__name__: cls for base in (Command, Event) for cls in base.__subclasses__()}
+_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
-
-_ITEMS: dict[tuple[type, str], type] = {
-    (CacheChanged, "blocks"): BlockChange,
-    (CacheChanged, "tables"): TableChange,
-    (CacheChanged, "log"): LogEntry,
-    (TextDelta, "tokens"): TokenChoice,
-    (BeamsChanged, "beams"): BeamView,
-    (Stepped, "steps"): StepView,
-    (BlockFacts, "holders"): Holder,
-}  # lists of records travel as lists of their values: a name for each of 20,000 blocks would be most of the message
+# A line that `encode` made -> its message. ValueError, in one line, where it is none of its kind.
+decode_command = msgspec.json.Decoder[Command](reduce(or_, Command.__subclasses__())).decode
+decode_event = msgspec.json.Decoder[Event](reduce(or_, Event.__subclasses__())).decode
 
 
 def encode(message: Command | Event) -> bytes:
-    """One line of JSON."""
-    values: dict[str, Any] = {"message": type(message).__name__}
-    for item in fields(message):
-        value = getattr(message, item.name)
-        if (type(message), item.name) in _ITEMS:
-            value = [astuple(each) for each in value]
-        values[item.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    return json.dumps(values, separators=(",", ":")).encode() + b"\n"
-
-
-def decode(line: bytes) -> Command | Event:
-    """The message of a line that `encode` made.
-
-    Raises:
-        ValueError: it is not one.
-    """
-    values = json.loads(line)
+    """One line of JSON. Lone surrogates, which UTF-8 does not have, become U+FFFD."""
     try:
-        cls = _KINDS[values.pop("message")]
-    except (KeyError, AttributeError, TypeError):
-        raise ValueError(f"not a message: {line[:80]!r}") from None
-    if unknown := set(values) - {item.name for item in fields(cls)}:
-        raise ValueError(f"{cls.__name__} has no field {sorted(unknown)[0]}")
-    try:
-        for name, value in values.items():
-            record = _ITEMS.get((cls, name))
-            if record is not None:
-                values[name] = [record(*each) for each in value]
-        if cls is CacheChanged:
-            values["figures"] = PoolFigures(**values["figures"])
-        return cls(**values)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{cls.__name__}: {error}") from None
+        return msgspec.json.encode(message) + b"\n"
+    except UnicodeEncodeError:
+        text = json.dumps(msgspec.to_builtins(message), ensure_ascii=False)
+        return _LONE_SURROGATES.sub("\ufffd", text).encode() + b"\n"

@@ -216,4 +216,4 @@ def test_diverse_groups_match_a_plain_reference(
 )
 def test_wrong_parameters_are_named(values: dict[str, Any], word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        BeamSearchParams.from_mapping(values)
+        BeamSearchParams(**values)

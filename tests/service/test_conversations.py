@@ -11,13 +11,15 @@ from typing import TypeVar
 import anyio
 import pytest
 
+from minillm.outputs import StepReport
+from minillm.progress import Progress
 from minillm.service.client import EngineProcess
 from minillm.service.messages import (
     Abort,
     BeamsChanged,
-    BlockChange,
     BlockFacts,
     CacheChanged,
+    CacheCounts,
     Command,
     ContextFull,
     Drop,
@@ -25,7 +27,6 @@ from minillm.service.messages import (
     Finished,
     Forget,
     Generate,
-    Holder,
     Inspect,
     Keep,
     Load,
@@ -35,21 +36,22 @@ from minillm.service.messages import (
     LogEntry,
     Notice,
     Pin,
-    PoolFigures,
     Report,
     RequestFailed,
     Started,
     Stepped,
-    TableChange,
+    TableView,
     TextDelta,
     TokenChoice,
-    decode,
+    decode_command,
+    decode_event,
     encode,
 )
-from minillm.ui.memory.pool import Pool
+from minillm.ui.memory.pool import BlockState, Pool
 
 Wanted = TypeVar("Wanted", bound=Event)
 pytestmark = pytest.mark.anyio
+OWNED, CACHED = BlockState.OWNED, BlockState.CACHED
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 
 
@@ -119,7 +121,7 @@ async def test_a_conversation_keeps_its_blocks_and_the_next_turn_reuses_them(tmp
         assert isinstance(loaded, Loaded)
         assert (loaded.num_blocks, loaded.block_size, loaded.device) == (32, 16, "cpu")
         assert loaded.has_chat_template
-        assert any(isinstance(event, Loading) and event.label == "loading weights" for event in running.events)
+        assert any(isinstance(event, Loading) and event.progress.label == "loading weights" for event in running.events)
         running.send(question("a", "hello"))
         first = await running.wait_for(Finished)
         assert isinstance(first, Finished)
@@ -232,7 +234,7 @@ async def test_candidates_share_the_prompt_until_one_is_kept(tmp_path: Path, tin
         tables = [table.blocks for table in pool.tables_of("a")]
         assert tables[0][0] == tables[1][0] == tables[2][0]
         assert pool.figures.shared_blocks > 0
-        assert pool.figures.num_copies >= 2 or pool.tables_of("a")[0].num_tokens % 16 == 12
+        assert pool.counts.num_copies >= 2 or pool.tables_of("a")[0].num_tokens % 16 == 12
         running.send(Keep("a", 1))
         pool = await running.pool(lambda pool: len(pool.tables) == 1)
         assert pool.tables_of("a")[0].index == 1
@@ -301,19 +303,21 @@ async def test_a_block_tells_what_it_holds(tmp_path: Path, tiny_model: Path) -> 
         table = pool.tables_of("a")[0]
         running.send(Inspect(table.blocks[1]))
         facts = await running.find(BlockFacts)
-        assert (facts.kind, facts.ref_count, facts.filled) == ("owned", 1, 16)
-        assert facts.holders == [Holder("a", 0, table.seq_id, 1)]
+        assert (pool.state(facts.block), pool.ref_counts[facts.block], pool.filled[facts.block]) == (OWNED, 1, 16)
+        assert pool.holders(facts.block) == [(table, 1)]
         assert len(facts.tokens) == 16
         assert facts.node is not None
         assert facts.age is not None
         running.send(Forget("c"))
-        await running.pool(lambda pool: pool.figures.cached_blocks)
+        await running.pool(lambda pool: pool.state(table.blocks[1]) is CACHED)
         running.send(Inspect(table.blocks[1]))
-        cached = await running.find(BlockFacts, lambda event: event.kind == "cached")
-        assert cached.tokens == facts.tokens
+        cached = await running.wait_for(BlockFacts, 2)
+        assert isinstance(cached, BlockFacts)
+        assert (cached.block, cached.tokens) == (facts.block, facts.tokens)
         running.send(Inspect(10**6))
         running.send(Inspect(31))
-        assert (await running.find(BlockFacts, lambda event: event.block == 31)).kind == "free"
+        free = await running.find(BlockFacts, lambda event: event.block == 31)
+        assert (free.tokens, free.node, free.age) == ([], None, None)
 
 
 async def test_pressure_is_told_as_swaps_and_evictions(tmp_path: Path, tiny_model: Path) -> None:
@@ -324,9 +328,9 @@ async def test_pressure_is_told_as_swaps_and_evictions(tmp_path: Path, tiny_mode
         pool = await running.pool(lambda pool: all(t.state == "idle" for t in pool.tables.values()) and pool.tables)
         kinds = {entry.kind for entry in pool.log}
         assert {"preempt", "swap_out", "swap_in"} <= kinds
-        assert pool.figures.num_preemptions > 0
+        assert pool.counts.num_preemptions > 0
         steps = [step for event in running.events if isinstance(event, Stepped) for step in event.steps]
-        assert sum(step.num_swapped_out for step in steps) == pool.figures.num_swapped_out
+        assert sum(step.num_swapped_out for step in steps) == pool.counts.num_swapped_out
         assert all(0 <= step.device_seconds <= step.seconds for step in steps)
 
 
@@ -340,14 +344,50 @@ async def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 def test_messages_survive_the_pipe() -> None:
     log = [LogEntry(0.5, "copy", 1, "a", [3, 4], None, 2)]
-    picture = CacheChanged([BlockChange(3, 1, 16, "owned")], [TableChange(1, "a", 0, "idle", 16, 0, [3])], [2],
-                           PoolFigures(free_blocks=7), log, 1)  # fmt: skip
+    tables = [TableView(1, "a", 0, "idle", 16, [3]), TableView(2, "a", 1, "running", 17, [5], keep=1)]
+    picture = CacheChanged(tables, [2], [8], [9], CacheCounts(num_copies=7), log, 1)
     delta = TextDelta("a", 0, "x", 1, [TokenChoice("x", -0.5, ["x", "\x1b"], [-0.5, -2.0])])
-    facts = BlockFacts(3, "owned", 1, 16, [Holder("a", 0, 1, 0)], ["x"], None, "", 1.5)
-    for message in (Load("m", {"device": "cpu"}), question("a", "é\u2028\n"), picture, delta, facts):
-        line = encode(message)
-        assert line.count(b"\n") == 1
-        assert decode(line) == message
-    for bad in (b"[]", b'{"message": "Nothing"}', b'{"message": "Abort", "x": 1}', b'{"message": "Abort"}', b"{"):
-        with pytest.raises(ValueError):
-            decode(bad)
+    steps = Stepped([StepReport(1, 2, 512, 0, 0, 0, 0, 0.25, 0.2, 1e9)])
+    facts = BlockFacts(3, ["x"], None, "", 1.5)
+    commands = (Load("m", {"device": "cpu", "x": 1.0}), question("a", "é\u2028\n"))
+    events = (picture, delta, steps, facts, Loading(Progress("weights", 3, None, "layers")), BeamsChanged("a", []))
+    for messages, decode in ((commands, decode_command), (events, decode_event)):
+        for message in messages:
+            line = encode(message)
+            assert line.count(b"\n") == 1
+            assert decode(line) == message
+    # What UTF-8 does not have is replaced, as it is before a model sees it.
+    assert decode_command(encode(question("a", "one\ud800"))) == question("a", "one\ufffd")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[]",
+        b"{",
+        b"",
+        b"\xff",
+        b"no message",
+        b'{"message": "Nothing"}',
+        b'{"message": "Abort", "x": 1}',
+        b'{"message": "Abort"}',
+        b'{"message": "Abort", "request_id": 3}',
+        b'{"message": "Notice"}',
+        b'{"message": "Notice", "text": "x", "more": 1}',
+        b'{"message": "CacheChanged", "tables": [[1, "a"]]}',
+        b'{"message": "Stepped", "steps": [{"number": 1}]}',
+        b'{"message": "CacheChanged", "gone": ["x"]}',
+    ],
+)
+def test_strangers_messages_are_refused_in_one_line(line: bytes) -> None:
+    for decode in (decode_command, decode_event):
+        with pytest.raises(ValueError) as caught:
+            decode(line)
+        assert "\n" not in str(caught.value)
+
+
+def test_no_side_takes_the_others_messages() -> None:
+    with pytest.raises(ValueError):
+        decode_event(encode(Abort("a")))
+    with pytest.raises(ValueError):
+        decode_command(encode(Notice("x")))

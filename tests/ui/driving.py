@@ -66,7 +66,7 @@ async def say(pilot: Pilot[Any], text: str) -> None:
 
 async def ask(pilot: Pilot[Any], text: str, seconds: float = 60) -> Turn:
     """Ask, and wait until the answer has ended."""
-    before = screen(pilot).conversation.leaf
+    before = screen(pilot).talk.conversation.leaf
     await say(pilot, text)
     return await answered(pilot, before, seconds)
 
@@ -75,10 +75,10 @@ async def answered(pilot: Pilot[Any], before: Turn | None, seconds: float = 60) 
     """Wait for the end of the answer of another turn than ``before``."""
     chat_screen = screen(pilot)
     await until(
-        pilot, lambda: chat_screen.conversation.leaf is not before and not chat_screen.is_answering, seconds
+        pilot, lambda: chat_screen.talk.conversation.leaf is not before and chat_screen.talk.run is None, seconds
     )  # fmt: skip
     await pilot.pause()
-    leaf = chat_screen.conversation.leaf
+    leaf = chat_screen.talk.conversation.leaf
     assert leaf is not None
     return leaf
 

@@ -9,16 +9,16 @@ import os
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
 
+from msgspec.structs import asdict, replace
+
+from minillm.progress import Progress
 from minillm.service.messages import (
     Abort,
     BeamsChanged,
     BeamView,
-    BlockChange,
     BlockFacts,
     CacheChanged,
-    Command,
     ContextFull,
     Event,
     Finished,
@@ -32,13 +32,12 @@ from minillm.service.messages import (
     Loading,
     LogEntry,
     Notice,
-    PoolFigures,
     RequestFailed,
     Started,
-    TableChange,
+    TableView,
     TextDelta,
     TokenChoice,
-    decode,
+    decode_command,
     encode,
 )
 
@@ -78,18 +77,14 @@ def picture(owner: str, state: str, num_tokens: int) -> None:
     blocks = list(range(3, 3 + -(-num_tokens // 16)))
     send(
         CacheChanged(
-            blocks=[BlockChange(block, 1, min(16, num_tokens - 16 * i), "owned") for i, block in enumerate(blocks)],
-            tables=[TableChange(1, owner, 0, state, num_tokens, 0, blocks)],
-            gone=[],
-            figures=PoolFigures(64 - len(blocks), logical_blocks=len(blocks), used_slots=num_tokens),
+            tables=[TableView(1, owner, 0, state, num_tokens, blocks)],
             log=[LogEntry(1.0, "allocate", 1, owner, blocks[-1:])],
         )
     )
 
 
 def empty_pool() -> None:
-    blocks = [BlockChange(block, 0, 0, "free") for block in range(64)]
-    send(CacheChanged(blocks, [], [1], PoolFigures(64), []))
+    send(CacheChanged(gone=[1]))
 
 
 def answer(command: Generate) -> None:
@@ -181,7 +176,7 @@ def stream(name: str, pieces: list[str], pause: float = 0.0) -> None:
 
 def load(command: Load) -> bool:
     """What the model's name asks for; False where it cannot be loaded."""
-    send(Loading("loading weights", 1, 3, "layers"))
+    send(Loading(Progress("loading weights", 1, 3, "layers")))
     if command.model == "missing":
         send(LoadFailed("no such model \x1b[31mhere", 1))
         return False
@@ -190,15 +185,14 @@ def load(command: Load) -> bool:
     send(Notice("served \x1b[31mby a script"))
     template = command.model != "base"
     send(replace(LOADED, model=command.model, has_chat_template=template))
-    send(CacheChanged([], [], [], PoolFigures(64)))
+    send(CacheChanged())
     return True
 
 
 def main() -> None:
     log = os.environ.get("FAKE_ENGINE_LOG")
     for line in sys.stdin.buffer:
-        command = decode(line)
-        assert isinstance(command, Command)
+        command = decode_command(line)
         if log:
             with open(log, "a", encoding="utf-8") as file:
                 print(os.getpid(), type(command).__name__, asdict(command), file=file)
@@ -212,7 +206,7 @@ def main() -> None:
         elif isinstance(command, Keep):
             picture(command.request_id, "idle", 40)
         elif isinstance(command, Inspect):
-            send(BlockFacts(command.block, "owned", 1, 16, [], ["to\x1b[31mken"], 7, "", 1.0))
+            send(BlockFacts(command.block, ["to\x1b[31mken"], 7, "", 1.0))
         elif isinstance(command, Generate):
             threading.Thread(target=answer, args=(command,), daemon=True).start()
 

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from minillm.service.messages import (
-    BlockChange,
-    BlockFacts,
-    CacheChanged,
-    Holder,
-    LogEntry,
-    PoolFigures,
-    StepView,
-    TableChange,
-)
+from minillm.outputs import StepReport
+from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableView
 from minillm.ui.memory.pool import Pool
 
 SIZE = 16
@@ -27,8 +19,8 @@ def name(owner: str, index: int) -> str:
     return owner if owner in ("system prompt", "turn 1") else f"{owner} · {index + 1}"
 
 
-def table(seq_id: int, owner: str, index: int, state: str, num_tokens: int, blocks: list[int]) -> TableChange:
-    return TableChange(seq_id, owner, index, state, num_tokens, 0, blocks)
+def table(seq_id: int, owner: str, index: int, state: str, num_tokens: int, blocks: list[int]) -> TableView:
+    return TableView(seq_id, owner, index, state, num_tokens, blocks)
 
 
 SAMPLES = [table(3 + i, "turn 2", i, "running", 90 + i, [0, 1, 2, 4, 5, 20 + i]) for i in range(4)]
@@ -58,36 +50,9 @@ LOG = [
 ]
 
 
-def block_changes(tables: list[TableChange]) -> list[BlockChange]:
-    """The looks of the blocks of these tables."""
-    holders: dict[int, list[int]] = {}
-    pinned: set[int] = set()
-    for one in tables:
-        if one.state == "swapped":
-            continue
-        for number, block in enumerate(one.blocks):
-            holders.setdefault(block, []).append(min(SIZE, one.num_tokens - number * SIZE))
-        if one.state == "pinned":
-            pinned.update(one.blocks)
-    return [
-        BlockChange(
-            block, len(fills), max(fills), "pinned" if block in pinned else "shared" if len(fills) > 1 else "owned"
-        )
-        for block, fills in holders.items()
-    ]
-
-
-def picture(tables: list[TableChange], num_blocks: int = 128, log: list[LogEntry] | None = None) -> CacheChanged:
+def picture(tables: list[TableView], log: list[LogEntry] | None = None) -> CacheChanged:
     """All of a cache at once: these tables, and two cached blocks."""
-    blocks = block_changes(tables)
-    figures = PoolFigures(
-        free_blocks=num_blocks - len(blocks) - 2,
-        cached_blocks=2,
-        shared_blocks=sum(block.ref_count > 1 for block in blocks),
-        pinned_blocks=sum(block.kind == "pinned" for block in blocks),
-        logical_blocks=sum(block.ref_count for block in blocks),
-        used_slots=sum(block.filled for block in blocks),
-        host_blocks_used=sum(len(one.blocks) for one in tables if one.state == "swapped"),
+    counts = CacheCounts(
         num_copies=7,
         num_evictions=1,
         num_hit_tokens=480,
@@ -95,20 +60,19 @@ def picture(tables: list[TableChange], num_blocks: int = 128, log: list[LogEntry
         num_preemptions=1,
         num_swapped_out=3,
         num_swapped_in=2,
+        host_blocks_used=sum(len(one.blocks) for one in tables if one.state == "swapped"),
     )
-    cached = [BlockChange(50, 0, SIZE, "cached"), BlockChange(51, 0, SIZE, "cached")]
-    return CacheChanged([*blocks, *cached], tables, [], figures, log or [])
+    return CacheChanged(tables, cached=[50, 51], counts=counts, log=log or [])
 
 
-def steps(num_steps: int) -> list[StepView]:
+def steps(num_steps: int) -> list[StepReport]:
     """A prefill of two chunks, then decodes, one of which had to swap."""
-    first = StepView(1, 2, 512, 0, 0, 0, 0, 0.25, 0.2, 100.02)
-    rest = [StepView(number, 0, 0, 8, 0, 0, 0, 0.02, 0.015, 100 + 0.02 * number) for number in range(2, num_steps + 1)]
-    rest[1:2] = [StepView(3, 0, 0, 6, 1, 12, 4, 0.04, 0.01, 100.07)]
+    first = StepReport(1, 2, 512, 0, 0, 0, 0, 0.25, 0.2, 100.02)
+    rest = [StepReport(n, 0, 0, 8, 0, 0, 0, 0.02, 0.015, 100 + 0.02 * n) for n in range(2, num_steps + 1)]
+    rest[1:2] = [StepReport(3, 0, 0, 6, 1, 12, 4, 0.04, 0.01, 100.07)]
     return [first, *rest][:num_steps]
 
 
 def facts(block: int) -> BlockFacts:
-    """A block whose tokens and owner are a stranger's."""
-    holders = [Holder("turn 2", 1, 4, 3), Holder("turn 2", 2, 5, 3), Holder(HOSTILE, 0, 6, 3)]
-    return BlockFacts(block, "shared", 3, 12, holders, ["The", " quick", "\n", HOSTILE], 17, "16", 3.2)
+    """A block whose tokens are a stranger's."""
+    return BlockFacts(block, ["The", " quick", "\n", HOSTILE], 17, "16", 3.2)

@@ -15,6 +15,7 @@ import time
 import tty
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = (sys.executable, str(ROOT / "tests" / "ui" / "chat_with_fake.py"))
@@ -107,8 +108,19 @@ def session(
 ) -> Iterator[Session]:
     """Run ``command`` on a terminal of ``size`` columns and rows; it is killed at the end if need be.
 
+    Its conversations, configuration and temporary files are its own, unless ``environment`` says otherwise.
     ``typed_before``: keys that wait in the terminal when it starts; none of them is a signal.
     """
+    with TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        places = dict.fromkeys(("MINILLM_DATA", "MINILLM_CONFIG", "TMPDIR"), own)
+        with _running(command, size, {**places, **(environment or {})}, typed_before) as running:
+            yield running
+
+
+@contextlib.contextmanager
+def _running(
+    command: Sequence[str], size: tuple[int, int], environment: Mapping[str, str], typed_before: str
+) -> Iterator[Session]:
     master, slave = os.openpty()
     if typed_before:
         tty.setraw(slave)
@@ -125,7 +137,7 @@ def session(
         stdout=slave,
         stderr=slave,
         preexec_fn=own_terminal,
-        env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), **(environment or {})},
+        env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), **environment},
     )
     running = Session(process, master, slave)
     try:

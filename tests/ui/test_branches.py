@@ -45,7 +45,7 @@ async def test_escape_leaves_the_question_as_it_was() -> None:
         await pilot.press("alt+e", "escape")
         assert screen(pilot).query_one(PromptInput).text == ""
         await ask(pilot, "echo two")
-        assert len(screen(pilot).conversation.turns) == 2
+        assert len(screen(pilot).talk.conversation.turns) == 2
 
 
 async def test_regenerating_is_a_branch_beside_the_first_answer() -> None:
@@ -54,7 +54,7 @@ async def test_regenerating_is_a_branch_beside_the_first_answer() -> None:
         await pilot.press("alt+r")
         again = await answered(pilot, before)
         assert again.question == "echo one"
-        assert screen(pilot).conversation.siblings(again) == [before, again]
+        assert screen(pilot).talk.conversation.siblings(again) == [before, again]
 
 
 async def test_continuing_adds_to_the_same_answer() -> None:
@@ -73,8 +73,8 @@ async def test_an_answer_that_fills_the_context_cannot_be_continued_and_stays() 
         await pilot.press("alt+c")
         await until(pilot, lambda: any("cannot go on" in note for note in notes(pilot)))
         assert turn.answer.text == "fit more"
-        assert screen(pilot).conversation.turns == [turn]
-        assert not screen(pilot).is_answering
+        assert screen(pilot).talk.conversation.turns == [turn]
+        assert screen(pilot).talk.run is None
 
 
 async def test_candidates_stream_side_by_side_and_one_is_accepted() -> None:
@@ -95,9 +95,9 @@ async def test_accepting_early_stops_the_others() -> None:
         await say(pilot, "choose")
         await until(pilot, lambda: "sample4 sample4" in seen(pilot))
         await say(pilot, "/accept 4")
-        turn = screen(pilot).conversation.turns[0]
+        turn = screen(pilot).talk.conversation.turns[0]
         await until(pilot, lambda: turn.answer.text.startswith("sample4"))
-        assert not screen(pilot).is_answering
+        assert screen(pilot).talk.run is None
 
 
 async def test_who_goes_on_without_choosing_takes_the_first() -> None:
@@ -106,7 +106,7 @@ async def test_who_goes_on_without_choosing_takes_the_first() -> None:
         await say(pilot, "/n 1")
         await ask(pilot, "messages")
         assert turn.answer.text == "sample1 "
-        last = screen(pilot).conversation.turns[-1]
+        last = screen(pilot).talk.conversation.turns[-1]
         assert last.answer.text == "user=choose;assistant=sample1 ;user=messages;"
 
 
@@ -139,7 +139,7 @@ async def test_the_oldest_turns_go_when_the_context_is_full_and_that_is_said() -
         turn = await ask(pilot, "fit into it")
         assert turn.answer.text == "fit into it"
         assert any("no longer told the oldest 2 turns" in note for note in notes(pilot))
-        assert len(screen(pilot).conversation.turns) == 3, "they stay on the screen"
+        assert len(screen(pilot).talk.conversation.turns) == 3, "they stay on the screen"
 
 
 async def test_wrong_commands_are_explained() -> None:
@@ -152,7 +152,7 @@ async def test_wrong_commands_are_explained() -> None:
             assert words in told
         assert screen(pilot).query_one(PromptInput).text == ""
         await say(pilot, "/set temperature 0.25")
-        assert screen(pilot).settings.sampling["temperature"] == 0.25
+        assert screen(pilot).app.settings.sampling["temperature"] == 0.25
         turn = await ask(pilot, "//echo slash")
         assert turn.question == "/echo slash", "two slashes: a text that begins with one"
 
@@ -164,7 +164,7 @@ async def test_commands_are_hinted_and_completed_while_typed() -> None:
         await pilot.press("tab")
         assert screen(pilot).query_one(PromptInput).text == "/beams "
         await pilot.press("4", "enter")
-        await until(pilot, lambda: screen(pilot).settings.num_candidates == 4)
+        await until(pilot, lambda: screen(pilot).app.settings.num_candidates == 4)
 
 
 async def test_what_was_sent_comes_back_with_the_arrow_keys() -> None:
@@ -207,7 +207,7 @@ async def test_a_conversation_is_saved_as_it_grows_and_resumed(tmp_path: Path) -
         [path] = tmp_path.glob("*.json")
         assert [turn["question"] for turn in json.loads(path.read_text())["turns"]] == ["echo one", "echo one", "slow"]
         await pilot.press("escape")
-        await until(pilot, lambda: not screen(pilot).is_answering)
+        await until(pilot, lambda: screen(pilot).talk.run is None)
     async with chat(store=store) as pilot:
         await pilot.press("ctrl+o")
         await until(pilot, lambda: isinstance(pilot.app.screen, SessionsScreen))
@@ -216,7 +216,7 @@ async def test_a_conversation_is_saved_as_it_grows_and_resumed(tmp_path: Path) -
         pilot.app.screen.query_one(Input).value = "ECHO"
         await until(pilot, lambda: pilot.app.screen.query_one(OptionList).option_count == 1)
         await pilot.press("enter")
-        await until(pilot, lambda: len(screen(pilot).conversation.turns) == 2)
+        await until(pilot, lambda: len(screen(pilot).talk.conversation.turns) == 2)
         await until(pilot, lambda: "echo one" in seen(pilot) and "stopped" in seen(pilot))
         turn = await ask(pilot, "messages")
         assert turn.answer.text.startswith("user=echo one;assistant=one;user=slow;assistant=word ")

@@ -70,7 +70,7 @@ async def test_an_answer_stopped_before_its_first_word_gives_the_question_back()
         await pilot.press("escape")
         await until(pilot, lambda: screen(pilot).query_one(PromptInput).text == "never mind")
         assert not screen(pilot).query(AnswerView)
-        assert screen(pilot).conversation.turns == []
+        assert screen(pilot).talk.conversation.turns == []
 
 
 async def test_a_second_question_waits_for_the_first_answer() -> None:
@@ -123,7 +123,7 @@ async def test_a_crash_of_the_engine_is_said_and_the_conversation_goes_on() -> N
         assert screen(pilot).query_one(PromptInput).text.startswith("echo lost?")
         screen(pilot).query_one(PromptInput).text = ""
         await pilot.press("ctrl+r")
-        await until(pilot, lambda: screen(pilot).engine_phase == "ready")
+        await until(pilot, lambda: screen(pilot).talk.engine.phase == "ready")
         assert "user=echo one;assistant=one;" in (await ask(pilot, "messages")).answer.text
 
 
@@ -251,6 +251,21 @@ async def test_the_panel_is_out_of_the_way_in_a_small_terminal_until_asked_for()
         assert screen(pilot).query_one(MemoryPanel).size.height == 0
 
 
+async def test_keys_behind_one_whose_command_has_yet_to_run_wait_for_it() -> None:
+    async with chat() as pilot:
+        prompt, talk = screen(pilot).talk.prompt, screen(pilot).talk
+        talk.num_waiting += 1
+        pilot.app.post_message(events.Key("a", "a"))
+        await pilot.pause(0.2)
+        assert prompt.text == ""
+        talk.num_waiting -= 1
+        await until(pilot, lambda: prompt.text == "a")
+        screen(pilot).action_command("model")
+        assert talk.num_waiting == 1
+        await until(pilot, lambda: isinstance(pilot.app.screen, ModelScreen))
+        assert talk.num_waiting == 0
+
+
 async def test_a_megabyte_can_be_pasted_and_sent() -> None:
     text = "echo " + "lorem ipsum\n" * 90_000
     async with chat() as pilot:
@@ -259,8 +274,8 @@ async def test_a_megabyte_can_be_pasted_and_sent() -> None:
         await until(pilot, lambda: "90,001 lines" in prompt.text)
         assert prompt.full_text == text
         await pilot.press("enter")
-        await until(pilot, lambda: screen(pilot).conversation.turns)
-        assert screen(pilot).conversation.turns[0].question == text.strip()
+        await until(pilot, lambda: screen(pilot).talk.conversation.turns)
+        assert screen(pilot).talk.conversation.turns[0].question == text.strip()
 
 
 async def test_the_transcript_follows_unless_the_reader_scrolled_up() -> None:
@@ -300,7 +315,7 @@ async def test_a_paragraph_costs_a_layout_per_line_or_one(
 
     async with chat(size=(120, 40)) as pilot:
         await say(pilot, "never")
-        await until(pilot, lambda: screen(pilot).is_answering)
+        await until(pilot, lambda: screen(pilot).talk.run)
         view = screen(pilot).query_one(AnswerView)
 
         async def add(text: str) -> None:
@@ -323,7 +338,7 @@ async def test_a_large_pool_is_drawn_by_the_line() -> None:
     async with chat(size=(200, 50)) as pilot:
         from minillm.ui.memory.pool import Pool
 
-        screen(pilot)._set_pool(Pool(20_000, 16, 1024))
+        screen(pilot).show_pool(Pool(20_000, 16, 1024))
         await pilot.pause()
         pool_map = screen(pilot).query_one(PoolMap)
         assert pool_map.virtual_size.height == 625

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from textual.binding import Binding
 
 from minillm.errors import UsageError
+from minillm.ui.app import ChatApp
+from minillm.ui.bars.tabs import VIEWS
+from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.screen import ChatScreen
-from minillm.ui.chat.slash import COMMANDS, completions, parse
-from minillm.ui.config import load_settings
+from minillm.ui.chat.slash import CommandTable
+from minillm.ui.dialogs.help import KEYS
 from minillm.ui.settings import (
     CHAT_SAMPLING,
     Settings,
     field_texts,
-    read_beams,
-    read_sampling,
+    load_settings,
     settings_summary,
     with_param,
+    with_texts,
 )
 from minillm.user_config import UserConfig, read_config
 from minillm.weights.manifest import default_model
@@ -82,9 +87,14 @@ def test_fields_round_trip() -> None:
     settings = Settings("m")
     texts = field_texts(settings)
     assert (texts["temperature"], texts["seed"], texts["n"], texts["beam_width"]) == ("0.7", "", "1", "1")
-    assert read_sampling(texts, CHAT_SAMPLING) == dict(CHAT_SAMPLING)
-    assert read_beams(texts, {}) == {}
-    assert read_sampling({**texts, "seed": "5", "stop": "END"}, CHAT_SAMPLING)["seed"] == 5
+    assert with_texts(settings, texts) == settings
+    changed = with_texts(settings, {**texts, "seed": "5", "stop": "END"})
+    assert changed.sampling == {**CHAT_SAMPLING, "seed": 5, "stop": ("END",)}
+    assert with_texts(changed, field_texts(changed)) == changed
+    assert with_texts(Settings("m", sampling={"logprobs": 2}), texts).sampling["logprobs"] == 2, "it has no field"
+    searching = with_texts(settings, {**texts, "beam_width": "3"})
+    assert searching.beams == {"beam_width": 3, "length_penalty": 1.0}
+    assert with_texts(searching, texts).beams == {}
     assert settings_summary(Settings("m", sampling={"temperature": 0.0, "seed": 3, "n": 2})) == "greedy · seed 3 · n 2"
 
 
@@ -110,24 +120,77 @@ def test_one_parameter_by_its_name() -> None:
         with_param(settings, "heat", "1")
 
 
-def test_every_command_has_its_method_and_its_own_name() -> None:
-    assert len({command.name for command in COMMANDS}) == len(COMMANDS)
-    for command in COMMANDS:
-        assert callable(getattr(ChatScreen, command.action)), command
+NAMES = (
+    *("help", "new", "sessions", "export", "edit", "regenerate", "continue", "branch", "accept", "copy"),
+    *("probabilities", "model", "reload", "sampling", "set", "n", "beams", "system"),
+    *("pool", "tables", "tree", "events", "memory", "steps", "theme", "quit"),
+)
+
+
+def test_the_commands_and_their_keys() -> None:
+    assert tuple(command.name for command in COMMANDS) == NAMES
+    keys = {key: command.name for command in COMMANDS for key in command.keys}
+    assert keys == {
+        "f1": "help", "f2": "model", "f3": "sampling", "f4": "system", "f5": "pool", "f6": "tables", "f7": "tree",
+        "f8": "events", "f9": "memory", "f10": "steps", "ctrl+n": "new", "ctrl+o": "sessions", "ctrl+r": "reload",
+        "ctrl+t": "theme", "ctrl+q": "quit", "alt+e": "edit", "alt+r": "regenerate", "alt+c": "continue",
+        "alt+y": "copy", "alt+p": "probabilities", "alt+left": "branch", "alt+right": "branch",
+    }  # fmt: skip
+    bound = {
+        binding.key: binding.action
+        for bindings in (ChatScreen.BINDINGS, ChatApp.BINDINGS)
+        for binding in bindings
+        if isinstance(binding, Binding) and binding.action.startswith("command(")
+    }
+    assert bound.keys() == keys.keys(), "each key is bound"
+    assert all(bound[key].startswith(f"command('{name}', ") for key, name in keys.items())
+    assert bound["alt+left"] == "command('branch', 'previous')"
+
+
+def test_the_help_shows_the_keys_that_commands_declare() -> None:
+    shown = set(re.findall(r"{(\w+)}", " ".join(key for keys in KEYS.values() for key in keys)))
+    assert shown == {command.name for command in COMMANDS if command.shown_key} - {"reload"}
+
+
+def test_the_tabs_and_the_commands_of_views_have_the_same_keys() -> None:
+    assert [(view.name, view.key) for view in VIEWS] == [
+        (COMMANDS[view.name].name, *COMMANDS[view.name].keys) for view in VIEWS
+    ]
+
+
+async def nothing(talk: object, argument: str) -> None:
+    """What a command may do."""
+
+
+def test_one_declaration_feeds_all() -> None:
+    table = CommandTable()
+    table.command("walk", "go there", argument="[WHERE]", keys={"ctrl+w": "", "alt+w": "home"}, label="Walk")(nothing)
+    table.command("run", "faster", "ctrl+x", scope="app")(nothing)
+    walk, run = table
+    assert (walk.usage, walk.needs_argument, walk.action) == ("/walk [WHERE]", False, nothing)
+    assert (run.usage, run.shown_key, run.keys) == ("/run", "Ctrl+X", {"ctrl+x": ""})
+    assert table.parse("/wa far away") == (walk, "far away")
+    assert table.completions("/w") == [walk]
+    first, second = table.bindings("chat")
+    assert (first.key, first.action, first.description, first.show) == ("ctrl+w", "command('walk', '')", "Walk", True)
+    assert (second.key, second.action) == ("alt+w", "command('walk', 'home')")
+    assert [(each.key, each.show, each.priority) for each in table.bindings("app", "everywhere")] == [
+        ("ctrl+x", False, False)
+    ]
 
 
 def test_commands_are_found_by_their_beginning() -> None:
-    assert parse("/set temperature 0.5")[0].name == "set"
-    assert parse("/set temperature 0.5")[1] == "temperature 0.5"
-    assert parse("/regen")[0].name == "regenerate"
-    assert parse("/N 3")[0].name == "n", "a whole name is no beginning of others"
+    assert COMMANDS.parse("/set temperature 0.5")[0].name == "set"
+    assert COMMANDS.parse("/set temperature 0.5")[1] == "temperature 0.5"
+    assert COMMANDS.parse("/regen")[0].name == "regenerate"
+    assert COMMANDS.parse("/N 3")[0].name == "n", "a whole name is no beginning of others"
     for line, words in (("/se", "/sessions, /set"), ("/modle", "did you mean /model"), ("/", "/help"), ("/n", "needs")):
         with pytest.raises(UsageError, match=words):
-            parse(line)
+            COMMANDS.parse(line)
 
 
 def test_completions_while_a_command_is_typed() -> None:
-    assert [command.name for command in completions("/ste")] == ["steps"]
-    assert len(completions("/")) == len(COMMANDS)
+    assert [command.name for command in COMMANDS.completions("/ste")] == ["steps"]
+    assert len(COMMANDS.completions("/")) == len([*COMMANDS])
     for line in ("", "hello /st", "/set x", "/st\n"):
-        assert completions(line) == []
+        assert COMMANDS.completions(line) == []

@@ -4,43 +4,42 @@ from __future__ import annotations
 
 import pytest
 
-from minillm.progress import size
-from minillm.service.messages import BlockChange, CacheChanged, Loading, LogEntry, PoolFigures, TableChange
+from minillm.progress import Progress, size
+from minillm.service.messages import CacheChanged, CacheCounts, LogEntry, TableView
 from minillm.ui.bars.loading import progress_line
 from minillm.ui.chat.harmless_markdown import harmless_parser
 from minillm.ui.chat.message import shortened
 from minillm.ui.memory.block_table import runs_line
-from minillm.ui.memory.pool import BlockState, Pool
+from minillm.ui.memory.pool import BlockState, Pool, PoolFigures
 from minillm.ui.numbers import bar, duration, plural
-
-
-def changed(blocks: list[BlockChange], tables: list[TableChange], gone: list[int] | None = None) -> CacheChanged:
-    log = [LogEntry(1.0, "allocate", 1, "c", [2])]
-    figures = PoolFigures(free_blocks=5, cached_blocks=1, logical_blocks=5, used_slots=20, num_copies=2)
-    return CacheChanged(blocks, tables, gone or [], figures, log, num_unlogged=3)
 
 
 def test_the_pool_follows_the_changes() -> None:
     pool = Pool(8, 16, 100)
-    blocks = [
-        BlockChange(2, 2, 16, "shared"),
-        BlockChange(3, 1, 4, "owned"),
-        BlockChange(5, 0, 16, "cached"),
-        BlockChange(99, 1, 1, "owned"),
-    ]
-    tables = [TableChange(1, "c", 1, "idle", 20, 0, [2, 3]), TableChange(2, "c", 0, "running", 16, 0, [2])]
-    assert pool.apply(changed(blocks, tables)) == [2, 3, 5]
+    log = [LogEntry(1.0, "allocate", 1, "c", [2])]
+    tables = [TableView(1, "c", 1, "idle", 20, [2, 3]), TableView(2, "c", 0, "running", 16, [2])]
+    event = CacheChanged(tables, cached=[5, 99], counts=CacheCounts(num_copies=2), log=log, num_unlogged=3)
+    assert sorted(pool.apply(event)) == [2, 3, 5]
     states = [pool.state(block) for block in (0, 2, 3, 5)]
     assert states == [BlockState.FREE, BlockState.SHARED, BlockState.OWNED, BlockState.CACHED]
-    assert (pool.used_blocks, pool.wasted_slots, pool.sharing_ratio, pool.figures.num_copies) == (2, 12, 2.5, 2)
+    assert [pool.ref_counts[block] for block in (0, 2, 3, 5)] == [0, 2, 1, 0]
+    assert [pool.filled[block] for block in (0, 2, 3, 5)] == [0, 16, 4, 16]
+    assert pool.figures == PoolFigures(5, 1, 1, 0, logical_blocks=3, used_slots=20)
+    assert (pool.used_blocks, pool.wasted_slots, pool.sharing_ratio, pool.counts.num_copies) == (2, 12, 1.5, 2)
     assert [table.seq_id for table in pool.tables_of("c")] == [2, 1]
     assert pool.tables_of("x") == []
     table = pool.tables[1]
     assert [pool.filled_slots(table, index) for index in (0, 1, 2)] == [16, 4, 0]
-    pool.apply(changed([BlockChange(2, 0, 0, "free")], [TableChange(1, "c", 1, "idle", 40, 1, [6, 7])], gone=[2]))
-    assert pool.state(2) is BlockState.FREE
+    assert [(table.seq_id, number) for table, number in pool.holders(2)] == [(1, 0), (2, 0)]
+    more = TableView(1, "c", 1, "pinned", 40, [6, 7], keep=1)
+    assert sorted(pool.apply(CacheChanged([more], gone=[2], uncached=[5], log=log))) == [2, 3, 5, 6, 7]
+    assert [pool.state(block).value for block in range(8)] == list("··p···pp")
+    assert [pool.filled[block] for block in (2, 6, 7)] == [16, 16, 8]
     assert {seq_id: table.blocks for seq_id, table in pool.tables.items()} == {1: [2, 6, 7]}
-    assert (len(pool.log), pool.num_logged, len(pool.history)) == (2, 8, 2)
+    assert (len(pool.log), pool.num_logged, len(pool.history)) == (2, 5, 2)
+    # The blocks of a table on the host are none of the device's.
+    assert sorted(pool.apply(CacheChanged([TableView(1, "c", 1, "swapped", 40, [0, 1, 2])]))) == [2, 6, 7]
+    assert pool.figures == PoolFigures(free_blocks=8)
 
 
 def test_runs_of_a_block_table_in_one_line() -> None:
@@ -78,10 +77,10 @@ def test_numbers_for_people() -> None:
 
 
 def test_progress_in_one_line() -> None:
-    line = progress_line(Loading("downloading", 50_000_000, 100_000_000, "bytes"), 10e6, 100)
+    line = progress_line(Progress("downloading", 50_000_000, 100_000_000, "bytes"), 10e6, 100)
     for part in ("downloading", "50 MB of 100 MB", "10 MB/s", "5.0 s left", "esc cancels"):
         assert part in line
-    assert "3 of 30 layers" in progress_line(Loading("loading weights", 3, 30, "layers"), 0, 80)
+    assert "3 of 30 layers" in progress_line(Progress("loading weights", 3, 30, "layers"), 0, 80)
 
 
 def test_long_questions_are_shortened() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pty_session import CHAT, Session, session
 
-from minillm.ui.chat.slash import COMMANDS
+from minillm.ui.chat.commands import COMMANDS
 
 SESSIONS = int(os.environ.get("SOAK_SESSIONS", "60"))
 FUNCTION_KEYS = ["\x1bOP", "\x1bOQ", "\x1bOR", "\x1bOS", *(f"\x1b[{n}~" for n in (15, 17, 18, 19, 20, 21, 23))]

@@ -70,7 +70,7 @@ async def test_an_engine_that_fails_leaves_the_conversation(tiny_model: Path) ->
         await ask(pilot, "hello")
         await say(pilot, "long " * 2000)
         await until(pilot, lambda: any("context holds" in note for note in notes(pilot)))
-        assert not screen(pilot).is_answering
+        assert screen(pilot).talk.run is None
         await ask(pilot, "again")
         pool = screen(pilot).pool
         assert pool is not None
@@ -97,12 +97,12 @@ async def test_the_tour_shows_all_that_it_promises(tiny_model: Path, tmp_path: P
         assert "The tour is over" in str(app.chat.query_one(Narration).render())
         pool = app.chat.pool
         assert pool is not None
-        figures = pool.figures
-        assert figures.num_copies
-        assert figures.num_hit_tokens
-        assert figures.num_evictions
-        assert figures.num_preemptions
-        assert figures.num_swapped_in
+        counts = pool.counts
+        assert counts.num_copies
+        assert counts.num_hit_tokens
+        assert counts.num_evictions
+        assert counts.num_preemptions
+        assert counts.num_swapped_in
         await pilot.press("p")
         await until(pilot, lambda: app.chat.query_one("PromptInput").text == "p")
 

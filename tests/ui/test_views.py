@@ -17,8 +17,9 @@ from textual.pilot import Pilot
 from textual.widget import Widget
 
 from minillm import ui
-from minillm.service.messages import BlockChange, CacheChanged, LogEntry, PoolFigures, TableView
-from minillm.ui.bars.tabs import tab_labels
+from minillm.outputs import StepReport
+from minillm.service.messages import CacheChanged, LogEntry, Stepped, TableView
+from minillm.ui.bars.tabs import VIEWS, tab_labels
 from minillm.ui.memory.block_table import BlockTableView
 from minillm.ui.memory.event_log import EventLog, event_words
 from minillm.ui.memory.figures import memory_lines
@@ -31,6 +32,7 @@ from minillm.ui.numbers import spans, sparkline
 from minillm.ui.theme import DARK
 
 STYLES = Path(ui.__file__).parent
+VIEW_NAMES = [view.name for view in VIEWS]
 WIDE, NARROW = (120, 40), (80, 24)
 
 
@@ -79,7 +81,13 @@ async def panel_of(
 
 
 def feed(panel: MemoryPanel, pool: Pool, event: CacheChanged) -> None:
-    panel.pool_changed(pool, pool.apply(event), name, "turn 2")
+    panel.take(event)
+    panel.show_news(name, "turn 2")
+
+
+def feed_steps(panel: MemoryPanel, steps: list[StepReport]) -> None:
+    panel.take(Stepped(steps))
+    panel.show_news(name, "turn 2")
 
 
 def focus_view(panel: MemoryPanel) -> None:
@@ -113,9 +121,8 @@ async def test_every_view_shows_itself_and_names_the_others(size: tuple[int, int
         "memory": ("used", "shared", "waste", "cached", "free", "paging", "sharing", "60%", "9,216"),
         "steps": ("decoded", "prefilled", "20.0", "▒", "█"),
     }
-    async with panel_of(picture(TABLES, log=script.LOG), size=size) as (pilot, panel, pool):
-        pool.steps.extend(script.steps(12))
-        panel.steps_changed(pool)
+    async with panel_of(picture(TABLES, log=script.LOG), size=size) as (pilot, panel, _):
+        feed_steps(panel, script.steps(12))
         for view, words in expected.items():
             panel.view = view
             await pilot.pause()
@@ -171,7 +178,7 @@ def test_the_tabs_fit(width: int) -> None:
 async def test_without_a_pool_every_view_is_empty_and_calm() -> None:
     async with panel_of(picture(TABLES, log=script.LOG)) as (pilot, panel, _):
         panel.show_pool(None)
-        for view in MemoryPanel.VIEWS:
+        for view in VIEW_NAMES:
             panel.view = view
             await pilot.pause()
             await pilot.pause()
@@ -189,10 +196,10 @@ async def test_every_state_of_a_block_is_a_letter_or_a_shape_of_its_own() -> Non
         table(3, "turn 2", 0, "running", 24, [1, 3]),
         table(4, "turn 2", 1, "running", 24, [1, 3]),
         table(5, "turn 4", 0, "swapped", 20, [4, 5]),
+        *(table(10 + i, "turn 5", i, "running", 16, [6]) for i in range(11)),
+        table(6, "turn 6", 0, "running", 4, [7]),
     ]
-    blocks = [*picture(tables).blocks, BlockChange(6, 11, 16, "shared"), BlockChange(7, 1, 4, "owned")]
-    event = CacheChanged(blocks, tables, [], PoolFigures(host_blocks_used=2))
-    async with panel_of(event) as (pilot, _, _):
+    async with panel_of(picture(tables)) as (pilot, _, _):
         shown = seen(pilot)
         # pinned, shared by 3, owned, shared and half full, free, free, shared by many, owned and a quarter full
         assert "p3o▋··+▃" in shown
@@ -218,7 +225,7 @@ async def test_coloured_by_sequence_a_block_shows_its_sequences_letter() -> None
         await pilot.pause()
         # A block that changes hands looks the same by its state, so no change of it is told.
         moved = [table(2, "turn 1", 0, "idle", 64, [0, 1, 2, 4]), table(40, "turn 5", 0, "running", 16, [8])]
-        feed(panel, pool, CacheChanged([], moved, [], pool.figures))
+        feed(panel, pool, CacheChanged(moved))
         await pilot.pause()
         assert "***·**·· k·······" in seen(pilot)
 
@@ -232,14 +239,15 @@ async def test_the_cursor_asks_for_a_block_and_shows_its_facts() -> None:
         asked = pilot.app.asked  # type: ignore[attr-defined]
         assert asked[-1] == 4
         assert len(asked) < 5, "a block that is only passed over is not asked for"
-        panel.show_facts(script.facts(4), name)
+        panel.show_facts(script.facts(4))
         await pilot.pause()
         shown = seen(pilot)
         for fact in (
             "block 4",
-            "3 references",
-            "12 of 16 slots",
-            "turn 2 · 2",
+            "5 references",
+            "16 of 16 slots",
+            "turn 1 (3)",
+            "turn 2 · 1",
             "node 17",
             "after 16",
             "3.2 s",
@@ -247,14 +255,14 @@ async def test_the_cursor_asks_for_a_block_and_shows_its_facts() -> None:
         ):
             assert fact in shown, fact
         before = len(asked)
-        feed(panel, pool, CacheChanged([BlockChange(4, 2, 16, "shared")], [], [], pool.figures))
+        feed(panel, pool, CacheChanged(gone=[2]))
         await settle(pilot)
         assert asked[before:] == [4], "what has changed is asked for again"
         await pilot.press("home")
         await settle(pilot)
-        panel.show_facts(script.facts(4), name)
+        panel.show_facts(script.facts(4))
         await pilot.pause()
-        assert "3 references" not in seen(pilot), "an answer that comes too late"
+        assert "references" not in seen(pilot), "an answer that comes too late"
         pilot.app.set_focus(None)
         await pilot.pause()
         assert "turn 2 · 1 (F6: 3 more)" in seen(pilot)
@@ -281,13 +289,13 @@ async def test_the_mouse_tells_blocks_of_the_device_and_of_the_host() -> None:
 async def test_tokens_and_names_of_strangers_are_shown_and_not_obeyed() -> None:
     rude = [table(2, HOSTILE, 0, "idle", 75, [0, 1, 2]), table(3, HOSTILE, 1, "running", 20, [0, 4])]
     log = [LogEntry(1.0, "copy\x1b[1m", 2, HOSTILE, [0]), LogEntry(1.0, "fork", 99, HOSTILE, [0], parent_id=2)]
-    async with panel_of(picture(rude, log=log)) as (pilot, panel, pool):
-        panel.pool_changed(pool, [], lambda owner, index: owner, HOSTILE)
+    async with panel_of(picture(rude, log=log)) as (pilot, panel, _):
+        panel.show_news(lambda owner, index: owner, HOSTILE)
         panel.query_one(PoolMap).focus()
         await pilot.press("right")
         await settle(pilot)
-        panel.show_facts(script.facts(1), lambda owner, index: owner)
-        for view in MemoryPanel.VIEWS:
+        panel.show_facts(script.facts(1))
+        for view in VIEW_NAMES:
             if view != "pool":
                 panel.view = view
             await pilot.pause()
@@ -311,10 +319,10 @@ async def test_twenty_thousand_blocks_are_drawn_by_the_line() -> None:
         drawn: list[int] = []
         line = pool_map.line
         pool_map.line = lambda row, width: drawn.append(row) or line(row, width)  # type: ignore[func-returns-value, method-assign]
-        feed(panel, pool, CacheChanged([BlockChange(33, 1, 16, "owned")], [], [], PoolFigures(19_999)))
+        feed(panel, pool, CacheChanged([table(1, "turn 1", 0, "running", 16, [33])]))
         await pilot.pause()
         assert drawn == [1], "only the row that changed"
-        feed(panel, pool, CacheChanged([BlockChange(19_999, 1, 16, "owned")], [], [], PoolFigures(19_998)))
+        feed(panel, pool, CacheChanged([table(2, "turn 2", 0, "running", 16, [19_999])]))
         await pilot.pause()
         assert pool_map.scroll_offset.y > 500, "where something happens is brought into view"
 
@@ -355,7 +363,7 @@ async def test_the_tokens_of_the_cursors_block_on_demand() -> None:
         await pilot.press("t")
         await settle(pilot)
         assert asked == [1]
-        panel.show_facts(script.facts(1), name)
+        panel.show_facts(script.facts(1))
         await pilot.pause()
         assert "The│ quick│↵│" in seen(pilot)
         await pilot.press("right", "down")
@@ -371,13 +379,9 @@ async def test_the_tokens_of_the_cursors_block_on_demand() -> None:
 # --- fork tree --------------------------------------------------------------------------------------------------------
 
 
-def views(changes: list) -> list[TableView]:
-    return [TableView(c.seq_id, c.owner, c.index, c.state, c.num_tokens, c.blocks) for c in changes]
-
-
-def drawn(changes: list) -> list[str]:
+def drawn(tables: list[TableView]) -> list[str]:
     lines = []
-    for line in tree_lines(block_trees(views(changes))):
+    for line in tree_lines(block_trees(tables)):
         blocks = line.node.blocks if line.node is not None else []
         who = f"x{line.node.num_tables}" if line.table is None and line.node else f"{line.table.seq_id}"  # type: ignore[union-attr]
         lines.append(f"{line.rails}{who} {blocks}")
@@ -459,7 +463,7 @@ def test_events_in_words() -> None:
 
 def allocations(start: int, number: int) -> CacheChanged:
     log = [LogEntry(float(i), "allocate", 2, "turn 1", [i]) for i in range(start, start + number)]
-    return CacheChanged([], [], [], PoolFigures(128), log)
+    return CacheChanged(log=log)
 
 
 @pytest.mark.anyio
@@ -524,7 +528,7 @@ async def test_the_log_is_filtered_by_kind() -> None:
 async def test_an_event_keeps_the_name_of_a_sequence_that_is_gone() -> None:
     async with panel_of(picture(TABLES), view="pool") as (pilot, panel, pool):
         gone = [LogEntry(9.0, "free", 5, "", [22])]
-        feed(panel, pool, CacheChanged([], [], [5], pool.figures, gone))
+        feed(panel, pool, CacheChanged(gone=[5], log=gone))
         panel.view = "events"
         await pilot.pause()
         await pilot.pause()
@@ -575,15 +579,13 @@ def test_the_chart_shows_every_kind_that_is_there() -> None:
 
 @pytest.mark.anyio
 async def test_steps_show_what_they_did_and_where_their_time_went() -> None:
-    async with panel_of(view="steps") as (pilot, panel, pool):
-        pool.steps.extend(script.steps(8))
-        panel.steps_changed(pool)
+    async with panel_of(view="steps") as (pilot, panel, _):
+        feed_steps(panel, script.steps(8))
         await pilot.pause()
         shown = seen(pilot)
         for words in ("512/2", "250.0", "!1 ↓12 ↑4", "host ▒", "device █", "tok/s decoded"):
             assert words in shown, words
-        pool.steps.extend(script.steps(200)[8:])
-        panel.steps_changed(pool)
+        feed_steps(panel, script.steps(200)[8:])
         await pilot.pause()
         assert "200" in seen(pilot), "follows the newest"
         assert panel.query_one(StepList).virtual_size.height == 200

@@ -8,23 +8,22 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from minillm.progress import size
-from minillm.service.messages import Loading
+from minillm.progress import Progress, size
 from minillm.text.safe import clean_line
 from minillm.ui.numbers import bar, count, duration
 
 
 class LoadingBar(Widget):
-    """One line: what is done, how much of it, how fast."""
+    """One line: the work, its progress, its speed."""
 
-    progress: reactive[Loading | None] = reactive(None)
+    progress: reactive[Progress | None] = reactive(None)
 
     def __init__(self) -> None:
         super().__init__()
         self._label = ""
         self._began = (0.0, 0)  # when this label was first seen, and how far it was then
 
-    def watch_progress(self, loading: Loading | None) -> None:
+    def watch_progress(self, loading: Progress | None) -> None:
         if loading is not None and loading.label != self._label:
             self._label = loading.label
             self._began = (time.monotonic(), loading.done)
@@ -37,7 +36,7 @@ class LoadingBar(Widget):
         return Content(progress_line(self.progress, rate, self.content_size.width))
 
 
-def progress_line(loading: Loading, rate: float, width: int) -> str:
+def progress_line(loading: Progress, rate: float, width: int) -> str:
     """``rate`` is in units per second, 0 where it is not known yet."""
     in_bytes = loading.unit == "bytes"
     words = [clean_line(loading.label, 60)]

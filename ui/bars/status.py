@@ -1,4 +1,4 @@
-"""The line below the prompt: what happens now, how fast, and how full the context and the pool are."""
+"""The line below the prompt: the activity, its speed, and how full the context and the pool are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARKS = {
 
 @dataclass(frozen=True)
 class Status:
-    """What the line says. Sizes in tokens and blocks, 0 where they are not known."""
+    """The content of the line. Sizes in tokens and blocks, 0 where they are not known."""
 
     activity: str = "no model"  # a key of the marks
     tokens_per_second: float = 0.0
@@ -36,7 +36,7 @@ class Status:
 
 
 class StatusBar(Widget):
-    """Shows a `Status`; what does not fit is left out, the least important first."""
+    """Shows a `Status`; parts that do not fit are left out, the least important first."""
 
     status: reactive[Status] = reactive(Status())
 

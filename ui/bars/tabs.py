@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual import events
 from textual.content import Content
 from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
-_TITLES = (
-    ("pool", "F5", "pool", "pool"),
-    ("tables", "F6", "tables", "tables"),
-    ("tree", "F7", "tree", "tree"),
-    ("events", "F8", "events", "log"),
-    ("memory", "F9", "memory", "mem"),
-    ("steps", "F10", "steps", "steps"),
-)  # view, key, title, short title
+
+@dataclass(frozen=True)
+class View:
+    """A view of the memory, and the key that opens it. ``short`` is its name where there is little room."""
+
+    name: str
+    key: str
+    short: str
+    summary: str
+
+
+VIEWS = (
+    View("pool", "f5", "pool", "every block of the cache"),
+    View("tables", "f6", "tables", "the block tables"),
+    View("tree", "f7", "tree", "who shares which blocks with whom"),
+    View("events", "f8", "log", "allocate, fork, copy on write, free, hit, evict, swap"),
+    View("memory", "f9", "mem", "what is used, shared, cached and wasted"),
+    View("steps", "f10", "steps", "what each step did, and where its time went"),
+)
 _MARK = "▸"  # before the current one: to be seen without colour, too
 
 
@@ -24,18 +37,17 @@ class ViewTabs(Widget):
 
     current: reactive[str] = reactive("pool")
 
+    @dataclass
     class Picked(Message):
         """The mouse chose a view."""
 
-        def __init__(self, view: str) -> None:
-            super().__init__()
-            self.view = view
+        view: str
 
     def render(self) -> Content:
         labels, gap = tab_labels(self.content_size.width)
         parts: list[Content] = []
-        for (view, *_), (key, title) in zip(_TITLES, labels, strict=True):
-            marked = view == self.current
+        for view, (key, title) in zip(VIEWS, labels, strict=True):
+            marked = view.name == self.current
             parts.append(
                 Content.assemble(
                     (key, "$footer-key-foreground" if marked else "$foreground 60%"),
@@ -48,17 +60,17 @@ class ViewTabs(Widget):
     def on_click(self, event: events.Click) -> None:
         labels, gap = tab_labels(self.content_size.width)
         start = self.styles.padding.left
-        for (view, *_), (key, title) in zip(_TITLES, labels, strict=True):
+        for view, (key, title) in zip(VIEWS, labels, strict=True):
             end = start + len(key) + 1 + len(title)
             if start <= event.x < end:
-                self.post_message(self.Picked(view))
+                self.post_message(self.Picked(view.name))
             start = end + gap
 
 
 def tab_labels(width: int) -> tuple[list[tuple[str, str]], int]:
     """Each view's key and title, and the cells between two of them, for ``width`` cells."""
-    full = [(key, title) for _, key, title, _ in _TITLES]
-    short = [(key, title) for _, key, _, title in _TITLES]
+    full = [(view.key.upper(), view.name) for view in VIEWS]
+    short = [(view.key.upper(), view.short) for view in VIEWS]
     bare = [(key if number == 0 else key[1:], title) for number, (key, title) in enumerate(short)]
     for labels, gap in ((full, 3), (full, 2), (full, 1), (short, 1)):
         if sum(len(key) + 1 + len(title) for key, title in labels) + gap * (len(labels) - 1) <= width:

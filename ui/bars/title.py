@@ -20,7 +20,7 @@ _PHASES = {
 
 
 class TitleBar(Widget):
-    """Left: the model. Right: sampling, and whether there is a system prompt. What does not fit is left out."""
+    """Left: the model. Right: sampling, and whether there is a system prompt. Parts that do not fit are left out."""
 
     engine_state: reactive[EngineState] = reactive(EngineState())
     settings: reactive[Settings] = reactive(Settings(""))

@@ -6,13 +6,13 @@ from textual import events
 from textual.app import ComposeResult
 from textual.containers import Grid, Vertical
 from textual.content import Content
-from textual.message import Message
 from textual.widgets import Static
 
 from minillm.text.safe import clean
 from minillm.ui.chat.conversation import Answer, Candidate
 from minillm.ui.chat.reasoning import split_reasoning
 from minillm.ui.drawn import update_in_place
+from minillm.ui.messages import CommandAsked
 from minillm.ui.numbers import plural
 
 _NARROWEST = 26  # columns of a card
@@ -21,13 +21,6 @@ _MOST_SHOWN = 1500  # characters of a card: the end of a long text, for that is 
 
 class CandidateCard(Static, can_focus=True):
     """One candidate. Enter or a click accepts it."""
-
-    class Accepted(Message):
-        """The user takes candidate number ``index``."""
-
-        def __init__(self, index: int) -> None:
-            super().__init__()
-            self.index = index
 
     def __init__(self, index: int) -> None:
         super().__init__(Content("…"))
@@ -42,12 +35,12 @@ class CandidateCard(Static, can_focus=True):
         self.set_class(candidate.finish_reason is not None, "-finished")
 
     def on_click(self) -> None:
-        self.post_message(self.Accepted(self.index))
+        self.post_message(CommandAsked("accept", str(self.index + 1)))
 
     def on_key(self, event: events.Key) -> None:
         if event.key == "enter":
             event.stop()
-            self.post_message(self.Accepted(self.index))
+            self.post_message(CommandAsked("accept", str(self.index + 1)))
 
 
 def candidate_facts(candidate: Candidate) -> str:

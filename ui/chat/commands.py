@@ -1,265 +1,261 @@
-"""What the slash commands and their keys do, a method each; `minillm.ui.chat.slash` lists them."""
+"""The slash commands. Each declaration holds a command's name, help, argument and keys, and stands above its function.
+
+`Talk` changes the conversation; `EngineApp` has the settings, the theme and the engine.
+"""
 
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from textual.screen import Screen
-
 from minillm.errors import UsageError
-from minillm.service.messages import Command, Forget
+from minillm.ui.bars.tabs import VIEWS
 from minillm.ui.chat.conversation import Conversation, Turn
-from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.chat.sessions import SessionStore, export
-from minillm.ui.chat.transcript import Transcript
-from minillm.ui.settings import Settings, with_param
+from minillm.ui.chat.sessions import export
+from minillm.ui.chat.slash import CommandTable
+from minillm.ui.chat.talk import Talk
+from minillm.ui.dialogs.dialog import Dialog, Result
+from minillm.ui.settings import with_param
 
+COMMANDS = CommandTable()
+command = COMMANDS.command
 _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 
 
-class ChatCommands(Screen[None]):
-    """The commands, in terms of what `ChatScreen` can do."""
+@command("help", "all keys and commands", "f1", label="Help", scope="app")
+async def show_help(talk: Talk, _: str) -> None:
+    from minillm.ui.dialogs.help import HelpScreen
 
-    conversation: Conversation
-    store: SessionStore
-    editing: Turn | None
+    if not isinstance(talk.app.screen, HelpScreen):
+        talk.app.push_screen(HelpScreen(COMMANDS))
 
-    # --- what the chat can do -----------------------------------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def settings(self) -> Settings: ...
+# --- conversations ----------------------------------------------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def is_answering(self) -> bool: ...
 
-    @abstractmethod
-    def can_ask(self) -> bool: ...
+@command("new", "begin a new conversation; the old one is kept on disk", "ctrl+n", label="New")
+async def begin_anew(talk: Talk, _: str) -> None:
+    talk.save()
+    await talk.open_conversation(Conversation())
 
-    @abstractmethod
-    async def request_answer(self) -> None: ...
 
-    @abstractmethod
-    async def continue_answer(self, turn: Turn) -> None: ...
+@command("sessions", "saved conversations: search, resume, delete", "ctrl+o", argument="[words]", label="Open")
+async def list_sessions(talk: Talk, words: str) -> None:
+    from minillm.ui.dialogs.sessions import SessionsScreen
 
-    @abstractmethod
-    async def choose(self, turn: Turn, index: int) -> None: ...
+    _check_idle(talk)
+    talk.save()
 
-    @abstractmethod
-    async def accept_best(self) -> None: ...
-
-    @abstractmethod
-    async def open_conversation(self, conversation: Conversation) -> None: ...
-
-    @abstractmethod
-    def action_view(self, name: str) -> None: ...
-
-    @abstractmethod
-    def send(self, command: Command) -> None: ...
-
-    @abstractmethod
-    def say(self, text: str) -> None: ...
-
-    @abstractmethod
-    def save(self) -> None: ...
-
-    def forget(self) -> None:
-        """Have the engine free what it holds of the conversation."""
-        self.send(Forget(self.conversation.conversation_id))
-
-    # --- conversations ------------------------------------------------------------------------------------------------
-
-    async def do_new(self, _: str) -> None:
-        self.save()
-        await self.open_conversation(Conversation())
-
-    async def do_sessions(self, words: str) -> None:
-        from minillm.ui.dialogs.sessions import SessionsScreen
-
-        if self.is_answering:
-            raise UsageError("an answer is being given; Escape stops it")
-        self.save()
-
-        async def chosen(path: Path | None) -> None:
-            if path is None:
-                return
-            try:
-                conversation = self.store.load(path)
-            except Exception as error:
-                self.say(str(error))
-                return
-            self._change(system=conversation.system)
-            await self.open_conversation(conversation)
-
-        self.app.push_screen(SessionsScreen(self.store, words), chosen)
-
-    async def do_export(self, name: str) -> None:
-        if self.conversation.leaf is None:
-            raise UsageError("there is nothing to export yet")
-        target = export(self.conversation, Path(name))
-        self.say(f"written to {target}")
-
-    # --- turns and branches -------------------------------------------------------------------------------------------
-
-    def _turn(self) -> Turn:
-        """The selected turn, or the last one."""
-        turn = self.query_one(Transcript).selected or self.conversation.leaf
-        if turn is None:
-            raise UsageError("nothing has been said yet")
-        return turn
-
-    async def do_edit(self, _: str) -> None:
-        turn = self._turn()
-        if self.is_answering:
-            raise UsageError("an answer is being given; Escape stops it")
-        self.editing = turn
-        prompt = self.query_one(PromptInput)
-        prompt.text = ""
-        prompt.put_back(turn.question)
-        prompt.focus()
-        self.say("Enter asks the changed question as a branch; Escape leaves it as it was")
-
-    async def do_regenerate(self, _: str) -> None:
-        turn = self._turn()
-        if self.can_ask():
-            await self.accept_best()
-            self.conversation.ask_instead(turn, turn.question)
-            await self.request_answer()
-
-    async def do_continue(self, _: str) -> None:
-        if self.conversation.leaf is None:
-            raise UsageError("nothing has been said yet")
-        if self.can_ask():
-            await self.accept_best()
-            await self.continue_answer(self.conversation.leaf)
-
-    async def do_branch(self, direction: str) -> None:
-        if self.is_answering:
-            raise UsageError("an answer is being given; Escape stops it")
-        turn = self._turn()
-        branching = next(
-            (t for t in [turn, *self.conversation.turns[::-1]] if len(self.conversation.siblings(t)) > 1), None
-        )
-        if branching is None:
-            raise UsageError("there is only one branch; Alt+E or Alt+R begins another")
-        await self.accept_best()
-        chosen = self.conversation.switch(branching, -1 if direction.startswith("p") else 1)
-        transcript = self.query_one(Transcript)
-        await transcript.show_path(self.conversation)
-        transcript.select(transcript.view_of(chosen))
-        self.save()
-
-    async def do_accept(self, number: str) -> None:
-        turns = [turn for turn in self.conversation.turns if turn.answer.candidates]
-        if not turns:
+    async def chosen(path: Path | None) -> None:
+        if path is None:
             return
-        last = len(turns[-1].answer.candidates)
-        if not number.isdigit() or not 1 <= int(number) <= last:
-            raise UsageError(f"the candidates are numbered 1 to {last}")
-        await self.choose(turns[-1], int(number) - 1)
+        try:
+            conversation = talk.store.load(path)
+        except Exception as error:
+            talk.notify(str(error))
+            return
+        _change(talk, system=conversation.system)
+        await talk.open_conversation(conversation)
 
-    async def do_copy(self, what: str) -> None:
-        text = self._turn().answer.text
-        if what:
-            blocks = [match.group(2) for match in _FENCE.finditer(text)]
-            if not blocks:
-                raise UsageError("the answer has no code block")
-            text = blocks[-1]
-        self.app.copy_to_clipboard(text)
-        self.say("the code block is copied" if what else "the answer is copied")
+    talk.app.push_screen(SessionsScreen(talk.store, words), chosen)
 
-    async def do_probabilities(self, _: str) -> None:
-        from minillm.ui.dialogs.probabilities import ProbabilityScreen
 
-        tokens = self._turn().answer.tokens
-        if not tokens:
-            raise UsageError("the probabilities of this answer are not known: beams and saved answers have none")
-        self.app.push_screen(ProbabilityScreen(tokens))
+@command("export", "write the conversation to a file, .md or .json", argument="FILE")
+async def write_to_file(talk: Talk, name: str) -> None:
+    if talk.conversation.leaf is None:
+        raise UsageError("there is nothing to export yet")
+    talk.notify(f"written to {export(talk.conversation, Path(name))}")
 
-    # --- settings -----------------------------------------------------------------------------------------------------
 
-    def _change(self, **changes: Any) -> None:
-        self.app.settings = replace(self.settings, **changes)  # type: ignore[attr-defined]
+# --- turns and branches -----------------------------------------------------------------------------------------------
 
-    async def do_model(self, name: str) -> None:
-        from minillm.ui.dialogs.models import ModelScreen
 
-        def chosen(model: str | None) -> None:
-            if model is not None:
-                self.app.choose_model(model)  # type: ignore[attr-defined]
+def _check_idle(talk: Talk) -> None:
+    if talk.run is not None:
+        raise UsageError("an answer is being given; Escape stops it")
 
-        if name:
-            chosen(name)
-        else:
-            self.app.push_screen(ModelScreen(self.settings.model), chosen)
 
-    async def do_reload(self, _: str) -> None:
-        self.app.load_model()  # type: ignore[attr-defined]
+def _turn(talk: Talk) -> Turn:
+    """The selected turn, or the last one."""
+    turn = talk.transcript.selected or talk.conversation.leaf
+    if turn is None:
+        raise UsageError("nothing has been said yet")
+    return turn
 
-    async def do_sampling(self, _: str) -> None:
-        from minillm.ui.dialogs.sampling import SamplingScreen
 
-        def chosen(settings: Settings | None) -> None:
-            if settings is not None:
-                self.app.settings = settings  # type: ignore[attr-defined]
+@command("edit", "change the selected question and ask again, as a branch", "alt+e")
+async def edit(talk: Talk, _: str) -> None:
+    turn = _turn(talk)
+    _check_idle(talk)
+    talk.editing = turn
+    talk.prompt.text = ""
+    talk.prompt.put_back(turn.question)
+    talk.prompt.focus()
+    talk.notify("Enter asks the changed question as a branch; Escape leaves it as it was")
 
-        self.app.push_screen(SamplingScreen(self.settings), chosen)
 
-    async def do_set(self, words: str) -> None:
-        name, _, value = words.partition(" ")
-        self.app.settings = with_param(self.settings, name, value.strip())  # type: ignore[attr-defined]
-        self.say(f"{name} is {value.strip() or 'off'}, from the next answer on")
+@command("regenerate", "another answer to the selected question, as a branch", "alt+r")
+async def regenerate(talk: Talk, _: str) -> None:
+    turn = _turn(talk)
+    if talk.can_ask():
+        await talk.accept_best()
+        talk.conversation.ask_instead(turn, turn.question)
+        await talk.request_answer()
 
-    async def do_n(self, number: str) -> None:
-        self.app.settings = with_param(with_param(self.settings, "beam_width", "1"), "n", number)  # type: ignore[attr-defined]
-        self.say(f"{number} answers to choose from, from the next question on")
 
-    async def do_beams(self, number: str) -> None:
-        await self.do_set(f"beam_width {number}")
+@command("continue", "go on with the last answer", "alt+c")
+async def go_on(talk: Talk, _: str) -> None:
+    leaf = talk.conversation.leaf
+    if leaf is None:
+        raise UsageError("nothing has been said yet")
+    if talk.can_ask():
+        await talk.accept_best()
+        talk.continue_answer(leaf)
 
-    async def do_system(self, text: str) -> None:
-        from minillm.ui.dialogs.system import SystemScreen
 
-        def chosen(system: str | None) -> None:
-            if system is not None:
-                self._change(system=system)
+@command(
+    "branch",
+    "show the next branch here, or the previous one",
+    argument="[next|previous]",
+    keys={"alt+left": "previous", "alt+right": "next"},
+    shown_key="Alt+← →",
+)
+async def switch_branch(talk: Talk, direction: str) -> None:
+    _check_idle(talk)
+    conversation, turn = talk.conversation, _turn(talk)
+    branching = next((t for t in [turn, *conversation.turns[::-1]] if len(conversation.siblings(t)) > 1), None)
+    if branching is None:
+        raise UsageError("there is only one branch; Alt+E or Alt+R begins another")
+    await talk.accept_best()
+    chosen = conversation.switch(branching, -1 if direction.startswith("p") else 1)
+    await talk.transcript.show_path(conversation)
+    talk.transcript.select(talk.transcript.view_of(chosen))
+    talk.save()
 
-        if text:
-            chosen(text)
-            self.say("the system prompt is changed, from the next answer on")
-        else:
-            self.app.push_screen(SystemScreen(self.settings.system), chosen)
 
-    # --- the app ------------------------------------------------------------------------------------------------------
+@command("accept", "take candidate N; the others' blocks are freed", argument="N", shown_key="1 … 9")
+async def accept(talk: Talk, number: str) -> None:
+    turn = next((turn for turn in talk.conversation.turns[::-1] if turn.answer.candidates), None)
+    if turn is None:
+        return
+    last = len(turn.answer.candidates)
+    if not number.isdigit() or not 1 <= int(number) <= last:
+        raise UsageError(f"the candidates are numbered 1 to {last}")
+    if talk.run is not None and talk.run.turn is turn:
+        talk.run.stop(chosen=int(number) - 1)  # the others first
+        talk.refresh_status()
+    else:
+        await talk.accept(turn, int(number) - 1)
 
-    async def do_help(self, _: str) -> None:
-        self.app.action_help()  # type: ignore[attr-defined]
 
-    async def do_theme(self, name: str) -> None:
-        self.app.set_theme(name)  # type: ignore[attr-defined]
+@command("copy", "copy the selected answer, or its last code block", "alt+y", argument="[code]")
+async def copy(talk: Talk, part: str) -> None:
+    text = _turn(talk).answer.text
+    if part:
+        blocks = [match.group(2) for match in _FENCE.finditer(text)]
+        if not blocks:
+            raise UsageError("the answer has no code block")
+        text = blocks[-1]
+    talk.app.copy_to_clipboard(text)
+    talk.notify("the code block is copied" if part else "the answer is copied")
 
-    async def do_quit(self, _: str) -> None:
-        self.app.exit()
 
-    async def do_pool(self, _: str) -> None:
-        self.action_view("pool")
+@command("probabilities", "the answer's tokens by probability", "alt+p")
+async def show_probabilities(talk: Talk, _: str) -> None:
+    from minillm.ui.dialogs.probabilities import ProbabilityScreen
 
-    async def do_tables(self, _: str) -> None:
-        self.action_view("tables")
+    tokens = _turn(talk).answer.tokens
+    if not tokens:
+        raise UsageError("the probabilities of this answer are not known: beams and saved answers have none")
+    talk.app.push_screen(ProbabilityScreen(tokens))
 
-    async def do_tree(self, _: str) -> None:
-        self.action_view("tree")
 
-    async def do_events(self, _: str) -> None:
-        self.action_view("events")
+# --- settings ---------------------------------------------------------------------------------------------------------
 
-    async def do_memory(self, _: str) -> None:
-        self.action_view("memory")
 
-    async def do_steps(self, _: str) -> None:
-        self.action_view("steps")
+def _change(talk: Talk, **changes: Any) -> None:
+    talk.app.settings = replace(talk.app.settings, **changes)
+
+
+def _ask(talk: Talk, dialog: Dialog[Result], act: Callable[[Result], None]) -> None:
+    """Open a dialog, and act on its result, if it gives one back."""
+
+    def chosen(result: Result | None) -> None:
+        if result is not None:
+            act(result)
+
+    talk.app.push_screen(dialog, chosen)
+
+
+@command("model", "choose another model", "f2", argument="[NAME]", label="Model")
+async def choose_model(talk: Talk, name: str) -> None:
+    from minillm.ui.dialogs.models import ModelScreen
+
+    if name:
+        talk.app.choose_model(name)
+    else:
+        _ask(talk, ModelScreen(talk.app.settings.model), talk.app.choose_model)
+
+
+@command("reload", "load the model again", "ctrl+r")
+async def reload(talk: Talk, _: str) -> None:
+    talk.app.load_model()
+
+
+@command("sampling", "temperature, top-p, beams and their like", "f3", label="Sampling")
+async def choose_sampling(talk: Talk, _: str) -> None:
+    from minillm.ui.dialogs.sampling import SamplingScreen
+
+    _ask(talk, SamplingScreen(talk.app.settings), partial(setattr, talk.app, "settings"))
+
+
+@command("set", "change one parameter", argument="NAME VALUE")
+async def set_parameter(talk: Talk, words: str) -> None:
+    name, _, value = words.partition(" ")
+    talk.app.settings = with_param(talk.app.settings, name, value.strip())
+    talk.notify(f"{name} is {value.strip() or 'off'}, from the next answer on")
+
+
+@command("n", "answers to choose from", argument="N")
+async def choose_n(talk: Talk, number: str) -> None:
+    talk.app.settings = with_param(with_param(talk.app.settings, "beam_width", "1"), "n", number)
+    talk.notify(f"{number} answers to choose from, from the next question on")
+
+
+@command("beams", "beam search with N beams; 1: sample again", argument="N")
+async def choose_beams(talk: Talk, number: str) -> None:
+    await set_parameter(talk, f"beam_width {number}")
+
+
+@command("system", "what the model is told first; its blocks are pinned", "f4", argument="[TEXT]", label="System")
+async def choose_system(talk: Talk, text: str) -> None:
+    from minillm.ui.dialogs.system import SystemScreen
+
+    if text:
+        _change(talk, system=text)
+        talk.notify("the system prompt is changed, from the next answer on")
+    else:
+        _ask(talk, SystemScreen(talk.app.settings.system), lambda system: _change(talk, system=system))
+
+
+# --- the memory and the app -------------------------------------------------------------------------------------------
+
+for _view in VIEWS:
+
+    @command(_view.name, _view.summary, _view.key, label="Pool" if _view.name == "pool" else "")
+    async def show_view(talk: Talk, _: str, name: str = _view.name) -> None:
+        await talk.run_action(f"screen.view({name!r})")
+
+
+@command("theme", "light or dark", "ctrl+t", argument="[light|dark]", scope="app")
+async def choose_theme(talk: Talk, name: str) -> None:
+    talk.app.set_theme(name)
+
+
+@command("quit", "leave the chat", "ctrl+q", label="Quit", scope="everywhere")
+async def leave(talk: Talk, _: str) -> None:
+    talk.app.exit()

@@ -1,7 +1,7 @@
 """A conversation as data: a tree of turns, of which one path is shown. No widget, no engine.
 
 A question that is edited, or asked again, is a sibling of the first one: nothing that was said is lost, and the engine
-finds the blocks of what both have in common.
+finds the blocks that both have in common.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Candidate:
 
 @dataclass
 class Answer:
-    """What the model said, as it said it, and how it went. ``finish_reason`` is None while it goes on.
+    """The model's text, not cleaned, and its figures. ``finish_reason`` is None while it goes on.
 
     ``finish_reason`` is "stop", "length" or "abort" as the engine has it, or "lost" where the engine's process ended.
     Times are in seconds. With ``candidates`` the text is that of the accepted one, empty before.
@@ -76,7 +76,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The tree of turns. ``conversation_id`` is what the engine keeps its blocks under."""
+    """The tree of turns. The engine keeps its blocks under ``conversation_id``."""
 
     conversation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     system: str = ""
@@ -151,12 +151,12 @@ class Conversation:
         return turn.question
 
     @property
-    def open_answer(self) -> Answer | None:
-        """The answer that is still being given."""
-        return self.leaf.answer if self.leaf is not None and self.leaf.answer.is_open else None
+    def num_answers(self) -> int:
+        """Turns of the path whose answers have ended."""
+        return sum(not turn.answer.is_open for turn in self.turns)
 
     def messages(self, system: str = "") -> list[dict[str, str]]:
-        """What the engine gets: roles alternate, and the open answer is what it is asked for."""
+        """The messages for the engine: roles alternate, and the open answer is the one that it is asked for."""
         messages = [{"role": "system", "content": system}] if system else []
         for turn in self.turns[self.num_dropped :]:
             messages.append({"role": "user", "content": turn.question})
@@ -188,7 +188,7 @@ class Conversation:
     # --- as plain data ------------------------------------------------------------------------------------------------
 
     def to_data(self) -> dict[str, Any]:
-        """What `from_data` makes the conversation of again: numbers, texts, lists and dictionaries."""
+        """Numbers, texts, lists and dictionaries, of which `from_data` makes the conversation again."""
         turns = list(self.all_turns())
         number = {id(turn): i for i, turn in enumerate(turns)}
         return {
@@ -209,7 +209,7 @@ class Conversation:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Conversation:
-        """The conversation of `to_data`. An answer that was still open is lost; what was said of it stays.
+        """The conversation of `to_data`. An answer that was still open is lost; its text stays.
 
         Raises:
             ValueError: the data is of no conversation.

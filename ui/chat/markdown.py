@@ -14,12 +14,20 @@ from textual.content import Content
 from textual.css.query import NoMatches
 from textual.widget import AwaitMount, Widget
 from textual.widgets import Label, Markdown, Static
-from textual.widgets._markdown import MarkdownListItem, MarkdownParagraph
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from minillm.text.safe import clean
 from minillm.ui.chat.harmless_markdown import harmless_parser
-from minillm.ui.drawn import Growing, settle, update_in_place
+from minillm.ui.drawn import settle, update_in_place
+from minillm.ui.textual_internals import (
+    Becoming,
+    Growing,
+    MarkdownListItem,
+    MarkdownParagraph,
+    keep_content,
+    parts_of,
+    update_block,
+)
 
 _FIRST = "-first"  # the class of a document's first block
 _MOST_HIGHLIGHTED = 20_000  # characters of one code block; more is shown plain, for it is highlighted at every update
@@ -39,17 +47,17 @@ class Paragraph(Growing, MarkdownParagraph):
     """A paragraph that grows where it stands."""
 
     def set_content(self, content: Content) -> None:
-        self._content = content
+        keep_content(self, content)
         update_in_place(self, content, self.parent.lines_ahead if isinstance(self.parent, ModelMarkdown) else 0)
 
 
-class GrowingList(MarkdownBlock):
+class GrowingList(Becoming, MarkdownBlock):
     """A list that grows at its end: the items above the last one stay as they are.
 
     Textual builds the last block of a document anew when text is added, and a list is one block, however long.
     """
 
-    async def _update_from_block(self, block: MarkdownBlock) -> None:
+    async def become(self, block: MarkdownBlock) -> None:
         grown = False
         with suppress(NoMatches):  # its rows are not there yet
             grown = isinstance(block, type(self)) and await self._grow(block)
@@ -59,25 +67,25 @@ class GrowingList(MarkdownBlock):
     @property
     def items(self) -> list[MarkdownListItem]:
         """The items, before `compose` has made them rows."""
-        return [block for block in self._blocks if isinstance(block, MarkdownListItem)]
+        return [block for block in parts_of(self) if isinstance(block, MarkdownListItem)]
 
     def compose(self) -> ComposeResult:
         yield from (_row(symbol, item) for symbol, item in zip(self._symbols(), self.items, strict=True))
-        self._blocks.clear()
+        parts_of(self).clear()
 
     async def _grow(self, block: GrowingList) -> bool:
         """Become ``block``, which is this list some text later; False where more than its end is another."""
         rows, symbols = [row for row in self.children if isinstance(row, Horizontal)], block._symbols()
         if not 0 < len(rows) <= len(symbols) or [row.query_one(Bullet).symbol for row in rows] != symbols[: len(rows)]:
             return False
-        item, parts = rows[-1].query_one(Vertical), block.items[len(rows) - 1]._blocks
+        item, parts = rows[-1].query_one(Vertical), parts_of(block.items[len(rows) - 1])
         before = list(item.children)
         if [type(part) for part in before] != [type(part) for part in parts[: len(before)]]:
             return False
         if before:
             if not isinstance(before[-1], (Paragraph, Fence, GrowingList)):
                 return False
-            await before[-1]._update_from_block(parts[len(before) - 1])
+            await update_block(before[-1], parts[len(before) - 1])
         await item.mount_all(parts[len(before) :])
         await self.mount_all(
             _row(symbol, item) for symbol, item in zip(symbols[len(rows) :], block.items[len(rows) :], strict=True)
@@ -93,7 +101,7 @@ class GrowingList(MarkdownBlock):
         await self.remove()
 
     def _symbols(self) -> list[str]:
-        """What each of the items begins with."""
+        """The mark of each item."""
         raise NotImplementedError
 
 
@@ -114,7 +122,7 @@ class OrderedList(GrowingList):
 
 
 class Bullet(Static):
-    """What an item of a list begins with."""
+    """The mark of a list's item."""
 
     def __init__(self, symbol: str) -> None:
         super().__init__(Content(symbol))
@@ -122,14 +130,14 @@ class Bullet(Static):
 
 
 def _row(symbol: str, item: MarkdownListItem) -> Horizontal:
-    return Horizontal(Bullet(symbol), Vertical(*item._blocks))
+    return Horizontal(Bullet(symbol), Vertical(*parts_of(item)))
 
 
 class Fence(MarkdownFence):
     """A code block that grows where it stands. One without a language is plain text."""
 
     def set_content(self, content: Content) -> None:
-        self._content = content
+        keep_content(self, content)
         with suppress(NoMatches):
             label = self.query_one("#code-content", Label)
             if max(map(cell_len, content.plain.split("\n"))) <= label.content_size.width:
@@ -163,11 +171,11 @@ class ModelMarkdown(Growing, Markdown):
         self.lines_ahead = 0
 
     async def append_text(self, text: str, lines_ahead: int = 0) -> None:
-        """Add what the model said; only the last block of the document is built anew.
+        """Add text of the model; only the last block of the document is built anew.
 
         Args:
             lines_ahead: that the last paragraph takes when it needs one more, so that not every line costs a layout of
-                the screen. `end` gives back what is left of them.
+                the screen. `end` gives back the rest of them.
         """
         self.lines_ahead = lines_ahead
         before = self._last_block

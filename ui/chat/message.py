@@ -1,4 +1,4 @@
-"""What one side said: a question, an answer, or a notice of the app."""
+"""The parts of the transcript: a question, an answer, a note of the app."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from minillm.progress import size
 from minillm.text.safe import clean, clean_line
 from minillm.ui.chat.conversation import Answer
 from minillm.ui.chat.reasoning import ReasoningSplitter
-from minillm.ui.drawn import Growing, update_in_place
+from minillm.ui.drawn import update_in_place
 from minillm.ui.numbers import count, duration, plural
+from minillm.ui.textual_internals import Growing
 
 if TYPE_CHECKING:
     from minillm.ui.chat.markdown import ModelMarkdown
@@ -33,14 +34,14 @@ def shortened(text: str) -> str:
 
 
 class Question(Static):
-    """What the user said."""
+    """The user's words."""
 
     def __init__(self, text: str) -> None:
         super().__init__(Content(shortened(clean(text))))
 
 
 class Note(Static):
-    """Something the app says between the messages. ``kind`` is "info", "warning" or "error"."""
+    """A line of the app between the turns. ``kind`` is "info", "warning" or "error"."""
 
     def __init__(self, text: str, kind: str = "info") -> None:
         mark = {"info": "·", "warning": "▲", "error": "✖"}[kind]
@@ -56,7 +57,7 @@ def _new_markdown() -> ModelMarkdown:
 
 
 class ReasoningView(Collapsible):
-    """What the model thinks before it answers, folded: a click or Enter opens it."""
+    """The model's reasoning before its answer, folded: a click or Enter opens it."""
 
     def __init__(self) -> None:
         self._markdown = _new_markdown()
@@ -73,7 +74,7 @@ class ReasoningView(Collapsible):
 
 
 class AnswerView(Growing, Vertical):
-    """What the model says, growing, and one line below it about how it went."""
+    """The model's answer, growing, and below it one line about its length, speed and end."""
 
     BLANK = True  # see `TurnView`
 
@@ -82,7 +83,7 @@ class AnswerView(Growing, Vertical):
         self.answer = answer
         self._pending: list[str] = [answer.text] if answer.text else []
         self._splitter = ReasoningSplitter(answer.in_reasoning)
-        self._part: ReasoningView | ModelMarkdown | None = None  # what grows now
+        self._part: ReasoningView | ModelMarkdown | None = None  # the one that grows now
         self._summary = Static(Content("…"), classes="summary")
 
     def compose(self) -> ComposeResult:
@@ -103,7 +104,7 @@ class AnswerView(Growing, Vertical):
         self._pending.append(text)
 
     async def flush(self, lines_ahead: int = 0) -> bool:
-        """Show what was added; False if there was nothing. ``lines_ahead``: see `ModelMarkdown.append_text`."""
+        """Show the added text; False if there was none. ``lines_ahead``: see `ModelMarkdown.append_text`."""
         if not self._pending:
             return False
         text = "".join(self._pending)
@@ -135,7 +136,7 @@ class AnswerView(Growing, Vertical):
 
 
 def summary(answer: Answer) -> str:
-    """One line: how long, how fast, what came from the cache, why it ended."""
+    """One line: length, speed, tokens from the cache, and why it ended."""
     if answer.time_to_first_token is None and answer.finish_reason is None:
         return "reading the prompt …"
     words = []

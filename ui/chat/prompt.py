@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from textual import events
 from textual.binding import Binding
 from textual.message import Message
 from textual.strip import Strip
 from textual.widgets import TextArea
 
-from minillm.ui.chat.slash import completions
+from minillm.ui.chat.slash import CommandTable
+from minillm.ui.messages import CommandAsked
 from minillm.ui.numbers import count, plural
 
 _LONGEST_PASTE = 4000  # characters that are pasted into the text itself
@@ -17,7 +20,9 @@ _NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 
 
 class PromptInput(TextArea):
-    """A text area that grows with its text and posts `Submitted`. ↑ in the first line brings back what was sent before.
+    """A text area that grows with its text and posts `Submitted`. ↑ in the first line brings back earlier texts.
+
+    Before anything else is typed, ``?`` asks for the help, and a digit accepts a candidate while there are some.
 
     Enter and shift+enter are the same byte in most terminals: shift+enter only works in those with the Kitty keyboard
     protocol, ctrl+j and alt+enter work everywhere.
@@ -25,29 +30,19 @@ class PromptInput(TextArea):
 
     BINDINGS = [Binding("ctrl+a", "select_all", "Select all", show=False)]  # noqa: RUF012
 
+    @dataclass
     class Submitted(Message):
         """The user pressed Enter."""
 
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
+        text: str
 
-    class Picked(Message):
-        """A digit before anything else, while there is something to pick from: candidate number ``index``."""
-
-        def __init__(self, index: int) -> None:
-            super().__init__()
-            self.index = index
-
-    class HelpAsked(Message):
-        """The user pressed ``?`` before anything else."""
-
-    def __init__(self) -> None:
+    def __init__(self, commands: CommandTable) -> None:
         super().__init__(compact=True, highlight_cursor_line=False, placeholder="Ask something")
-        self._held: dict[str, str] = {}  # what stands in the text -> what it stands for
-        self._history: list[str] = []  # what was sent, the latest last
+        self._commands = commands
+        self._held: dict[str, str] = {}  # mark in the text -> the text that it stands for
+        self._history: list[str] = []  # texts that were sent, the latest last
         self._recalled: int | None = None  # which of them stands in the text now
-        self._draft = ""  # what was being typed before
+        self._draft = ""  # the text that was being typed before
         self.num_picks = 0  # candidates that a digit takes now
 
     @property
@@ -67,13 +62,13 @@ class PromptInput(TextArea):
         return text
 
     def remember(self, text: str) -> None:
-        """Something that ↑ brings back."""
+        """Have ↑ bring this text back."""
         if not self._history or self._history[-1] != text:
             self._history.append(text)
         self._recalled = None
 
     def _recall(self, step: int) -> bool:
-        """Bring back what was sent before (-1) or after (1); False where there is nothing."""
+        """Bring back the text that was sent before (-1) or after (1); False where there is none."""
         at = len(self._history) if self._recalled is None else self._recalled
         if not 0 <= at + step <= len(self._history) or not self._history:
             return False
@@ -86,7 +81,7 @@ class PromptInput(TextArea):
         return True
 
     def put_back(self, text: str) -> None:
-        """Text that was not sent, in front of what has been typed since."""
+        """Put back a text that was not sent, in front of the one that has been typed since."""
         self.move_cursor((0, 0))
         separator = "\n" if self.text else ""
         self.insert(self._stand_in(text) + separator)
@@ -105,36 +100,34 @@ class PromptInput(TextArea):
         # Textual divides by the width when it wraps the placeholder.
         return super().render_line(y) if self.content_size.width > 0 else Strip.blank(0)
 
-    async def _on_paste(self, event: events.Paste) -> None:
+    async def on_paste(self, event: events.Paste) -> None:
         event.stop()
         event.prevent_default()
         self.replace(self._stand_in(event.text), *self.selection, maintain_selection_offset=False)
 
-    async def _on_key(self, event: events.Key) -> None:
-        if event.key == "enter":
+    async def on_key(self, event: events.Key) -> None:
+        if self._took(event):
             event.stop()
             event.prevent_default()
+
+    def _took(self, event: events.Key) -> bool:
+        """Do what a key means here and in no other text area; False where it means nothing of its own."""
+        if event.key == "enter":
             if self.full_text.strip():
                 self.post_message(self.Submitted(self.full_text.strip()))
         elif not self.text and event.key.isdecimal() and 1 <= int(event.key) <= self.num_picks:
-            event.stop()
-            event.prevent_default()
-            self.post_message(self.Picked(int(event.key) - 1))
-        elif (event.key == "up" and self.cursor_at_first_line and self._recall(-1)) or (
-            event.key == "down" and self.cursor_at_last_line and self._recalled is not None and self._recall(1)
-        ):
-            event.stop()
-            event.prevent_default()
-        elif event.key == "tab" and (commands := completions(self.text)):
-            event.stop()
-            event.prevent_default()
+            self.post_message(CommandAsked("accept", event.key))
+        elif event.key == "up" and self.cursor_at_first_line:
+            return self._recall(-1)
+        elif event.key == "down" and self.cursor_at_last_line and self._recalled is not None:
+            return self._recall(1)
+        elif event.key == "tab" and (commands := self._commands.completions(self.text)):
             self.text = f"/{commands[0].name} "
             self.move_cursor(self.document.end)
         elif event.key in _NEWLINE_KEYS:
-            event.stop()
-            event.prevent_default()
             self.replace("\n", *self.selection, maintain_selection_offset=False)
         elif event.character == "?" and not self.text:
-            event.stop()
-            event.prevent_default()
-            self.post_message(self.HelpAsked())
+            self.post_message(CommandAsked("help"))
+        else:
+            return False
+        return True

@@ -18,7 +18,7 @@ class ReasoningSplitter:
     _held: str = ""
 
     def push(self, text: str) -> list[tuple[bool, str]]:
-        """More text; returns what is certain now."""
+        """Take more text; returns the pieces that are certain now."""
         text = self._held + text
         self._held = ""
         pieces: list[tuple[bool, str]] = []
@@ -37,7 +37,7 @@ class ReasoningSplitter:
         return pieces
 
     def finish(self) -> list[tuple[bool, str]]:
-        """The end: what was held back was no tag."""
+        """End the text: the part that was held back was no tag."""
         held, self._held = self._held, ""
         return [(self.inside, held)] if held else []
 

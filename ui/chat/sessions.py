@@ -18,7 +18,7 @@ from minillm.ui.chat.conversation import Conversation
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """What a list of conversations shows."""
+    """A conversation in a list."""
 
     path: Path
     title: str  # the first question; not cleaned for a terminal
@@ -34,7 +34,7 @@ class SessionStore:
     directory: Path
 
     def save(self, conversation: Conversation) -> None:
-        """Write a conversation so that whatever happens meanwhile the file is whole: the old one, or the new one.
+        """Write a conversation. The file is whole at any moment: the old one, or the new one.
 
         Raises:
             MinillmError: the disk or the directory does not allow it.

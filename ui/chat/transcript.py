@@ -12,7 +12,7 @@ from textual.widgets import Static
 from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.conversation import Conversation, Turn
 from minillm.ui.chat.message import AnswerView, Note, Question
-from minillm.ui.drawn import Growing
+from minillm.ui.textual_internals import Growing
 
 WELCOME = """\
 Ask something and press Enter.
@@ -53,7 +53,7 @@ def _view_of(turn: Turn) -> AnswerView | CandidatesView:
 
 
 class Transcript(Growing, VerticalScroll, can_focus=True):
-    """Turns and notes in order. One turn can be selected: what the keys for edit, copy and the like act on."""
+    """Turns and notes in order. One turn can be selected: the keys for edit, copy and the like act on it."""
 
     BLANK = True  # see `TurnView`
 
@@ -81,7 +81,7 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
         same = next((i for i, (view, turn) in enumerate(zip(views, turns, strict=False)) if view.turn is not turn),
                     min(len(views), len(turns)))  # fmt: skip
         if views[same:]:
-            # Whatever stands below the first turn that goes belongs to the branch that is left.
+            # All that stands below the first turn that goes belongs to the branch that is left.
             below = list(self.children)[list(self.children).index(views[same]) :]
             await self.remove_children(below)
         if self._selected not in self.turn_views:
@@ -94,7 +94,7 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
             place = siblings.index(view.turn) + 1
             view.show_branch(f"{place}/{len(siblings)}" if len(siblings) > 1 else "")
         if added:
-            self.anchor()  # who asks wants to see the answer, wherever they had scrolled to
+            self.anchor()  # a user who asks wants to see the answer
 
     async def add_note(self, text: str, kind: str = "info") -> None:
         await self._add(Note(text, kind))
@@ -109,8 +109,6 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
         await self.remove_children()
         await self.mount(Static(Content(WELCOME), id="welcome"))
         self.anchor()
-
-    # --- the selected turn --------------------------------------------------------------------------------------------
 
     @property
     def selected(self) -> Turn | None:

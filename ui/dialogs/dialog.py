@@ -1,4 +1,4 @@
-"""What opens above the chat: closed by Escape, which changes nothing."""
+"""Dialogs above the chat. Escape closes them and changes nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 class Dialog(ModalScreen[Result]):
-    """A box in the middle; it gives back what was chosen, or None."""
+    """A box in the middle; it gives back its result, or None."""
 
     BINDINGS = [  # noqa: RUF012
         Binding("escape", "close", "Close", priority=True),
@@ -22,7 +22,7 @@ class Dialog(ModalScreen[Result]):
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
         """Close. The second Enter or click of two in a moment finds it closed, and does nothing.
 
-        Textual would close what is on top instead, or end with an error where that is the chat.
+        Textual would close the top screen instead, or end with an error where that is the chat.
         """
         return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
 

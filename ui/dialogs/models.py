@@ -17,7 +17,7 @@ from minillm.weights.manifest import ModelEntry, load_manifest
 
 
 class ModelScreen(Dialog[str]):
-    """Gives back a name of the manifest, or a path. What is not downloaded yet will be."""
+    """Gives back a name of the manifest, or a path. A model that is not here yet will be downloaded."""
 
     def __init__(self, current: str) -> None:
         super().__init__()

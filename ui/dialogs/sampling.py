@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -13,7 +11,7 @@ from textual.widgets import Input, Label, Static
 from minillm.errors import UsageError
 from minillm.text.safe import clean_line
 from minillm.ui.dialogs.dialog import Dialog
-from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, read_beams, read_sampling
+from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
 
 
 class SamplingScreen(Dialog[Settings]):
@@ -49,17 +47,8 @@ class SamplingScreen(Dialog[Settings]):
         self.action_save()
 
     def action_save(self) -> None:
-        sampling, beams = (
-            {item.name: self.query_one(f"#{item.name}", Input).value for item in group}
-            for group in (SAMPLING_FIELDS, BEAM_FIELDS)
-        )
+        texts = {field.id: field.value for field in self.query(Input) if field.id is not None}
         try:
-            self.dismiss(
-                replace(
-                    self._settings,
-                    sampling=read_sampling(sampling, self._settings.sampling),
-                    beams=read_beams(beams, self._settings.beams),
-                )
-            )
+            self.dismiss(with_texts(self._settings, texts))
         except UsageError as error:
             self.query_one(".problem", Static).update(Content(clean_line(str(error), 300)))

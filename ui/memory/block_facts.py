@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from minillm.service.messages import BlockFacts, TableView
+from minillm.service.messages import TableView
 from minillm.text.safe import clean, clean_line
-from minillm.ui.memory.names import Names, table_name
+from minillm.ui.memory.memory import Memory
 from minillm.ui.numbers import duration, plural
 
 _VISIBLE = str.maketrans({"\n": "↵", "\t": "⇥"})
 
 
-def block_facts(facts: BlockFacts, block_size: int, names: Names) -> Content:
-    """State, fill, owners, place in the prefix cache, age, and the tokens as text."""
+def block_facts(memory: Memory) -> Content:
+    """The block that the reader is at: state, fill, owners, place in the prefix cache, age, and its tokens as text."""
+    block, pool, facts = memory.block, memory.pool, memory.facts
+    if block is None or pool is None:
+        return Content("")
+    if memory.on_host is not None:
+        return _host_block_facts(block, memory.on_host, memory)
+    if facts is None or facts.block != block:
+        return Content(f"block {block} …")
+    state, references = pool.state(block).name.lower(), plural(pool.ref_counts[block], "reference")
     lines = [
-        Content.assemble(
-            (f"block {facts.block}", "bold"),
-            f" · {facts.kind} · {plural(facts.ref_count, 'reference')}",
-        ),
-        _fact("filled", f"{facts.filled} of {plural(block_size, 'slot')}"),
+        Content.assemble((f"block {block}", "bold"), f" · {state} · {references}"),
+        _fact("filled", f"{pool.filled[block]} of {plural(pool.block_size, 'slot')}"),
     ]
     if facts.age is not None:
         lines.append(_fact("age", duration(facts.age)))
-    if facts.holders:
-        owners = [
-            f"{names(holder.owner, holder.index) if holder.owner else f'sequence {holder.seq_id}'}"
-            f" ({holder.logical_block})"
-            for holder in facts.holders
-        ]
-        lines.append(_fact("owners", f"{', '.join(owners)}"))
+    if holders := pool.holders(block):
+        lines.append(_fact("owners", ", ".join(f"{memory.table_name(table)} ({n})" for table, n in holders)))
     if facts.tokens:
         lines.append(Content.assemble(("tokens  ", "$foreground 60%"), token_text(facts.tokens)))
     if facts.node is not None:
@@ -38,18 +38,17 @@ def block_facts(facts: BlockFacts, block_size: int, names: Names) -> Content:
     return Content("\n").join(lines)
 
 
-def host_block_facts(block: int, table: TableView, names: Names) -> Content:
-    """What the app itself knows of a block in the host's memory."""
+def _host_block_facts(block: int, table: TableView, memory: Memory) -> Content:
     return Content.assemble(
         (f"host block {block}", "bold"),
         " · swapped\n",
-        _fact("owner", f"{table_name(table, names)} ({table.blocks.index(block)})\n"),
+        _fact("owner", f"{memory.table_name(table)} ({table.blocks.index(block)})\n"),
         _fact("waits", f"{plural(table.num_tokens, 'token')} in {plural(len(table.blocks), 'block')}"),
     )
 
 
 def token_text(tokens: list[str]) -> Content:
-    """Tokens one after another, with a thin rule where one ends; what cannot be seen has a sign."""
+    """Tokens one after another, with a thin rule where one ends; invisible characters have a sign."""
     return Content.assemble(*(part for token in tokens for part in (_shown(token), ("│", "$foreground 35%"))))
 
 

@@ -1,4 +1,4 @@
-"""Block tables, a line per logical block: where it lies, how full it is, who shares it, and the runs they form."""
+"""Block tables, a line per logical block: its place, its fill, its sharers, and the run that it belongs to."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding
-from textual.message import Message
+from textual.content import Content
 
 from minillm.runs import contiguous_runs
 from minillm.service.messages import TableView
-from minillm.ui.memory.line_view import LineView
-from minillm.ui.memory.names import Names, table_name
-from minillm.ui.memory.pool import Pool
+from minillm.ui.memory.line_view import BlockChosen, LineView
+from minillm.ui.memory.memory import Memory
 from minillm.ui.numbers import bar, count, plural, span
 
 HEADING = "  logical  physical   filled    ×"
@@ -41,71 +40,27 @@ class BlockTableView(LineView):
         Binding("t", "tokens", "Tokens", show=False),
     ]
 
-    class TokensAsked(Message):
-        """The reader wants to know a block, or (None) no longer. Of the host's blocks if ``table`` holds it there."""
-
-        def __init__(self, block: int | None, table: TableView | None = None) -> None:
-            super().__init__()
-            self.block = block
-            self.table = table
-
-    def __init__(self, *, headers: bool = False) -> None:
-        super().__init__()
+    def __init__(self, memory: Memory, *, headers: bool = False) -> None:
+        super().__init__(memory)
         self._headers = headers
         self.follows = not headers  # one table grows at its end
-        self._pool: Pool | None = None
-        self._names: Names = _unnamed
         self._tables: list[TableView] = []
         self._starts: list[int] = [0]  # the line of each table's first block or header; then the number of lines
-        self._sharers: dict[int, list[TableView]] = {}  # of the blocks in view
         self._cursor = (-1, 0)  # seq_id, line within its table
         self._tells_tokens = False
 
-    def show_tables(self, pool: Pool | None, tables: Sequence[TableView], names: Names) -> None:
-        """Show tables of a pool, in this order."""
-        self._pool, self._names, self._tables = pool, names, list(tables)
-        self._starts = [0, *accumulate(self._headers + len(table.blocks) for table in tables)]
-        self._find_sharers()
+    def catch_up(self) -> None:
+        self._tables = self.memory.tables if self._headers else self.memory.current_tables[:1]
+        self._starts = [0, *accumulate(self._headers + len(table.blocks) for table in self._tables)]
         self.set_lines(self._starts[-1])
-
-    def _find_sharers(self) -> None:
-        """Who shares the blocks in view: one pass over the tables, not one for each block."""
-        self._sharers = {}
-        if self._pool is None or not self._headers:
-            return
-        top = self.scroll_offset.y
-        # A screen more on both sides: scrolling by a line needs no new look.
-        height = max(1, self.size.height)
-        shared = set()
-        for line in range(max(0, top - height), min(self._starts[-1], top + 2 * height)):
-            table, index = self._at(line)
-            if index >= 0 and table.state != "swapped" and self._sharing(table.blocks[index]) > 1:
-                shared.add(table.blocks[index])
-        if not shared:
-            return
-        for table in self._pool.tables.values():
-            if table.state != "swapped":
-                for block in shared.intersection(table.blocks):
-                    self._sharers.setdefault(block, []).append(table)
-
-    def _sharing(self, block: int) -> int:
-        """How many tables hold a block of the device."""
-        assert self._pool is not None
-        return self._pool.ref_counts[block] if 0 <= block < self._pool.num_blocks else 0
 
     def _at(self, line: int) -> tuple[TableView, int]:
         """The table of a line, and the logical block; -1 for the header."""
         number = bisect_right(self._starts, line) - 1
         return self._tables[number], line - self._starts[number] - self._headers
 
-    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        super().watch_scroll_y(old_value, new_value)
-        if round(old_value) != round(new_value):
-            self._find_sharers()
-
     def on_resize(self) -> None:
         super().on_resize()
-        self._find_sharers()
         self.refresh()
 
     # --- cursor -------------------------------------------------------------------------------------------------------
@@ -157,7 +112,7 @@ class BlockTableView(LineView):
         if self._tells_tokens:
             self._ask()
         else:
-            self.post_message(self.TokensAsked(None))
+            self.post_message(BlockChosen(None))
 
     def _ask(self) -> None:
         line = self._cursor_line()
@@ -166,12 +121,11 @@ class BlockTableView(LineView):
         table, index = self._at(line)
         if not table.blocks:
             return
-        self.post_message(self.TokensAsked(table.blocks[max(0, index)], table if table.state == "swapped" else None))
+        self.post_message(BlockChosen(table.blocks[max(0, index)], table if table.state == "swapped" else None))
 
     # --- drawing ------------------------------------------------------------------------------------------------------
 
     def line(self, row: int, width: int) -> list[Segment]:
-        assert self._pool is not None
         table, index = self._at(row)
         segments = self._header(table, width) if index < 0 else self._block(table, index)
         if self.has_focus and row == self._cursor_line():
@@ -182,7 +136,7 @@ class BlockTableView(LineView):
         return segments
 
     def _header(self, table: TableView, width: int) -> list[Segment]:
-        name = table_name(table, self._names)
+        name = self.memory.table_name(table)
         blocks, runs = len(table.blocks), len(list(contiguous_runs(table.blocks)))
         sizes = (plural(table.num_tokens, "token"), plural(blocks, "block"), plural(runs, "run"))
         facts = " · ".join((table.state, *sizes))
@@ -192,11 +146,11 @@ class BlockTableView(LineView):
         return [Segment(name, self.part("block-table--header")), Segment(f"   {facts}", self.part(state))]
 
     def _block(self, table: TableView, index: int) -> list[Segment]:
-        assert self._pool is not None
-        block, size = table.blocks[index], self._pool.block_size
-        filled = self._pool.filled_slots(table, index)
+        pool, block = self.memory.pool, table.blocks[index]
+        assert pool is not None
+        size, filled = pool.block_size, pool.filled_slots(table, index)
         swapped = table.state == "swapped"
-        holders = 1 if swapped else self._sharing(block)
+        holders = 1 if swapped else len(pool.holders(block))
         fill = self.part(f"block-table--{'swapped' if swapped else 'shared' if holders > 1 else 'owned'}")
         grey = self.part("block-table--index")
         # "index → block" so that it reads without the heading, too.
@@ -209,25 +163,40 @@ class BlockTableView(LineView):
         if not self._headers or filled < size:
             segments.append(Segment(f" {filled:>3}/{size:<3}", grey))
         segments.append(Segment(" on the host" if swapped else f" ×{holders}", fill))
-        if not swapped and (sharers := self._sharers.get(block)):
-            segments.append(Segment(f" {self._others(table, sharers)}", grey))
+        if self._headers and holders > 1:
+            others = [other for other, _ in pool.holders(block) if other.seq_id != table.seq_id]
+            segments.append(Segment(f" {self._listed(table, others)}", grey))
         return segments
 
-    def _others(self, table: TableView, sharers: Sequence[TableView]) -> str:
+    def _listed(self, table: TableView, others: Sequence[TableView]) -> str:
         """The others by name, the siblings first; of each request the first one, and how many more."""
         by_owner: dict[str, list[TableView]] = {table.owner: []}
-        for other in sharers:
-            if other is not table:
-                by_owner.setdefault(other.owner or f"sequence {other.seq_id}", []).append(other)
+        for other in others:
+            by_owner.setdefault(other.owner or f"sequence {other.seq_id}", []).append(other)
         return ", ".join(
-            table_name(tables[0], self._names) + (f" +{len(tables) - 1}" if len(tables) > 1 else "")
+            self.memory.table_name(tables[0]) + (f" +{len(tables) - 1}" if len(tables) > 1 else "")
             for tables in by_owner.values()
             if tables
         )
 
-
-def _unnamed(owner: str, index: int) -> str:
-    return f"{owner} · {index + 1}"
+    def headline(self, width: int, height: int) -> Content:
+        """The sum of all tables, or where the one table lies, in three lines."""
+        pool = self.memory.pool
+        if self._headers:
+            if pool is None:
+                return Content("no model is loaded")
+            sequences, logical = plural(len(pool.tables), "sequence"), count(pool.figures.logical_blocks)
+            return Content(f"{sequences} · {logical} logical in {plural(pool.used_blocks, 'block')}")
+        if not self._tables:
+            return Content("the conversation holds no block")
+        table, more = self._tables[0], len(self.memory.current_tables) - 1
+        name = self.memory.table_name(table) + (f" (F6: {more} more)" if more else "")
+        facts = f"{table.state} · {plural(table.num_tokens, 'token')} in {plural(len(table.blocks), 'block')}"
+        runs = plural(len(list(contiguous_runs(table.blocks))), "contiguous run")
+        where = runs_line(table.blocks, width - len(runs) - 2)
+        if "→" in where:
+            runs += f": {where}"
+        return Content.assemble((name, "bold $foreground"), f"\n{facts}\n{runs}")
 
 
 def _bracket(blocks: Sequence[int], index: int) -> str:
@@ -238,7 +207,7 @@ def _bracket(blocks: Sequence[int], index: int) -> str:
 
 
 def runs_line(blocks: Sequence[int], width: int) -> str:
-    """All runs in one line: ``0–3 → 12–15, 4 → 90``; what does not fit is counted."""
+    """All runs in one line: ``0–3 → 12–15, 4 → 90``; the rest is counted."""
     parts = [f"{span(start, length)} → {span(block, length)}" for start, block, length in contiguous_runs(blocks)]
     line = ""
     for number, part in enumerate(parts):

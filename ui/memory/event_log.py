@@ -1,4 +1,4 @@
-"""What happens to the cache, an event a line, the newest at the bottom: it can be held still, and filtered by kind."""
+"""The events of the cache, one a line, the newest at the bottom; it can be held still, and filtered by kind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from minillm.service.messages import LogEntry
 from minillm.text.safe import clean_line
 from minillm.ui.drawn import flow
 from minillm.ui.memory.line_view import LineView
-from minillm.ui.memory.names import Names
-from minillm.ui.memory.pool import Pool
+from minillm.ui.memory.memory import Memory
 from minillm.ui.numbers import count, plural, spans
 
 KINDS = {
@@ -30,6 +29,17 @@ KINDS = {
 }  # by the key that shows and hides them
 _TITLES = {"copy": "copy on write", "swap_out": "swap out", "swap_in": "swap in"}
 _SHORT_TITLES = {"allocate": "alloc", "swap_out": "swapout", "swap_in": "swap in"}
+_WORDS = {
+    "allocate": ("{name} takes {number}: {where}", "{name} +{where}"),
+    "fork": ("{name} shares {number} with {parent}: {where}", "{name} of {parent}"),
+    "copy": ("{ends}  {name} writes to a block that {others}", "{ends} {name}, {detail} share"),
+    "free": ("{name} gives up {number}: {where}", "{name} −{where}"),
+    "hit": ("saved {tokens} (blocks {where}) for {name}", "saved {tokens}, {name}"),
+    "evict": ("a cached block makes room: {where}", "cached {where}"),
+    "preempt": ("{name} makes room with {number}, and waits: {where}", "{name} waits: {number}"),
+    "swap_out": ("{name} left {number} for the host: {where}", "{name}, {number}"),
+    "swap_in": ("{name} is back from the host, in {number}: {where}", "{name}, {number}"),
+}  # for a wide log, and for a narrow one
 _MOST_LINES = 10_000
 _SPARE = 1_000  # lines that may be too many before they are thrown away at once
 _MOST_SPANS = 3
@@ -49,41 +59,37 @@ class EventLog(LineView):
     follows = True
 
     class Changed(Message):
-        """Paused or not, or another filter: what stands above and below the log is out of date."""
+        """Paused or not, or another filter: the lines above and below the log are out of date."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory)
         self.paused = False
         self.hidden: set[str] = set()  # keys of `KINDS`
-        self._pool: Pool | None = None
-        self._names: Names | None = None
         self._last: LogEntry | None = None  # the newest one that has been looked at
         self._entries: list[LogEntry] = []
         self._owners: dict[int, tuple[str, int]] = {}  # seq_id -> owner, completion; outlives the sequence
 
-    # --- what it is told ----------------------------------------------------------------------------------------------
+    # --- the events ---------------------------------------------------------------------------------------------------
 
-    def show_pool(self, pool: Pool | None) -> None:
-        """Another pool, or none."""
-        self._pool, self._last, self._entries = pool, None, []
+    def begin_anew(self) -> None:
+        """There is another pool, or none."""
+        self._last, self._entries = None, []
         self._owners.clear()
-        self.set_lines(0)
+        super().begin_anew()
 
-    def learn_owners(self, pool: Pool) -> None:
+    def learn_owners(self) -> None:
         """Remember whose the sequences are: a later event may name one that is gone by then."""
-        for table in pool.tables.values():
+        for table in self.memory.tables:
             if table.owner:
                 self._owners[table.seq_id] = (table.owner, table.index)
         while len(self._owners) > _MOST_NAMES:
             del self._owners[next(iter(self._owners))]
 
-    def take_new(self, names: Names) -> None:
+    def catch_up(self) -> None:
         """Show the events that came since the last time, unless it is paused."""
-        self._names = names
-        if self._pool is None or self.paused:
+        if self.paused:
             return
-        last, wanted = self._last, self._wanted()
-        fresh = list(takewhile(lambda entry: entry is not last, reversed(self._pool.log)))
+        fresh, wanted = self._fresh(), self._wanted()
         if fresh:
             self._last = fresh[0]
             self._entries += [entry for entry in reversed(fresh) if entry.kind in wanted]
@@ -97,13 +103,10 @@ class EventLog(LineView):
     def _wanted(self) -> set[str]:
         return {kind for key, kinds in KINDS.items() if key not in self.hidden for kind in kinds}
 
-    @property
-    def num_waiting(self) -> int:
-        """Events that came while it was paused."""
-        if self._pool is None or not self.paused:
-            return 0
-        last = self._last
-        return sum(1 for _ in takewhile(lambda entry: entry is not last, reversed(self._pool.log)))
+    def _fresh(self) -> list[LogEntry]:
+        """The events that have not been looked at, the newest first."""
+        log, last = self.memory.pool.log if self.memory.pool is not None else (), self._last
+        return list(takewhile(lambda entry: entry is not last, reversed(log)))
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
@@ -111,8 +114,7 @@ class EventLog(LineView):
         key = event.character or event.key
         if key in (" ", "space"):
             self.paused = not self.paused
-            if not self.paused and self._names is not None:
-                self.take_new(self._names)
+            self.catch_up()
         elif key in KINDS:
             self.hidden ^= {key}
             self._filter()
@@ -127,16 +129,12 @@ class EventLog(LineView):
         self.post_message(self.Changed())
 
     def _filter(self) -> None:
-        """Choose anew from what has been looked at: a log that is held still stays so."""
-        if self._pool is None:
-            return
-        wanted, looked_at = self._wanted(), []
-        for entry in self._pool.log:
-            looked_at.append(entry)
-            if entry is self._last:
-                break
-        self._entries = [entry for entry in looked_at if entry.kind in wanted] if self._last is not None else []
-        self.set_lines(len(self._entries))
+        """Choose anew from the events that have been looked at: a log that is held still stays so."""
+        if self.memory.pool is not None:
+            wanted, log = self._wanted(), list(self.memory.pool.log)
+            looked_at = log[: len(log) - len(self._fresh())]
+            self._entries = [entry for entry in looked_at if entry.kind in wanted]
+            self.set_lines(len(self._entries))
 
     # --- drawing ------------------------------------------------------------------------------------------------------
 
@@ -155,25 +153,22 @@ class EventLog(LineView):
         ]
 
     def _who(self, seq_id: int, owner: str = "") -> str:
-        known = self._owners.get(seq_id)
-        if known is not None and self._names is not None:
-            return self._names(*known)
-        if owner and self._names is not None:
-            return self._names(owner, 0)
-        return f"sequence {seq_id}"
+        owner, index = self._owners.get(seq_id, (owner, 0))
+        return self.memory.name(owner, index) if owner else f"sequence {seq_id}"
 
     def headline(self, width: int, height: int) -> Content:
         """How many events there are, and whether it is held still."""
-        if self._pool is None:
+        pool = self.memory.pool
+        if pool is None:
             return Content("no model is loaded")
-        words = [plural(self._pool.num_logged, "event")]
-        if (unlogged := self._pool.num_logged - len(self._pool.log)) > 0:
+        words = [plural(pool.num_logged, "event")]
+        if (unlogged := pool.num_logged - len(pool.log)) > 0:
             words.append(f"{count(unlogged)} not kept")
         if self.hidden:
             words.append(f"{count(len(self._entries))} match")
         text = Content(" · ".join(words))
         if self.paused:
-            text = Content.assemble(("paused", "$text-warning bold"), f" · {count(self.num_waiting)} new · ", text)
+            text = Content.assemble(("paused", "$text-warning bold"), f" · {count(len(self._fresh()))} new · ", text)
         return text
 
     def legend(self, width: int, height: int) -> Content:
@@ -186,40 +181,16 @@ class EventLog(LineView):
         return flow(items, width, height)
 
 
-def event_words(entry: LogEntry, who: Callable[[int, str], str], *, short: bool = False) -> str:
-    """What an event means, in words; ``who`` names a sequence by its id, or else by its owner."""
-    words = _short_words if short else _long_words
-    name, number = who(entry.seq_id, entry.owner), plural(len(entry.blocks), "block")
-    parent = "another" if entry.parent_id is None else who(entry.parent_id, "")
-    return words(entry, name, parent, number, spans(entry.blocks, _MOST_SPANS))
-
-
-def _long_words(entry: LogEntry, name: str, parent: str, number: str, where: str) -> str:
-    if entry.kind == "copy" and len(entry.blocks) == 2:
-        holders = "1 other holds" if entry.detail == 1 else f"{count(entry.detail)} others hold"
-        return f"{entry.blocks[0]} → {entry.blocks[1]}  {name} writes to a block that {holders}"
-    return {
-        "allocate": f"{name} takes {number}: {where}",
-        "fork": f"{name} shares {number} with {parent}: {where}",
-        "free": f"{name} gives up {number}: {where}",
-        "hit": f"saved {plural(entry.detail, 'token')} (blocks {where}) for {name}",
-        "evict": f"a cached block makes room: {where}",
-        "preempt": f"{name} makes room with {number}, and waits: {where}",
-        "swap_out": f"{name} left {number} for the host: {where}",
-        "swap_in": f"{name} is back from the host, in {number}: {where}",
-    }.get(entry.kind, f"{name}: {where}")
-
-
-def _short_words(entry: LogEntry, name: str, parent: str, number: str, where: str) -> str:
-    if entry.kind == "copy" and len(entry.blocks) == 2:
-        return f"{entry.blocks[0]}→{entry.blocks[1]} {name}, {count(entry.detail)} share"
-    return {
-        "allocate": f"{name} +{where}",
-        "fork": f"{name} of {parent}",
-        "free": f"{name} −{where}",
-        "hit": f"saved {plural(entry.detail, 'token')}, {name}",
-        "evict": f"cached {where}",
-        "preempt": f"{name} waits: {number}",
-        "swap_out": f"{name}, {number}",
-        "swap_in": f"{name}, {number}",
-    }.get(entry.kind, f"{name}: {where}")
+def event_words(entry: LogEntry, name_of: Callable[[int, str], str], *, short: bool = False) -> str:
+    """An event in words; ``name_of`` names a sequence by its id, or else by its owner."""
+    words = {
+        "name": name_of(entry.seq_id, entry.owner),
+        "parent": "another" if entry.parent_id is None else name_of(entry.parent_id, ""),
+        "number": plural(len(entry.blocks), "block"),
+        "where": spans(entry.blocks, _MOST_SPANS),
+        "detail": count(entry.detail),
+        "tokens": plural(entry.detail, "token"),
+        "others": "1 other holds" if entry.detail == 1 else f"{count(entry.detail)} others hold",
+        "ends": ("→" if short else " → ").join(map(str, entry.blocks)),
+    }
+    return _WORDS.get(entry.kind, ("{name}: {where}", "{name}: {where}"))[short].format_map(words)

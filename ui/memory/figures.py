@@ -1,4 +1,4 @@
-"""The memory over time: who holds how much of it, what paging and sharing save, and how often the cache helped."""
+"""The memory over time: the share of each kind, the savings by paging and sharing, and the help of the cache."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from rich.segment import Segment
 
 from minillm.progress import size
-from minillm.service.messages import PoolFigures
 from minillm.ui.memory.line_view import LineView
-from minillm.ui.memory.pool import Pool
+from minillm.ui.memory.memory import Memory
+from minillm.ui.memory.pool import Pool, PoolFigures
 from minillm.ui.numbers import bar, count, sparkline
 
 _SIDE_BY_SIDE = 76  # cells: from here on the two halves stand beside each other
@@ -34,24 +34,18 @@ class MemoryFigures(LineView):
         for name in ("label", "figure", "used", "shared", "cached", "free", "waste", "without")
     }
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._pool: Pool | None = None
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory)
         self._lines: list[Parts] = []
 
-    def show_pool(self, pool: Pool | None) -> None:
-        """Show how a pool stands now."""
-        self._pool = pool
-        self._lay_out()
+    def catch_up(self) -> None:
+        room, pool = self.scrollable_content_region, self.memory.pool
+        self._lines = memory_lines(pool, room.width, room.height) if pool is not None else []
+        self.set_lines(len(self._lines))
 
     def on_resize(self) -> None:
-        self._lay_out()
+        self.catch_up()
         self.refresh()
-
-    def _lay_out(self) -> None:
-        room = self.scrollable_content_region
-        self._lines = memory_lines(self._pool, room.width, room.height) if self._pool is not None else []
-        self.set_lines(len(self._lines))
 
     def line(self, row: int, width: int) -> list[Segment]:
         return [Segment(text, self.part(f"memory-figures--{part}")) for text, part in self._lines[row]]
@@ -115,7 +109,7 @@ def _held(pool: Pool, figures: PoolFigures) -> int:
 
 
 def _savings(pool: Pool, width: int) -> list[Parts]:
-    """What the same sequences take, and what they would take."""
+    """The memory that the sequences take, and that they would take without sharing or paging."""
     slot_bytes = pool.block_bytes / pool.block_size
     on_device = sum(1 for table in pool.tables.values() if table.state != "swapped")
     without, label = ("without", 15) if width >= _ROOMY_HALF else ("no", 10)
@@ -138,9 +132,9 @@ def _savings(pool: Pool, width: int) -> list[Parts]:
 
 
 def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
-    """What happened since the start; ``spread`` over more lines."""
-    figures = pool.figures
-    looked_up, hits = figures.num_looked_up_tokens, figures.num_hit_tokens
+    """The counts since the start; ``spread`` over more lines."""
+    counts = pool.counts
+    looked_up, hits = counts.num_looked_up_tokens, counts.num_hit_tokens
     rate = f"{hits / looked_up:.0%}" if looked_up else "none yet"
     hit_rate: Parts = [
         ("hit rate ", "label"),
@@ -149,25 +143,25 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
     ]
     if spread:
         pairs = [
-            ("copied on write", figures.num_copies),
-            ("evicted", figures.num_evictions),
-            ("preempted", figures.num_preemptions),
-            ("swapped out", figures.num_swapped_out),
-            ("swapped in", figures.num_swapped_in),
-            ("on the host", figures.host_blocks_used),
+            ("copied on write", counts.num_copies),
+            ("evicted", counts.num_evictions),
+            ("preempted", counts.num_preemptions),
+            ("swapped out", counts.num_swapped_out),
+            ("swapped in", counts.num_swapped_in),
+            ("on the host", counts.host_blocks_used),
         ]
         cells = [[(f"{name:<15} ", "label"), (f"{count(number):<5}", "figure")] for name, number in pairs]
         return [hit_rate, *([*one, *two] for one, two in zip(cells[::2], cells[1::2], strict=True))]
     happened = (
-        ("copies", figures.num_copies),
-        ("evicted", figures.num_evictions),
-        ("preempted", figures.num_preemptions),
+        ("copies", counts.num_copies),
+        ("evicted", counts.num_evictions),
+        ("preempted", counts.num_preemptions),
     )
-    swaps = f"{count(figures.num_swapped_out)} out, {count(figures.num_swapped_in)} in"
+    swaps = f"{count(counts.num_swapped_out)} out, {count(counts.num_swapped_in)} in"
     return [
         hit_rate,
         [part for name, number in happened for part in _named(name, number)],
-        [("swapped ", "label"), (f"{swaps}  ", "figure"), *_named("on the host", figures.host_blocks_used)],
+        [("swapped ", "label"), (f"{swaps}  ", "figure"), *_named("on the host", counts.host_blocks_used)],
     ]
 
 
@@ -197,7 +191,7 @@ def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
 
 
 def _column(pool: Pool, figures: PoolFigures, height: int) -> Sequence[int]:
-    """Which kind stands in each cell, from below. What is there at all gets a cell if another can spare it."""
+    """Which kind stands in each cell, from below. A kind that is there at all gets a cell if another can spare it."""
     held, size_ = _held(pool, figures), pool.block_size
     waste = max(0, held * size_ - figures.used_slots) / size_
     shared = min(figures.shared_blocks, held)

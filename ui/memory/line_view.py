@@ -1,15 +1,29 @@
-"""Many lines, each made when it is seen: no widget per line, no list of what is out of sight."""
+"""Many lines about the memory, each made when it is seen: no widget per line, no list of the lines out of sight."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from rich.segment import Segment
 from rich.style import Style
 from textual.geometry import Region, Size
-from textual.scroll_view import ScrollView
+from textual.message import Message
 from textual.strip import Strip
 
+from minillm.service.messages import TableView
+from minillm.ui.memory.memory import Memory
+from minillm.ui.textual_internals import SteadyScrollView
 
-class LineView(ScrollView, can_focus=True):
+
+@dataclass
+class BlockChosen(Message):
+    """The reader is at a block now, or at none. It is one of the host's if ``table`` holds it there."""
+
+    block: int | None
+    table: TableView | None = None
+
+
+class LineView(SteadyScrollView, can_focus=True):
     """Lines that a subclass draws in `line`.
 
     With ``follows``, the last one stays in view unless the reader has scrolled up.
@@ -17,22 +31,31 @@ class LineView(ScrollView, can_focus=True):
 
     follows = False
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory) -> None:
         super().__init__()
+        self.memory = memory
         self._at_end = True
         self._base: Style | None = None
         self._parts: dict[str, Style] = {}
-        self._drawn: dict[int, list[Segment]] = {}  # what stands on each line of the screen
+        self._drawn: dict[int, list[Segment]] = {}  # the segments of each line of the screen
+
+    def begin_anew(self) -> None:
+        """There is another pool, or none."""
+        self.set_lines(0)
+
+    def catch_up(self) -> None:
+        """Show the memory as it stands now."""
+        raise NotImplementedError
 
     def line(self, row: int, width: int) -> list[Segment]:
-        """The segments of line ``row``; what goes beyond ``width`` cells is cut."""
+        """The segments of line ``row``; the part beyond ``width`` cells is cut."""
         raise NotImplementedError
 
     def set_lines(self, num_lines: int, dropped: int = 0) -> None:
         """There are ``num_lines`` now, after the first ``dropped`` ones have gone."""
         size = Size(0, num_lines)
         if size != self.virtual_size:
-            if self._has_scrollbar_for(num_lines):
+            if self.has_scrollbar_for(num_lines):
                 # Nothing moves: a layout of the whole screen would be for the scrollbar's length alone.
                 self.set_reactive(LineView.virtual_size, size)
                 if self.show_vertical_scrollbar:
@@ -46,7 +69,7 @@ class LineView(ScrollView, can_focus=True):
         self.refresh_changed()
 
     def refresh_changed(self) -> None:
-        """Draw those lines in view that are other than what stands there: making a line costs far less than that."""
+        """Draw the lines in view that differ from the screen: making a line costs far less than drawing it."""
         width, height = self.scrollable_content_region.width, self.size.height
         changed = [y for y in range(height) if self._segments(y, width) != self._drawn.get(y)]
         if len(changed) > height // 2:
@@ -60,16 +83,6 @@ class LineView(ScrollView, can_focus=True):
         if height and not top <= row < top + height:
             self.scroll_to(y=row if row < top else row - height + 1, animate=False, force=True)
 
-    def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
-        # Textual paints a scroll view's scrollbar anew with each layout of the screen, whether it has changed or not.
-        if size == self.outer_size and self._has_scrollbar_for(self.virtual_size.height):
-            return False
-        return super()._size_updated(size, virtual_size, container_size, layout)
-
-    def _has_scrollbar_for(self, num_lines: int) -> bool:
-        """Whether the scrollbar is there, or not, as so many lines want it."""
-        return self.show_vertical_scrollbar == (num_lines > self.size.height)
-
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
         self._at_end = round(new_value) >= self.max_scroll_y
@@ -80,7 +93,7 @@ class LineView(ScrollView, can_focus=True):
 
     @property
     def base(self) -> Style:
-        """The style of what has no other: Textual's own property walks the tree at each call."""
+        """The style of text without a style: Textual's own property walks the tree at each call."""
         if self._base is None:
             self._base = self.rich_style
         return self._base

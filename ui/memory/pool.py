@@ -1,13 +1,20 @@
-"""The engine's pool of blocks as the app knows it: a picture, kept up to date by `CacheChanged` events."""
+"""The engine's pool of blocks as the app knows it: a picture, kept up to date by `CacheChanged` events.
+
+The engine sends the block tables and the ids of cached blocks. The state of every block follows from these.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from minillm.service.messages import CacheChanged, LogEntry, PoolFigures, StepView, TableView
+from msgspec import structs
+
+from minillm.outputs import StepReport
+from minillm.service.messages import CacheChanged, CacheCounts, LogEntry, TableView
 
 _MOST_LOGGED = 10_000  # events that the log keeps
 _MOST_STEPS = 1_000
@@ -15,7 +22,7 @@ _HISTORY = 600  # figures over time: a minute at ten a second
 
 
 class BlockState(Enum):
-    """Who holds a block. The value is its letter on the map."""
+    """The state of a block, by its holders. The value is its letter on the map."""
 
     FREE = "·"
     OWNED = "o"
@@ -24,63 +31,130 @@ class BlockState(Enum):
     PINNED = "p"
 
 
-_STATES = {state.name.lower(): number for number, state in enumerate(BlockState)}
 _BY_NUMBER = tuple(BlockState)
+_FREE, _OWNED, _SHARED, _CACHED, _PINNED = range(len(_BY_NUMBER))
+
+
+@dataclass
+class PoolFigures:
+    """The pool at one moment. Blocks unless the name says otherwise."""
+
+    free_blocks: int = 0  # the cached ones are not among them
+    cached_blocks: int = 0
+    shared_blocks: int = 0
+    pinned_blocks: int = 0
+    logical_blocks: int = 0  # entries of all tables: so many would the same sequences take without sharing
+    used_slots: int = 0  # slots of used blocks that hold a token
 
 
 @dataclass
 class Pool:
-    """Every block's state, the block tables, what happened lately, and what the steps did."""
+    """Every block's state, the block tables, the latest events, and the latest steps."""
 
     num_blocks: int
     block_size: int
     block_bytes: int
     num_host_blocks: int = 0
-    max_model_len: int = 0  # what a cache without paging would reserve for each sequence
+    max_model_len: int = 0  # slots that a cache without paging would reserve for each sequence
     ref_counts: array[int] = field(init=False)
-    filled: array[int] = field(init=False)
+    filled: array[int] = field(init=False)  # slots of each block that hold a token
     tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, in the order in which they came
     figures: PoolFigures = field(init=False)
+    counts: CacheCounts = field(default_factory=CacheCounts)
     log: deque[LogEntry] = field(default_factory=lambda: deque(maxlen=_MOST_LOGGED))
-    num_logged: int = 0  # events ever, those that were not told included
+    num_logged: int = 0  # events ever, those that were not sent included
     history: deque[PoolFigures] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    steps: deque[StepView] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
+    steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
 
     def __post_init__(self) -> None:
         self.ref_counts = array("l", bytes(array("l").itemsize * self.num_blocks))
         self.filled = array("l", self.ref_counts)
-        self._states = bytearray(self.num_blocks)
         self.figures = PoolFigures(free_blocks=self.num_blocks)
+        self._states = bytearray(self.num_blocks)
+        self._cached: set[int] = set()
+        self._holders: dict[int, dict[int, int]] = {}  # block -> seq_id -> its number in that table
 
     def apply(self, event: CacheChanged) -> list[int]:
         """Take a change over; returns the blocks that look different now."""
-        changed = []
-        for change in event.blocks:
-            if 0 <= change.block < self.num_blocks:
-                self.ref_counts[change.block] = change.ref_count
-                self.filled[change.block] = change.filled
-                self._states[change.block] = _STATES.get(change.kind, 0)
-                changed.append(change.block)
+        self._cached.difference_update(event.uncached)
+        self._cached.update(event.cached)
+        touched = {*event.cached, *event.uncached}
         for seq_id in event.gone:
-            self.tables.pop(seq_id, None)
-        for table in event.tables:
-            before = self.tables.get(table.seq_id)
-            kept = [] if before is None else before.blocks[: table.keep]
-            self.tables[table.seq_id] = TableView(
-                table.seq_id, table.owner, table.index, table.state, table.num_tokens, kept + table.blocks
-            )
-        self.figures = event.figures
-        self.history.append(event.figures)
+            touched.update(self._let_go(self.tables.pop(seq_id, None)))
+        for change in event.tables:
+            touched.update(self._take_table(change))
+        figures = replace(self.figures)
+        changed = [block for block in touched if 0 <= block < self.num_blocks and self._settle(block, figures)]
+        self.figures, self.counts = figures, event.counts
+        self.history.append(figures)
         self.log.extend(event.log)
         self.num_logged += len(event.log) + event.num_unlogged
         return changed
 
+    def _take_table(self, change: TableView) -> Iterable[int]:
+        """Replace a table; returns the blocks that may look different."""
+        before = self.tables.get(change.seq_id)
+        kept = [] if before is None else before.blocks[: change.keep]
+        table = self.tables[change.seq_id] = structs.replace(change, blocks=kept + change.blocks, keep=0)
+        touched = self._let_go(before, change.keep)
+        if table.state == "swapped":
+            return touched
+        for number in range(change.keep, len(table.blocks)):
+            self._holders.setdefault(table.blocks[number], {})[table.seq_id] = number
+        # Of the blocks that stay, those behind the first tokens that both have may be filled otherwise.
+        same = min(before.num_tokens, table.num_tokens) if before is not None and before.state == table.state else 0
+        return [*touched, *table.blocks[min(change.keep, same // self.block_size) :]]
+
+    def _let_go(self, table: TableView | None, keep: int = 0) -> list[int]:
+        """A table holds only its first ``keep`` blocks from now on; returns the others."""
+        if table is None or table.state == "swapped":
+            return []
+        for block in table.blocks[keep:]:
+            holders = self._holders.get(block, {})
+            holders.pop(table.seq_id, None)
+            if not holders:
+                self._holders.pop(block, None)
+        return table.blocks[keep:]
+
+    def _settle(self, block: int, figures: PoolFigures) -> bool:
+        """Find how a block stands now, and bring the figures up to date. False where nothing has changed."""
+        holders, state, filled = self._holders.get(block, {}), _FREE, 0
+        if holders:
+            state = _SHARED if len(holders) > 1 else _OWNED
+            for seq_id, number in holders.items():
+                table = self.tables[seq_id]
+                filled = max(filled, self.filled_slots(table, number))
+                if table.state == "pinned":
+                    state = _PINNED
+        elif block in self._cached:
+            state, filled = _CACHED, self.block_size
+        after = (len(holders), filled, state)
+        before = (self.ref_counts[block], self.filled[block], self._states[block])
+        if after == before:
+            return False
+        self.ref_counts[block], self.filled[block], self._states[block] = after
+        for sign, (sharers, slots, number) in ((-1, before), (1, after)):
+            if sharers:
+                figures.shared_blocks += sign * (sharers > 1)
+                figures.pinned_blocks += sign * (number == _PINNED)
+                figures.logical_blocks += sign * sharers
+                figures.used_slots += sign * slots
+            elif number == _CACHED:
+                figures.cached_blocks += sign
+            else:
+                figures.free_blocks += sign
+        return True
+
     def state(self, block: int) -> BlockState:
         return _BY_NUMBER[self._states[block]]
 
+    def holders(self, block: int) -> list[tuple[TableView, int]]:
+        """The tables that hold a block of the device, each with the block's number in it."""
+        return [(self.tables[seq_id], number) for seq_id, number in self._holders.get(block, {}).items()]
+
     @property
     def used_blocks(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks that a table holds."""
         return self.num_blocks - self.figures.free_blocks - self.figures.cached_blocks
 
     @property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby
-from string import ascii_letters
 
 from rich.segment import Segment
 from rich.style import Style
@@ -16,21 +16,54 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.strip import Strip
 
-from minillm.service.messages import TableView
+from minillm.progress import size
 from minillm.ui.drawn import flow
-from minillm.ui.memory.line_view import LineView
-from minillm.ui.memory.names import Names, table_name
-from minillm.ui.memory.pool import BlockState, Pool
-from minillm.ui.numbers import count
+from minillm.ui.memory.line_view import BlockChosen, LineView
+from minillm.ui.memory.looks import COMPONENT_CLASSES, FREE, Looks
+from minillm.ui.memory.memory import Memory
+from minillm.ui.memory.pool import Pool
+from minillm.ui.numbers import count, plural
 
-_RISING = "▁▂▃▄▅▆▇"  # how full an owned block is
-_GROWING = "▏▎▍▌▋▊▉"  # and a shared one: another shape, so that it needs no colour
 _GROUP = 8  # blocks between two gaps
-_NUM_COLOURS = 8  # of sequences; the letters tell 52 of them apart
-_CLASSES = {state: f"pool-map--{state.name.lower()}" for state in BlockState}
-_FREE, _OWNED, _SHARED = (_CLASSES[state] for state in (BlockState.FREE, BlockState.OWNED, BlockState.SHARED))
-_PART_OWNED, _PART_SHARED, _SWAPPED = "pool-map--part-owned", "pool-map--part-shared", "pool-map--swapped"
-_SEQUENCE_CLASSES = tuple(f"pool-map--sequence-{number}" for number in range(_NUM_COLOURS))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where each block's cell is. The host's rows follow the device's, behind a heading, and count from 0 again."""
+
+    num_blocks: int
+    per_row: int
+    label_width: int  # cells before the first block, the blank included
+
+    @classmethod
+    def of(cls, pool: Pool, width: int) -> Grid:
+        """That of a pool in ``width`` cells."""
+        label_width = max(4, len(str(pool.num_blocks - 1))) + 1
+        groups = max(1, (width - label_width + 1) // (_GROUP + 1))
+        # A power of two of groups: then the row's first block is a round number.
+        return cls(pool.num_blocks, _GROUP * (1 << (groups.bit_length() - 1)), label_width)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the device's blocks."""
+        return -(-self.num_blocks // self.per_row)
+
+    def host_rows(self, last: int) -> int:
+        """Rows that the host's blocks up to ``last`` need, their heading included."""
+        return 1 - (-(last + 1) // self.per_row)
+
+    def block_at(self, x: int, row: int) -> tuple[int, bool] | None:
+        """The block of a cell, which may not exist, and whether it is one of the host's; None for a gap."""
+        group, cell = divmod(x - self.label_width, _GROUP + 1)
+        column = group * _GROUP + cell
+        if cell == _GROUP or not 0 <= column < self.per_row:
+            return None
+        on_host = row >= self.num_rows
+        return (row - on_host * (self.num_rows + 1)) * self.per_row + column, on_host
+
+    def cell_of(self, column: int) -> int:
+        """The cell of a column of blocks."""
+        return self.label_width + column + column // _GROUP
 
 
 class PoolMap(LineView):
@@ -40,9 +73,7 @@ class PoolMap(LineView):
     in its colour. Coloured by sequence, a block shows its sequence's letter.
     """
 
-    COMPONENT_CLASSES = {  # noqa: RUF012
-        *(*_CLASSES.values(), *_SEQUENCE_CLASSES, _PART_OWNED, _PART_SHARED, _SWAPPED, "pool-map--label")
-    }
+    COMPONENT_CLASSES = {*COMPONENT_CLASSES, "pool-map--label"}  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012
         Binding("left", "move(-1, 0)", "Block", show=False),
         Binding("right", "move(1, 0)", "Block", show=False),
@@ -55,77 +86,55 @@ class PoolMap(LineView):
 
     by_sequence: reactive[bool] = reactive(False, init=False)
 
-    class Chosen(Message):
-        """The cursor or the mouse is on a block now, or on none. Of the host's blocks if ``table`` holds it there."""
-
-        def __init__(self, block: int | None, table: TableView | None = None) -> None:
-            super().__init__()
-            self.block = block
-            self.table = table
-
     class Recoloured(Message):
         """Coloured the other way: the legend is another one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._pool: Pool | None = None
-        self._per_row = _GROUP
-        self._marks: list[str] = []  # of each block, by state: what is drawn in its cell
-        self._kinds: list[str] = []  # and its component class
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory)
+        self._looks: Looks | None = None  # None while there is no pool
+        self._grid = Grid(0, _GROUP, 0)
         self._cursor = 0
-        self._hovered: int | None = None
-        self._letters: dict[int, int] = {}  # seq_id -> its letter's number, as long as it lives
-        self._sequence_of = bytearray()  # block -> 1 + its sequence's letter; 0 where it has none
-        self._host: dict[int, TableView] = {}  # host block -> who waits there
+        self._hovered: tuple[int, bool] | None = None  # a block, and whether it is one of the host's
 
-    # --- what it is told ----------------------------------------------------------------------------------------------
+    # --- the pool -----------------------------------------------------------------------------------------------------
 
-    def show_pool(self, pool: Pool | None) -> None:
-        """Another pool, or none."""
-        self._pool = pool
+    def begin_anew(self) -> None:
+        self._looks = None if self.memory.pool is None else Looks(self.memory.pool)
         self._cursor, self._hovered = 0, None
-        self._letters.clear()
-        self._find_looks()
-        self._follow_tables()
-        self._lay_out()
+        self.catch_up()
         self.scroll_home(animate=False)
 
     def blocks_changed(self, blocks: Iterable[int]) -> None:
         """Draw the rows of these blocks again; where none of those in use is in view, bring the last one there."""
-        if self._pool is None:
+        looks, per_row = self._looks, self._grid.per_row
+        if looks is None:
             return
         rows, used = set(), []  # rows with a change; rows where a block in use changed
         for block in blocks:
-            self._find_look(block)
-            rows.add(block // self._per_row)
-            if self._pool.ref_counts[block]:
-                used.append(block // self._per_row)
-        before, on_host = self._sequence_of, self._host
-        self._follow_tables()
-        if self._host.keys() != on_host.keys():
+            looks.find(block)
+            rows.add(block // per_row)
+            if looks.pool.ref_counts[block]:
+                used.append(block // per_row)
+        on_host = looks.host
+        looks.follow_host()
+        top, bottom = self.scroll_offset.y, self.scroll_offset.y + self.size.height
+        if self.by_sequence:
+            before = looks.follow_sequences()
+            rows |= {r for r in range(top, bottom) if looks.changed_hands(before, r * per_row, (r + 1) * per_row)}
+        if looks.host.keys() != on_host.keys():
             self._lay_out()
-        elif self.by_sequence:
-            rows |= self._rows_that_differ(before)
         self._redraw(rows)
-        # Whoever has moved into the map looks at it themselves.
-        top = self.scroll_offset.y
-        in_view = any(top <= row < top + self.size.height for row in used)
+        # A reader who has moved into the map looks at it alone.
+        in_view = any(top <= row < bottom for row in used)
         if used and not in_view and not self.has_focus and self._hovered is None:
             self._show_row(used[-1])
 
     def catch_up(self) -> None:
-        """Draw everything anew."""
-        self._find_looks()
-        self._follow_tables()
+        if self._looks is not None:
+            self._looks.find_all(by_sequence=self.by_sequence)
         self._lay_out()
         if not self.has_focus:
             self._show_last_used()
-
-    def _find_looks(self) -> None:
-        num_blocks = self._pool.num_blocks if self._pool is not None else 0
-        self._marks, self._kinds = [""] * num_blocks, [""] * num_blocks
-        for block in range(num_blocks):
-            self._find_look(block)
 
     def _redraw(self, rows: set[int]) -> None:
         top, height, width = self.scroll_offset.y, self.size.height, self.size.width
@@ -135,38 +144,9 @@ class PoolMap(LineView):
         elif seen:
             self.refresh(*(Region(0, y, width, 1) for y in seen))
 
-    def _rows_that_differ(self, before: bytearray) -> set[int]:
-        """Rows in view whose blocks have changed hands: a block may look the same and be another sequence's."""
-        top, size = self.scroll_offset.y, self._per_row
-        starts = ((row, row * size) for row in range(top, top + self.size.height))
-        return {row for row, at in starts if before[at : at + size] != self._sequence_of[at : at + size]}
-
-    def _follow_tables(self) -> None:
-        """Who holds what, as far as it is drawn."""
-        pool = self._pool
-        if pool is None:
-            self._host, self._sequence_of = {}, bytearray()
-            return
-        swapped = [table for table in pool.tables.values() if table.state == "swapped"]
-        self._host = {block: table for table in swapped for block in table.blocks if 0 <= block < pool.num_host_blocks}
-        if not self.by_sequence:
-            return
-        for seq_id in self._letters.keys() - pool.tables.keys():
-            del self._letters[seq_id]
-        taken = set(self._letters.values())
-        free = (number for number in range(len(pool.tables) + len(taken)) if number not in taken)
-        owners = bytearray(pool.num_blocks)
-        for table in pool.tables.values():
-            if table.seq_id not in self._letters:
-                self._letters[table.seq_id] = next(free)
-            if table.state != "swapped":
-                letter = 1 + self._letters[table.seq_id] % len(ascii_letters)
-                for block in table.blocks:
-                    owners[block] = letter
-        self._sequence_of = owners
-
     def watch_by_sequence(self) -> None:
-        self._follow_tables()
+        if self._looks is not None and self.by_sequence:
+            self._looks.follow_sequences()
         self.refresh()
         self.post_message(self.Recoloured())
 
@@ -176,75 +156,64 @@ class PoolMap(LineView):
     # --- where the cursor and the mouse are ---------------------------------------------------------------------------
 
     def action_move(self, blocks: int, rows: int) -> None:
-        self._move_to(self._cursor + blocks + rows * self._per_row)
+        self._move_to(self._cursor + blocks + rows * self._grid.per_row)
 
     def action_move_to(self, block: int) -> None:
-        if self._pool is not None:
-            self._move_to(block % self._pool.num_blocks)
+        if self._looks is not None:
+            self._move_to(block % self._grid.num_blocks)
 
     def _move_to(self, block: int) -> None:
-        if self._pool is None or not 0 <= block < self._pool.num_blocks:
+        if not 0 <= block < self._grid.num_blocks:
             return
         before, self._cursor = self._cursor, block
-        self.show_line(block // self._per_row)
-        self._redraw({before // self._per_row, block // self._per_row})
-        self._say_chosen()
+        rows = {before // self._grid.per_row, block // self._grid.per_row}
+        self.show_line(block // self._grid.per_row)
+        self._redraw(rows)
+        self._tell_chosen()
 
     def watch_has_focus(self, has_focus: bool) -> None:
         super().watch_has_focus(has_focus)
-        if self._pool is None:
+        if self._looks is None:
             return
         if not has_focus:
-            self._redraw({self._cursor // self._per_row})
-            self._say_chosen()
+            self._redraw({self._cursor // self._grid.per_row})
+            self._tell_chosen()
         else:
-            if not self._pool.ref_counts[self._cursor]:
-                self._cursor = next((table.blocks[0] for table in self._on_device() if table.blocks), self._cursor)
+            if not self._looks.pool.ref_counts[self._cursor]:
+                tables = self._looks.on_device()
+                self._cursor = next((table.blocks[0] for table in tables if table.blocks), self._cursor)
             self._move_to(self._cursor)
 
     def on_mouse_move(self, event: events.MouseMove) -> None:
-        self._hover(self._block_at(event.x, event.y + self.scroll_offset.y))
+        self._hover(self._block_at(event))
 
     def on_leave(self) -> None:
         self._hover(None)
 
     def on_click(self, event: events.Click) -> None:
-        block = self._block_at(event.x, event.y + self.scroll_offset.y)
-        if block is not None:
-            self._move_to(block)
+        found = self._block_at(event)
+        if found is not None and not found[1]:
+            self._move_to(found[0])
 
-    def _hover(self, block: int | None) -> None:
-        """``block`` counts on through the host's blocks."""
-        if block == self._hovered or self._pool is None:
-            return
-        self._hovered = block
-        self._say_chosen()
+    def _block_at(self, event: events.MouseEvent) -> tuple[int, bool] | None:
+        found = self._grid.block_at(event.x, event.y + self.scroll_offset.y)
+        if found is None or self._looks is None:
+            return None
+        block, on_host = found
+        return found if (block in self._looks.host if on_host else block < self._grid.num_blocks) else None
 
-    def _say_chosen(self) -> None:
+    def _hover(self, block: tuple[int, bool] | None) -> None:
+        if block != self._hovered and self._looks is not None:
+            self._hovered = block
+            self._tell_chosen()
+
+    def _tell_chosen(self) -> None:
         """The mouse goes before the cursor, which is only where the keys go to."""
-        block = self._hovered
-        if block is None and self.has_focus:
-            block = self._cursor
-        if block is None or self._pool is None or block < self._pool.num_blocks:
-            self.post_message(self.Chosen(block))
-        elif (table := self._host.get(block - self._pool.num_blocks)) is not None:
-            self.post_message(self.Chosen(block - self._pool.num_blocks, table))
-
-    def _block_at(self, x: int, row: int) -> int | None:
-        if self._pool is None:
-            return None
-        group, cell = divmod(x - self._label_width, _GROUP + 1)
-        column = group * _GROUP + cell
-        if cell == _GROUP or not 0 <= column < self._per_row:
-            return None
-        if row < self._num_rows:
-            block = row * self._per_row + column
-            return block if block < self._pool.num_blocks else None
-        block = (row - self._num_rows - 1) * self._per_row + column
-        return self._pool.num_blocks + block if block in self._host else None
-
-    def _on_device(self) -> list[TableView]:
-        return [table for table in self._pool.tables.values() if table.state != "swapped"] if self._pool else []
+        chosen = self._hovered or ((self._cursor, False) if self.has_focus else None)
+        if chosen is None or not chosen[1]:
+            self.post_message(BlockChosen(None if chosen is None else chosen[0]))
+        elif self._looks is not None and (table := self._looks.host.get(chosen[0])) is not None:
+            self.post_message(BlockChosen(chosen[0], table))
 
     # --- drawing ------------------------------------------------------------------------------------------------------
 
@@ -254,9 +223,9 @@ class PoolMap(LineView):
             self._show_last_used()
 
     def _show_last_used(self) -> None:
-        used = [block for table in self._on_device() for block in table.blocks[-1:]]
+        used = [block for table in self._looks.on_device() for block in table.blocks[-1:]] if self._looks else []
         if used:
-            self._show_row(used[-1] // self._per_row)
+            self._show_row(used[-1] // self._grid.per_row)
 
     def _show_row(self, row: int) -> None:
         top, height = self.scroll_offset.y, self.size.height
@@ -264,45 +233,31 @@ class PoolMap(LineView):
             self.scroll_to(y=max(0, row - height // 2), animate=False, force=True)
 
     def _lay_out(self) -> None:
-        if self._pool is None:
+        looks = self._looks
+        if looks is None:
+            self._grid = Grid(0, _GROUP, 0)
             self.set_lines(0)
             return
-        room = self.scrollable_content_region.width - self._label_width
-        groups = max(1, (room + 1) // (_GROUP + 1))
-        # A power of two of groups: then the row's first block is a round number.
-        self._per_row = _GROUP * (1 << (groups.bit_length() - 1))
-        host_rows = 1 + -(-(max(self._host) + 1) // self._per_row) if self._host else 0
-        self.set_lines(self._num_rows + host_rows)
-
-    @property
-    def _num_rows(self) -> int:
-        """Rows of the device's blocks."""
-        return -(-self._pool.num_blocks // self._per_row) if self._pool is not None else 0
-
-    @property
-    def _label_width(self) -> int:
-        return max(4, len(str(self._pool.num_blocks - 1))) + 1 if self._pool is not None else 0
+        self._grid = Grid.of(looks.pool, self.scrollable_content_region.width)
+        self.set_lines(self._grid.num_rows + (self._grid.host_rows(max(looks.host)) if looks.host else 0))
 
     def line(self, row: int, width: int) -> list[Segment]:
-        pool = self._pool
-        if pool is None:
+        looks, grid = self._looks, self._grid
+        if looks is None:
             return []
-        if row == self._num_rows:
-            words = f"{len(self._host)} of {count(pool.num_host_blocks)} blocks"
-            return [Segment("host".rjust(self._label_width - 1) + " " + words, self.part("pool-map--label"))]
-        on_host = row > self._num_rows
-        first = (row - on_host * (self._num_rows + 1)) * self._per_row
-        end = min(first + self._per_row, pool.num_host_blocks if on_host else pool.num_blocks)
-        if on_host or self.by_sequence:
-            look = self._host_look if on_host else self._sequence_look
-            looks = [look(block) for block in range(first, end)]
-            marks, kinds = [mark for mark, _ in looks], [kind for _, kind in looks]
-        else:
-            marks, kinds = self._marks[first:end], self._kinds[first:end]
+        label, pool = self.part("pool-map--label"), looks.pool
+        if row == grid.num_rows:
+            words = f"{len(looks.host)} of {count(pool.num_host_blocks)} blocks"
+            return [Segment("host".rjust(grid.label_width - 1) + " " + words, label)]
+        on_host = row > grid.num_rows
+        first = (row - on_host * (grid.num_rows + 1)) * grid.per_row
+        end = min(first + grid.per_row, pool.num_host_blocks if on_host else pool.num_blocks)
+        cells_of = looks.host_cells if on_host else looks.device_cells
+        marks, kinds = cells_of(first, end, by_sequence=self.by_sequence)
         groups = range(0, len(marks), _GROUP)
         text = " ".join("".join(marks[start : start + _GROUP]) for start in groups)
-        cells = [kind for start in groups for kind in (*kinds[start : start + _GROUP], _FREE)]
-        segments = [Segment(f"{first:>{self._label_width - 1}} ", self.part("pool-map--label"))]
+        cells = [kind for start in groups for kind in (*kinds[start : start + _GROUP], FREE)]
+        segments = [Segment(f"{first:>{grid.label_width - 1}} ", label)]
         at = 0
         # Neighbours that look alike are one segment: a row of 128 cells is a handful.
         for kind, run in groupby(cells[:-1]):
@@ -313,76 +268,33 @@ class PoolMap(LineView):
 
     def _with_cursor(self, segments: list[Segment], column: int) -> list[Segment]:
         """The cell of a column of blocks in reverse, if it is one of this row's."""
-        if not 0 <= column < self._per_row:
+        if not 0 <= column < self._grid.per_row:
             return segments
-        cell = self._label_width + column + column // _GROUP
+        cell = self._grid.cell_of(column)
         strip = Strip(segments)
         reverse = Style(reverse=True)
         marked = [Segment(text, (style or self.base) + reverse) for text, style, _ in strip.crop(cell, cell + 1)]
         return [*strip.crop(0, cell), *marked, *strip.crop(cell + 1)]
 
-    def _find_look(self, block: int) -> None:
-        """Note how a block is drawn by its state."""
-        assert self._pool is not None
-        state, size = self._pool.state(block), self._pool.block_size
-        mark, kind = state.value, _CLASSES[state]
-        if state is BlockState.OWNED or state is BlockState.SHARED:
-            filled = self._pool.filled[block]
-            if filled < size:
-                owned = state is BlockState.OWNED
-                levels, kind = (_RISING, _PART_OWNED) if owned else (_GROWING, _PART_SHARED)
-                mark = levels[min(len(levels) - 1, filled * (len(levels) + 1) // size)]
-            elif state is BlockState.SHARED:
-                sharers = self._pool.ref_counts[block]
-                mark = str(sharers) if sharers < 10 else "+"
-        self._marks[block], self._kinds[block] = mark, kind
+    def headline(self, width: int, height: int) -> Content:
+        """How much of the pool is used, in blocks and bytes, and how much of it is shared."""
+        pool = self.memory.pool
+        if pool is None:
+            return Content("no model is loaded")
+        return Content(
+            f"{count(pool.used_blocks)} of {count(pool.num_blocks)} blocks of {plural(pool.block_size, 'slot')}\n"
+            f"{size(pool.used_blocks * pool.block_bytes)} of {size(pool.num_blocks * pool.block_bytes)}"
+            f" · {plural(pool.wasted_slots, 'slot')} empty\n"
+            f"{count(pool.figures.shared_blocks)} shared (×{pool.sharing_ratio:.2f})"
+            f" · {count(pool.counts.num_copies)} copied on write"
+        )
 
-    def _sequence_look(self, block: int) -> tuple[str, str]:
-        assert self._pool is not None
-        letter = self._sequence_of[block]
-        if self._pool.ref_counts[block] > 1:
-            return "*", _SHARED
-        if letter:
-            return ascii_letters[letter - 1], _SEQUENCE_CLASSES[(letter - 1) % _NUM_COLOURS]
-        return (":" if self._pool.state(block) is BlockState.CACHED else "·"), _FREE
-
-    def _host_look(self, block: int) -> tuple[str, str]:
-        table = self._host.get(block)
-        if table is None:
-            return "·", _FREE
-        if self.by_sequence:
-            letter = self._letters.get(table.seq_id, 0) % len(ascii_letters)
-            return ascii_letters[letter], _SEQUENCE_CLASSES[letter % _NUM_COLOURS]
-        return "w", _SWAPPED
-
-    def legend(self, names: Names, width: int, num_lines: int) -> Content:
-        """What the marks mean, as far as it fits."""
-        if self._pool is None:
+    def legend(self, width: int, height: int) -> Content:
+        """The meaning of the marks, as far as it fits."""
+        if self._looks is None:
             return Content("")
-        items = self._sequence_legend(names) if self.by_sequence else self._state_legend()
-        return flow(items, width, num_lines)
-
-    def _item(self, mark: str, component: str, meaning: str) -> Content:
-        return Content.assemble((mark, self.get_visual_style(component)), " " + meaning)
-
-    def _state_legend(self) -> list[Content]:
         items = [
-            self._item("·", _FREE, "free"),
-            self._item("o", _OWNED, "owned"),
-            self._item("2", _SHARED, "shared by 2"),
-            self._item("c", _CLASSES[BlockState.CACHED], "cached"),
-            self._item("p", _CLASSES[BlockState.PINNED], "pinned"),
-            self._item("▃", _PART_OWNED, "partly filled"),
-            self._item("▍", _PART_SHARED, "shared"),
+            Content.assemble((mark, self.get_visual_style(kind)), " " + meaning)
+            for mark, kind, meaning in self._looks.legend(self.memory.table_name, by_sequence=self.by_sequence)
         ]
-        return [*items, self._item("w", _SWAPPED, "swapped")] if self._host else items
-
-    def _sequence_legend(self, names: Names) -> list[Content]:
-        assert self._pool is not None
-        items = [self._item("*", _SHARED, "several")]
-        tables = [table for table in self._pool.tables.values() if table.seq_id in self._letters]
-        for table in sorted(tables, key=lambda table: self._letters[table.seq_id]):
-            letter = self._letters[table.seq_id] % len(ascii_letters)
-            component = _SEQUENCE_CLASSES[letter % _NUM_COLOURS]
-            items.append(self._item(ascii_letters[letter], component, table_name(table, names)))
-        return items
+        return flow(items, width, height)

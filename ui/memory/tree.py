@@ -1,4 +1,4 @@
-"""Block tables as a tree: what sequences share stands once, above what each has for itself.
+"""Block tables as a tree: shared blocks stand once, above the private ones of each sequence.
 
 A radix tree over physical block ids. Forks share blocks from the first one on, so a block is shared along an edge or it
 is private to a leaf; copy-on-write is where two of them part.
@@ -33,7 +33,7 @@ class BlockNode:
 class TreeLine:
     """A line of the drawn tree: a node, or one of the tables that end at a shared node (``node`` is None then)."""
 
-    rails: str  # what is drawn before it: "│  ├─ "
+    rails: str  # drawn before it: "│  ├─ "
     node: BlockNode | None
     table: TableView | None  # whose leaf it is
 
@@ -44,7 +44,7 @@ def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
     The host's block ids mean other blocks: swapped tables are leaves of their own.
     """
     order = {table.seq_id: number for number, table in enumerate(tables)}
-    # Sorted, the tables of every node stand side by side, and what the first and the last have in common, all have.
+    # Sorted, the tables of every node stand side by side: all of them share the blocks of the first and the last.
     device = sorted((table for table in tables if table.blocks and table.state != "swapped"), key=lambda t: t.blocks)
     top = BlockNode(0, [], len(device), 0)
     waiting = [(top, 0, len(device), 0)]

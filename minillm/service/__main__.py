@@ -1,0 +1,118 @@
+"""The engine's process: reads commands from stdin, writes events to stdout, computes in between.
+
+Run as ``python -m minillm.service``. It ends when stdin does, so it never outlives the app.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from minillm.errors import MinillmError
+from minillm.progress import Progress
+from minillm.service.messages import Command, Event, Load, Loaded, LoadFailed, Loading, Notice, decode_command, encode
+
+if TYPE_CHECKING:
+    from minillm.service.conversations import Conversations
+
+
+def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) -> int:
+    """Load the model that the first command names, then answer until ``None`` comes. Returns an exit code."""
+    first = commands.get()
+    if not isinstance(first, Load):
+        return 0
+    try:
+        conversations = _load(first, send)
+    except MinillmError as error:
+        send(LoadFailed(str(error), error.exit_code))
+        return error.exit_code
+    except Exception as error:
+        send(LoadFailed(f"{type(error).__name__}: {error}", 1))
+        return 1
+    conversations.show_cache(now=True)
+    while True:
+        idle = not conversations.engine.has_work
+        try:
+            command = commands.get(block=idle)
+        except queue.Empty:
+            pass
+        else:
+            if command is None:
+                return 0
+            conversations.handle(command)
+            if not commands.empty():
+                continue
+        conversations.step()
+        conversations.show_cache(now=not conversations.engine.has_work)
+
+
+def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
+    began = time.monotonic()
+    send(Loading(Progress("starting", 0, None, "")))
+    from minillm.config import EngineConfig
+    from minillm.load import load_engine
+    from minillm.service.conversations import Conversations
+
+    config = EngineConfig(**command.options)
+    engine = load_engine(
+        command.model, config, lambda progress: send(Loading(progress)), lambda text: send(Notice(text))
+    )
+    conversations = Conversations(engine, send)
+    model = engine.runner.model
+    send(
+        Loaded(
+            model=command.model,
+            source=engine.source,
+            num_parameters=model.config.num_parameters,
+            device=str(model.device),
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_model_len=engine.max_model_len,
+            block_size=engine.cache.block_size,
+            num_blocks=engine.cache.num_blocks,
+            num_host_blocks=engine.scheduler.swap.num_blocks,
+            block_bytes=model.config.kv_bytes_per_token(model.dtype.itemsize) * engine.cache.block_size,
+            has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,
+            seconds=time.monotonic() - began,
+        )
+    )
+    return conversations
+
+
+def _read_commands(stream: io.BufferedIOBase, commands: queue.Queue[Command | None]) -> None:
+    for line in stream:
+        try:
+            commands.put(decode_command(line))
+        except ValueError as error:
+            sys.stderr.write(f"not a command: {error}\n")
+    commands.put(None)
+    # The app is gone. A load or a long step must not keep the process, and its memory, alive.
+    time.sleep(1)
+    os._exit(0)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the app's to interpret
+    events = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # a stray print must not reach the app as an event
+
+    def send(event: Event) -> None:
+        try:
+            events.write(encode(event))
+        except BrokenPipeError:
+            os._exit(0)
+
+    commands: queue.Queue[Command | None] = queue.Queue()
+    reader = threading.Thread(target=_read_commands, args=(sys.stdin.buffer, commands), daemon=True)
+    reader.start()
+    return serve(commands, send)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

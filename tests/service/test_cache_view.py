@@ -1,0 +1,162 @@
+"""The app's picture of the pool, made of messages alone, against the engine's own books."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from minillm.cache import BlockManager, BlockTable, pool_stats
+from minillm.cache.swap import SwapSpace
+from minillm.service.cache_view import CacheView, Owner
+from minillm.service.messages import CacheChanged, decode_event, encode
+from minillm.ui.memory.pool import BlockState, Pool
+
+SIZE, NUM_BLOCKS = 4, 40
+
+
+class Engine:
+    """As much of an engine as the view looks at: a cache, a swap space, and what happens to them at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.cache = BlockManager(NUM_BLOCKS, SIZE, prefix_caching=True)
+        self.scheduler = SimpleNamespace(swap=SwapSpace(16), num_preemptions=0)
+        self.tokenizer = None
+        self.tokens: dict[int, list[int]] = {}
+        self.pinned: set[int] = set()
+        self.next_id = 0
+
+    def owners(self) -> dict[int, Owner]:
+        return {
+            seq_id: Owner(f"request {seq_id // 3}", seq_id % 3, "pinned" if seq_id in self.pinned else "running",
+                          SimpleNamespace(token_ids=self.tokens[seq_id]))  # type: ignore[arg-type]
+            for seq_id in self.tokens
+            if seq_id % 7
+        }  # fmt: skip
+
+    def new_id(self) -> int:
+        self.next_id += 1
+        return self.next_id
+
+    def act(self) -> None:
+        """One thing that an engine does to its cache, where there is room for it."""
+        draw, cache, swap = self.random, self.cache, self.scheduler.swap
+        tables = list(cache.tables.values())
+        kind = draw.choice(["new", "grow", "grow", "grow", "fork", "free", "swap", "return", "pin"])
+        if kind == "new" and cache.num_free > 8:
+            tokens = [draw.choice([1, 2]) for _ in range(draw.randint(2, 20))]
+            table = cache.allocate(self.new_id(), tokens)
+            self.tokens[table.seq_id] = tokens
+            self.grow(table, len(tokens) - table.num_tokens)
+        elif kind == "grow" and tables:
+            self.grow(draw.choice(tables), draw.randint(1, 6))
+        elif kind == "fork" and tables:
+            parent = draw.choice(tables)
+            child = cache.fork(parent, self.new_id(), draw.randint(0, parent.num_tokens))
+            self.tokens[child.seq_id] = self.tokens[parent.seq_id][: child.num_tokens]
+        elif kind == "free" and tables:
+            cache.free(draw.choice(tables))
+        elif kind == "swap" and tables:
+            swap.swap_out(cache, [(table, table.num_tokens) for table in draw.sample(tables, min(2, len(tables)))])
+        elif kind == "return" and swap.saved:
+            names = list(swap.saved)[:2]
+            if swap.blocks_needed(names) <= cache.num_free:
+                swap.swap_in(cache, names)
+        elif kind == "pin" and tables:
+            self.pinned ^= {draw.choice(tables).seq_id}
+
+    def grow(self, table: BlockTable, count: int) -> None:
+        if self.cache.blocks_needed(table, count) <= self.cache.num_free:
+            tokens = self.tokens[table.seq_id]
+            tokens += [self.random.choice([1, 2]) for _ in range(table.num_tokens + count - len(tokens))]
+            self.cache.append(table, count)
+            self.cache.take_copies()
+            self.cache.commit(table, tokens, table.num_tokens)
+
+
+def pictures(engine: Engine, num_pictures: int) -> Iterator[Pool]:
+    """The app's pool after each of the messages, which have been through the pipe."""
+    pool, view = Pool(NUM_BLOCKS, SIZE, 100, 16), CacheView(engine)  # type: ignore[arg-type]
+    for _ in range(num_pictures):
+        for _ in range(engine.random.randint(0, 4)):
+            engine.act()
+        if (event := view.changes(engine.owners())) is not None:
+            received = decode_event(encode(event))
+            assert isinstance(received, CacheChanged)
+            before = [look(pool, block) for block in range(NUM_BLOCKS)]
+            changed = pool.apply(received)
+            assert set(changed) == {block for block in range(NUM_BLOCKS) if look(pool, block) != before[block]}
+        yield pool
+
+
+def look(pool: Pool, block: int) -> tuple[Any, ...]:
+    return pool.ref_counts[block], pool.filled[block], pool.state(block)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_apps_picture_is_the_engines(seed: int) -> None:
+    engine = Engine(seed)
+    for pool in pictures(engine, 150):
+        cache, stats = engine.cache, pool_stats(engine.cache)
+        assert list(pool.ref_counts) == cache.ref_counts
+        saved = engine.scheduler.swap.saved
+        assert {seq_id: table.blocks for seq_id, table in pool.tables.items()} == {
+            seq_id: table.blocks for seq_id, table in {**cache.tables, **saved}.items()
+        }
+        assert {seq_id for seq_id, table in pool.tables.items() if table.state == "swapped"} == set(saved)
+        figures = pool.figures
+        assert (figures.free_blocks, figures.cached_blocks) == (cache.num_free - cache.num_cached, cache.num_cached)
+        assert (figures.shared_blocks, figures.logical_blocks) == (stats.shared_blocks, stats.logical_blocks)
+        assert (pool.used_blocks, figures.used_slots) == (stats.used_blocks, stats.used_slots)
+        pinned = {b for seq_id in pool.tables.keys() & engine.pinned if seq_id % 7 for b in cache_blocks(cache, seq_id)}
+        assert {b for b in range(NUM_BLOCKS) if pool.state(b) is BlockState.PINNED} == pinned
+        assert figures.pinned_blocks == len(pinned)
+        assert all((pool.state(b) is BlockState.CACHED) == cache.is_cached(b) for b in range(NUM_BLOCKS))
+        assert pool.counts.num_copies == cache.num_copies
+    assert pool.counts.num_copies
+    assert pool.counts.num_evictions
+    assert pool.counts.num_swapped_in
+
+
+def cache_blocks(cache: BlockManager, seq_id: int) -> list[int]:
+    return cache.tables[seq_id].blocks if seq_id in cache.tables else []
+
+
+def test_nothing_new_is_no_message() -> None:
+    engine = Engine(1)
+    view = CacheView(engine)  # type: ignore[arg-type]
+    assert view.changes({}) is not None, "the first one"
+    assert view.changes({}) is None
+    engine.cache.append(engine.cache.allocate(1), 3)
+    event = view.changes({})
+    assert event is not None
+    assert [(table.seq_id, table.blocks, table.keep) for table in event.tables] == [(1, [0], 0)]
+    engine.cache.append(engine.cache.tables[1], 3)
+    event = view.changes({})
+    assert event is not None
+    assert [(table.blocks, table.keep, table.num_tokens) for table in event.tables] == [([1], 1, 6)]
+    assert view.changes({}) is None
+
+
+def test_the_tokens_of_a_block() -> None:
+    engine = Engine(1)
+    view = CacheView(engine)  # type: ignore[arg-type]
+    engine.tokens[1] = [5, 6, 7, 8, 9]
+    table = engine.cache.allocate(1)
+    engine.cache.append(table, 5)
+    engine.cache.commit(table, engine.tokens[1], 5)
+    view.changes(engine.owners())
+    full, tail = (view.facts(block) for block in table.blocks)
+    assert (full.tokens, tail.tokens) == (["5", "6", "7", "8"], ["9"])
+    assert full.node is not None
+    assert tail.node is None
+    assert full.age is not None
+    blocks = list(table.blocks)
+    engine.cache.free(table)
+    view.changes(engine.owners())
+    assert view.facts(blocks[0]).tokens == full.tokens, "the prefix cache knows them"
+    assert (view.facts(blocks[1]).tokens, view.facts(blocks[1]).age) == ([], None)

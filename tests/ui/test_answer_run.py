@@ -1,0 +1,171 @@
+"""An answer's life as a plain object: its commands to the engine, its ends; no screen, no engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minillm.service.messages import (
+    Abort,
+    BeamsChanged,
+    BeamView,
+    Command,
+    ContextFull,
+    Drop,
+    Event,
+    Finished,
+    Generate,
+    RequestFailed,
+    Started,
+    TextDelta,
+)
+from minillm.ui.chat.answer_run import AnswerRun, Ending
+from minillm.ui.chat.conversation import Candidate, Conversation
+from minillm.ui.settings import Settings
+
+pytestmark = pytest.mark.anyio
+
+
+class Paper:
+    """A transcript that nobody looks at: it shows no turn, and keeps the notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def view_of(self, turn: object) -> None:
+        return None
+
+    async def add_note(self, text: str, kind: str = "info") -> None:
+        self.notes.append(text)
+
+
+class Asked:
+    """A conversation whose last question is being answered."""
+
+    def __init__(self, *questions: str, num_candidates: int = 0, max_model_len: int = 10_000, **sampling: Any) -> None:
+        self.conversation = Conversation()
+        for question in questions[:-1]:
+            answer = self.conversation.ask(question)
+            answer.text, answer.finish_reason = f"about {question}", "stop"
+        self.answer = self.conversation.ask(questions[-1])
+        self.answer.candidates = [Candidate() for _ in range(num_candidates)]
+        self.paper, self.sent = Paper(), list[Command]()
+        turn = self.conversation.leaf
+        assert turn is not None
+        settings = Settings("m", sampling=sampling, system="be brief")
+        self.run = AnswerRun(turn, self.conversation, settings, self.paper, self.sent.append, max_model_len)  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        return self.answer.request_id
+
+    @property
+    def asked(self) -> list[Generate]:
+        return [command for command in self.sent if isinstance(command, Generate)]
+
+    async def take(self, *events: Event) -> Ending | None:
+        """The ending that the last of these events brings."""
+        for event in events[:-1]:
+            assert await self.run.take(event) is None
+        return await self.run.take(events[-1])
+
+
+async def test_an_answer_from_the_question_to_its_end() -> None:
+    talk = Asked("one", "two", temperature=0.5)
+    talk.run.ask()
+    [generate] = talk.sent
+    assert isinstance(generate, Generate)
+    assert [message["content"] for message in generate.messages] == ["be brief", "one", "about one", "two"]
+    assert (generate.request_id, generate.conversation) == (talk.name, talk.conversation.conversation_id)
+    assert (generate.params["temperature"], generate.room, generate.continues) == (0.5, 256, False)
+    ending = await talk.take(
+        Started(talk.name, 9, 4, 0.1), TextDelta(talk.name, 0, "so ", 1), TextDelta(talk.name, 0, "it is", 2),
+        Finished(talk.name, 0, "length", 3, 7.5, 12),
+    )  # fmt: skip
+    assert ending == Ending("length")
+    assert await talk.run.end("length")
+    assert (talk.answer.text, talk.answer.num_output_tokens, talk.answer.tokens_per_second) == ("so it is", 3, 7.5)
+    assert (talk.answer.num_cached_tokens, talk.answer.finish_reason) == (4, "length")
+
+
+@pytest.mark.parametrize(("longest", "max_tokens", "room"), [(10_000, 1000, 256), (800, 1000, 100), (10_000, 3, 3)])
+async def test_the_room_that_an_answer_needs(longest: int, max_tokens: int, room: int) -> None:
+    talk = Asked("one", max_model_len=longest, max_tokens=max_tokens)
+    talk.run.ask()
+    assert talk.asked[0].room == room
+
+
+async def test_what_was_stopped_before_its_first_word_was_not_said() -> None:
+    talk = Asked("one")
+    talk.run.ask()
+    talk.run.stop()
+    assert talk.sent[-1] == Abort(talk.name)
+    assert talk.run.is_stopping
+    assert await talk.take(Finished(talk.name, 0, "abort", 0, 0.0, 5)) == Ending("abort")
+    assert not await talk.run.end("abort")
+
+
+async def test_an_empty_answer_that_ends_by_itself_is_one() -> None:
+    talk = Asked("one")
+    assert await talk.run.end("stop")
+
+
+async def test_a_failure_says_why() -> None:
+    talk = Asked("one")
+    assert await talk.take(RequestFailed(talk.name, "it broke")) == Ending("lost", "it broke")
+
+
+async def test_the_oldest_turns_go_until_the_question_fits() -> None:
+    talk = Asked("one", "two", "three")
+    talk.run.ask()
+    full = ContextFull(talk.name, 990, 1000)
+    assert await talk.take(full, full) is None
+    assert [message["content"] for message in talk.asked[-1].messages] == ["be brief", "three"]
+    assert await talk.take(full) is None
+    assert [generate.room for generate in talk.asked] == [256, 256, 256, 1], "at last with any room at all"
+    await talk.take(Started(talk.name, 900, 0, 0.1))
+    assert ["oldest 2 turns" in note for note in talk.paper.notes] == [True]
+    ending = await talk.take(ContextFull(talk.name, 1200, 1000))
+    assert ending is not None
+    assert ending.reason == "lost"
+    assert "1,200 tokens" in ending.error
+
+
+async def test_an_answer_goes_on_in_the_place_of_the_first() -> None:
+    talk = Asked("one", n=3)
+    talk.answer.text, talk.answer.finish_reason, before = "so far", "length", talk.name
+    talk.run.go_on()
+    [generate] = talk.asked
+    assert generate.continues
+    assert generate.messages[-1] == {"role": "assistant", "content": "so far"}
+    assert generate.params["n"] == 1
+    assert generate.request_id == talk.name != before
+    ending = await talk.take(ContextFull(talk.name, 990, 1000))
+    assert ending is not None
+    assert "cannot go on" in ending.error
+    assert await talk.run.end("lost")
+    assert talk.sent[-1] == Drop(before)
+
+
+async def test_candidates_end_together() -> None:
+    talk = Asked("one", num_candidates=2)
+    ended = [Finished(talk.name, index, "stop", 3, 1.0, 9) for index in (1, 0)]
+    assert await talk.take(TextDelta(talk.name, 1, "b", 1), TextDelta(talk.name, 0, "a", 1), *ended) == Ending("stop")
+    assert [(each.text, each.num_tokens) for each in talk.answer.candidates] == [("a", 1), ("b", 1)]
+    talk = Asked("one", num_candidates=2)
+    ended = [Finished(talk.name, 0, "stop", 3, 1.0, 9), Finished(talk.name, 1, "abort", 3, 1.0, 9)]
+    assert await talk.take(*ended) == Ending("abort")
+
+
+async def test_a_chosen_beam_is_found_where_it_has_gone() -> None:
+    talk = Asked("one", num_candidates=3)
+    assert talk.run.chosen is None
+    views = [BeamView(text, -0.1, -1.0, 4, False) for text in ("a", "b", "c")]
+    await talk.take(BeamsChanged(talk.name, views))
+    assert talk.answer.num_output_tokens == 4
+    talk.run.stop(chosen=1)
+    later = [BeamView(text, -0.1, -1.0, 6, True) for text in ("c d", "a d", "b d")]
+    await talk.take(BeamsChanged(talk.name, later))
+    assert talk.run.chosen == 2
+    assert [each.finish_reason for each in talk.answer.candidates] == ["stop"] * 3

@@ -1,0 +1,335 @@
+"""The talk: the conversation, the transcript that shows it, the prompt below, and the answer that is being given."""
+
+from __future__ import annotations
+
+import time
+
+from textual import getters, on
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.reactive import var
+from textual.widgets import Static, TextArea
+
+from minillm.errors import MinillmError
+from minillm.service.messages import Command, Forget, Keep, Notice, Pin, Report
+from minillm.ui.bars.loading import LoadingBar
+from minillm.ui.bars.status import FULL, Status, StatusBar
+from minillm.ui.chat.answer_run import AnswerRun, Ending
+from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
+from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.chat.slash import CommandTable, is_command, unescaped
+from minillm.ui.chat.transcript import Transcript
+from minillm.ui.engine_app import EngineApp
+from minillm.ui.memory.pool import Pool
+from minillm.ui.messages import CommandAsked, EngineChanged, EngineCommand, EngineEvent, EngineState, Phase
+from minillm.ui.numbers import count, duration
+from minillm.ui.pacing import Drawing
+
+_SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
+_LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores
+_NOTES = {
+    "failed": (" (F2 chooses a model, /reload tries again)", "error"),
+    "crashed": (" (/reload restarts it; the conversation is kept)", "error"),
+    "off": ("loading was cancelled (/reload loads again, F2 chooses a model)", "warning"),
+}  # the rest of a note that begins with the error, by the engine's phase
+
+
+class Talk(Vertical):
+    """The conversation and its widgets.
+
+    Questions, commands and the engine's events change the conversation. All of them are handled in this widget's own
+    task, one after the other.
+    """
+
+    app = getters.app(EngineApp)
+    transcript = getters.query_one(Transcript)
+    prompt = getters.query_one(PromptInput)
+
+    beside_model: var[bool] = var(False)
+    """Whether a model computes an answer on the same cores."""
+
+    def __init__(self, store: SessionStore, commands: CommandTable) -> None:
+        super().__init__(id="talk")
+        self.store = store
+        self.commands = commands
+        self.conversation = Conversation()
+        self.run: AnswerRun | None = None
+        self.editing: Turn | None = None  # whose question is being changed in the prompt
+        self.engine = EngineState()  # as far as this widget has heard
+        self.pool: Pool | None = None
+        self.ended_at = 0.0  # when the last answer did
+        self.num_waiting = 0  # commands that keys have called, and that have not run yet
+        self._text = Drawing(self, self._draw, share=0.014, longest=1.0)
+        self._saved_at = 0.0
+        self._warned_full = False
+        self._pinned_system = ""
+        self._report_every = 0.0  # as the engine was told last
+
+    def compose(self) -> ComposeResult:
+        yield Transcript()
+        yield LoadingBar()
+        yield Static(id="hints")
+        yield PromptInput(self.commands)
+        yield StatusBar()
+
+    def on_mount(self) -> None:
+        self.query_one("#hints").display = False
+        self.prompt.focus()
+        self.watch(self.app, "settings", self._pin_system)
+
+    # --- the engine ---------------------------------------------------------------------------------------------------
+
+    async def on_engine_changed(self, message: EngineChanged) -> None:
+        before, self.engine = self.engine, message.state
+        state = self.engine
+        bar = self.query_one(LoadingBar)
+        bar.display = state.phase == "loading"
+        bar.progress = state.loading
+        if state.phase == before.phase:
+            return
+        if state.phase != "ready":
+            self._pinned_system = ""
+            if self.run is not None:
+                await self._end(Ending("lost"))
+        if state.loaded is not None:
+            loaded = state.loaded
+            self._report_every = 0.0
+            source = f" from {loaded.source}" if loaded.source else ""
+            await self.transcript.add_note(f"{loaded.model}{source}, ready in {duration(loaded.seconds)}")
+            if not loaded.has_chat_template:
+                text = "this model has no chat template, so it cannot chat (F2: another)"
+                await self.transcript.add_note(text, "warning")
+            self._pin_system()
+        elif state.phase in _NOTES:
+            text, kind = _NOTES[state.phase]
+            await self.transcript.add_note(state.error + text, kind)
+        self.refresh_status()
+
+    async def on_engine_event(self, message: EngineEvent) -> None:
+        event, run = message.event, self.run
+        if isinstance(event, Notice):
+            await self.transcript.add_note(event.text)
+        elif run is not None and getattr(event, "request_id", None) == run.answer.request_id:
+            ending = await run.take(event)
+            if ending is not None:
+                await self._end(ending)
+            else:
+                self._text.soon()
+
+    def _pin_system(self) -> None:
+        """Have the engine keep the system prompt's blocks."""
+        system = self.app.settings.system
+        if self.engine.phase == "ready" and system != self._pinned_system:
+            self._pinned_system = system
+            self.send(Pin(system))
+
+    def send(self, command: Command) -> None:
+        self.post_message(EngineCommand(command))
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    @on(PromptInput.Submitted)
+    async def _submitted(self, message: PromptInput.Submitted) -> None:
+        if is_command(message.text):
+            try:
+                command, argument = self.commands.parse(message.text)
+            except MinillmError as error:
+                self.notify(str(error))
+                return
+            self.prompt.take()
+            await self.run_command(command.name, argument)
+        elif self.can_ask():
+            self.prompt.take()
+            editing, self.editing = self.editing, None
+            await self.accept_best()
+            if editing is None:
+                self.conversation.ask(unescaped(message.text))
+            else:
+                self.conversation.ask_instead(editing, unescaped(message.text))
+            await self.request_answer()
+
+    async def on_command_asked(self, message: CommandAsked) -> None:
+        await self.run_command(message.name, message.argument)
+
+    async def run_command(self, name: str, argument: str = "") -> None:
+        """Run the slash command of this name; an error that its user made is said."""
+        try:
+            await self.commands[name].action(self, argument)
+        except MinillmError as error:
+            self.notify(str(error))
+
+    def call_command(self, name: str, argument: str) -> None:
+        """Run a command after all that this widget was told before. Any task may call."""
+
+        async def run() -> None:
+            try:
+                await self.run_command(name, argument)
+            finally:
+                self.num_waiting -= 1
+
+        self.num_waiting += 1
+        self.call_later(run)
+
+    def can_ask(self) -> bool:
+        """Whether the engine is free for a question; says why if not."""
+        reason = ""
+        if self.run is not None:
+            reason = "an answer is being given; Escape stops it"
+        elif self.engine.phase == "loading":
+            reason = "the model is still loading"
+        elif self.engine.phase != "ready":
+            reason = "no model is loaded: F2 chooses one, /reload loads"
+        if reason:
+            self.notify(reason)
+        return not reason
+
+    async def request_answer(self) -> None:
+        """Have the conversation's last turn answered."""
+        turn, settings = self.conversation.leaf, self.app.settings
+        assert turn is not None
+        self.conversation.model, self.conversation.system = settings.model, settings.system
+        if settings.num_candidates > 1:
+            turn.answer.candidates = [Candidate() for _ in range(settings.num_candidates)]
+        self.transcript.select(None)
+        await self.transcript.show_path(self.conversation)
+        self._begin(turn).ask()
+        self.refresh_status()
+        self.save()
+
+    def continue_answer(self, turn: Turn) -> None:
+        """Let the model go on where its answer ended."""
+        self._begin(turn).go_on()
+        self.refresh_status()
+
+    def _begin(self, turn: Turn) -> AnswerRun:
+        longest = self.engine.loaded.max_model_len if self.engine.loaded is not None else 1
+        self.run = AnswerRun(turn, self.conversation, self.app.settings, self.transcript, self.send, longest)
+        return self.run
+
+    async def _draw(self) -> None:
+        """Show the text that came since the last time."""
+        if self.run is not None:
+            ahead = min(_LINES_AHEAD, self.transcript.size.height // 4) if self.beside_model else 0
+            await self.run.draw(ahead)
+            self.refresh_status()
+            if time.monotonic() - self._saved_at > _SAVE_INTERVAL:
+                self.save()
+
+    async def _end(self, ending: Ending) -> None:
+        """End the answer. One that was stopped before its first word is taken back."""
+        run, self.run = self.run, None
+        assert run is not None
+        self.ended_at = time.monotonic()
+        if not await run.end(ending.reason):
+            self.prompt.put_back(self.conversation.withdraw())
+            await self.transcript.show_path(self.conversation)
+        elif (chosen := run.chosen) is not None:
+            await self.accept(run.turn, chosen)
+        self.refresh_status()
+        self.save()
+        await self._warn_if_full(run.answer)
+        if ending.error:
+            await self.transcript.add_note(ending.error, "error")
+
+    async def _warn_if_full(self, answer: Answer) -> None:
+        loaded = self.engine.loaded
+        if loaded is None or self._warned_full or answer.num_context_tokens < FULL * loaded.max_model_len:
+            return
+        self._warned_full = True
+        await self.transcript.add_note(
+            f"the context is nearly full ({count(answer.num_context_tokens)} of {count(loaded.max_model_len)} tokens): "
+            "the oldest turns will be left out when it is; Ctrl+N begins anew", "warning"
+        )  # fmt: skip
+
+    # --- candidates ---------------------------------------------------------------------------------------------------
+
+    async def accept(self, turn: Turn, index: int) -> None:
+        """Make a candidate the answer, and have the blocks of the others freed."""
+        turn.answer.accept(index)
+        self.send(Keep(turn.answer.request_id, index))
+        view = self.transcript.view_of(turn)
+        if view is not None:
+            await view.show_answer()
+        self.save()
+        self.refresh_status()
+
+    async def accept_best(self) -> None:
+        """Take the first candidate, a search's best, where the user goes on without choosing."""
+        leaf = self.conversation.leaf
+        if leaf is not None and leaf.answer.candidates and not leaf.answer.is_open:
+            self.notify("the first candidate was taken")
+            await self.accept(leaf, 0)
+
+    # --- the lines below the transcript -------------------------------------------------------------------------------
+
+    def refresh_status(self) -> None:
+        """Show the activity. Drawing and reports leave the processor to a model that computes on it."""
+        loaded, pool, leaf = self.engine.loaded, self.pool, self.conversation.leaf
+        self.beside_model = self.run is not None and loaded is not None and loaded.device == "cpu"
+        self._text.pace(self.beside_model)
+        every = self._text.interval
+        if abs(every - self._report_every) > 0.2 * self._report_every:
+            self._report_every = every
+            self.send(Report(every))
+        answer = leaf.answer if leaf is not None else Answer("")
+        self.prompt.num_picks = len(answer.candidates)
+        # A cursor that blinks beside the model would cost two drawings a second.
+        self.prompt.cursor_blink = self.run is None
+        self.query_one(StatusBar).status = Status(
+            activity=_activity(self.engine.phase, self.run, answer),
+            tokens_per_second=answer.tokens_per_second,
+            time_to_first_token=answer.time_to_first_token,
+            context_used=answer.num_context_tokens,
+            context_size=loaded.max_model_len if loaded is not None else 0,
+            blocks_used=pool.used_blocks if pool is not None else 0,
+            blocks_total=pool.num_blocks if pool is not None else 0,
+        )
+
+    @on(TextArea.Changed)
+    def _hint(self, message: TextArea.Changed) -> None:
+        """Show the commands that a half-typed one may become."""
+        hints = self.query_one("#hints", Static)
+        found = self.commands.completions(message.text_area.text)
+        hints.display = bool(found)
+        if found:
+            words = [f"{command.usage}  {command.summary}" for command in found[:6]]
+            more = len(found) - len(words)
+            hints.update(Content("\n".join([*words, f"and {more} more: /help lists all"] if more else words)))
+
+    # --- the conversation on disk -------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Save the conversation; an error is said, and nothing else happens."""
+        self._saved_at = time.monotonic()
+        try:
+            self.store.save(self.conversation)
+        except MinillmError as error:
+            self.notify(str(error))
+
+    async def open_conversation(self, conversation: Conversation) -> None:
+        """Show another conversation; the engine frees the blocks of the old one."""
+        self.send(Forget(self.conversation.conversation_id))
+        self.run = self.editing = None
+        self._warned_full = False
+        self.conversation = conversation
+        await self.transcript.clear()
+        if conversation.leaf is not None:
+            await self.transcript.show_path(conversation)
+            for turn in conversation.turns:
+                self.prompt.remember(turn.question)
+        self.prompt.focus()
+        self.refresh_status()
+
+
+def _activity(phase: Phase, run: AnswerRun | None, answer: Answer) -> str:
+    if phase in ("failed", "crashed"):
+        return "failed"
+    if phase != "ready":
+        return "loading" if phase == "loading" else "no model"
+    if run is None:
+        return "ready"
+    if run.is_stopping:
+        return "stopping"
+    return "reading" if answer.time_to_first_token is None else "generating"

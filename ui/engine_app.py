@@ -1,0 +1,124 @@
+"""The app as its screens know it: it owns the engine's process and the settings, and shows notifications."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from textual import work
+from textual.driver import Driver
+from textual.reactive import reactive
+
+from minillm.errors import UsageError
+from minillm.progress import Progress
+from minillm.service.client import EngineProcess
+from minillm.service.messages import Event, Load, Loaded, LoadFailed, Loading
+from minillm.text.safe import clean_line
+from minillm.ui.messages import EngineCommand, EngineState
+from minillm.ui.settings import Settings
+from minillm.ui.textual_internals import QuietApp
+from minillm.ui.theme import DARK, LIGHT, preferred_theme
+
+
+class EngineApp(QuietApp):
+    """Starts an engine, says how it is, and passes its events on. It knows no screen."""
+
+    engine_state: reactive[EngineState] = reactive(EngineState())
+    settings: reactive[Settings] = reactive(Settings(""))
+
+    def __init__(self, settings: Settings, engine_command: Sequence[str], driver_class: type[Driver]) -> None:
+        super().__init__(driver_class=driver_class)
+        self.set_reactive(EngineApp.settings, settings)
+        self.register_theme(DARK)
+        self.register_theme(LIGHT)
+        self.theme = preferred_theme(settings.theme).name
+        self._engine_command = engine_command
+        self._engine: EngineProcess | None = None
+        self._files = tempfile.TemporaryDirectory(prefix="minillm-", ignore_cleanup_errors=True)
+
+    def pass_on(self, event: Event) -> None:
+        """Give an event of the engine to the screen that shows it."""
+        raise NotImplementedError
+
+    def load_model(self) -> None:
+        """(Re)start the engine with the model of the settings. The conversation stays."""
+        self._run_engine(self.settings.model)
+
+    def stop_engine(self) -> None:
+        """End the engine, in the midst of loading or not."""
+        self.workers.cancel_group(self, "engine")
+        self.engine_state = EngineState("off", self.settings.model)
+
+    def choose_model(self, model: str) -> None:
+        """Go on with another model."""
+        self.settings = replace(self.settings, model=model)
+        self.load_model()
+
+    @work(group="engine", exclusive=True)
+    async def _run_engine(self, model: str) -> None:
+        """Start a process, load ``model``, pass on its events, until it ends or another one takes its place."""
+        log = Path(self._files.name) / "engine.log"
+        self.engine_state = EngineState("loading", model, loading=Progress("starting the engine", 0, None, ""))
+        try:
+            engine = await EngineProcess.start(log, self._engine_command)
+        except OSError as error:
+            self.engine_state = EngineState("crashed", model, error=f"the engine cannot be started: {error}")
+            return
+        self._engine = engine
+        problem = ""
+        try:
+            engine.send(Load(model, dict(self.settings.engine)))
+            async for event in engine.events():
+                match event:
+                    case Loading(progress):
+                        self.engine_state = EngineState("loading", model, loading=progress)
+                    case Loaded():
+                        self.engine_state = EngineState("ready", model, loaded=event)
+                    case LoadFailed(reason):
+                        self.engine_state = EngineState("failed", model, error=reason)
+                    case _:
+                        self.pass_on(event)
+        except ValueError as error:
+            problem = f"it said something unintelligible: {error}"
+        finally:
+            await asyncio.shield(engine.stop())  # until then it is there to be stopped by the app's own end
+            if self._engine is engine:
+                self._engine = None
+        if self.engine_state.phase != "failed":
+            words = problem or engine.last_words() or "it left no message"
+            self.engine_state = EngineState("crashed", model, error=f"{_ending(engine.exit_code)}: {words}")
+
+    def on_engine_command(self, message: EngineCommand) -> None:
+        if self._engine is not None:
+            self._engine.send(message.command)
+
+    async def on_unmount(self) -> None:
+        self.workers.cancel_all()
+        if self._engine is not None:
+            await self._engine.stop()
+        self._files.cleanup()
+
+    def notify(self, message: str, **options: Any) -> None:
+        """Show a notification; ``message`` may hold anything."""
+        super().notify(clean_line(message, 400), **{**options, "markup": False})
+
+    def set_theme(self, name: str) -> None:
+        """``light``, ``dark``, or empty: the other one.
+
+        Raises:
+            UsageError: no such theme.
+        """
+        themes = {"light": LIGHT, "dark": DARK, "": LIGHT if self.current_theme.dark else DARK}
+        if name not in themes:
+            raise UsageError(f"the theme is light or dark, not {name!r}")
+        self.theme = themes[name].name
+
+
+def _ending(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"the engine was killed (signal {-exit_code})"
+    return f"the engine ended (exit code {exit_code})"

@@ -1,0 +1,120 @@
+"""Every private name of Textual that the app relies on; all other files use documented names.
+
+Written for and tested with Textual 8.2.8. After an update, look here first.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from textual._xterm_parser import XTermParser
+from textual.app import App
+from textual.command import CommandPalette
+from textual.drivers.linux_driver import LinuxDriver
+from textual.geometry import Size
+from textual.scroll_view import ScrollView
+from textual.worker import WorkerFailed
+
+if TYPE_CHECKING:
+    from textual.content import Content
+    from textual.widgets._markdown import MarkdownListItem as MarkdownListItem
+    from textual.widgets._markdown import MarkdownParagraph as MarkdownParagraph
+    from textual.widgets.markdown import MarkdownBlock
+
+
+def __getattr__(name: str) -> Any:
+    """The classes of Markdown, imported when they are needed: that takes a tenth of the time until the first screen."""
+    if name not in ("MarkdownListItem", "MarkdownParagraph"):
+        raise AttributeError(name)
+    from textual.widgets import _markdown
+
+    return getattr(_markdown, name)
+
+
+class QuietApp(App[None]):
+    """An app that keeps the exception which ended it, for its caller to say in one line."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that ended the app, if one did."""
+        error = self._exception
+        return error.__cause__ or error.error if isinstance(error, WorkerFailed) else error
+
+    def _fatal_error(self) -> None:
+        # Textual would print a traceback with all local variables.
+        self._close_messages_no_wait()
+
+    def _print_error_renderables(self) -> None:
+        self._exit_renderables.clear()
+
+
+class Growing:
+    """Mixed into a widget that grows: its new size is no reason to lay the screen out a second time.
+
+    Textual asks for that whenever a widget's virtual size changes, for scrollbars that may come or go; those ask
+    themselves. It also asks after a widget's first place was found, for all that happened while it was mounted. No
+    widget itself, or Textual would take no styles from the widget's other base.
+    """
+
+    outer_size: Size
+    _layout_required: bool
+
+    def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
+        update, known = super()._size_updated, bool(self.outer_size)  # type: ignore[misc]
+        resized = bool(update(size, virtual_size, container_size, layout=False))
+        if size and not known:
+            self._layout_required = False  # it asked for that when it was made, and has its first place now
+        return resized
+
+
+class SteadyScrollView(ScrollView):
+    """Its scrollbar is not painted anew with each layout of the screen, but when it has changed."""
+
+    def has_scrollbar_for(self, num_lines: int) -> bool:
+        """Whether the scrollbar is there, or not, as so many lines want it."""
+        return self.show_vertical_scrollbar == (num_lines > self.size.height)
+
+    def _size_updated(self, size: Size, virtual_size: Size, container_size: Size, layout: bool = True) -> bool:
+        if size == self.outer_size and self.has_scrollbar_for(self.virtual_size.height):
+            return False
+        return super()._size_updated(size, virtual_size, container_size, layout)
+
+
+class Becoming:
+    """Mixed into a Markdown block that decides itself how it grows with its text."""
+
+    async def become(self, block: MarkdownBlock) -> None:
+        """Become ``block``, which is this block some words later."""
+        raise NotImplementedError
+
+    async def _update_from_block(self, block: MarkdownBlock) -> None:
+        await self.become(block)
+
+
+async def update_block(block: MarkdownBlock, later: MarkdownBlock) -> None:
+    """Have a block become ``later``, which is this block some words later."""
+    await block._update_from_block(later)
+
+
+def parts_of(block: MarkdownBlock) -> list[MarkdownBlock]:
+    """The blocks inside a block that is not composed yet."""
+    return block._blocks
+
+
+def keep_content(block: MarkdownBlock, content: Content) -> None:
+    """Note the text of a block as it is shown."""
+    block._content = content
+
+
+class PatientPalette(CommandPalette):
+    """A command palette that can be paged while its list has no lines yet, until the next layout."""
+
+    def _action_command_list(self, action: str) -> None:
+        with suppress(KeyError):
+            super()._action_command_list(action)
+
+
+def parser_of(driver: LinuxDriver) -> XTermParser:
+    """A parser that makes events of the bytes that a driver reads."""
+    return XTermParser(driver._debug)
