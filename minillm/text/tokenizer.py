@@ -45,6 +45,7 @@ _REASONING_TAGS = ("<think>", "</think>")  # templates look for them in what the
 _MAX_VOCAB = 1 << 24
 _MAX_CONTROL = 1 << 10  # characters of a control token
 _DROP = normalizers.Replace(BREAK, "")
+_MAX_CHARACTERS = 16 << 20  # of a text, however long the context is
 _SLOWEST = 200_000  # characters that it encodes in a second, at least
 _NO_TOKENIZER = (None, "none", "no_vocab")  # what GGUF files say that have none
 _MORE_THAN_ROWS = 1 << 10  # ids that added tokens may have beyond the embedding
@@ -82,6 +83,7 @@ class Tokenizer:
         self._texts = [""] * self.vocab_size
         for text, token_id in vocabulary.items():
             self._texts[token_id] = text
+        self._longest = max(map(len, self._texts), default=0)
         self._table = self._decoding.table(self._texts)
         for token_id, token in self._added.items():
             self._table[token_id] = b"" if token.special else token.content.encode()
@@ -198,6 +200,18 @@ class Tokenizer:
         text = admissible(text)
         ids = self._ids(text) if parse_special else self._plain_ids(self._user_spellings.broken(text))
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raise UsageError where a text has more characters than ``max_tokens`` tokens can stand for.
+
+        To tokenize it takes seconds for each million characters, and a hundred times its memory.
+        """
+        most = min(max_tokens * self._longest, _MAX_CHARACTERS)
+        if len(text) > most:
+            raise UsageError(
+                f"the prompt has {len(text):,} characters, and at most {most:,} are taken: the context holds "
+                f"{max_tokens} tokens; shorten it"
+            )
 
     def _whole_ids(self, text: str, special: bool = False) -> list[int]:
         """The ids of ``text`` by the library; ``special`` adds those that the tokenizer puts around a text.
