@@ -48,9 +48,11 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
         tail = f"\n\n{piped.rstrip()}" if piped.strip() else ""
         return [_text_request(text, f"prompt {i}", tail) for i, text in enumerate(prompts, 1)]
     source = file or "-"
-    text = "" if file is None and os.isatty(0) else _read(source)
+    asked = file is None and os.isatty(0)
+    text = "" if asked else _read(source)
     if file is None and not text.strip():
-        raise UsageError('no prompt: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
+        why = "no prompt" if asked else "no prompt, standard input is empty"
+        raise UsageError(f'{why}: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
     name = "standard input" if source == "-" else source
     lines = [(f"{name}:{number}", line) for number, line in enumerate(_lines(text), 1) if line.strip()]
     if form == "jsonl" or (source.endswith(".jsonl") and form is None):
