@@ -109,9 +109,7 @@ class Conversations:
         kind = BeamSearchParams if "beam_width" in command.params else SamplingParams
         params: Params = kind(**command.params)
         token_ids = engine.tokenizer.apply_chat_template(
-            command.messages,
-            add_generation_prompt=not command.continues,
-            continue_final_message=command.continues,
+            command.messages, add_generation_prompt=not command.continues, continue_final_message=command.continues
         )
         if len(token_ids) + command.room > engine.max_model_len:
             self.send(ContextFull(command.request_id, len(token_ids), engine.max_model_len))

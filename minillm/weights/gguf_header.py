@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ class _Reader:
                 raise _Malformed(f"tensor {clean_line(info.name)!r} occurs twice")
             if info.offset % alignment or start + info.offset > self._size:
                 raise _Malformed(f"tensor {clean_line(info.name)!r} lies at offset {info.offset}, outside the file")
-            tensors[info.name] = TensorInfo(info.name, info.shape, info.type, start + info.offset)
+            tensors[info.name] = replace(info, offset=start + info.offset)
         return Header(metadata, tensors)
 
     def _tensor_info(self) -> TensorInfo:
@@ -158,6 +158,6 @@ class _Reader:
         self._at += count
         return chunk
 
-    def _check_count(self, count: int, least_bytes: int, what: str) -> None:
+    def _check_count(self, count: int, least_bytes: int, things: str) -> None:
         if count * least_bytes > self._size - self._at:
-            raise _Malformed(f"{count} {what} do not fit into the file")
+            raise _Malformed(f"{count} {things} do not fit into the file")

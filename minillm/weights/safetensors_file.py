@@ -31,10 +31,8 @@ class SafetensorsCheckpoint:
         generation = directory / "generation_config.json"
         self.generation_config: dict[str, Any] = read_json(generation) if is_there(generation) else {}
         self.tokenizer_source = directory
-        self._files: dict[str, Any] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, str] = {}
-        self._where: dict[str, str] = {}
+        self._views: dict[str, Any] = {}
+        self._where: dict[str, str] = {}  # tensor -> shard
         expected = self._read_index()
         for shard in sorted(set(expected.values())) if expected else self._find_files():
             self._open(shard)
@@ -46,16 +44,16 @@ class SafetensorsCheckpoint:
         return list(self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
+        return tuple(self._views[name].get_shape())
 
     def stored_as(self, name: str) -> str:
-        return self._dtypes[name]
+        return str(self._views[name].get_dtype())
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """One tensor, or the given rows and columns of it, which alone are read."""
         try:
-            view = self._files[self._where[name]].get_slice(name)
-            if len(self._shapes[name]) == 1:
+            view = self._views[name]
+            if len(view.get_shape()) == 1:
                 return view[rows or slice(None)]
             return view[rows or slice(None), columns or slice(None)]
         except SafetensorError as error:
@@ -77,8 +75,7 @@ class SafetensorsCheckpoint:
         """The weights of a directory without an index."""
         if is_there(self._directory / "model.safetensors"):
             return ["model.safetensors"]
-        found = sorted(path.name for path in self._directory.glob("*.safetensors"))
-        if found:
+        if found := sorted(path.name for path in self._directory.glob("*.safetensors")):
             return found
         if any(next(self._directory.glob(pattern), None) for pattern in _PICKLED):
             raise WeightsError(
@@ -94,31 +91,27 @@ class SafetensorsCheckpoint:
         try:
             open_regular(path).close()
             handle = safe_open(path, framework="pt")
-            names = list(handle.keys())
-            slices = {name: handle.get_slice(name) for name in names}
+            views = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
             raise WeightsError(f"{path}: {_diagnose(path) or clean_line(str(error))}") from None
-        self._files[shard] = handle
-        for name, view in slices.items():
+        for name, view in views.items():
             if name in self._where:
                 raise WeightsError(f"tensor {clean_line(name)} is both in {self._where[name]} and in {shard}")
             if view.get_dtype() not in _DTYPES:
                 raise WeightsError(
                     f"{path}: tensor {clean_line(name)} is {view.get_dtype()}; supported: {', '.join(sorted(_DTYPES))}"
                 )
-            self._where[name] = shard
-            self._shapes[name] = tuple(view.get_shape())
-            self._dtypes[name] = view.get_dtype()
+            self._where[name], self._views[name] = shard, view
 
 
 def _is_file_name(name: object) -> bool:
-    if not isinstance(name, str) or not name.isprintable() or len(name) > 255:
+    if not isinstance(name, str) or name == "..":
         return False
-    return PurePosixPath(name).name == name and name not in (".", "..")
+    return name.isprintable() and len(name) <= 255 and PurePosixPath(name).name == name
 
 
 def _diagnose(path: Path) -> str | None:
-    """What a file that is no safetensors is instead, by its first bytes."""
+    """The kind of a file that is no safetensors, by its first bytes."""
     try:
         with open_regular(path) as stream:
             start = stream.read(256)
@@ -132,7 +125,5 @@ def _diagnose(path: Path) -> str | None:
         return "this is a web page, not weights; download the file again"
     if start.startswith((b"PK\x03\x04", b"\x80\x02")) and start[8:9] != b"{":
         return "this is a pickled checkpoint under another name; it is not opened"
-    length = int.from_bytes(start[:8], "little")
-    if length + 8 > path.stat().st_size:
-        return "the file is cut short; download it again"
-    return None
+    cut_short = int.from_bytes(start[:8], "little") + 8 > path.stat().st_size
+    return "the file is cut short; download it again" if cut_short else None
