@@ -20,11 +20,6 @@ def add_model_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("-m", "--model", metavar="NAME", help=MODEL_NAMES)
 
 
-def add_config_option(parser: argparse._ActionsContainer) -> None:
-    """Add ``--config``."""
-    parser.add_argument("--config", metavar="FILE", help="settings (default: config.toml in the user's directory)")
-
-
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--model``, and an option for each of EngineConfig's."""
     group = parser.add_argument_group("model and memory")
@@ -69,10 +64,9 @@ def add_declared(group: argparse._ActionsContainer, cls: type, skip: Collection[
             options["help"] = f"do not {parameter.help}" if default else parameter.help
         else:
             words.append(f"--{name.replace('_', '-')}")
-            shown = (
-                "" if default in (None, ()) else f" ({default:g})" if isinstance(default, float) else f" ({default})"
-            )
-            options |= {"type": parameter.parse, "metavar": parameter.metavar, "help": parameter.help + shown}
+            number = f"{default:g}" if isinstance(default, float) else default
+            text = parameter.help + ("" if default in (None, ()) else f" ({number})")
+            options |= {"type": parameter.parse, "metavar": parameter.metavar, "help": text}
             if parameter.repeats:
                 options["action"] = "append"
         options["help"] = options["help"].replace("%", "%%")

@@ -89,7 +89,7 @@ def _read(source: str) -> str:
     try:
         number = 0 if source == "-" else os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # without a writer it is empty
         os.set_blocking(number, True)
-        with open(number, "rb") as stream:
+        with open(number, "rb", closefd=number != 0) as stream:  # a file opened later must not become standard input
             data = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read {source}: {error.strerror}") from None
