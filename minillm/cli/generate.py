@@ -18,6 +18,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
+from minillm.paths import expanded
 from minillm.progress import GenerationBar, loading_bar, say
 from minillm.text.safe import clean, json_line
 from minillm.user_config import UserConfig, read_config
@@ -67,7 +68,7 @@ class Job:
             parse_special=arguments.parse_special,
             as_json=arguments.json,
             quiet=arguments.quiet,
-            output=Path(arguments.output) if arguments.output else None,
+            output=expanded(arguments.output, "--output") if arguments.output else None,
         )
 
     def params(self, defaults: Mapping[str, Any] = {}) -> list[Params]:
@@ -104,10 +105,11 @@ class Job:
 def run(arguments: argparse.Namespace) -> int:
     job = Job.of(arguments)
     job.params()  # everything that can be wrong with the requests is said before the model is loaded
-    if job.output is not None and not arguments.force:
+    if job.output is not None:
         from minillm.parallel.shared_work import PartFiles
 
-        failed = PartFiles(job.output, job.name()).failures(len(job.requests))
+        PartFiles.check(job.output)
+        failed = None if arguments.force else PartFiles(job.output, job.name()).failures(len(job.requests))
         if failed is not None:
             say(f"{job.output} is finished: {_prompts(len(job.requests))}, {failed} failed; --force computes all again")
             return 1 if failed else 0
@@ -220,6 +222,8 @@ def _to_file(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
         return 130
     except RankDied as error:
         raise MinillmError(f"{error}; {kept}") from None
+    except OSError as error:
+        raise MinillmError(f"cannot write {error.filename or path}: {error.strerror}; {kept}") from None
     except DistError:  # torchrun's store, which the first node has
         raise MinillmError(f"the first node is gone; {kept}") from None
 

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import minillm
 from minillm.cli.options import MODEL_NAMES, add_model_option, add_model_options, add_sampling_options
 from minillm.cli.parser import Parser
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import MinillmError, UsageError, memory_errors
 from minillm.text.safe import clean_line
 
 
@@ -191,8 +191,6 @@ def _guarded(argv: Sequence[str]) -> int:
     except OSError as error:  # of the machine: a full disk, no permission, too many open files
         where = error.filename or ("cannot write to standard output" if error.errno in _WHILE_WRITING else "")
         return _say(f"{where}: {error.strerror or error}".removeprefix(": "))
-    except MemoryError:
-        return _say("there is not enough memory; take a smaller model, or fewer prompts at a time")
     except Exception as error:
         if os.environ.get("MINILLM_DEBUG"):
             raise
@@ -202,6 +200,7 @@ def _guarded(argv: Sequence[str]) -> int:
         return _say(f"{what} (set MINILLM_DEBUG=1 for the whole story)", kind="internal error: ")
 
 
+@memory_errors()
 def _run(argv: Sequence[str]) -> int:
     try:
         arguments = command_parser().parse_args(argv)

@@ -48,9 +48,11 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
         tail = f"\n\n{piped.rstrip()}" if piped.strip() else ""
         return [_text_request(text, f"prompt {i}", tail) for i, text in enumerate(prompts, 1)]
     source = file or "-"
-    text = "" if file is None and os.isatty(0) else _read(source)
+    asked = file is None and os.isatty(0)
+    text = "" if asked else _read(source)
     if file is None and not text.strip():
-        raise UsageError('no prompt: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
+        why = "no prompt" if asked else "no prompt, standard input is empty"
+        raise UsageError(f'{why}: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
     name = "standard input" if source == "-" else source
     lines = [(f"{name}:{number}", line) for number, line in enumerate(_lines(text), 1) if line.strip()]
     if form == "jsonl" or (source.endswith(".jsonl") and form is None):
@@ -89,7 +91,7 @@ def _read(source: str) -> str:
     try:
         number = 0 if source == "-" else os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # without a writer it is empty
         os.set_blocking(number, True)
-        with open(number, "rb", closefd=number != 0) as stream:  # a file opened later must not become standard input
+        with open(number, "rb", closefd=source != "-") as stream:
             data = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read {source}: {error.strerror}") from None

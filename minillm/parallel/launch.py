@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 LOCAL = "127.0.0.1"
 PATIENCE = timedelta(hours=6)  # to wait for a rank that is still fetching the model; one that has died is noticed
+_TORCHRUN_SECONDS = 10.0  # for torchrun's store to answer: it is there before those that torchrun starts
+_RANK_SECONDS = 60.0  # for that of another rank, which starts at the same time
+_UNSET = "or unset TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,21 @@ class Torchrun:
 
     @classmethod
     def from_environment(cls) -> Torchrun | None:
-        """None where this process was started otherwise."""
+        """None where this process was started otherwise.
+
+        Raises:
+            UsageError: the environment says that torchrun has started it, and not what torchrun says.
+        """
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return cls(*(int(os.environ[name]) for name in names))
+        found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        for name, text in found.items():
+            if not re.fullmatch(r"[0-9]{1,6}", text):
+                raise UsageError(f"{name} is {text[:40]!r}, and must be a number: start this with torchrun, {_UNSET}")
+        self = cls(*map(int, found.values()))
+        if not (self.rank < self.world_size and self.local_rank < self.local_world_size <= self.world_size):
+            raise UsageError(f"torchrun's environment contradicts itself ({found}): start this with torchrun, {_UNSET}")
+        return self
 
     def num_replicas(self, tensor_parallel_size: int) -> int:
         """How many models all processes make.
@@ -74,10 +88,22 @@ class Torchrun:
         return self.local_world_size < self.world_size
 
     def store(self) -> Store:
-        """What all processes see, by a connection of its own."""
+        """What all processes see, by a connection of its own.
+
+        Raises:
+            UsageError: nothing answers where the environment says that it is.
+        """
         from torch.distributed import rendezvous
 
-        store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        try:
+            from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if from_torchrun or self.rank:
+                _knock(host, int(port), _TORCHRUN_SECONDS if from_torchrun else _RANK_SECONDS)
+            store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
+        except (OSError, ValueError, OverflowError, RuntimeError) as error:
+            where = f"MASTER_ADDR {host[:100]!r}, MASTER_PORT {port[:40]!r}"
+            raise UsageError(f"torchrun's store does not answer ({where}): {error}; start this with torchrun") from None
         return store
 
     def listener(self, store: Store) -> Listener | None:
@@ -98,6 +124,18 @@ class Torchrun:
         elsewhere = ("192.0.2.1", "2001:db8::1")  # nobody has them: the way to other networks
         ways = map(_way_out, (os.environ["MASTER_ADDR"], *elsewhere))
         return next((host for host in ways if not ip_address(host).is_loopback), LOCAL)
+
+
+def _knock(host: str, port: int, seconds: float) -> None:
+    """Raise OSError, OverflowError or UnicodeError unless ``host`` answers: torch itself would try for `PATIENCE`."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection((host, port), seconds).close()
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
 
 
 def _way_out(to: str) -> str:

@@ -114,6 +114,17 @@ class PartFiles:
         self._output, self._job = output, job
         self._stream: int | None = None
 
+    @staticmethod
+    def check(output: Path) -> None:
+        """Raise UsageError where no file can be made: nothing should be computed for it."""
+        try:
+            if output.exists():
+                open_regular(output).close()
+        except OSError as error:
+            raise UsageError(f"cannot write {output}: {error.strerror}") from None
+        if not os.access(output.parent, os.W_OK):
+            raise UsageError(f"cannot write {output}: its directory is not there, or cannot be written")
+
     def finished(self) -> dict[int, bytes]:
         """The lines that are there, by index, those of requests that failed excepted.
 
@@ -152,7 +163,7 @@ class PartFiles:
         """
         path = self._part(replica)
         try:
-            known = path.read_bytes() if path.exists() else b""
+            known = _read(path) if path.exists() else b""
             self._stream = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from None
@@ -183,8 +194,12 @@ class PartFiles:
         if missing:
             raise UsageError(f"{missing} of {total} prompts are not finished; run the same command again")
         temporary = self._output.with_name(self._output.name + ".merging")
-        temporary.write_bytes(b"".join(lines[index] for index in range(total)))
-        temporary.replace(self._output)
+        try:
+            temporary.write_bytes(b"".join(lines[index] for index in range(total)))
+            temporary.replace(self._output)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         for part in self._parts():
             part.unlink()
         return sum(json.loads(line).get("error") is not None for line in lines.values())
@@ -201,7 +216,7 @@ class PartFiles:
         """All whole lines; where a request failed and was finished later, the later one."""
         found: dict[int, bytes] = {}
         for path in self._parts():
-            whole = path.read_bytes().split(b"\n")[:-1]
+            whole = _read(path).split(b"\n")[:-1]
             if not whole:
                 continue
             header, *lines = whole
@@ -217,3 +232,8 @@ class PartFiles:
                 if known is None or json.loads(known).get("error") is not None:
                     found[index] = line + b"\n"
         return found
+
+
+def _read(path: Path) -> bytes:
+    with open_regular(path) as stream:
+        return stream.read()

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from minillm.errors import WeightsError
 from minillm.text.pre_tokenizers import SPLITS
 from minillm.text.safe import clean_line
+from minillm.text.sandbox import quiet
 from minillm.text.values import Values, shown
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
@@ -100,9 +101,9 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tupl
                 f"tokenizer.ggml.merges holds {clean_line(f'{left} {right}')!r}, no pair of known tokens"
             )
     merges = [(left, right) for left, _, right in pairs]
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=split.ignore_merges)
-    )
+    with quiet():
+        model = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=split.ignore_merges)
+    backend = tokenizers.Tokenizer(model)
     cuts: list[Any] = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in split.patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -134,15 +135,10 @@ def _sentencepiece(
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     if type(unknown) is not int or not 0 <= unknown < len(tokens):
         raise WeightsError(f"tokenizer.ggml.unknown_token_id {shown(unknown)} is not a token")
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=[(left, right) for *_, left, right in merges],
-            unk_token=tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    pairs = [(left, right) for *_, left, right in merges]
+    with quiet():
+        model = models.BPE(vocab=vocabulary, merges=pairs, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
     replace = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace] if prefixed else [replace])

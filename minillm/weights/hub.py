@@ -47,19 +47,24 @@ def reachable(endpoint: str, seconds: float = _PROBE_SECONDS) -> bool:
     """Whether a connection to the hub, or to the proxy on the way there, can be opened at all.
 
     The client itself retries for 24 seconds where there is no network.
+
+    Raises:
+        ValueError: the endpoint or the proxy is no address.
     """
     url = urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(url.scheme)
     if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
         url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+    if not url.hostname:
+        raise ValueError(f"{url.geturl()!r} is no address")
+    address = (url.hostname, url.port or (80 if url.scheme == "http" else 443))
     answered = threading.Event()
 
     def connect() -> None:
         try:
             socket.create_connection(address, timeout=seconds).close()
             answered.set()
-        except OSError:
+        except (OSError, ValueError):  # a name that cannot be one
             pass
         finally:
             done.set()
@@ -77,13 +82,17 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
     Raises:
         DownloadError: no network, no such repository, no permission, no space, or bytes that are not the file's.
     """
-    import huggingface_hub
-    from huggingface_hub import constants
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants
 
+        is_reachable = not constants.HF_HUB_OFFLINE and reachable(constants.ENDPOINT)
+    except ValueError as error:
+        raise DownloadError(f"the hub client's environment (HTTPS_PROXY, HF_ENDPOINT, …) is wrong: {error}") from None
     if constants.HF_HUB_OFFLINE:
         raise DownloadError("the hub client is set to offline (HF_HUB_OFFLINE)")
-    if not reachable(constants.ENDPOINT):
-        raise DownloadError(f"no connection to {urlsplit(constants.ENDPOINT).hostname}")
+    if not is_reachable:
+        raise DownloadError(f"no connection to {clean_line(urlsplit(constants.ENDPOINT).hostname or '', 80)}")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with _hub_errors(source):
         info = huggingface_hub.HfApi().model_info(source.hub, revision=source.revision, files_metadata=True, timeout=10)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.errors import UsageError
+from minillm.paths import expanded
 from minillm.text.reading import read_bytes
 from minillm.text.safe import clean_line
 from minillm.text.values import shown
@@ -162,20 +163,6 @@ def _source(value: Any, where: str, path: Path) -> Source:
     if isinstance(source, PathSource):
         return PathSource(str(path.parent / expanded(source.path, where)))
     return source
-
-
-def expanded(path: str, where: str) -> Path:
-    """A path in which ~ is a home directory; ``where`` names its origin in an error.
-
-    Raises:
-        UsageError: it is no path, or there is no such home.
-    """
-    try:
-        if "\0" in path or len(os.fsencode(path)) > 4096:
-            raise ValueError("this is no path")
-        return Path(path).expanduser()
-    except (RuntimeError, ValueError) as error:  # ~nosuchuser
-        raise UsageError(f"{where}: {shown(path)}: {clean_line(str(error))}") from None
 
 
 def _fields(cls: type, value: Any, where: str, skip: set[str] = frozenset()) -> dict[str, Any]:  # type: ignore[assignment]

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 from minillm.errors import DownloadError, UsageError, nearest
+from minillm.paths import expanded
 from minillm.progress import OnMessage, OnProgress, ignore_progress
 from minillm.text.safe import clean_line
 from minillm.weights import hub, package
@@ -17,7 +18,6 @@ from minillm.weights.manifest import (
     PackageSource,
     PathSource,
     Source,
-    expanded,
     hub_entry,
     load_manifest,
 )
