@@ -48,9 +48,7 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
             backend, adds_bos = _sentencepiece(metadata, tokens, types, vocabulary), True
         else:
             raise WeightsError(f"tokenizer.ggml.model {shown(kind)} is not supported (gpt2 and llama are)")
-    except WeightsError:
-        raise
-    except (KeyboardInterrupt, SystemExit):
+    except (WeightsError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
         raise WeightsError(f"the tokenizer in the metadata is damaged: {clean_line(str(error))}") from None
@@ -60,17 +58,15 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
     own = [AddedToken(tokens[i], special=False, normalized=False) for i, t in enumerate(types) if t == _USER_DEFINED]
     backend.add_tokens(own)
     special = _special_tokens(metadata, tokens)
-    before = [special["bos_token"]] if _wanted(metadata, "bos", adds_bos) and "bos_token" in special else []
-    behind = [special["eos_token"]] if _wanted(metadata, "eos", False) and "eos_token" in special else []
-    if before or behind:
-        # By number: a token's text could hold the characters that a template's syntax needs.
-        names = [f"BOS{i}" for i in range(len(before))], [f"EOS{i}" for i in range(len(behind))]
+    wanted = (("bos", _wanted(metadata, "bos", adds_bos)), ("eos", _wanted(metadata, "eos", False)))
+    # By other names: a token's text could hold the characters that a template's syntax needs.
+    around = {
+        name.upper(): special[f"{name}_token"] for name, is_put in wanted if is_put and f"{name}_token" in special
+    }
+    if around:
         backend.post_processor = processors.TemplateProcessing(
-            single=[*names[0], "$A", *names[1]],
-            special_tokens=[
-                {"id": name, "ids": [vocabulary[text]], "tokens": [text]}
-                for name, text in zip([*names[0], *names[1]], [*before, *behind], strict=True)
-            ],
+            single=[name for name in ("BOS", "$A", "EOS") if name in around or name == "$A"],
+            special_tokens=[{"id": name, "ids": [vocabulary[text]], "tokens": [text]} for name, text in around.items()],
         )
     template = Values("the metadata", metadata).text("tokenizer.chat_template", "")
     return backend, special, template or None

@@ -1,7 +1,7 @@
 """Text to token ids and back.
 
-The work is the ``tokenizers`` library's. What is ours: text that a user typed can never become a control token (see
-`minillm.text.control_tokens`), and decoding goes through a table of bytes (see `minillm.text.detokenizer`).
+The work is the ``tokenizers`` library's. Ours are two things: text that a user typed can never become a control token
+(see `minillm.text.control_tokens`), and decoding goes through a table of bytes (see `minillm.text.stop`).
 
 How text becomes tokens here
 ----------------------------
@@ -33,12 +33,12 @@ from minillm.checks import shown
 from minillm.errors import UsageError, WeightsError
 from minillm.text.chat_template import ChatTemplate, plain_messages
 from minillm.text.control_tokens import BREAK, Spellings, admissible, is_control
-from minillm.text.detokenizer import StreamingDetokenizer
 from minillm.text.gguf_tokenizer import rebuild
 from minillm.text.hf_tokenizer import encoder_of, read_directory
 from minillm.text.reading import is_there
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import SECONDS, Sandbox
+from minillm.text.stop import StreamingDetokenizer
 from minillm.text.token_bytes import TokenBytes
 
 _REASONING_TAGS = ("<think>", "</think>")  # templates look for them in what the assistant said
@@ -55,10 +55,10 @@ class Tokenizer:
     """A model's tokenizer. Made by `load`, `from_directory` or `from_gguf`.
 
     Args:
-        num_rows: of the model's embedding. Added tokens may lie beyond it (a ``<pad>`` that the model was never given):
-            the model cannot produce them, and a text that holds one is refused. None: there is no bound.
         steps: normalizer, pre-tokenizer and post-processor of a stranger's making, as tokenizer.json has them. The
             backend is without them; they run in a process of their own.
+        num_rows: of the model's embedding. Added tokens may lie beyond it (a ``<pad>`` that the model was never given):
+            the model cannot produce them, and a text that holds one is refused. None: there is no bound.
 
     Raises:
         WeightsError: it decodes in a way that is not supported, or belongs to another model.
@@ -69,8 +69,8 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str],
         chat_template: str | None,
-        num_rows: int | None = None,
         steps: Mapping[str, Any] | None = None,
+        num_rows: int | None = None,
     ) -> None:
         self._backend, self._steps = backend, steps
         self.special_tokens = dict(special_tokens)
@@ -130,10 +130,9 @@ class Tokenizer:
 
     def _sandbox_for(self, steps: Mapping[str, Any]) -> Sandbox:
         """The whole tokenizer, in a process of its own."""
-        own = [step for step in (steps["normalizer"],) if step is not None]
-        whole = {**json.loads(self._backend.to_str()), **steps}
-        whole["normalizer"] = {"type": "Sequence", "normalizers": [json.loads(_DROP.__getstate__()), *own]}
-        return encoder_of(whole)
+        own = [] if steps["normalizer"] is None else [steps["normalizer"]]
+        normalizer = {"type": "Sequence", "normalizers": [json.loads(_DROP.__getstate__()), *own]}
+        return encoder_of({**json.loads(self._backend.to_str()), **steps, "normalizer": normalizer})
 
     # --- making one ---------------------------------------------------------------------------------------------------
 
@@ -154,8 +153,7 @@ class Tokenizer:
         Raises:
             WeightsError: tokenizer.json is missing or damaged, or of a kind that is not supported.
         """
-        parts = read_directory(directory)
-        return cls(parts.backend, parts.special_tokens, parts.chat_template, num_rows, parts.steps)
+        return cls(*read_directory(directory), num_rows=num_rows)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], num_rows: int | None = None) -> Tokenizer:
@@ -164,7 +162,7 @@ class Tokenizer:
         Raises:
             WeightsError: the metadata is damaged, or the tokenizer of a kind that is not supported.
         """
-        return cls(*rebuild(metadata), num_rows)
+        return cls(*rebuild(metadata), num_rows=num_rows)
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as `from_directory` and transformers read them."""
@@ -173,11 +171,8 @@ class Tokenizer:
         whole = {**json.loads(self._backend.to_str()), **(self._steps or {})}
         self._backend.normalizer = ours
         (directory / "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
-        config: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            **self.special_tokens,
-        }
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= self.special_tokens
         if self._template is not None:
             config["chat_template"] = self._template.source
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -298,8 +293,8 @@ class Tokenizer:
     # --- ids to text --------------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; special tokens have none. What is no UTF-8 becomes U+FFFD."""
-        stream = StreamingDetokenizer(self._table, strip_space=self._decoding.strips_space)
+        """The text of ``ids``; special tokens have none. Bytes that are no UTF-8 become U+FFFD."""
+        stream = self.detokenizer()
         return "".join(map(stream.push, ids)) + stream.finish()
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> StreamingDetokenizer:
@@ -329,7 +324,7 @@ class Tokenizer:
         return None if token_id is None or token_id >= self._num_rows else token_id
 
     def _wrapping(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and behind every text."""
+        """The tokens that the tokenizer puts before and behind every text."""
         bare, wrapped = self._whole_ids("a"), self._whole_ids("a", special=True)
         if max(wrapped, default=0) >= self._num_rows:
             raise WeightsError("the tokenizer puts a token around every text that the model has no embedding for")

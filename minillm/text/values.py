@@ -32,17 +32,18 @@ class Values:
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
+    def _found(self, key: str, default: Any) -> Any:
+        return self.values[key] if self.has(key) else default
+
     def error(self, key: str, wanted: str) -> WeightsError:
-        """What to raise where ``key`` is not what is wanted."""
+        """The error to raise where ``key`` has another value than is wanted."""
         if not self.has(key):
             return WeightsError(f"{self.where}: the required key {key} is missing")
         return WeightsError(f"{self.where}: {key} must be {wanted}, not {shown(self.values[key])}")
 
     def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e30) -> float:
         """A finite number from ``least`` to ``most``; without a default the key is required."""
-        value: Any = self.values.get(key)
-        if value is None:
-            value = default
+        value = self._found(key, default)
         if type(value) not in (int, float) or not least <= value <= most:
             raise self.error(key, f"a number from {least:g} to {most:g}")
         return float(value)
@@ -56,25 +57,19 @@ class Values:
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = 1 << 62) -> int:
         """A whole number from ``least`` to ``most``; without a default the key is required."""
-        value: Any = self.values.get(key)
-        if value is None:
-            value = default
+        value = self._found(key, default)
         if type(value) not in (int, float) or not least <= value <= most or value != int(value):
             raise self.error(key, f"a whole number from {least} to {most}")
         return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.values.get(key)
-        if value is None:
-            return default
+        value = self._found(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "true or false")
         return value
 
     def text(self, key: str, default: str) -> str:
-        value = self.values.get(key)
-        if value is None:
-            return default
+        value = self._found(key, default)
         if not isinstance(value, str):
             raise self.error(key, "text")
         return value
