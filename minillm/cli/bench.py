@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from minillm.bench.registry import WORKLOADS, ModelOptions, Subject
-from minillm.cli.options import add_declared, add_model_options, engine_options, given
-from minillm.cli.parser import Parser
+from minillm.cli.options import Parser, add_declared, add_model_options, engine_options, given
 from minillm.errors import UsageError
 from minillm.interrupt import import_torch
 

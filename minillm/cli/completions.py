@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 from minillm.cli.main import command_parser
-from minillm.cli.parser import Parser
+from minillm.cli.options import Parser
 from minillm.weights.files import downloaded
 from minillm.weights.manifest import load_manifest
 

@@ -192,20 +192,18 @@ def _to_stdout(job: Job, llm: LLM, params: list[Params]) -> int:
             print(clean(delta.text), end="", flush=True)
         print()
         return 0
-    failed = 0
     with GenerationBar(len(prompts), enabled=not job.quiet) as bar:
         several = len(prompts) > 1 or params[0].num_sequences > 1
         writer = Writer(job, bar.print, llm.engine.tokenizer, several)
         try:
             for index, output in llm.as_completed(prompts, params):
-                failed += output.error is not None
                 writer.add(index, output)
                 bar.advance(_num_tokens(output))
         except KeyboardInterrupt:
             writer.flush()
             say(f"stopped; {writer.written} of {_prompts(len(prompts))} are finished")
             return 130
-    return _tell_failures(failed, len(prompts))
+    return _tell_failures(len(prompts) - writer.written, len(prompts))
 
 
 def _to_file(job: Job, llm: LLM, params: list[Params], path: Path) -> int:

@@ -18,8 +18,7 @@ from operator import methodcaller
 from typing import Any, TextIO
 
 import minillm
-from minillm.cli.options import MODEL_NAMES, add_model_option, add_model_options, add_sampling_options
-from minillm.cli.parser import Parser
+from minillm.cli.options import MODEL_NAMES, Parser, add_model_option, add_model_options, add_sampling_options
 from minillm.errors import MinillmError, UsageError, memory_errors
 from minillm.text.safe import clean_line
 

@@ -70,8 +70,7 @@ def _is_piped() -> bool:
     """Whether standard input holds text for the prompts of the command line.
 
     It does if it is a file, or a pipe through which something comes. A file that was read before belongs to a loop
-    (``while read line; do minillm generate "$line"; done``). Nothing may ever come through a pipe that was inherited,
-    from a server or another program; it must not be waited for without end.
+    (``while read line; do minillm generate "$line"; done``). Nothing may ever come through an inherited pipe.
     """
     try:
         mode = os.fstat(0).st_mode

@@ -53,11 +53,7 @@ class EngineProcess:
             self._process.stdin.write(encode(command))
 
     async def events(self) -> AsyncIterator[Event]:
-        """Every event until the process ends.
-
-        Raises:
-            ValueError: it said something that is no event.
-        """
+        """Every event until the process ends. Raises ValueError if it said something that is no event."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             yield decode_event(line)

@@ -95,16 +95,10 @@ class Teller:
     def _send_end(self, answer: Answer, index: int, reason: str, num_tokens: int) -> None:
         self.send_text(answer.command.request_id, index)
         elapsed = time.monotonic() - (answer.group.metrics.first_token_time or time.monotonic())
-        self.send(
-            messages.Finished(
-                request_id=answer.command.request_id,
-                index=index,
-                finish_reason=reason,
-                num_output_tokens=num_tokens,
-                tokens_per_second=(num_tokens - 1) / elapsed if elapsed > 0 and num_tokens else 0.0,
-                num_context_tokens=answer.group.num_prompt_tokens + num_tokens,
-            )
-        )
+        rate = (num_tokens - 1) / elapsed if elapsed > 0 and num_tokens else 0.0
+        num_context_tokens = answer.group.num_prompt_tokens + num_tokens
+        name = answer.command.request_id
+        self.send(messages.Finished(name, index, reason, num_tokens, rate, num_context_tokens))
 
     def send_beams(self, answers: Iterable[Answer]) -> None:
         """Send the beams of every search that has some, unless the last time is too recent."""

@@ -14,9 +14,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from minillm.errors import WeightsError
 from minillm.text.pre_tokenizers import SPLITS
+from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import quiet
-from minillm.text.values import Values, shown
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 _UNKNOWN = 2

@@ -34,11 +34,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes:
-        """Read the backend's decoder.
-
-        Raises:
-            WeightsError: it is of a kind that is not supported.
-        """
+        """Read the backend's decoder. Raises WeightsError if it is of a kind that is not supported."""
         decoder: Any = backend.decoder
         state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
         parts = state["decoders"] if state["type"] == "Sequence" else [state]

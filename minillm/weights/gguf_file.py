@@ -14,8 +14,8 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from minillm.errors import WeightsError
+from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
-from minillm.text.values import Values, shown
 from minillm.weights.gguf_header import Header, TensorInfo, read_header
 
 _NAMES = {

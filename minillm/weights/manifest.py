@@ -12,9 +12,8 @@ from typing import Any
 
 from minillm.errors import UsageError
 from minillm.paths import expanded
-from minillm.text.reading import read_bytes
+from minillm.text.reading import read_bytes, shown
 from minillm.text.safe import clean_line
-from minillm.text.values import shown
 
 _MAX_BYTES = 1 << 20  # of the manifest
 _MAX_SIZE = 1 << 50  # of a model, in bytes
