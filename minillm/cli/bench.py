@@ -19,7 +19,7 @@ def add_workloads(bench: Parser) -> None:
     workloads = bench.add_subparsers(dest="workload", metavar="WORKLOAD", required=True)
     for name, (_, summary) in WORKLOADS.items():
         workload = workloads.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        workload.fill = partial(_add_options, name)
+        workload.fill = [partial(_add_options, name)]
 
 
 def _file_of(workload: str) -> Any:

@@ -12,7 +12,7 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Any, TextIO
@@ -25,23 +25,15 @@ from minillm.text.safe import clean_line
 
 def command_parser() -> Parser:
     """The parser of the whole command."""
-    parser = Parser(
-        prog="minillm",
-        description="Llama models on your own machine: chat, batch generation, and a view of the KV cache.",
-        allow_abbrev=False,
-    )
+    about = "Llama models on your own machine: chat, batch generation, and a view of the KV cache."
+    parser = Parser(prog="minillm", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (summary, runs, *options) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         command.set_defaults(runs=runs)
-        command.fill = partial(_add_all, options)
+        command.fill = options
     return parser
-
-
-def _add_all(options: Sequence[Callable[[Parser], object]], parser: Parser) -> None:
-    for add in options:
-        add(parser)
 
 
 def _add_form(generate: Parser) -> None:
@@ -150,10 +142,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def settle_streams() -> None:
-    """Open what is closed, and let no character fail.
+    """Open the standard streams that are closed, and let no character fail.
 
-    Otherwise the next file that is opened gets a closed stream's number, and with it what libraries print. Closed input
-    is empty here, what goes to a closed stderr is lost, and writing to a closed stdout fails.
+    Otherwise the next file that is opened gets a closed stream's number, and with it the output of libraries. Closed
+    input is empty here, output to a closed stderr is lost, and writing to a closed stdout fails.
     """
     for name, flags, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
         if getattr(sys, name) is None:
@@ -168,7 +160,7 @@ def settle_streams() -> None:
 
 
 def _let_go(stream: TextIO) -> None:
-    """Write what is left, or drop it where that fails: Python would try again at its end, and complain."""
+    """Write the rest, or drop it where that fails: Python would try again at its end, and complain."""
     try:
         stream.flush()
     except OSError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, Self
 
 from minillm.checks import declared
@@ -19,17 +19,17 @@ _NO = "enable_"  # a switch that is on by default, enable_x, becomes --no-x
 class Parser(argparse.ArgumentParser):
     """A parser of a command or of its subcommand, whose errors are one line.
 
-    ``fill`` adds its options the first time that it parses: `bench` alone has more than all others together, and adding
-    them takes longer than everything else that ``--help`` does.
+    The functions in ``fill`` add its options the first time that it parses: `bench` alone has more than all others
+    together, and adding them takes longer than all other work of ``--help``.
     """
 
-    fill: Callable[[Parser], None] | None = None
+    fill: Sequence[Callable[[Parser], object]] = ()
 
     def filled(self) -> Self:
         """This parser, with its options."""
-        fill, self.fill = self.fill, None
-        if fill is not None:
-            fill(self)
+        functions, self.fill = self.fill, ()
+        for add_options in functions:
+            add_options(self)
         return self
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:

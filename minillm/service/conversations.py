@@ -129,7 +129,7 @@ class Conversations:
             self._next_step = time.monotonic() + self._pause
         try:
             deltas = engine.step()
-        except Exception as error:  # the engine has freed what the step held, and goes on
+        except Exception as error:  # the engine has freed the step's blocks, and goes on
             deltas = []
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
         if engine.figures.last_step is not None and engine.figures.last_step is not before:

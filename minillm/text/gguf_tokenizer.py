@@ -90,20 +90,17 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tupl
             f"supported: {', '.join(SPLITS)}"
         )
     split = SPLITS[name]
-    pairs = [merge.partition(" ") for merge in _texts(metadata, "merges")]
-    for left, _, right in pairs:
+    merges = [(left, right) for left, _, right in (each.partition(" ") for each in _texts(metadata, "merges"))]
+    for left, right in merges:
         if not right or not {left, right, left + right} <= vocabulary.keys():
-            raise WeightsError(
-                f"tokenizer.ggml.merges holds {clean_line(f'{left} {right}')!r}, no pair of known tokens"
-            )
-    merges = [(left, right) for left, _, right in pairs]
+            pair = clean_line(f"{left} {right}")
+            raise WeightsError(f"tokenizer.ggml.merges holds {pair!r}, no pair of known tokens")
     with quiet():
         model = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=split.ignore_merges)
     backend = tokenizers.Tokenizer(model)
     cuts: list[Any] = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in split.patterns]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     backend.decoder = decoders.ByteLevel()
     return backend, split.adds_bos
 
@@ -112,12 +109,9 @@ def _sentencepiece(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
     """SentencePiece's BPE, which merges the pair with the best score, as BPE with a list of merges in that order."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if (
-        not isinstance(scores, list)
-        or len(scores) != len(tokens)
-        or not all(type(score) is float and math.isfinite(score) for score in scores)
-    ):
+    scores: Any = metadata.get("tokenizer.ggml.scores")
+    sound = isinstance(scores, list) and all(type(score) is float and math.isfinite(score) for score in scores)
+    if not sound or len(scores) != len(tokens):
         raise WeightsError("tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
     mergeable = {text for text, kind in zip(tokens, types, strict=True) if kind not in (_UNKNOWN, _CONTROL, _BYTE)}
     merges = []

@@ -50,10 +50,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise WeightsError(
             f"{path} is missing: a model directory has config.json, safetensors and tokenizer.json"
         ) from None
-    except OSError as error:
-        raise WeightsError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise WeightsError(f"{path}: {clean_line(str(error))}") from None
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: {getattr(error, 'strerror', None) or clean_line(str(error))}") from None
     if not isinstance(value, dict):
         raise WeightsError(f"{path}: not a JSON object")
     return value

@@ -22,7 +22,7 @@ class TokenBytes:
 
     Attributes:
         byte_level: entries are written in GPT-2's printable characters, one for each byte.
-        space_mark: what stands for a space in an entry.
+        space_mark: the text that stands for a space in an entry.
         byte_fallback: entries like ``<0x0A>`` stand for that byte.
         strips_space: the first space of a whole text is not part of it.
     """

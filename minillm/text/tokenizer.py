@@ -15,7 +15,7 @@ transformers. They differ here:
   transformers 4 and SentencePiece do: a text's first word has other ids than transformers 5 gives it.
 - Of the spaces that a text begins with, decoding drops one, as SentencePiece does. transformers drops all where the
   decoder is Metaspace.
-- Byte tokens that form no UTF-8 become one U+FFFD for each invalid sequence, and what is valid between them stays.
+- Byte tokens that form no UTF-8 become one U+FFFD for each invalid sequence, and valid ones between them stay.
   transformers replaces the whole run of them, which a stream could not know in time.
 """
 
@@ -41,13 +41,13 @@ from minillm.text.sandbox import SECONDS, Sandbox
 from minillm.text.stop import StreamingDetokenizer
 from minillm.text.token_bytes import TokenBytes
 
-_REASONING_TAGS = ("<think>", "</think>")  # templates look for them in what the assistant said
+_REASONING_TAGS = ("<think>", "</think>")  # templates look for them in the assistant's words
 _MAX_VOCAB = 1 << 24
 _MAX_CONTROL = 1 << 10  # characters of a control token
 _DROP = normalizers.Replace(BREAK, "")
 _MAX_CHARACTERS = 16 << 20  # of a text, however long the context is
 _SLOWEST = 200_000  # characters that it encodes in a second, at least
-_NO_TOKENIZER = (None, "none", "no_vocab")  # what GGUF files say that have none
+_NO_TOKENIZER = (None, "none", "no_vocab")  # the kinds in GGUF files that have none
 _MORE_THAN_ROWS = 1 << 10  # ids that added tokens may have beyond the embedding
 
 
@@ -116,14 +116,7 @@ class Tokenizer:
         """Have the backend look for control tokens in the text as it comes, and drop our break only afterwards."""
         for token_id in self.control_ids:
             token = self._added[token_id]
-            as_it_comes = AddedToken(
-                token.content,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=False,
-                special=token.special,
-            )
+            as_it_comes = AddedToken(**{**token.__getstate__(), "normalized": False})
             (self._backend.add_special_tokens if token.special else self._backend.add_tokens)([as_it_comes])
         own = self._own_normalizer
         self._backend.normalizer = _DROP if own is None else normalizers.Sequence([_DROP, own])
@@ -157,11 +150,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], num_rows: int | None = None) -> Tokenizer:
-        """Rebuild the tokenizer from a GGUF file's metadata.
-
-        Raises:
-            WeightsError: the metadata is damaged, or the tokenizer of a kind that is not supported.
-        """
+        """Rebuild the tokenizer from a GGUF file's metadata. Raises WeightsError if it is damaged or not supported."""
         return cls(*rebuild(metadata), num_rows=num_rows)
 
     def save(self, directory: Path) -> None:
@@ -180,12 +169,12 @@ class Tokenizer:
     # --- text to ids --------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """A text as ids. What looks like a control token in it becomes ordinary tokens, unless asked otherwise.
+        """A text as ids. A control token that it spells becomes ordinary tokens, unless asked otherwise.
 
         Args:
             add_special_tokens: with the tokens that the tokenizer puts around every text, usually BOS before it.
             parse_special: control tokens that the text spells become those tokens, as in transformers. For text that
-                you trust: whoever may write ``<|im_end|>`` can forge a turn of a conversation. A text that brings its
+                you trust: a writer of ``<|im_end|>`` can forge a turn of a conversation. A text that brings its
                 own BOS gets a second one unless ``add_special_tokens`` is false.
 
         Raises:
@@ -298,7 +287,7 @@ class Tokenizer:
         return "".join(map(stream.push, ids)) + stream.finish()
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> StreamingDetokenizer:
-        """A decoder for what follows ``prompt_ids``, token by token."""
+        """A decoder for the tokens behind ``prompt_ids``, one by one."""
         return StreamingDetokenizer(self._table, prompt_ids, strip_space=self._decoding.strips_space)
 
     def token_bytes(self, token_id: int) -> bytes:

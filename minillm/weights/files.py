@@ -30,7 +30,7 @@ RECORD = "minillm.json"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model lies: a directory of Hugging Face's layout, or a ``.gguf`` file. ``source`` says who served it."""
+    """Where a model lies: a directory of Hugging Face's layout, or a ``.gguf`` file. ``source`` served it."""
 
     name: str
     path: Path
