@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from minillm.bench.registry import WORKLOADS, ModelOptions, Subject
-from minillm.cli.options import add_declared, add_model_options, engine_options, given
-from minillm.cli.parser import Parser
+from minillm.cli.options import Parser, add_declared, add_model_options, engine_options, given
 from minillm.errors import UsageError
 from minillm.interrupt import import_torch
 
@@ -20,7 +19,7 @@ def add_workloads(bench: Parser) -> None:
     workloads = bench.add_subparsers(dest="workload", metavar="WORKLOAD", required=True)
     for name, (_, summary) in WORKLOADS.items():
         workload = workloads.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        workload.fill = partial(_add_options, name)
+        workload.fill = [partial(_add_options, name)]
 
 
 def _file_of(workload: str) -> Any:

@@ -54,7 +54,8 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
         why = "no prompt" if asked else "no prompt, standard input is empty"
         raise UsageError(f'{why}: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
     name = "standard input" if source == "-" else source
-    lines = [(f"{name}:{number}", line) for number, line in enumerate(_lines(text), 1) if line.strip()]
+    split = text.replace("\r\n", "\n").split("\n")  # `str.splitlines` would break a text, and JSON, at U+2028 too
+    lines = [(f"{name}:{number}", line) for number, line in enumerate(split, 1) if line.strip()]
     if form == "jsonl" or (source.endswith(".jsonl") and form is None):
         requests = [_json_request(line, where) for where, line in lines]
     elif form == "lines":
@@ -70,8 +71,7 @@ def _is_piped() -> bool:
     """Whether standard input holds text for the prompts of the command line.
 
     It does if it is a file, or a pipe through which something comes. A file that was read before belongs to a loop
-    (``while read line; do minillm generate "$line"; done``). Nothing may ever come through a pipe that was inherited,
-    from a server or another program; it must not be waited for without end.
+    (``while read line; do minillm generate "$line"; done``). Nothing may ever come through an inherited pipe.
     """
     try:
         mode = os.fstat(0).st_mode
@@ -98,11 +98,6 @@ def _read(source: str) -> str:
     if len(data) > _MAX_BYTES:
         raise UsageError(f"{source} is larger than {_MAX_BYTES >> 20} MB; split it")
     return data.decode("utf-8-sig", errors="replace")
-
-
-def _lines(text: str) -> list[str]:
-    """Lines as files have them; `str.splitlines` would break a text, and JSON, at U+2028, U+0085 and their like too."""
-    return text.replace("\r\n", "\n").split("\n")
 
 
 def _text_request(text: str, where: str, tail: str = "") -> Request:

@@ -13,7 +13,7 @@ from typing import Any
 
 from minillm.errors import WeightsError
 from minillm.model.rope_config import RopeConfig, read_rope
-from minillm.text.values import Values, shown
+from minillm.text.reading import Values, shown
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 

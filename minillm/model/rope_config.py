@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.errors import WeightsError
+from minillm.text.reading import Values
 from minillm.text.safe import clean_line
-from minillm.text.values import Values
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class ChatTemplate:
 
     Args:
         source: the template.
-        variables: what it may use besides the messages: ``bos_token`` and the like.
+        variables: names that it may use besides the messages: ``bos_token`` and the like.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ class ChatTemplate:
 
         Args:
             messages: see `plain_messages`. A developer is the system to a template that does not know the role.
-            add_generation_prompt: end with what begins an answer.
+            add_generation_prompt: end with the beginning of an answer.
             continue_final_message: end inside the last message, so that generation goes on with it.
 
         Raises:
@@ -58,18 +58,10 @@ class ChatTemplate:
                 message["role"] = "system"
         # The space tells whether the template trims its messages.
         own[-1]["content"] += f"{END_OF_MESSAGE} " if continue_final_message else ""
-        request = {
-            "template": self.source,
-            "variables": {
-                **self._variables,
-                "messages": own,
-                "add_generation_prompt": add_generation_prompt and not continue_final_message,
-                "tools": None,
-                "documents": None,
-            },
-            "limit": 4 * sum(len(text) for message in own for text in message.values()) + (1 << 18),
-        }
-        answer = self._sandbox.ask(request)
+        variables = {**self._variables, "messages": own, "tools": None, "documents": None}
+        variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+        limit = 4 * sum(len(text) for message in own for text in message.values()) + (1 << 18)
+        answer = self._sandbox.ask({"template": self.source, "variables": variables, "limit": limit})
         if "refused" in answer:
             raise UsageError(f"the model's chat template: {clean_line(str(answer['refused']), 300)}")
         text = str(answer["text"])
@@ -94,9 +86,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]
         UsageError: these are no messages: an unknown role or key, content that is not text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise UsageError(
-            f'a conversation is a list of {{"role": "user", "content": "…"}}, not {type(messages).__name__}'
-        )
+        form = '{"role": "user", "content": "…"}'
+        raise UsageError(f"a conversation is a list of {form}, not {type(messages).__name__}")
     if not messages:
         raise UsageError("the conversation is empty; give at least one message")
     plain = [_plain_message(message) for message in messages]

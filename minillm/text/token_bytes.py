@@ -22,7 +22,7 @@ class TokenBytes:
 
     Attributes:
         byte_level: entries are written in GPT-2's printable characters, one for each byte.
-        space_mark: what stands for a space in an entry.
+        space_mark: the text that stands for a space in an entry.
         byte_fallback: entries like ``<0x0A>`` stand for that byte.
         strips_space: the first space of a whole text is not part of it.
     """
@@ -34,11 +34,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes:
-        """Read the backend's decoder.
-
-        Raises:
-            WeightsError: it is of a kind that is not supported.
-        """
+        """Read the backend's decoder. Raises WeightsError if it is of a kind that is not supported."""
         decoder: Any = backend.decoder
         state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
         parts = state["decoders"] if state["type"] == "Sequence" else [state]

@@ -1,7 +1,7 @@
 """Text to token ids and back.
 
-The work is the ``tokenizers`` library's. What is ours: text that a user typed can never become a control token (see
-`minillm.text.control_tokens`), and decoding goes through a table of bytes (see `minillm.text.detokenizer`).
+The work is the ``tokenizers`` library's. Ours are two things: text that a user typed can never become a control token
+(see `minillm.text.control_tokens`), and decoding goes through a table of bytes (see `minillm.text.stop`).
 
 How text becomes tokens here
 ----------------------------
@@ -15,7 +15,7 @@ transformers. They differ here:
   transformers 4 and SentencePiece do: a text's first word has other ids than transformers 5 gives it.
 - Of the spaces that a text begins with, decoding drops one, as SentencePiece does. transformers drops all where the
   decoder is Metaspace.
-- Byte tokens that form no UTF-8 become one U+FFFD for each invalid sequence, and what is valid between them stays.
+- Byte tokens that form no UTF-8 become one U+FFFD for each invalid sequence, and valid ones between them stay.
   transformers replaces the whole run of them, which a stream could not know in time.
 """
 
@@ -33,21 +33,21 @@ from minillm.checks import shown
 from minillm.errors import UsageError, WeightsError
 from minillm.text.chat_template import ChatTemplate, plain_messages
 from minillm.text.control_tokens import BREAK, Spellings, admissible, is_control
-from minillm.text.detokenizer import StreamingDetokenizer
 from minillm.text.gguf_tokenizer import rebuild
 from minillm.text.hf_tokenizer import encoder_of, read_directory
 from minillm.text.reading import is_there
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import SECONDS, Sandbox
+from minillm.text.stop import StreamingDetokenizer
 from minillm.text.token_bytes import TokenBytes
 
-_REASONING_TAGS = ("<think>", "</think>")  # templates look for them in what the assistant said
+_REASONING_TAGS = ("<think>", "</think>")  # templates look for them in the assistant's words
 _MAX_VOCAB = 1 << 24
 _MAX_CONTROL = 1 << 10  # characters of a control token
 _DROP = normalizers.Replace(BREAK, "")
 _MAX_CHARACTERS = 16 << 20  # of a text, however long the context is
 _SLOWEST = 200_000  # characters that it encodes in a second, at least
-_NO_TOKENIZER = (None, "none", "no_vocab")  # what GGUF files say that have none
+_NO_TOKENIZER = (None, "none", "no_vocab")  # the kinds in GGUF files that have none
 _MORE_THAN_ROWS = 1 << 10  # ids that added tokens may have beyond the embedding
 
 
@@ -55,10 +55,10 @@ class Tokenizer:
     """A model's tokenizer. Made by `load`, `from_directory` or `from_gguf`.
 
     Args:
-        num_rows: of the model's embedding. Added tokens may lie beyond it (a ``<pad>`` that the model was never given):
-            the model cannot produce them, and a text that holds one is refused. None: there is no bound.
         steps: normalizer, pre-tokenizer and post-processor of a stranger's making, as tokenizer.json has them. The
             backend is without them; they run in a process of their own.
+        num_rows: of the model's embedding. Added tokens may lie beyond it (a ``<pad>`` that the model was never given):
+            the model cannot produce them, and a text that holds one is refused. None: there is no bound.
 
     Raises:
         WeightsError: it decodes in a way that is not supported, or belongs to another model.
@@ -69,8 +69,8 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str],
         chat_template: str | None,
-        num_rows: int | None = None,
         steps: Mapping[str, Any] | None = None,
+        num_rows: int | None = None,
     ) -> None:
         self._backend, self._steps = backend, steps
         self.special_tokens = dict(special_tokens)
@@ -116,24 +116,16 @@ class Tokenizer:
         """Have the backend look for control tokens in the text as it comes, and drop our break only afterwards."""
         for token_id in self.control_ids:
             token = self._added[token_id]
-            as_it_comes = AddedToken(
-                token.content,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=False,
-                special=token.special,
-            )
+            as_it_comes = AddedToken(**{**token.__getstate__(), "normalized": False})
             (self._backend.add_special_tokens if token.special else self._backend.add_tokens)([as_it_comes])
         own = self._own_normalizer
         self._backend.normalizer = _DROP if own is None else normalizers.Sequence([_DROP, own])
 
     def _sandbox_for(self, steps: Mapping[str, Any]) -> Sandbox:
         """The whole tokenizer, in a process of its own."""
-        own = [step for step in (steps["normalizer"],) if step is not None]
-        whole = {**json.loads(self._backend.to_str()), **steps}
-        whole["normalizer"] = {"type": "Sequence", "normalizers": [json.loads(_DROP.__getstate__()), *own]}
-        return encoder_of(whole)
+        own = [] if steps["normalizer"] is None else [steps["normalizer"]]
+        normalizer = {"type": "Sequence", "normalizers": [json.loads(_DROP.__getstate__()), *own]}
+        return encoder_of({**json.loads(self._backend.to_str()), **steps, "normalizer": normalizer})
 
     # --- making one ---------------------------------------------------------------------------------------------------
 
@@ -154,17 +146,12 @@ class Tokenizer:
         Raises:
             WeightsError: tokenizer.json is missing or damaged, or of a kind that is not supported.
         """
-        parts = read_directory(directory)
-        return cls(parts.backend, parts.special_tokens, parts.chat_template, num_rows, parts.steps)
+        return cls(*read_directory(directory), num_rows=num_rows)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], num_rows: int | None = None) -> Tokenizer:
-        """Rebuild the tokenizer from a GGUF file's metadata.
-
-        Raises:
-            WeightsError: the metadata is damaged, or the tokenizer of a kind that is not supported.
-        """
-        return cls(*rebuild(metadata), num_rows)
+        """Rebuild the tokenizer from a GGUF file's metadata. Raises WeightsError if it is damaged or not supported."""
+        return cls(*rebuild(metadata), num_rows=num_rows)
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as `from_directory` and transformers read them."""
@@ -173,11 +160,8 @@ class Tokenizer:
         whole = {**json.loads(self._backend.to_str()), **(self._steps or {})}
         self._backend.normalizer = ours
         (directory / "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
-        config: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            **self.special_tokens,
-        }
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= self.special_tokens
         if self._template is not None:
             config["chat_template"] = self._template.source
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -185,12 +169,12 @@ class Tokenizer:
     # --- text to ids --------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """A text as ids. What looks like a control token in it becomes ordinary tokens, unless asked otherwise.
+        """A text as ids. A control token that it spells becomes ordinary tokens, unless asked otherwise.
 
         Args:
             add_special_tokens: with the tokens that the tokenizer puts around every text, usually BOS before it.
             parse_special: control tokens that the text spells become those tokens, as in transformers. For text that
-                you trust: whoever may write ``<|im_end|>`` can forge a turn of a conversation. A text that brings its
+                you trust: a writer of ``<|im_end|>`` can forge a turn of a conversation. A text that brings its
                 own BOS gets a second one unless ``add_special_tokens`` is false.
 
         Raises:
@@ -298,12 +282,12 @@ class Tokenizer:
     # --- ids to text --------------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; special tokens have none. What is no UTF-8 becomes U+FFFD."""
-        stream = StreamingDetokenizer(self._table, strip_space=self._decoding.strips_space)
+        """The text of ``ids``; special tokens have none. Bytes that are no UTF-8 become U+FFFD."""
+        stream = self.detokenizer()
         return "".join(map(stream.push, ids)) + stream.finish()
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> StreamingDetokenizer:
-        """A decoder for what follows ``prompt_ids``, token by token."""
+        """A decoder for the tokens behind ``prompt_ids``, one by one."""
         return StreamingDetokenizer(self._table, prompt_ids, strip_space=self._decoding.strips_space)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -329,7 +313,7 @@ class Tokenizer:
         return None if token_id is None or token_id >= self._num_rows else token_id
 
     def _wrapping(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and behind every text."""
+        """The tokens that the tokenizer puts before and behind every text."""
         bare, wrapped = self._whole_ids("a"), self._whole_ids("a", special=True)
         if max(wrapped, default=0) >= self._num_rows:
             raise WeightsError("the tokenizer puts a token around every text that the model has no embedding for")
