@@ -1,7 +1,7 @@
 """``chunk-attention``: the table of the ChunkAttention paper (Ye et al. 2024, section 4.1) on our kernels.
 
 32 sequences whose prompts are one and the same generate 512 or 2,048 tokens each. 32 heads of 128, no grouped queries,
-blocks of 16, bfloat16. Measured is decode attention alone, at points spread evenly over the generation; a figure is
+blocks of 16, bfloat16. Only decode attention is measured, at points spread evenly over the generation; a figure is
 their mean. The work list is the one that was made before the first token, as in the engine.
 
 The paper compares with a paged kernel over tables of which each has its own copy of the prompt (its PagedAttn), and
@@ -13,15 +13,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
-from minillm.bench.ops.prefix_decode_attention import shared_inputs
+from minillm.bench.ops import shared_inputs
 from minillm.bench.registry import NoOptions as Options
 from minillm.bench.table import computed, shown
 from minillm.bench.timing import graph_microseconds
 from minillm.errors import MinillmError
-from minillm.kernels import Pages
+from minillm.kernels import Pages, paged_attention, prefix_attention
 
 _SEQS, _HEADS, _DIM = 32, 32, 128
 _POINTS = 4  # of a generation
@@ -39,7 +40,7 @@ class ChunkAttentionResult:
 
     @computed("speed-up", ".1f")
     def speedup(self) -> float:
-        """Over the paged kernel with copies, which is what the paper's headline compares with."""
+        """Over the paged kernel with copies, as in the paper's headline."""
         return self.copied / self.ours
 
     @computed("over shared", ".1f")
@@ -48,24 +49,19 @@ class ChunkAttentionResult:
 
 
 def measure(options: Options) -> Iterator[ChunkAttentionResult]:
-    """All rows of the table.
+    """Measure all rows of the table.
 
     Raises:
         MinillmError: there is no GPU.
     """
     if not torch.cuda.is_available():
         raise MinillmError("bench chunk-attention needs a CUDA GPU, and torch finds none here")
-    for prompt in (1024, 2048, 4096):
-        for completion in (512, 2048):
-            points = [_measure(prompt, completion * (2 * i + 1) // (2 * _POINTS)) for i in range(_POINTS)]
-            copied, shared, ours = (statistics.mean(times) for times in zip(*points, strict=True))
-            yield ChunkAttentionResult(prompt, completion, copied, shared, ours)
+    for prompt, completion in product((1024, 2048, 4096), (512, 2048)):
+        points = [_measure(prompt, completion * (2 * i + 1) // (2 * _POINTS)) for i in range(_POINTS)]
+        yield ChunkAttentionResult(prompt, completion, *map(statistics.mean, zip(*points, strict=True)))
 
 
 def _measure(prompt: int, generated: int) -> tuple[float, float, float]:
-    from minillm.kernels.decode_attention import paged_attention
-    from minillm.kernels.prefix_decode_attention import prefix_attention
-
     scale = _DIM**-0.5
     inputs = shared_inputs((_HEADS, _HEADS, _DIM), _SEQS, prompt, generated, planned_tail=1)
     q, pages, count = inputs.q, inputs.pages, len(inputs.pages)

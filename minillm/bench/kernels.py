@@ -1,53 +1,22 @@
 """``kernels``: every op against the physical limit.
 
-For each op and shape: microseconds (see `minillm.bench.timing`), the bytes and FLOPs that the op must move, the part of
+For each op and shape: microseconds (see `graph_microseconds`), the bytes and FLOPs that the op must move, the part of
 the copy bandwidth or of the matmul rate measured in the same run that this amounts to, and the error against the
 float64 reference. bfloat16, random data, shuffled block tables. The cases are in `minillm.bench.ops`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from minillm.bench.hardware import matmul_rate, read_bandwidth
-from minillm.bench.ops import (
-    DEVICE,
-    Case,
-    activation,
-    blocks,
-    chunked_prefill,
-    decode_attention,
-    norm,
-    prefix_decode_attention,
-    rotary,
-    sampling,
-    top_k,
-)
+from minillm.bench.ops import DEVICE, OPS, Case
 from minillm.bench.registry import NoOptions, word
 from minillm.bench.table import shown
-from minillm.bench.timing import graph_microseconds
+from minillm.bench.timing import graph_microseconds, matmul_rate, read_bandwidth
 from minillm.errors import MinillmError, UsageError
-
-OPS: dict[str, Callable[[], Iterator[Case]]] = {
-    cases.__name__: cases
-    for cases in (
-        norm.rms_norm,
-        activation.silu_mul,
-        rotary.rotary_write_kv,
-        decode_attention.paged_attention,
-        prefix_decode_attention.prefix_attention,
-        chunked_prefill.prefill_attention,
-        blocks.block_copy,
-        blocks.gather_blocks,
-        blocks.scatter_blocks,
-        sampling.sample,
-        top_k.top_log_probabilities,
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -79,7 +48,7 @@ class Limits:
 
 
 def measure(options: Options) -> dict[str, Any]:
-    """The ceilings, then every op, or the one asked for.
+    """Measure the ceilings, then every op, or the one asked for.
 
     Raises:
         MinillmError: there is no GPU.
@@ -91,14 +60,14 @@ def measure(options: Options) -> dict[str, Any]:
         raise MinillmError("bench kernels needs a CUDA GPU, and torch finds none here")
     limits = Limits(read_bandwidth(DEVICE, 1 << 32), matmul_rate(DEVICE))
     torch.manual_seed(0)
-    wanted = [cases for name, cases in OPS.items() if options.op in (None, name)]
-    return {"limits": limits, "results": (_measure(case, limits) for cases in wanted for case in cases())}
+    cases = ((op, make(*sizes)) for op, (make, each) in OPS.items() if options.op in (None, op) for sizes in each)
+    return {"limits": limits, "results": (_measure(op, case, limits) for op, case in cases)}
 
 
-def _measure(case: Case, limits: Limits) -> KernelResult:
+def _measure(op: str, case: Case, limits: Limits) -> KernelResult:
     error = case.check()
     microseconds = graph_microseconds(case.launch, case.launches)
     memory = case.bytes / (microseconds * 1e-6) / limits.copy_bandwidth
     compute = case.flops / (microseconds * 1e-6) / limits.matmul_rate
     bound = "compute" if compute > memory else "memory"
-    return KernelResult(case.op, case.shape, microseconds, case.bytes, case.flops, bound, max(memory, compute), error)
+    return KernelResult(op, case.shape, microseconds, case.bytes, case.flops, bound, max(memory, compute), error)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
+from torch.nn import functional
 
-from minillm.bench.hardware import read_bandwidth
+from minillm.bench.ops import DEVICE, DTYPE, random
 from minillm.bench.registry import NoOptions, shape
 from minillm.bench.table import shown
-from minillm.bench.timing import copies_for_cold_l2, graph_microseconds
+from minillm.bench.timing import copies_for_cold_l2, graph_microseconds, read_bandwidth
 from minillm.checks import integer
 from minillm.errors import UsageError
 from minillm.model.shapes import SHAPES
@@ -40,52 +41,54 @@ class MatvecResult:
 
 
 def measure(options: Options) -> Iterator[MatvecResult]:
-    """Each of the five products of a model, or of a rank's part of it, over all sensible tiles.
+    """Measure each of the five products of a model, or of a rank's part of it, over all sensible tiles.
 
     Raises:
         UsageError: there is no GPU, or our kernel does not take so many tokens.
     """
     if not torch.cuda.is_available():
         raise UsageError("bench matvec needs a GPU")
-    from minillm.kernels import matvec
+    from minillm.kernels import matvec  # which imports Triton
 
-    tokens, most, whole = options.tokens, matvec.MOST_TOKENS, SHAPES[options.shape]
-    if tokens > most:
-        raise UsageError(f"tokens must be at most {most}, not {tokens}: cuBLAS multiplies more")
+    whole = SHAPES[options.shape]
+    if options.tokens > matvec.MOST_TOKENS:
+        raise UsageError(f"tokens must be at most {matvec.MOST_TOKENS}, not {options.tokens}: cuBLAS multiplies more")
     c = shard_of(whole, 0, options.tensor_parallel_size).local(whole)
-    device, dtype = torch.device("cuda"), torch.bfloat16
-    bandwidth = read_bandwidth(device)
-    heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    bandwidth = read_bandwidth(DEVICE)
     for op, features, columns in (
-        ("qkv", heads, c.hidden_size),
+        ("qkv", (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size),
         ("o", c.hidden_size, c.num_heads * c.head_dim),
         ("gate_up", 2 * c.intermediate_size, c.hidden_size),
         ("down", c.hidden_size, c.intermediate_size),
         ("head", c.vocab_size, c.hidden_size),
     ):
-        size = features * columns * dtype.itemsize
-        copies = copies_for_cold_l2(size)
-        weights = [torch.randn(features, columns, device=device, dtype=dtype) * 0.02 for _ in range(copies)]
-        x, norm = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((tokens, columns), (columns,)))
-        gated, add = op == "gate_up", op in ("o", "down")
-        out = torch.empty(tokens, features // 2 if gated else features, device=device, dtype=dtype)
+        yield _measure(op, features, columns, options.tokens, bandwidth)
 
-        def launch(tile: tuple[int, int, int], i: int, bound: tuple = (weights, x, norm, out, gated, add)) -> None:
-            weights, x, norm, out, gated, add = bound
-            weight = weights[i % len(weights)]
-            matvec.launch(out, x, weight, None, None if add else (norm, 1e-5), gated=gated, add=add, tile=tile)
 
-        times = {}
-        for tile in _tiles(columns, 2 if gated else 1, tokens):
-            times[tile] = graph_microseconds(lambda i, tile=tile: launch(tile, i), launches=12)  # type: ignore[misc]
-        best = min(times, key=lambda tile: times[tile])
-        cublas = graph_microseconds(lambda i, w=weights, x=x: torch.nn.functional.linear(x, w[i % len(w)]))  # type: ignore[misc]
-        recorded = matvec.recorded_tile(tokens, features, columns)
-        yield MatvecResult(op, features, columns, size / bandwidth * 1e6, cublas, times[best], best, recorded)
+def _measure(op: str, features: int, columns: int, tokens: int, bandwidth: float) -> MatvecResult:
+    from minillm.kernels import matvec
+
+    size = features * columns * DTYPE.itemsize
+    copies = copies_for_cold_l2(size)
+    weights = [random(features, columns) * 0.02 for _ in range(copies)]
+    x, gated, add = random(tokens, columns), op == "gate_up", op in ("o", "down")
+    norm = None if add else (random(columns), 1e-5)
+    out = random(tokens, features // 2 if gated else features)
+
+    def microseconds(tile: tuple[int, int, int]) -> float:
+        def launch(i: int) -> None:
+            matvec.launch(out, x, weights[i % copies], None, norm, gated=gated, add=add, tile=tile)
+
+        return graph_microseconds(launch, launches=12)
+
+    ours, tile = min((microseconds(tile), tile) for tile in _tiles(columns, 2 if gated else 1, tokens))
+    cublas = graph_microseconds(lambda i: functional.linear(x, weights[i % copies]))
+    recorded = matvec.recorded_tile(tokens, features, columns)
+    return MatvecResult(op, features, columns, size / bandwidth * 1e6, cublas, ours, tile, recorded)
 
 
 def _tiles(columns: int, matrices: int, tokens: int) -> Iterator[tuple[int, int, int]]:
-    for rows, width, warps in itertools.product((2, 4, 8), (256, 512, 1024, 2048, 4096), (2, 4, 8)):
+    for rows, width, warps in product((2, 4, 8), (256, 512, 1024, 2048, 4096), (2, 4, 8)):
         per_thread = rows * width * matrices / (32 * warps)
         if width < 2 * columns and 8 <= per_thread <= (128 if tokens == 1 else 64):
             yield rows, width, warps

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
 
 import torch
 
-from minillm.bench.hardware import matmul_rate, read_bandwidth
+from minillm.bench.timing import matmul_rate, read_bandwidth
 from minillm.engine.engine import Engine
 from minillm.runner.step import StepWork
 
@@ -35,7 +35,12 @@ class Meter:
     floor: float = 0.0  # seconds
     idle_share: float | None = None  # of the time between the first and the last of successive decode steps
     peak_blocks: int = 0
-    _marks: list[Any] = field(default_factory=list)  # (begin, end) of each decode step on the device's clock
+    # The begin and the end of each decode step on the device's clock; an empty list for other steps.
+    _marks: list[list[torch.cuda.Event]] = field(default_factory=list)
+
+    @property
+    def peak_tokens(self) -> int:
+        return self.peak_blocks * self.engine.cache.block_size
 
     def begin(self, work: StepWork) -> None:
         """Count a step: the weights and each block in use are read once, or the prompts' products take longer.
@@ -43,31 +48,27 @@ class Meter:
         Where several ranks share the model, rank 0's part of that.
         """
         model, cache = self.engine.runner.model, self.engine.cache
-        config, size = model.local, model.dtype.itemsize
-        bytes_read = model.weight_bytes
+        config, bytes_read = model.local, model.weight_bytes
         if work.decode is not None or work.num_decodes:
             used = cache.num_blocks - cache.num_free
-            bytes_read += used * cache.block_size * config.kv_bytes_per_token(size)
+            bytes_read += used * cache.block_size * config.kv_bytes_per_token(model.dtype.itemsize)
         seconds = bytes_read / self.ceilings.bandwidth
         if self.ceilings.flops is not None:
             seconds = max(seconds, 2 * config.num_parameters * work.num_tokens / self.ceilings.flops)
         self.floor += seconds
-        if model.device.type == "cuda" and work.decode is not None and not work.chunks:
-            self._marks.append((_now(), None))
-        elif self._marks:
-            self._marks.append(None)  # no gap between two decode steps begins or ends here
+        if model.device.type == "cuda":
+            self._marks.append([_now()] if work.decode is not None and not work.chunks else [])
 
     def end(self) -> None:
-        if self._marks and self._marks[-1] is not None:
-            self._marks[-1] = (self._marks[-1][0], _now())
+        """Note the end of a decode step's work; the last of several calls for a step counts."""
+        if self._marks and self._marks[-1]:
+            self._marks[-1][1:] = [_now()]
 
     def conclude(self) -> None:
         """Read the device's clock: gaps between the end of one decode step and the start of the next."""
-        idle = total = 0.0
-        for before, after in zip(self._marks, self._marks[1:], strict=False):
-            if before is not None and after is not None:
-                idle += max(0.0, before[1].elapsed_time(after[0]))
-                total += before[0].elapsed_time(after[0])
+        pairs = [(before, after) for before, after in pairwise(self._marks) if before and after]
+        idle = sum(max(0.0, before[1].elapsed_time(after[0])) for before, after in pairs)
+        total = sum(before[0].elapsed_time(after[0]) for before, after in pairs)
         self.idle_share = idle / total if total else None
 
 
@@ -79,7 +80,7 @@ def _now() -> torch.cuda.Event:
 
 @contextmanager
 def metered(engine: Engine, ceilings: Ceilings) -> Iterator[Meter]:
-    """Measure everything that ``engine`` does inside the ``with``."""
+    """Measure every step that ``engine`` takes inside the ``with``."""
     meter = Meter(engine, ceilings)
     engine.figures.reset_peaks()
     engine.runner.observers.append(meter)

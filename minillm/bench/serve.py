@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from minillm.bench.registry import ScaleOptions, Subject
 from minillm.bench.table import shown
-from minillm.bench.workloads import throughput
+from minillm.bench.workloads import throughput, times_of
 from minillm.checks import integer, number
 from minillm.llm import LLM
 
@@ -43,21 +45,15 @@ def measure(subject: Subject, options: Options) -> ServeResult:
 
 
 def _serve(llm: LLM, rate: float, num_requests: int, scale: float) -> ServeResult:
-    rng = random.Random(0)
-    vocab = llm.engine.runner.model.config.vocab_size
-    make = [request for _ in range(-(-num_requests // 256)) for request in throughput(rng, vocab, scale)]
-    requests = make[:num_requests]
-    arrivals, moment = [], 0.0
-    for _ in requests:
-        arrivals.append(moment)
-        moment += rng.expovariate(rate)
-    engine = llm.engine
+    rng, engine = random.Random(0), llm.engine
+    requests = throughput(rng, engine.runner.model.config.vocab_size, scale, num_requests)
+    arrivals = list(accumulate((rng.expovariate(rate) for _ in requests[1:]), initial=0.0))
     llm.reset_prefix_cache()
     began, began_clock = time.perf_counter(), time.monotonic()
     added = 0
-    while added < len(requests) or engine.has_work:
+    while added < num_requests or engine.has_work:
         now = time.perf_counter() - began
-        while added < len(requests) and arrivals[added] <= now:
+        while added < num_requests and arrivals[added] <= now:
             group = engine.add_request(str(added), *requests[added])
             group.metrics.arrival_time = began_clock + arrivals[added]
             added += 1
@@ -66,23 +62,15 @@ def _serve(llm: LLM, rate: float, num_requests: int, scale: float) -> ServeResul
         else:
             time.sleep(max(0.0, min(0.001, arrivals[added] - now)))
     seconds = time.perf_counter() - began
-    first, per_token, normalised, tokens = [], [], [], 0
-    for output in engine.take_finished():
-        metrics, count = output.metrics, len(output.outputs[0].token_ids)
-        assert metrics is not None
-        assert metrics.first_token_time is not None
-        assert metrics.finished_time is not None
-        first.append(metrics.first_token_time - metrics.arrival_time)
-        per_token.append((metrics.finished_time - metrics.first_token_time) / max(1, count - 1))
-        normalised.append((metrics.finished_time - metrics.arrival_time) / count)
-        tokens += count
-    return ServeResult(
-        rate, num_requests, seconds, tokens / seconds, _percentiles(first), _percentiles(per_token),
-        _percentiles(normalised),
-    )  # fmt: skip
+    outputs = engine.take_finished()
+    first, per_token, whole = zip(*map(times_of, outputs), strict=True)
+    counts = [len(output.outputs[0].token_ids) for output in outputs]
+    normalised = [each / count for each, count in zip(whole, counts, strict=True)]
+    times = map(_percentiles, (first, per_token, normalised))
+    return ServeResult(rate, num_requests, seconds, sum(counts) / seconds, *times)
 
 
-def _percentiles(values: list[float]) -> tuple[float, float, float]:
+def _percentiles(values: Iterable[float]) -> tuple[float, float, float]:
     ordered = sorted(values)
     p50, p90, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.9, 0.99))
     return p50, p90, p99

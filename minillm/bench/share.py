@@ -20,8 +20,6 @@ from minillm.errors import MinillmError
 from minillm.llm import LLM
 from minillm.parallel.shared_work import Replicas, SharedQueue
 
-_WARM_UP = 32
-
 
 @dataclass(frozen=True)
 class Options(ScaleOptions):
@@ -40,7 +38,7 @@ class ShareResult:
 
 
 def measure(subject: Subject, options: Options) -> ShareResult | None:
-    """Measure all replicas; what comes of it is known to the first one, and None to the others.
+    """Measure all replicas; the first one knows the result, and the others return None.
 
     Raises:
         MinillmError: the first node has died, and with it the store of torchrun.
@@ -55,16 +53,14 @@ def _share(llm: LLM, num_requests: int, scale: float) -> ShareResult | None:
     replicas = Replicas.find(llm.config.tensor_parallel_size)
     total, vocab = num_requests * replicas.count, llm.engine.runner.model.config.vocab_size
     rng = random.Random(0)
-    prompts, params = zip(*throughput(rng, vocab, scale)[:_WARM_UP], strict=True)
-    llm.generate(prompts, params)
-    requests = [request for _ in range(-(-total // 256)) for request in throughput(rng, vocab, scale)][:total]
+    llm.generate(*zip(*throughput(rng, vocab, scale)[:32], strict=True))
+    requests = throughput(rng, vocab, scale, total)
     llm.reset_prefix_cache()
     queue = SharedQueue(replicas, total)
     replicas.meet("ready")
     began = time.perf_counter()
-    count = 0
-    for _, output in llm.work_off(lambda room: [(i, *requests[i]) for i in queue.take(room)]):
-        count += sum(len(completion.token_ids) for completion in output.outputs)
+    finished = llm.work_off(lambda room: [(i, *requests[i]) for i in queue.take(room)])
+    count = sum(len(completion.token_ids) for _, output in finished for completion in output.outputs)
     replicas.store.add("tokens", count)
     replicas.arrive("done")
     if replicas.index:

@@ -101,7 +101,7 @@ FIELDS = {
     "kernels.Limits": "copy_bandwidth matmul_rate",
     "kernels.KernelResult": "op shape microseconds bytes flops bound fraction error",
     "memory.MemoryResult": "table lengths setting value",
-    "swap.SwapResult": "block_size num_tokens swap_out swap_in recompute",
+    "memory.SwapResult": "block_size num_tokens swap_out swap_in recompute",
     "host.HostResult": "what microseconds",
     "ui.UiFigures": "first_paint key_median key_p95 drawing_share tokens_per_second_watched tokens_per_second_held "
     "slowdowns slowdown",
