@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from minillm.bench.busy import busy
-from minillm.bench.meter import Ceilings, metered
-from minillm.bench.registry import ModelOptions, Subject
-from minillm.bench.table import shown
-from minillm.bench.timing import read_bandwidth
+from minillm.bench.meter import Ceilings, metered, read_bandwidth
+from minillm.bench.table import ModelOptions, Subject, shown
 from minillm.checks import choice, integer
 from minillm.errors import UsageError
 from minillm.llm import LLM

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from minillm.bench.registry import NoOptions, shape, word
-from minillm.bench.table import shown
-from minillm.bench.timing import seconds_of
+from minillm.bench.meter import seconds_of
+from minillm.bench.table import NoOptions, shape, shown, word
 from minillm.cache import BlockManager, BlockTable, check, pool_stats
 from minillm.cache.swap import HostMoves
 from minillm.checks import integer

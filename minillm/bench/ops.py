@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.bench.timing import copies_for_cold_l2
+from minillm.bench.meter import copies_for_cold_l2
 from minillm.kernels import AttentionShape, Pages, Places, SamplingInputs, WorkList, plan_attention, reference
 from minillm.kernels.prefix_plan import FREE
 
@@ -25,14 +25,30 @@ _HEADS: tuple[Heads, ...] = ((32, 8, 128), (32, 8, 64), (32, 32, 128))
 
 @dataclass(frozen=True)
 class Case:
-    """One op on one shape."""
+    """One op of `minillm.kernels` on one shape.
 
+    Attributes:
+        inputs: several copies, through which the launches rotate.
+        check: runs a launch of the first inputs, and returns its relative error against float64. By default the whole
+            result is compared with that of `minillm.kernels.reference`.
+    """
+
+    op: str
     shape: str
+    inputs: list[tuple[Any, ...]]
     bytes: int
-    launch: Callable[[int], Any]  # on copy i of the inputs
-    check: Callable[[], float | None]  # the relative error against float64; None where there is no number to compare
     flops: int = 0
     launches: int = 24
+    check: Callable[[Callable[[], Any]], float] | None = None
+
+    def launch(self, i: int = 0) -> Any:
+        return getattr(kernels, self.op)(*self.inputs[i % len(self.inputs)])
+
+    def error(self) -> float:
+        if self.check is not None:
+            return self.check(self.launch)
+        double = (each.double() if isinstance(each, Tensor) else each for each in self.inputs[0])
+        return _error(self.launch(), getattr(reference, self.op)(*double))
 
 
 def random(*shape: int) -> Tensor:
@@ -55,29 +71,14 @@ def _error(got: Tensor, expected: Tensor) -> float:
 
 
 def _rms_norm(rows: int, hidden: int) -> Case:
-    moved = 2 * rows * hidden * 2
-    inputs, weight = _copies(moved, rows, hidden), random(hidden)
-
-    def launch(i: int) -> Tensor:
-        return kernels.rms_norm(inputs[i % len(inputs)], weight, 1e-5)
-
-    def check() -> float:
-        return _error(launch(0), reference.rms_norm(inputs[0].double(), weight.double(), 1e-5))
-
-    return Case(f"{rows} x {hidden}", moved, launch, check)
+    moved, weight = 2 * rows * hidden * 2, random(hidden)
+    inputs = [(x, weight, 1e-5) for x in _copies(moved, rows, hidden)]
+    return Case("rms_norm", f"{rows} x {hidden}", inputs, moved)
 
 
 def _silu_mul(rows: int, size: int) -> Case:
     moved = 3 * rows * size * 2
-    inputs = _copies(moved, rows, 2 * size)
-
-    def launch(i: int) -> Tensor:
-        return kernels.silu_mul(inputs[i % len(inputs)])
-
-    def check() -> float:
-        return _error(launch(0), reference.silu_mul(inputs[0].double()))
-
-    return Case(f"{rows} x {size}", moved, launch, check)
+    return Case("silu_mul", f"{rows} x {size}", [(x,) for x in _copies(moved, rows, 2 * size)], moved)
 
 
 def _rotary_write_kv(tokens: int) -> Case:
@@ -89,17 +90,14 @@ def _rotary_write_kv(tokens: int) -> Case:
     k_cache, v_cache = (random(num_blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
     slots = torch.randperm(num_blocks * _BLOCK_SIZE, device=DEVICE)[:tokens]
     places = Places(angles.cos(), angles.sin(), slots)
+    inputs = [(*x.split((heads, kv_heads, kv_heads), dim=1), places, k_cache, v_cache) for x in packed]
 
-    def launch(i: int) -> None:
-        q, k, v = packed[i % len(packed)].split((heads, kv_heads, kv_heads), dim=1)
-        kernels.rotary_write_kv(q, k, v, places, k_cache, v_cache)
-
-    def check() -> float:
+    def check(launch: Callable[[], None]) -> float:
         k = packed[0][:, heads : heads + kv_heads].double()
-        launch(0)
+        launch()
         return _error(k_cache.flatten(0, 1)[slots], reference.rotary(k, places.cos, places.sin))
 
-    return Case(f"{tokens} tokens, {heads}/{kv_heads} x {dim}", moved, launch, check)
+    return Case("rotary_write_kv", f"{tokens} tokens, {heads}/{kv_heads} x {dim}", inputs, moved, check=check)
 
 
 def _paged_attention(shape: Heads, seqs: int, context: int, block_size: int = 16, shuffled: bool = True) -> Case:
@@ -110,21 +108,19 @@ def _paged_attention(shape: Heads, seqs: int, context: int, block_size: int = 16
     num_blocks = copies * seqs * blocks
     q, k, v = random(seqs, heads, dim), *(random(num_blocks, block_size, kv_heads, dim) for _ in range(2))
     ids = torch.randperm(num_blocks, device=DEVICE) if shuffled else torch.arange(num_blocks, device=DEVICE)
-    lens = _full(seqs, context, torch.int32)
-    pages = [Pages(k, v, tables, lens) for tables in ids.int().view(copies, seqs, blocks)]
+    tables, lens = ids.int().view(copies, seqs, blocks), _full(seqs, context, torch.int32)
 
-    def launch(i: int) -> Tensor:
-        return kernels.paged_attention(q, pages[i % copies], scale)
-
-    def check() -> float:
+    def check(launch: Callable[[], Tensor]) -> float:
         some = slice(0, min(seqs, 4))
-        wanted = pages[0].tables[some].long()
+        wanted = tables[0, some].long()
         renumbered = torch.arange(wanted.numel(), device=DEVICE).view_as(wanted)
         double = Pages(k[wanted.flatten()].double(), v[wanted.flatten()].double(), renumbered, lens[some])
-        return _error(launch(0)[some], reference.paged_attention(q[some].double(), double, scale))
+        return _error(launch()[some], reference.paged_attention(q[some].double(), double, scale))
 
+    inputs = [(q, Pages(k, v, each, lens), scale) for each in tables]
     name = f"{heads}/{kv_heads} x {dim}, B{seqs} c{context}, block {block_size}{'' if shuffled else ' contiguous'}"
-    return Case(name, moved, launch, check, 4 * seqs * context * heads * dim, 24 if moved < 1 << 28 else 8)
+    launches = 24 if moved < 1 << 28 else 8
+    return Case("paged_attention", name, inputs, moved, 4 * seqs * context * heads * dim, launches, check)
 
 
 @dataclass(frozen=True)
@@ -165,39 +161,33 @@ def shared_inputs(shape: Heads, seqs: int, prefix: int, tail: int, *, planned_ta
 
 def _prefix_attention(shape: Heads, seqs: int, prefix: int, tail: int) -> Case:
     heads, kv_heads, dim = shape
-    inputs = shared_inputs(shape, seqs, prefix, tail)
-    q, pages, scale = inputs.q, inputs.pages, dim**-0.5
+    batch = shared_inputs(shape, seqs, prefix, tail)
+    inputs = [(batch.q, pages, dim**-0.5, batch.work) for pages in batch.pages]
 
-    def launch(i: int) -> Tensor:
-        return kernels.prefix_attention(q, pages[i % len(pages)], scale, inputs.work)
-
-    def check() -> float:
-        return _error(launch(0), kernels.paged_attention(q, pages[0], scale))  # which float64 has checked
+    def check(launch: Callable[[], Tensor]) -> float:
+        return _error(launch(), kernels.paged_attention(*inputs[0][:3]))  # which float64 has checked
 
     name = f"{heads}/{kv_heads} x {dim}, B{seqs} {prefix}+{tail}"
-    return Case(name, inputs.bytes, launch, check, 4 * seqs * (prefix + tail) * heads * dim)
+    return Case("prefix_attention", name, inputs, batch.bytes, 4 * seqs * (prefix + tail) * heads * dim, check=check)
 
 
 def _prefill_attention(shape: Heads, n: int, chunk: int, cached: int) -> Case:
     heads, kv_heads, dim = shape
     context, scale = chunk + cached, dim**-0.5
     blocks = -(-context // _BLOCK_SIZE)
-    k, v = (random(n * blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
+    q, k, v = random(n * chunk, heads, dim), *(random(n * blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
     tables = torch.randperm(n * blocks, device=DEVICE).int().view(n, blocks)
     pages = Pages(k, v, tables, _full(n, context, torch.int32))
     starts = torch.arange(0, n * chunk + 1, chunk, device=DEVICE, dtype=torch.int32)
-    q = random(n * chunk, heads, dim)
 
-    def launch(i: int) -> Tensor:
-        return kernels.prefill_attention(q, pages, starts, scale)
-
-    def check() -> float:  # the first kv head's first query head
+    def check(launch: Callable[[], Tensor]) -> float:  # of the first kv head's first query head
         one = pages._replace(k=k[:, :, :1].double(), v=v[:, :, :1].double())
-        return _error(launch(0)[:, :1], reference.prefill_attention(q[:, :1].double(), one, starts, scale))
+        return _error(launch()[:, :1], reference.prefill_attention(q[:, :1].double(), one, starts, scale))
 
+    name = f"{heads}/{kv_heads} x {dim}, {n} x {chunk} after {cached}"
     moved = (q.numel() * 2 + n * context * kv_heads * dim * 2) * 2
     flops = 4 * n * (chunk * cached + chunk * (chunk + 1) // 2) * heads * dim
-    return Case(f"{heads}/{kv_heads} x {dim}, {n} x {chunk} after {cached}", moved, launch, check, flops, launches=8)
+    return Case("prefill_attention", name, [(q, pages, starts, scale)], moved, flops, 8, check)
 
 
 def _move_blocks(op: str) -> Case:
@@ -205,21 +195,17 @@ def _move_blocks(op: str) -> Case:
     pool = random(layers, 2, 1024, _BLOCK_SIZE, kv_heads, dim)
     staging = random(count, layers, 2, _BLOCK_SIZE, kv_heads, dim)
     lists = [torch.randperm(1024, device=DEVICE).view(2, -1)[:, :count].T.contiguous() for _ in range(4)]
+    tensors = (pool,) if op == "block_copy" else (pool, staging)
+    moves = lists if op == "block_copy" else [pairs[:, 0].contiguous() for pairs in lists]
 
-    def arguments(pairs: Tensor, staging: Tensor) -> tuple[Tensor, ...]:
-        return (pairs,) if op == "block_copy" else (pairs[:, 0].contiguous(), staging)
+    def check(launch: Callable[[], None]) -> float:
+        exact = [each.clone() for each in tensors]
+        launch()
+        getattr(reference, op)(exact[0], moves[0], *exact[1:])
+        return sum(map(_error, tensors, exact))
 
-    def launch(i: int) -> None:
-        getattr(kernels, op)(pool, *arguments(lists[i % 4], staging))
-
-    def check() -> float:
-        exact, exact_staging = pool.clone(), staging.clone()
-        launch(0)
-        getattr(reference, op)(exact, *arguments(lists[0], exact_staging))
-        return _error(pool, exact) + _error(staging, exact_staging)
-
-    shape = f"{count} blocks of {_BLOCK_SIZE} x {kv_heads} x {dim}, {layers} layers"
-    return Case(shape, 2 * staging.nbytes, launch, check)
+    name = f"{count} blocks of {_BLOCK_SIZE} x {kv_heads} x {dim}, {layers} layers"
+    return Case(op, name, [(pool, each, *tensors[1:]) for each in moves], 2 * staging.nbytes, check=check)
 
 
 _SETTINGS = {  # temperature, top-k, top-p, min-p
@@ -235,34 +221,28 @@ _SETTINGS = {  # temperature, top-k, top-p, min-p
 def _sample(size: tuple[int, int], label: str) -> Case:
     rows, vocab = size
     moved = rows * vocab * 4
-    logits = [torch.randn(size, device=DEVICE) * 3 for _ in range(min(8, copies_for_cold_l2(moved)))]
     temperature, top_k, top_p, min_p = (_full(rows, value) for value in _SETTINGS[label])
     counter = torch.arange(rows, device=DEVICE)
-    inputs = SamplingInputs(temperature, top_k, top_p, min_p, counter, counter)
+    how = SamplingInputs(temperature, top_k, top_p, min_p, counter, counter)
+    inputs = [(torch.randn(size, device=DEVICE) * 3, how) for _ in range(min(8, copies_for_cold_l2(moved)))]
 
-    def launch(i: int) -> tuple[Tensor, Tensor]:
-        return kernels.sample_with_logprobs(logits[i % len(logits)], inputs)
+    def check(launch: Callable[[], tuple[Tensor, Tensor]]) -> float:
+        logits, (tokens, logprobs) = inputs[0][0], launch()
+        agree = (tokens == reference.sample(logits, how)).float().mean()
+        return _error(logprobs, reference.log_probabilities(logits.double(), tokens)) + float(1 - agree)
 
-    def check() -> float:
-        tokens, logprobs = launch(0)
-        agree = (tokens == reference.sample(logits[0], inputs)).float().mean()
-        return _error(logprobs, reference.log_probabilities(logits[0].double(), tokens)) + float(1 - agree)
-
-    return Case(f"{rows} x {vocab}, {label}", moved, launch, check)
+    return Case("sample_with_logprobs", f"{rows} x {vocab}, {label}", inputs, moved, check=check)
 
 
 def _top_log_probabilities(rows: int, vocab: int, count: int) -> Case:
-    logits = [torch.randn(rows, vocab, device=DEVICE) * 3 for _ in range(8)]
+    inputs = [(torch.randn(rows, vocab, device=DEVICE) * 3, count) for _ in range(8)]
 
-    def launch(i: int) -> tuple[Tensor, Tensor]:
-        return kernels.top_log_probabilities(logits[i % 8], count)
-
-    def check() -> float:
-        got, ids = launch(0)
-        exact, exact_ids = reference.top_log_probabilities(logits[0].double(), count)
+    def check(launch: Callable[[], tuple[Tensor, Tensor]]) -> float:
+        got, ids = launch()
+        exact, exact_ids = reference.top_log_probabilities(inputs[0][0].double(), count)
         return _error(got, exact) + float((ids != exact_ids).float().mean())
 
-    return Case(f"{rows} x {vocab}, best {count}", rows * vocab * 4, launch, check)
+    return Case("top_log_probabilities", f"{rows} x {vocab}, best {count}", inputs, rows * vocab * 4, check=check)
 
 
 # Sequences, then tokens of the context, of a shared and an own part, or of a chunk and before it.

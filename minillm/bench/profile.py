@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minillm.bench.registry import ModelOptions, Subject
-from minillm.bench.table import shown
-from minillm.bench.timing import read_bandwidth
+from minillm.bench.meter import read_bandwidth
+from minillm.bench.table import ModelOptions, Subject, shown
 from minillm.checks import integer
 from minillm.errors import UsageError
 from minillm.params import MAX_TOKENS, SamplingParams

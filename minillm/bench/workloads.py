@@ -1,4 +1,4 @@
-"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``: whole workloads through the engine.
+"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``, ``serve``, ``share``: workloads through the engine.
 
 Protocol: random tokens, end-of-sequence ignored, random weights in a model's shape (or real ones with ``--model``), one
 warm-up run of the whole workload, then the measured one. The prefix cache starts empty, but for what ``prefix`` warms.
@@ -9,7 +9,15 @@ parallel    n = 8 samples of each of 32 prompts of 512 tokens, 128 tokens each
 prefix      128 requests that share 2,048 tokens, cached, with 64 of their own, 128 tokens each, greedy
 beam        width 4, 8 prompts of 256 tokens, 128 tokens; the tokens of the best beam count
 stall       16 sequences decode while a prompt of 8,000 tokens arrives: the longest wait for a token
+serve       the requests of throughput, arriving by chance (a Poisson process), as a server's users do
+share       the requests of throughput, which the replicas that torchrun has started share
 ==========  =========================================================================================
+
+``serve``: the engine runs in this process; between steps, requests whose time has come are added. A request's
+normalised latency is its time from arrival to end over its tokens (Orca, Yu et al. 2022).
+
+``share`` does as `minillm generate --data-parallel`, with ``num_requests`` for each replica: with twice the replicas
+there is twice the work, and at best it takes as long. ``serve`` and ``share`` compute 32 requests first, to warm up.
 """
 
 from __future__ import annotations
@@ -17,16 +25,19 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from minillm.bench.meter import Ceilings, metered
-from minillm.bench.registry import ScaleOptions as Options
-from minillm.bench.registry import Subject
-from minillm.bench.table import shown
-from minillm.bench.timing import synchronize
-from minillm.errors import UsageError
+from torch.distributed import DistError
+
+from minillm.bench.meter import Ceilings, metered, synchronize
+from minillm.bench.table import ScaleOptions, Subject, shown
+from minillm.checks import integer, number
+from minillm.errors import MinillmError, UsageError
+from minillm.llm import LLM
 from minillm.outputs import RequestOutput
+from minillm.parallel.shared_work import Replicas, SharedQueue
 from minillm.params import BeamSearchParams, Params, SamplingParams
 
 Request = tuple[list[int], Params]
@@ -54,7 +65,7 @@ class WorkloadResult:
     longest_wait: float | None = shown("ms of the longest wait", ".1f", 1e3, default=None)
 
 
-def measure(subject: Subject, options: Options) -> WorkloadResult:
+def measure(subject: Subject, options: ScaleOptions) -> WorkloadResult:
     """Run one of `REQUESTS`, or ``stall``, twice and measure the second run."""
     llm, cache, scale = subject.llm, subject.llm.engine.cache, options.scale
     ceilings = Ceilings.measure(llm.engine.runner.model.device)
@@ -80,9 +91,9 @@ def throughput(rng: random.Random, vocab: int, scale: float, count: int = 256) -
     return [
         (
             _prompt(rng, vocab, rng.randint(low, high)),
-            SamplingParams(temperature=0.6, max_tokens=rng.randint(low, high), ignore_eos=True, seed=number % 256),
+            SamplingParams(temperature=0.6, max_tokens=rng.randint(low, high), ignore_eos=True, seed=i % 256),
         )
-        for number in range(count)
+        for i in range(count)
     ]
 
 
@@ -137,8 +148,8 @@ def _drive(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult
     requests = REQUESTS[subject.workload](rng, model.config.vocab_size, scale)
     synchronize(model.device)
     began = time.perf_counter()
-    for number, (prompt, params) in enumerate(requests):
-        engine.add_request(str(number), prompt, params)
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), prompt, params)
     while engine.has_work:
         engine.step()
     synchronize(model.device)
@@ -154,8 +165,8 @@ def _stall(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult
     engine, vocab = subject.llm.engine, subject.llm.engine.runner.model.config.vocab_size
     params = SamplingParams(temperature=0, max_tokens=max(40, int(200 * scale)), ignore_eos=True)
     began = time.perf_counter()
-    for number in range(16):
-        engine.add_request(str(number), _prompt(rng, vocab, _scaled(100, scale)), params)
+    for i in range(16):
+        engine.add_request(str(i), _prompt(rng, vocab, _scaled(100, scale)), params)
     seen: dict[str, float] = {}
     longest, steps = 0.0, 0
     while engine.has_work:
@@ -179,3 +190,110 @@ def _stall(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult
 
 def _result(subject: Subject, count: int, tokens: int, seconds: float, first: float, each: float) -> WorkloadResult:
     return WorkloadResult(subject.workload, subject.name, count, tokens, seconds, tokens / seconds, first, each)
+
+
+@dataclass(frozen=True)
+class ServeOptions(ScaleOptions):
+    rate: float = number(4.0, 0, 1e6, above=True, help="requests per second")
+    num_requests: int = integer(256, 1, 1 << 24, help="in all")
+
+
+@dataclass(frozen=True)
+class ServeResult:
+    """Seconds as (median, 90th, 99th percentile)."""
+
+    rate: float = shown("requests per second, offered", "g")
+    num_requests: int = shown("requests", ",")
+    seconds: float = shown("seconds", ".2f")
+    output_rate: float = shown("tokens per second", ",.0f")
+    time_to_first_token: tuple[float, float, float] = shown("ms to first token, p50/p90/p99", ".1f", 1e3)
+    time_per_output_token: tuple[float, float, float] = shown("ms per output token", ".1f", 1e3)
+    normalised_latency: tuple[float, float, float] = shown("ms of normalised latency", ".1f", 1e3)
+
+
+def serve(subject: Subject, options: ServeOptions) -> ServeResult:
+    """Warm up with a few requests at once, then offer them at the rate asked for."""
+    _serve(subject.llm, 1e6, min(32, options.num_requests), options.scale)
+    return _serve(subject.llm, options.rate, options.num_requests, options.scale)
+
+
+def _serve(llm: LLM, rate: float, num_requests: int, scale: float) -> ServeResult:
+    rng, engine = random.Random(0), llm.engine
+    requests = throughput(rng, engine.runner.model.config.vocab_size, scale, num_requests)
+    arrivals = list(accumulate((rng.expovariate(rate) for _ in requests[1:]), initial=0.0))
+    llm.reset_prefix_cache()
+    began, began_clock = time.perf_counter(), time.monotonic()
+    added = 0
+    while added < num_requests or engine.has_work:
+        now = time.perf_counter() - began
+        while added < num_requests and arrivals[added] <= now:
+            group = engine.add_request(str(added), *requests[added])
+            group.metrics.arrival_time = began_clock + arrivals[added]
+            added += 1
+        if engine.has_work:
+            engine.step()
+        else:
+            time.sleep(max(0.0, min(0.001, arrivals[added] - now)))
+    seconds = time.perf_counter() - began
+    outputs = engine.take_finished()
+    first, per_token, whole = zip(*map(times_of, outputs), strict=True)
+    counts = [len(output.outputs[0].token_ids) for output in outputs]
+    normalised = [each / count for each, count in zip(whole, counts, strict=True)]
+    times = map(_percentiles, (first, per_token, normalised))
+    return ServeResult(rate, num_requests, seconds, sum(counts) / seconds, *times)
+
+
+def _percentiles(values: Iterable[float]) -> tuple[float, float, float]:
+    ordered = sorted(values)
+    p50, p90, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.9, 0.99))
+    return p50, p90, p99
+
+
+@dataclass(frozen=True)
+class ShareOptions(ScaleOptions):
+    num_requests: int = integer(256, 1, 1 << 24, help="for each replica")
+
+
+@dataclass(frozen=True)
+class ShareResult:
+    """All replicas together."""
+
+    num_replicas: int = shown("replicas", ",")
+    num_requests: int = shown("requests", ",")
+    output_tokens: int = shown("output tokens", ",")
+    seconds: float = shown("seconds", ".2f")  # from when all are ready to when the last has finished
+    rate: float = shown("tokens per second", ",.0f")
+
+
+def share(subject: Subject, options: ShareOptions) -> ShareResult | None:
+    """Measure all replicas; the first one knows the result, and the others return None.
+
+    Raises:
+        MinillmError: the first node has died, and with it the store of torchrun.
+    """
+    try:
+        return _share(subject.llm, options.num_requests, options.scale)
+    except DistError:
+        raise MinillmError("the first node is gone, and what the others measured with it") from None
+
+
+def _share(llm: LLM, num_requests: int, scale: float) -> ShareResult | None:
+    replicas = Replicas.find(llm.config.tensor_parallel_size)
+    total, vocab = num_requests * replicas.count, llm.engine.runner.model.config.vocab_size
+    rng = random.Random(0)
+    llm.generate(*zip(*throughput(rng, vocab, scale)[:32], strict=True))
+    requests = throughput(rng, vocab, scale, total)
+    llm.reset_prefix_cache()
+    queue = SharedQueue(replicas, total)
+    replicas.meet("ready")
+    began = time.perf_counter()
+    finished = llm.work_off(lambda room: [(i, *requests[i]) for i in queue.take(room)])
+    count = sum(len(completion.token_ids) for _, output in finished for completion in output.outputs)
+    replicas.store.add("tokens", count)
+    replicas.arrive("done")
+    if replicas.index:
+        return None
+    replicas.wait_for_all("done")
+    seconds = time.perf_counter() - began
+    count = replicas.store.add("tokens", 0)
+    return ShareResult(replicas.count, total, count, seconds, count / seconds)
