@@ -25,16 +25,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from minillm import kernels
 from minillm.bench.meter import copies_for_cold_l2, graph_microseconds, matmul_rate, read_bandwidth
-from minillm.bench.ops import DEVICE, DTYPE, OPS, Case, random, shared_inputs
+from minillm.bench.ops import DEVICE, DTYPE, OPS, Case, paged_attention, prefix_attention, random
 from minillm.bench.table import NoOptions, computed, shape, shown, word
 from minillm.checks import integer
 from minillm.errors import MinillmError, UsageError
-from minillm.kernels import Pages, paged_attention, prefix_attention
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 
-_SEQS, _HEADS, _DIM = 32, 32, 128  # of chunk-attention
+_SEQS, _HEADS = 32, (32, 32, 128)  # of chunk-attention
 _POINTS = 4  # of a generation
 
 
@@ -122,20 +122,18 @@ def chunks(options: NoOptions) -> Iterator[ChunkAttentionResult]:
         raise MinillmError("bench chunk-attention needs a CUDA GPU, and torch finds none here")
     for prompt, completion in product((1024, 2048, 4096), (512, 2048)):
         points = [_attention(prompt, completion * (2 * i + 1) // (2 * _POINTS)) for i in range(_POINTS)]
-        yield ChunkAttentionResult(prompt, completion, *map(statistics.mean, zip(*points, strict=True)))
+        copied, shared, ours = map(statistics.mean, zip(*points, strict=True))
+        yield ChunkAttentionResult(prompt, completion, copied, shared, ours)
 
 
-def _attention(prompt: int, generated: int) -> tuple[float, float, float]:
-    scale = _DIM**-0.5
-    inputs = shared_inputs((_HEADS, _HEADS, _DIM), _SEQS, prompt, generated, planned_tail=1)
-    q, pages, count = inputs.q, inputs.pages, len(inputs.pages)
-    ours = graph_microseconds(lambda i: prefix_attention(q, pages[i % count], scale, inputs.work), 8)
-    shared = graph_microseconds(lambda i: paged_attention(q, pages[i % count], scale), 8)
-    pool, _, tables, lens = pages[0]
-    k, v = (pool.new_empty(tables.numel(), *pool.shape[1:]).normal_() for _ in range(2))
-    apart = Pages(k, v, torch.randperm(tables.numel(), device=pool.device).int().view_as(tables), lens)
-    copied = graph_microseconds(lambda i: paged_attention(q, apart, scale), 8)
-    return copied, shared, ours
+def _attention(prompt: int, generated: int) -> list[float]:
+    apart = paged_attention(_HEADS, _SEQS, prompt + generated)
+    behind = prefix_attention(_HEADS, _SEQS, prompt, generated, planned_tail=1)
+
+    def shared(i: int) -> torch.Tensor:
+        return kernels.paged_attention(*behind.inputs[i % len(behind.inputs)][:3])
+
+    return [graph_microseconds(launch, 8) for launch in (apart.launch, shared, behind.launch)]
 
 
 @dataclass(frozen=True)

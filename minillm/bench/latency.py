@@ -23,12 +23,16 @@ import torch
 from minillm.bench.busy import busy
 from minillm.bench.meter import Ceilings, metered, read_bandwidth
 from minillm.bench.table import ModelOptions, Subject, shown
+from minillm.bench.workloads import drive, times_of
 from minillm.checks import choice, integer
 from minillm.errors import UsageError
 from minillm.llm import LLM
 from minillm.params import MAX_TOKENS, SamplingParams
 
 RUNS = 3
+_SAME_NAMES = (  # in our configuration and in transformers'
+    "vocab_size", "hidden_size", "head_dim", "intermediate_size", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,20 +95,10 @@ def measure(subject: Subject, options: Options) -> list[LatencyResult]:
 
 
 def _run(llm: LLM, prompts: list[list[int]], output_len: int) -> Timing:
-    engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    engine.cache.reset_prefix_cache()  # the prompts of the last run would be found there
-    began = time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), prompt, params)
-    started: set[str] = set()
-    first = 0.0
-    while engine.has_work:
-        started.update(delta.request_id for delta in engine.step())
-        if len(started) == len(prompts) and not first:
-            first = time.perf_counter() - began
-    engine.take_finished()
-    return Timing(first, time.perf_counter() - began)
+    llm.reset_prefix_cache()  # the prompts of the last run would be found there
+    seconds, outputs = drive(llm.engine, [(prompt, params) for prompt in prompts])
+    return Timing(max(times_of(output)[0] for output in outputs), seconds)
 
 
 def _transformers(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
@@ -120,15 +114,10 @@ def _transformers(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int], T
     model = llm.engine.runner.model
     c = model.config
     config = transformers.LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
         num_hidden_layers=c.num_layers,
         num_attention_heads=c.num_heads,
         num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        intermediate_size=c.intermediate_size,
-        max_position_embeddings=c.max_position_embeddings,
-        tie_word_embeddings=c.tie_word_embeddings,
+        **{name: getattr(c, name) for name in _SAME_NAMES},
     )
     with torch.device(model.device):
         theirs: Any = transformers.LlamaForCausalLM(config).to(model.dtype).eval()

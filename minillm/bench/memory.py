@@ -53,11 +53,11 @@ class Lengths:
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """(prompt tokens, output tokens), each at least 1, together at most `LONGEST`."""
         prompt, output = (
-            round(rng.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma))
+            max(1, round(rng.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma)))
             for mean in (self.prompt_mean, self.output_mean)
         )
-        prompt = min(max(1, prompt), LONGEST - 1)
-        return prompt, min(max(1, output), LONGEST - prompt)
+        prompt = min(prompt, LONGEST - 1)
+        return prompt, min(output, LONGEST - prompt)
 
 
 ALPACA = Lengths("Alpaca-like", 19.31, 58.45, 0.8)
@@ -128,10 +128,7 @@ def _books(options: Options) -> Iterator[MemoryResult]:
 
 
 def _swaps(options: Options) -> Iterator[SwapResult]:
-    """Swap against recompute: the cost of taking one sequence off the device and of having it back, by block size.
-
-    The recompute is one prefill of the sequence, at block size 16.
-    """
+    """Swap against recompute (one prefill at block size 16): taking a sequence off the device, and having it back."""
     llm = LLM(options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device)
     model, num_tokens = llm.engine.runner.model, options.num_tokens
     tokens = torch.randint(0, model.config.vocab_size, (num_tokens,)).tolist()
@@ -151,9 +148,6 @@ def _swaps(options: Options) -> Iterator[SwapResult]:
         back = [(host, block) for block, host in out]
         swap_out = milliseconds(pool.save, out)  # whose first call, which does not count, allocates the host's pool
         yield SwapResult(block_size, num_tokens, swap_out, milliseconds(pool.restore, back), recompute)
-
-
-# --- waste ------------------------------------------------------------------------------------------------------------
 
 
 def paged_waste(lengths: Lengths, block_size: int) -> float:
@@ -200,9 +194,6 @@ def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> fl
         filled += output * prompt + output * (output + 1) // 2
         reserved += output * min(LONGEST, reserve(prompt, output))
     return 1 - filled / reserved
-
-
-# --- sharing: replays, whose books are looked at again and again ------------------------------------------------------
 
 
 def saved(replay: Iterable[BlockManager]) -> float:

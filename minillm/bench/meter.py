@@ -14,8 +14,6 @@ import torch
 from minillm.engine.engine import Engine
 from minillm.runner.step import StepWork
 
-_LAUNCHES = 24
-_REPLAYS = 11
 _COLD_BYTES = 400 << 20  # several times the largest L2
 
 
@@ -55,7 +53,7 @@ def copies_for_cold_l2(bytes_per_launch: int) -> int:
     return max(1, min(64, -(-_COLD_BYTES // max(1, bytes_per_launch))))
 
 
-def graph_microseconds(launch: Callable[[int], object], launches: int = _LAUNCHES) -> float:
+def graph_microseconds(launch: Callable[[int], object], launches: int = 24) -> float:
     """Median microseconds of ``launch(i)``, i counting up, over replays of one CUDA graph, with a cold L2.
 
     A graph of many launches hides what the host costs. Each launch should work on another copy of the inputs: the
@@ -68,7 +66,7 @@ def graph_microseconds(launch: Callable[[int], object], launches: int = _LAUNCHE
     with torch.cuda.graph(graph):
         for i in range(launches):
             launch(i)
-    return _device_seconds(graph.replay, _REPLAYS) * 1e6 / launches
+    return _device_seconds(graph.replay, 11) * 1e6 / launches
 
 
 def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:

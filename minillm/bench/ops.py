@@ -100,7 +100,7 @@ def _rotary_write_kv(tokens: int) -> Case:
     return Case("rotary_write_kv", f"{tokens} tokens, {heads}/{kv_heads} x {dim}", inputs, moved, check=check)
 
 
-def _paged_attention(shape: Heads, seqs: int, context: int, block_size: int = 16, shuffled: bool = True) -> Case:
+def paged_attention(shape: Heads, seqs: int, context: int, block_size: int = 16, shuffled: bool = True) -> Case:
     heads, kv_heads, dim = shape
     moved, scale = seqs * context * kv_heads * dim * 2 * 2, dim**-0.5
     blocks = context // block_size
@@ -123,18 +123,8 @@ def _paged_attention(shape: Heads, seqs: int, context: int, block_size: int = 16
     return Case("paged_attention", name, inputs, moved, 4 * seqs * context * heads * dim, launches, check)
 
 
-@dataclass(frozen=True)
-class SharedInputs:
-    """A batch behind one prefix, in several copies that lie apart."""
-
-    q: Tensor
-    pages: list[Pages]  # of each copy, in one pool
-    work: WorkList  # filled, for every copy alike
-    bytes: int  # of one launch
-
-
-def shared_inputs(shape: Heads, seqs: int, prefix: int, tail: int, *, planned_tail: int | None = None) -> SharedInputs:
-    """Inputs for ``seqs`` sequences of ``prefix`` shared tokens and ``tail`` of their own.
+def prefix_attention(shape: Heads, seqs: int, prefix: int, tail: int, *, planned_tail: int | None = None) -> Case:
+    """``seqs`` sequences of ``prefix`` shared tokens and ``tail`` of their own.
 
     Args:
         planned_tail: tokens of the tails when the plan was made; by default as now.
@@ -144,7 +134,7 @@ def shared_inputs(shape: Heads, seqs: int, prefix: int, tail: int, *, planned_ta
     blocks = shared + seqs * own
     moved = blocks * _BLOCK_SIZE * kv_heads * dim * 2 * 2
     copies = min(24, copies_for_cold_l2(moved))
-    k, v = (random(copies * blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
+    q, k, v = random(seqs, heads, dim), *(random(copies * blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
     ids = torch.randperm(copies * blocks, device=DEVICE).int().view(copies, blocks)
     prefixes = ids[:, None, :shared].expand(copies, seqs, shared)
     tables = torch.cat((prefixes, ids[:, shared:].view(copies, seqs, own)), dim=2)
@@ -156,19 +146,13 @@ def shared_inputs(shape: Heads, seqs: int, prefix: int, tail: int, *, planned_ta
     work = WorkList.allocate(seqs, attention, DEVICE)
     work.fill(plan)
     lens = _full(seqs, prefix + tail, torch.int32)
-    return SharedInputs(random(seqs, heads, dim), [Pages(k, v, each, lens) for each in tables], work, moved)
-
-
-def _prefix_attention(shape: Heads, seqs: int, prefix: int, tail: int) -> Case:
-    heads, kv_heads, dim = shape
-    batch = shared_inputs(shape, seqs, prefix, tail)
-    inputs = [(batch.q, pages, dim**-0.5, batch.work) for pages in batch.pages]
+    inputs = [(q, Pages(k, v, each, lens), dim**-0.5, work) for each in tables]
 
     def check(launch: Callable[[], Tensor]) -> float:
         return _error(launch(), kernels.paged_attention(*inputs[0][:3]))  # which float64 has checked
 
     name = f"{heads}/{kv_heads} x {dim}, B{seqs} {prefix}+{tail}"
-    return Case("prefix_attention", name, inputs, batch.bytes, 4 * seqs * (prefix + tail) * heads * dim, check=check)
+    return Case("prefix_attention", name, inputs, moved, 4 * seqs * (prefix + tail) * heads * dim, check=check)
 
 
 def _prefill_attention(shape: Heads, n: int, chunk: int, cached: int) -> Case:
@@ -261,8 +245,8 @@ OPS: dict[str, tuple[Callable[..., Case], Iterable[tuple[Any, ...]]]] = {
     "rms_norm": (_rms_norm, ((1, 4096), (64, 4096), (8192, 4096))),
     "silu_mul": (_silu_mul, ((1, 14336), (64, 14336), (8192, 4096))),
     "rotary_write_kv": (_rotary_write_kv, ((1,), (64,), (8192,))),
-    "paged_attention": (_paged_attention, _with_heads(_PAGED + _PAGED_APART)),
-    "prefix_attention": (_prefix_attention, _with_heads(_PREFIX)),
+    "paged_attention": (paged_attention, _with_heads(_PAGED + _PAGED_APART)),
+    "prefix_attention": (prefix_attention, _with_heads(_PREFIX)),
     "prefill_attention": (_prefill_attention, _with_heads(_PREFILL)),
     "block_copy": (_move_blocks, (("block_copy",),)),
     "gather_blocks": (_move_blocks, (("gather_blocks",),)),

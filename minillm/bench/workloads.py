@@ -34,6 +34,7 @@ from torch.distributed import DistError
 from minillm.bench.meter import Ceilings, metered, synchronize
 from minillm.bench.table import ScaleOptions, Subject, shown
 from minillm.checks import integer, number
+from minillm.engine.engine import Engine
 from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
 from minillm.outputs import RequestOutput
@@ -69,7 +70,7 @@ def measure(subject: Subject, options: ScaleOptions) -> WorkloadResult:
     """Run one of `REQUESTS`, or ``stall``, twice and measure the second run."""
     llm, cache, scale = subject.llm, subject.llm.engine.cache, options.scale
     ceilings = Ceilings.measure(llm.engine.runner.model.device)
-    run = _stall if subject.workload == "stall" else _drive
+    run = _stall if subject.workload == "stall" else _at_once
     llm.reset_prefix_cache()
     run(subject, random.Random(0), scale)
     if subject.workload != "prefix":
@@ -141,23 +142,35 @@ def times_of(output: RequestOutput) -> tuple[float, float, float]:
     return metrics.first_token_time - metrics.arrival_time, per_token, metrics.finished_time - metrics.arrival_time
 
 
-def _drive(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult:
-    """All requests of a workload at once."""
+def drive(
+    engine: Engine, requests: list[Request], arrivals: list[float] | None = None
+) -> tuple[float, list[RequestOutput]]:
+    """Compute requests, which come all at once, or each after so many seconds; returns the seconds and the outputs."""
+    device = engine.runner.model.device
+    synchronize(device)
+    began, began_clock = time.perf_counter(), time.monotonic()
+    added = 0
+    while added < len(requests) or engine.has_work:
+        now = time.perf_counter() - began
+        while added < len(requests) and (arrivals is None or arrivals[added] <= now):
+            group = engine.add_request(str(added), *requests[added])
+            if arrivals is not None:
+                group.metrics.arrival_time = began_clock + arrivals[added]
+            added += 1
+        if engine.has_work:
+            engine.step()
+        elif arrivals is not None:
+            time.sleep(max(0.0, min(0.001, arrivals[added] - now)))
+    synchronize(device)
+    return time.perf_counter() - began, engine.take_finished()
+
+
+def _at_once(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult:
     engine = subject.llm.engine
-    model = engine.runner.model
-    requests = REQUESTS[subject.workload](rng, model.config.vocab_size, scale)
-    synchronize(model.device)
-    began = time.perf_counter()
-    for i, (prompt, params) in enumerate(requests):
-        engine.add_request(str(i), prompt, params)
-    while engine.has_work:
-        engine.step()
-    synchronize(model.device)
-    seconds = time.perf_counter() - began
-    outputs = engine.take_finished()
+    requests = REQUESTS[subject.workload](rng, engine.runner.model.config.vocab_size, scale)
+    seconds, outputs = drive(engine, requests)
     first, per_token, _ = map(statistics.median, zip(*map(times_of, outputs), strict=True))
-    tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    return _result(subject, len(requests), tokens, seconds, first, per_token)
+    return _result(subject, outputs, seconds, first, per_token)
 
 
 def _stall(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult:
@@ -183,13 +196,14 @@ def _stall(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult
     outputs = engine.take_finished()
     seconds = time.perf_counter() - began
     first = next(times_of(output)[0] for output in outputs if output.request_id == "long")
-    count = sum(len(output.outputs[0].token_ids) for output in outputs)
-    result = _result(subject, len(outputs), count, seconds, first, seconds / params.max_tokens)
-    return replace(result, longest_wait=longest)
+    return replace(_result(subject, outputs, seconds, first, seconds / params.max_tokens), longest_wait=longest)
 
 
-def _result(subject: Subject, count: int, tokens: int, seconds: float, first: float, each: float) -> WorkloadResult:
-    return WorkloadResult(subject.workload, subject.name, count, tokens, seconds, tokens / seconds, first, each)
+def _result(
+    subject: Subject, outputs: list[RequestOutput], seconds: float, first: float, per_token: float
+) -> WorkloadResult:
+    count, tokens = len(outputs), sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    return WorkloadResult(subject.workload, subject.name, count, tokens, seconds, tokens / seconds, first, per_token)
 
 
 @dataclass(frozen=True)
@@ -222,20 +236,7 @@ def _serve(llm: LLM, rate: float, num_requests: int, scale: float) -> ServeResul
     requests = throughput(rng, engine.runner.model.config.vocab_size, scale, num_requests)
     arrivals = list(accumulate((rng.expovariate(rate) for _ in requests[1:]), initial=0.0))
     llm.reset_prefix_cache()
-    began, began_clock = time.perf_counter(), time.monotonic()
-    added = 0
-    while added < num_requests or engine.has_work:
-        now = time.perf_counter() - began
-        while added < num_requests and arrivals[added] <= now:
-            group = engine.add_request(str(added), *requests[added])
-            group.metrics.arrival_time = began_clock + arrivals[added]
-            added += 1
-        if engine.has_work:
-            engine.step()
-        else:
-            time.sleep(max(0.0, min(0.001, arrivals[added] - now)))
-    seconds = time.perf_counter() - began
-    outputs = engine.take_finished()
+    seconds, outputs = drive(engine, requests, arrivals)
     first, per_token, whole = zip(*map(times_of, outputs), strict=True)
     counts = [len(output.outputs[0].token_ids) for output in outputs]
     normalised = [each / count for each, count in zip(whole, counts, strict=True)]
