@@ -41,7 +41,8 @@ def _find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE:
     return chunk, number - before
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+# Not compiled anew for tables of another width, nor for chunks that begin elsewhere in the batch.
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "tables_ptr", "lens_ptr"])
 def _prefill_attention_kernel(
     out_ptr,
     q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,
@@ -123,15 +124,9 @@ def _prefill_attention_kernel(
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """See `reference.prefill_attention`.
+    """See `reference.prefill_attention`. ``q`` may have any token and head stride.
 
-    Args:
-        q: ``[num_tokens, num_heads, head_dim]``, any token and head stride; chunks packed.
-        pages: K and V contiguous, block_size a power of two up to 256.
-        cu_seqlens: ``[num_seqs + 1]`` int32.
-
-    Raises:
-        ValueError: wrong shape or layout.
+    K and V are contiguous, block_size is a power of two up to 256. Raises ValueError where a shape or layout is wrong.
     """
     num_tokens, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens = pages
@@ -145,13 +140,11 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
         dim_tile = max(16, triton.next_power_of_2(head_dim))
         rows, tile, stages, warps = _tiling(dim_tile, q.element_size(), num_tokens // num_seqs)
         _prefill_attention_kernel[(num_heads, num_tokens // rows + num_seqs)](
-            out,
-            q, k_cache, v_cache, tables, lens, cu_seqlens,
+            out, q, k_cache, v_cache, tables, lens, cu_seqlens,
             q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim, out.stride(0), out.stride(1),
             softmax_scale * 1.4426950408889634, num_seqs,
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_SIZE=block_size,
-            ROWS=rows, TILE=tile, SEQS_TILE=max(256, triton.next_power_of_2(num_seqs)), STAGES=stages,
-            num_warps=warps,
+            ROWS=rows, TILE=tile, SEQS_TILE=max(256, triton.next_power_of_2(num_seqs)), STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return out
 

@@ -50,7 +50,7 @@ def _attend_tile(
     return new_maximum, total, out
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "table_stride"])
 def _paged_attention_kernel(
     out_ptr, lse_ptr,
     q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr,
@@ -148,15 +148,12 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: t
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
-    """See `reference.paged_attention`.
+    """See `reference.paged_attention`. ``q`` may have any sequence and head stride.
+
+    K and V are contiguous, block_size is a power of two up to 256. Raises ValueError where a shape or layout is wrong.
 
     Args:
-        q: ``[num_seqs, num_heads, head_dim]``, any sequence and head stride.
-        pages: K and V contiguous, block_size a power of two up to 256.
         num_splits: parts of each context; by default `num_splits_for` the widest table.
-
-    Raises:
-        ValueError: wrong shape or layout.
     """
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens = pages
@@ -170,27 +167,24 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         num_splits = num_splits_for(num_seqs, num_kv_heads, tables.shape[1] * block_size, q.device)
     dim_tile = max(16, triton.next_power_of_2(head_dim))
     tile, stages, warps = tiling(dim_tile, q.element_size())
+    pdl = pdl_options(q.device)
     target, partial_lse, strides = out, out, (out.stride(0), out.stride(1), 0, 0, 0)
     if num_splits > 1:
         target = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
         strides = (target.stride(0), target.stride(2), target.stride(1), num_splits * num_heads, num_heads)
     _paged_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
-        target, partial_lse,
-        q, k_cache, v_cache, tables, lens,
+        target, partial_lse, q, k_cache, v_cache, tables, lens,
         q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim,
-        *strides,
-        softmax_scale * 1.4426950408889634, num_splits,
+        *strides, softmax_scale * 1.4426950408889634, num_splits,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
-        BLOCK_SIZE=block_size, TILE=tile, STAGES=stages, PARTIAL=num_splits > 1,
-        num_warps=warps, **pdl_options(q.device),
+        BLOCK_SIZE=block_size, TILE=tile, STAGES=stages, PARTIAL=num_splits > 1, num_warps=warps, **pdl,
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits_kernel[(num_seqs, num_heads)](
-            out, target, partial_lse, lens,
-            out.stride(0), out.stride(1), num_heads, num_splits,
+            out, target, partial_lse, lens, out.stride(0), out.stride(1), num_heads, num_splits,
             HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=tile, SPLITS_TILE=triton.next_power_of_2(num_splits),
-            num_warps=4, **pdl_options(q.device),
+            num_warps=4, **pdl,
         )  # fmt: skip
     return out
 

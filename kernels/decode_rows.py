@@ -135,8 +135,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
     _begin_decode_kernel[(rows.shape[0],)](
         words, rows,
         inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens, inputs.block_tables,
-        *inputs.sampling,
-        words.stride(0), inputs.block_tables.stride(0),
+        *inputs.sampling, words.stride(0), inputs.block_tables.stride(0),
         BLOCK_SIZE=block_size, TILE=min(_TABLE_TILE, triton.next_power_of_2(inputs.block_tables.shape[1])),
         num_warps=4, **pdl_options(words.device),
     )  # fmt: skip
@@ -146,18 +145,9 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
     """Write the logits with their rows' penalties to ``out``: see `reference.penalise`."""
     n, vocab = logits.shape
     _penalise_kernel[(n, triton.cdiv(vocab, _PIECE))](
-        out,
-        logits,
-        words,
-        counts,
-        rows,
-        words.stride(0),
-        logits.stride(0),
-        vocab,
-        PIECE=_PIECE,
-        num_warps=8,
-        **pdl_options(words.device),
-    )
+        out, logits, words, counts, rows, words.stride(0), logits.stride(0), vocab,
+        PIECE=_PIECE, num_warps=8, **pdl_options(words.device),
+    )  # fmt: skip
 
 
 def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:

@@ -70,7 +70,7 @@ def _attend(
     return maximum, total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _chunk_first_kernel(
     partial_ptr, lse_ptr,
     q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, counts_ptr, items_ptr, order_ptr, starts_ptr,
@@ -112,7 +112,7 @@ def _chunk_first_kernel(
         tl.store(lse_ptr + at, maximum + tl.log2(total), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _sequence_first_kernel(
     partial_ptr, lse_ptr,
     q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, order_ptr, tails_ptr,
@@ -213,11 +213,8 @@ def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
     """`decode_attention.paged_attention`, over the prefix tree that a work list was made from.
 
-    Args:
-        work: for ``num_seqs`` sequences with these tables. Contexts may have grown since.
-
-    Raises:
-        ValueError: wrong shape or layout.
+    The list is for as many sequences with these tables; contexts may have grown since. Raises ValueError where a shape
+    or layout is wrong.
     """
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens = pages
@@ -231,8 +228,7 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     out = torch.empty(num_seqs, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if not num_seqs:
         return out
-    splits = shape.tail_splits(num_seqs)
-    max_results = shape.max_results(num_seqs)
+    splits, max_results = shape.tail_splits(num_seqs), shape.max_results(num_seqs)
     num_results = max_results + num_seqs * splits
     partial = torch.empty(num_results, num_heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(num_results, num_heads, dtype=torch.float32, device=q.device)
@@ -242,15 +238,13 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # what every GPU's shared memory has room for
     most = min(num_kv_heads * work.items.shape[0], MOST_PROGRAMS * shape.num_processors)
     _chunk_first_kernel[(most,)](
-        partial, lse,
-        q, k_cache, v_cache, tables, work.counts, work.items, work.order, work.starts,
+        partial, lse, q, k_cache, v_cache, tables, work.counts, work.items, work.order, work.starts,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages, **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)
     _sequence_first_kernel[(num_kv_heads, num_seqs, splits)](
-        partial, lse,
-        q, k_cache, v_cache, tables, lens, work.order, work.tails,
+        partial, lse, q, k_cache, v_cache, tables, lens, work.order, work.tails,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, max_results,
         ROWS=max(16, triton.next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits,
         **sizes, num_warps=warps, **options,
@@ -258,9 +252,7 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     # One warp a head; few heads a program while there are few, for then what counts is that all are under way.
     heads = min(8, triton.next_power_of_2(num_seqs * num_heads // (8 * shape.num_processors) + 1))
     _merge_results_kernel[(num_seqs, triton.cdiv(num_heads, heads))](
-        out, partial, lse, work.order, work.starts,
-        out.stride(0), out.stride(1), num_heads, max_results,
-        HEADS=heads, HEAD_DIM=head_dim, DIM_TILE=shape.dim_tile, SPLITS=splits, AT_ONCE=2,
-        num_warps=heads, **options,
+        out, partial, lse, work.order, work.starts, out.stride(0), out.stride(1), num_heads, max_results,
+        HEADS=heads, HEAD_DIM=head_dim, DIM_TILE=shape.dim_tile, SPLITS=splits, AT_ONCE=2, num_warps=heads, **options,
     )  # fmt: skip
     return out

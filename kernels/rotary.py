@@ -82,10 +82,8 @@ def _rotary_write_kv_kernel(
 def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor) -> None:
     """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the blocks. See `reference.rotary_write_kv`.
 
-    ``q``, ``k``, ``v`` ``[tokens, heads, head_dim]`` may be views with any token and head stride.
-
-    Raises:
-        ValueError: wrong shape or layout.
+    ``q``, ``k``, ``v`` ``[tokens, heads, head_dim]`` may be views with any token and head stride. Raises ValueError
+    where a shape or layout is wrong.
     """
     cos, sin, slots = places
     tokens, num_heads, head_dim = q.shape
@@ -110,6 +108,5 @@ def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Te
         num_heads, num_kv_heads,
         HEAD_DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
         REST_TILE=triton.next_power_of_2(rest) if rest else 0,
-        Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads),
-        num_warps=4, **pdl_options(q.device),
+        Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads), num_warps=4, **pdl_options(q.device),
     )  # fmt: skip

@@ -147,13 +147,10 @@ def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor
 
     Args:
         logits: ``[rows, vocab]`` float32, bfloat16 or float16, rows may be strided; vocab below 2^24.
-        inputs: contiguous.
+        inputs: contiguous. ValueError is raised where a shape or layout is wrong.
 
     Returns:
         ``(token_ids [rows] int64, log_probabilities [rows] float32)``; the latter are the model's own, untempered.
-
-    Raises:
-        ValueError: wrong shape or layout.
     """
     rows, vocab = check_logits(logits)
     for name, tensor in zip(inputs._fields, inputs, strict=True):
@@ -164,11 +161,7 @@ def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor
     if rows:
         scratch = scan(logits, inputs)
         _draw_kernel[(rows,)](
-            tokens, logprobs,
-            *scratch.tensors,
-            logits, *inputs,
-            logits.stride(0), vocab, scratch.num_pieces, scratch.num_groups,
-            **scratch.tiles, ROW_TILE=PIECE,
-            num_warps=8, **pdl_options(logits.device),
+            tokens, logprobs, *scratch.tensors, logits, *inputs, logits.stride(0), vocab, *scratch.counts,
+            **scratch.tiles, ROW_TILE=PIECE, num_warps=8, **pdl_options(logits.device),
         )  # fmt: skip
     return tokens, logprobs

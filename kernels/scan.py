@@ -12,7 +12,7 @@ Reference: `minillm.kernels.reference.uniform`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -117,13 +117,11 @@ def read_parts(parts_ptr, row, num_pieces, PIECES_TILE: tl.constexpr, PARTS: tl.
     return part_ptr, is_piece, maxima, maximum, anchor, tl.sum(sums * tl.exp(maxima - anchor), axis=0)
 
 
-@dataclass(frozen=True)
-class Scratch:
+class Scratch(NamedTuple):
     """The scan's results for the kernel behind it, and room for that kernel's candidates."""
 
     tensors: tuple[Tensor, ...]  # group ids, candidates' values and ids, parts, maxima
-    num_pieces: int
-    num_groups: int
+    counts: tuple[int, int]  # pieces, groups
     tiles: dict[str, int]
 
 
@@ -138,29 +136,16 @@ def scan(logits: Tensor, inputs: SamplingInputs) -> Scratch:
 
     parts, maxima = room(num_pieces * _PARTS, torch.float32), room(num_groups, torch.float32)
     _scan_kernel[(rows, num_pieces)](
-        parts, maxima,
-        logits, inputs.temperature, inputs.top_k, inputs.seeds, inputs.positions,
+        parts, maxima, logits, inputs.temperature, inputs.top_k, inputs.seeds, inputs.positions,
         logits.stride(0), vocab, num_pieces, num_groups,
-        PIECE=PIECE, GROUP=_GROUP, PARTS=_PARTS,
-        num_warps=8, **pdl_options(logits.device),
+        PIECE=PIECE, GROUP=_GROUP, PARTS=_PARTS, num_warps=8, **pdl_options(logits.device),
     )  # fmt: skip
+    candidates = room(_CANDIDATES, torch.float32), room(_CANDIDATES, torch.int32)
+    tiles = {"PIECES_TILE": triton.next_power_of_2(num_pieces), "GROUPS_TILE": groups_tile}
     return Scratch(
-        tensors=(
-            room(groups_tile, torch.int32),
-            room(_CANDIDATES, torch.float32),
-            room(_CANDIDATES, torch.int32),
-            parts,
-            maxima,
-        ),
-        num_pieces=num_pieces,
-        num_groups=num_groups,
-        tiles={
-            "PIECES_TILE": triton.next_power_of_2(num_pieces),
-            "GROUPS_TILE": groups_tile,
-            "GROUP": _GROUP,
-            "PARTS": _PARTS,
-            "CANDIDATES": _CANDIDATES,
-        },
+        (room(groups_tile, torch.int32), *candidates, parts, maxima),
+        (num_pieces, num_groups),
+        {**tiles, "GROUP": _GROUP, "PARTS": _PARTS, "CANDIDATES": _CANDIDATES},
     )
 
 

@@ -195,10 +195,8 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Args:
         logits: ``[rows, vocab]`` float32, bfloat16 or float16, rows may be strided; vocab below 2^24.
-        count: 1 to vocab; torch sorts the rows where it is above 256.
-
-    Raises:
-        ValueError: wrong shape, layout or count.
+        count: 1 to vocab; torch sorts the rows where it is above 256. ValueError is raised where it, or a shape or
+            layout, is wrong.
     """
     rows, vocab = check_logits(logits)
     if not 1 <= count <= vocab:
@@ -213,10 +211,8 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         counts = torch.full((rows,), count, dtype=torch.int64, device=device)
         scratch = scan(logits, SamplingInputs(ones, counts, ones, ones, counts, counts))
         _top_kernel[(rows,)](
-            logprobs, ids,
-            *scratch.tensors, logits,
-            logits.stride(0), vocab, scratch.num_pieces, scratch.num_groups, count,
+            logprobs, ids, *scratch.tensors, logits, logits.stride(0), vocab, *scratch.counts, count,
             **scratch.tiles, COUNT_TILE=max(16, triton.next_power_of_2(count)), ROW_TILE=PIECE,
-            num_warps=8, **pdl_options(logits.device),
+            num_warps=8, **pdl_options(device),
         )  # fmt: skip
     return logprobs, ids
