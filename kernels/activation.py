@@ -2,11 +2,8 @@
 
     out = silu(gate) * up,   gate, up = the halves of each row      (Shazeer 2020)
 
-Bytes: reads 2 * rows * size elements and writes rows * size; torch's two ops move 5. Memory-bound.
-
-Grid: (rows, tiles of a row). Tile: 2,048 columns of gate and up, 16 bytes a thread and load.
-
-Reference: `minillm.kernels.reference.silu_mul`.
+Bytes: reads 2 * rows * size elements and writes rows * size; torch's two ops move 5. Memory-bound. Grid: (rows, tiles
+of a row). Tile: 2,048 columns of gate and up, 16 bytes a thread and load.
 """
 
 from __future__ import annotations

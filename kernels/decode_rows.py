@@ -1,8 +1,7 @@
 """The device's memory of the decoding sequences: one row of 32-bit words each, read and written by every step.
 
-A decode step computes one token of each of n sequences. Their state lies in a table of *rows* on the device, so for a
-step the host sends only the list of rows and the changes since the last one. A row holds, in this order (see `Field`):
-the token to compute, its position, the sampling parameters, and the block table.
+A row holds, in the order of `Field`, the token to compute, its position, the sampling parameters, and the block table.
+For a step the host sends only the list of rows and the changes since the last one.
 
 - ``begin_decode`` gathers n rows into the tensors that the model and the sampler take, and moves each row's position on
   by one. Grid: (n). Bytes: the used part of each block table, read and written: 8 per block of context.
@@ -11,8 +10,6 @@ the token to compute, its position, the sampling parameters, and the block table
 - ``end_decode`` stores the drawn tokens, which the next step computes. Grid: (1).
 
 Row -1 is padding: its slot is -1, its context empty, and nothing is written for it.
-
-References: `minillm.kernels.reference.begin_decode`, `penalise`, `end_decode`.
 """
 
 from __future__ import annotations

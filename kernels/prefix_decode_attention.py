@@ -1,12 +1,12 @@
-"""Decode attention over a prefix tree: what sequences share is read once for all of them.
+"""Decode attention over a prefix tree: a block that sequences share is read once for all of them.
 
-The plain kernel (`decode_attention`) reads a block once for each sequence whose table names it. Here a plan
-(`prefix_plan`) says what is shared, and there are two phases (ChunkAttention, Ye et al. 2024) and a merge:
+A plan (`prefix_plan`) says which blocks are shared. There are two phases (ChunkAttention, Ye et al. 2024) and a merge:
 
 1. *Chunk first*: a program takes items of the plan, parts of nodes of the tree, each for one kv head. The queries of
-   the node's sequences, times the query heads of the kv head, are the rows of one tile, so K and V are read once for
-   all of them. The result, an output and a log-sum-exp in float32, goes to a place of its own for each sequence.
-2. *Sequence first*: a program takes a sequence's own tail, or a part of it, for one kv head, as the plain kernel does.
+   the node's sequences, times the query heads of the kv head, are the rows of one tile. The result, an output and a
+   log-sum-exp in float32, goes to a place of its own for each sequence.
+2. *Sequence first*: a program takes a sequence's own tail, or a part of it, for one kv head, as `decode_attention`
+   does.
 3. The results of a sequence's nodes and of its tail are merged.
 
 The phases overlap (programmatic dependent launch): the first is busy computing, the second reading. So all programs of
@@ -14,13 +14,11 @@ the first are on the chip at once and go through the items in turns, which lets 
 tail waits for a node. The plan says how many programs there are (`prefix_plan.Costs.programs`).
 
 Grids: (programs at most), (kv heads, sequences, splits) and (sequences, heads), by the number of sequences alone. The
-plan lies on the device, so sharing may change from step to step under one CUDA graph. Tiles: 64 rows (what Hopper's
-matrix unit takes at least) times 16 kB of K, 16 rows times 16 tokens or 8 kB, and up to 8 heads.
+plan lies on the device, so sharing may change from step to step under one CUDA graph. Tiles: 64 rows (the least that
+Hopper's matrix unit takes) times 16 kB of K, 16 rows times 16 tokens or 8 kB, and up to 8 heads.
 
 Bytes: each node's blocks once for every 64 rows (from the L2 but for the first time), each tail once, and 8 x head_dim
 for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.
-
-Reference: `minillm.kernels.reference.paged_attention`.
 """
 
 from __future__ import annotations
@@ -72,8 +70,7 @@ def _attend(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _chunk_first_kernel(
-    partial_ptr, lse_ptr,
-    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, counts_ptr, items_ptr, order_ptr, starts_ptr,
+    partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, counts_ptr, items_ptr, order_ptr, starts_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, num_kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -114,8 +111,7 @@ def _chunk_first_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _sequence_first_kernel(
-    partial_ptr, lse_ptr,
-    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, order_ptr, tails_ptr,
+    partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, order_ptr, tails_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, max_results,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
@@ -155,10 +151,9 @@ def _sequence_first_kernel(
 
 @triton.jit
 def _merge_results_kernel(
-    out_ptr, partial_ptr, lse_ptr, order_ptr, starts_ptr,
-    out_seq_stride, out_head_stride, num_heads, max_results,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    out_ptr, partial_ptr, lse_ptr, order_ptr, starts_ptr, out_seq_stride, out_head_stride, num_heads, max_results,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
+    SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     place = tl.program_id(0)
@@ -199,10 +194,9 @@ def _merge_results_kernel(
 def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
     """Tokens a tile, stages and warps of the second phase.
 
-    Tails are short, and there is one for each sequence and kv head: what counts is how many are under way beside the
-    first phase. So a tail has one warp, and a tile 16 tokens. With one query head for each kv head there are so many
-    that they come in turns, and wider tiles bring each to its end sooner. In float32 a tail has two warps: without the
-    matrix unit a product takes many registers.
+    Tails are short, and as many as can be should be under way beside the first phase: so one warp, and 16 tokens. With
+    one query head for each kv head they come in turns, and wider tiles bring each to its end sooner. In float32 a
+    product takes many registers, for want of the matrix unit: so two warps.
     """
     warps = 2 if shape.element_size == 4 else 1
     if shape.group > 1:

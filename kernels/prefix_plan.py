@@ -1,13 +1,10 @@
 """The blocks that sequences of a batch share, as a list of work for `minillm.kernels.prefix_decode_attention`.
 
-Samples of one prompt, beams, branches, requests behind one system prompt: their block tables begin with the same block
-ids. Seen together the tables are a *prefix tree* (ChunkAttention, Ye et al. 2024): a node is a run of blocks that some
-sequences share and no others, its children are what they go on with, and below them are the sequences' own tails.
-`prefix_tree` finds it from the tables alone; `plan_attention` cuts its nodes into items of about the same cost, so that
-few sequences fill the chip as well as many; a `WorkList` holds the items on the device, where a captured CUDA graph
-finds them. Where a tail ends is read from the context lengths there, so a list stays valid while sequences only grow.
-
-Plain Python but for the `WorkList`: no kernel is launched here.
+Block tables that begin with the same ids are a *prefix tree* (ChunkAttention, Ye et al. 2024): a node is a run of
+blocks that some sequences share and no others, and the leaves are the sequences' own tails. `prefix_tree` finds it;
+`plan_attention` cuts its nodes into items of about the same cost, so that few sequences fill the chip as well as many;
+a `WorkList` holds the items on the device, where a captured CUDA graph finds them. The kernels read the ends of the
+tails from the context lengths, so a list stays valid while sequences only grow.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ class Costs:
     """The conditions under which reading shared blocks once pays: microseconds, and bytes per microsecond.
 
     It saves reads, most of which would hit the L2. It costs two more launches, results that are written and merged, and
-    a kernel for the tails that is made for short ones. The defaults were measured on an H200 (`minillm bench kernels
-    --op prefix_attention` and grids of batches around the points where both ways take the same time).
+    a kernel for the tails that is made for short ones. The defaults were measured on an H200: see the README.
     """
 
     launch: float = 3.0
@@ -51,9 +47,7 @@ class Costs:
     def programs(self, tiles: float, tails: int) -> int:
         """Items that a multiprocessor should have at a time: two compute faster, one leaves room for tails.
 
-        Args:
-            tiles: tiles of nodes for each multiprocessor, counted for each kv head.
-            tails: bytes of all tails.
+        ``tiles`` are of nodes, for each multiprocessor and counted for each kv head; ``tails`` are bytes.
         """
         return 2 if tiles * self.tile > self.alone + tails / self.tail_rate else 1
 
@@ -137,16 +131,9 @@ class WorkList:
     @classmethod
     def _view(cls, words: Tensor, capacity: int, num_seqs: int, shape: AttentionShape) -> WorkList:
         items = words[3 * capacity + 3 :][: shape.max_items(num_seqs) * ITEM_WORDS]
-        return cls(
-            order=words[:num_seqs],
-            tails=words[capacity:][:num_seqs],
-            starts=words[2 * capacity :][: num_seqs + 1],
-            counts=words[3 * capacity + 1 :][:2],
-            items=items.view(-1, ITEM_WORDS),
-            shape=shape,
-            words=words,
-            capacity=capacity,
-        )
+        order, tails = words[:num_seqs], words[capacity:][:num_seqs]
+        starts, counts = words[2 * capacity :][: num_seqs + 1], words[3 * capacity + 1 :][:2]
+        return cls(order, tails, starts, counts, items.view(-1, ITEM_WORDS), shape, words, capacity)
 
     def first(self, num_seqs: int) -> WorkList:
         """The list of a smaller batch, in the same memory."""

@@ -1,7 +1,7 @@
 """Every op in plain torch: the specification that the fast versions are tested against.
 
-Written to be read, and to run in float64: arithmetic happens in the wider of float32 and the input's dtype. What
-several ops take together, with its shapes, is in `minillm.kernels.arguments`.
+Written to be read, and to run in float64: arithmetic happens in the wider of float32 and the input's dtype. Arguments
+of several tensors are in `minillm.kernels.arguments`, with their shapes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""One pass over logits, which the sampler and the search for the most probable tokens begin with.
+"""One pass over logits, with which the sampler and the search for the most probable tokens begin.
 
-``_scan_kernel``, grid (rows, pieces of the vocabulary): of each piece it keeps the largest logit with its id, the sum
-of ``exp`` at temperature 1 (for log-probabilities) and at the row's own, the best score of a draw, and the maximum of
-every 32 neighbours. Bytes: the logits once, at memory speed; what the kernels behind it read comes from L2.
-
-A score is ``exp(logit / temperature) / E`` with E = -log(1 - uniform): see `minillm.kernels.sampling`. The uniforms are
-a hash of (seed, position, token id), so a sequence draws the same whatever else is in the batch.
-
-Reference: `minillm.kernels.reference.uniform`.
+``_scan_kernel``, grid (rows, pieces of the vocabulary), tile: a piece: of each piece it keeps the largest logit with
+its id, the sum of ``exp`` at temperature 1 (for log-probabilities) and at the row's own, the best score of a draw, and
+the maximum of every 32 neighbours. Bytes: the logits once, at memory speed. A score is ``exp(logit / temperature) / E``
+with E = -log(1 - uniform): see `minillm.kernels.sampling`. The uniforms are those of `reference.uniform`.
 """
 
 from __future__ import annotations
@@ -68,8 +64,7 @@ def ordered(x):
 
 @triton.jit
 def _scan_kernel(
-    parts_ptr, maxima_ptr,
-    logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, positions_ptr,
+    parts_ptr, maxima_ptr, logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, positions_ptr,
     row_stride, vocab, num_pieces, num_groups,
     PIECE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

@@ -1,13 +1,9 @@
-"""The k largest logits of a row, in order, without sorting it; and what the sampler needs to cut a row there.
+"""The k largest logits of a row, in order, without sorting it; and the cuts of a row that the sampler makes.
 
 If the k-th largest of the neighbours' maxima (`minillm.kernels.scan`) is t, at least k logits are >= t, and usually few
 more. Those are collected on chip, and cut there by count, by bisection over the ordered bits of a float. Where k is too
 large for that, or too many logits are equal, the bisection runs over the whole row: slower, and exact. Equals stand in
-order of their ids, the lower first.
-
-Grid: (rows). Bytes: what the scan has read, the groups that are searched once more, from L2.
-
-Reference: `minillm.kernels.reference.top_log_probabilities`.
+order of their ids, the lower first. Grid: (rows). Bytes: the scan's, and its groups that are searched again, from L2.
 """
 
 from __future__ import annotations
@@ -136,8 +132,7 @@ def keep_top(keys, held, n, threshold, low, high):
 
 @triton.jit
 def _top_kernel(
-    out_logprobs_ptr, out_ids_ptr,
-    groups_ptr, values_ptr, ids_ptr, parts_ptr, maxima_ptr, logits_ptr,
+    out_logprobs_ptr, out_ids_ptr, groups_ptr, values_ptr, ids_ptr, parts_ptr, maxima_ptr, logits_ptr,
     row_stride, vocab, num_pieces, num_groups, count,
     PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     CANDIDATES: tl.constexpr, COUNT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, PDL: tl.constexpr,

@@ -56,12 +56,11 @@ class HostPlan:
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
-    """Work out once for all layers what depends on where the tokens lie.
+    """Work out once for all layers the facts that depend on where the tokens lie.
 
     Args:
         places: of all tokens of the step.
         decodes: the decoding sequences', in any layer.
-        num_heads: of the queries.
     """
     padded = bool((places.slots < 0).any())
     return HostPlan(padded=padded, turn=_turn(places), decodes=_plan_decodes(decodes, num_heads))
@@ -115,13 +114,7 @@ def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
 
 
 def rotary_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    places: Places,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: HostPlan | None = None,
+    q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor, plan: HostPlan | None = None
 ) -> None:
     """See `reference.rotary_write_kv`; for whole heads in float32, and q and k at once where they lie side by side."""
     half, num_tokens, num_heads = places.cos.shape[1], *q.shape[:2]
@@ -172,13 +165,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPla
         return _attend_together(q, pages, decodes, softmax_scale)
     # The query heads of a kv head stand as a batch of queries: nothing is repeated.
     grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim).unbind(0)
-    outputs = []
-    for query, span in zip(grouped, decodes, strict=True):
-        if not span.length:
-            outputs.append(torch.zeros_like(query))
-            continue
-        k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
-        outputs.append(_attend_one(query, k, v, softmax_scale))
+    outputs = [_attend_one(query, pages, span, softmax_scale) for query, span in zip(grouped, decodes, strict=True)]
     if num_seqs == 1:
         return outputs[0].view(q.shape)
     return torch.stack(outputs).view(q.shape) if outputs else torch.empty_like(q)
@@ -189,11 +176,13 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     return paged_attention(q, pages, softmax_scale)
 
 
-def _attend_one(query: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-    """``query [kv heads, group, head_dim]`` over ``k, v [kv heads, length, head_dim]``."""
+def _attend_one(query: Tensor, pages: Pages, span: Span, softmax_scale: float) -> Tensor:
+    """``query [kv heads, group, head_dim]`` over one sequence; zeros where it is empty."""
+    if not span.length:
+        return torch.zeros_like(query)
+    k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
     if query.dtype != torch.float32 or k.shape[1] > _SHORT_CONTEXT:
-        attended = functional.scaled_dot_product_attention(query[None], k[None], v[None], scale=softmax_scale)
-        return attended[0]
+        return functional.scaled_dot_product_attention(query[None], k[None], v[None], scale=softmax_scale)[0]
     scores = torch.bmm(query * softmax_scale, k.transpose(1, 2))
     return torch.bmm(scores.softmax(-1), v)
 
@@ -233,17 +222,10 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
             continue
         k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
         cached = span.length - (end - begin)
-        mask = None
-        if cached:
-            mask = torch.arange(span.length) <= torch.arange(cached, span.length)[:, None]
+        mask = torch.arange(span.length) <= torch.arange(cached, span.length)[:, None] if cached else None
+        query = q[begin:end].transpose(0, 1)[None]
         attended = functional.scaled_dot_product_attention(
-            q[begin:end].transpose(0, 1)[None],
-            k[None],
-            v[None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=softmax_scale,
-            enable_gqa=True,
+            query, k[None], v[None], mask, is_causal=mask is None, scale=softmax_scale, enable_gqa=True
         )
         out[begin:end] = attended[0].transpose(0, 1)
     return out

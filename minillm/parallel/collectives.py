@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +19,9 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, Stor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from minillm.parallel.peer_memory import PeerMemory, PeerMemoryError, export_memory
+
+if torch.cuda.is_available():  # Triton is not imported where nothing can run it
+    from minillm.kernels.all_reduce import WORDS, Exchange, all_reduce, inbox_words
 
 # Whether the others are still there is seen by `minillm.parallel.channel`, within seconds. This only has to be longer
 # than the slowest rank takes to load.
@@ -54,9 +55,9 @@ class Ranks:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place, the same bits on each."""
-        way = None if self._sums is None else self._sums.way(x)
-        if way is not None:
-            return way.add(x)
+        exchange = None if self._sums is None else self._sums.exchange_for(x)
+        if exchange is not None:
+            return all_reduce(x, exchange)
         options = AllreduceOptions()
         options.asyncOp = False  # on the current stream: nothing to wait for, and a graph sees a plain kernel
         _wait(self._group.allreduce([x], options))
@@ -110,25 +111,17 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Way:
-    """To form some sums."""
-
-    takes: Callable[[Tensor], bool]
-    add: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
 class PeerSums:
     """`minillm.kernels.all_reduce` among these ranks, in one shot or in two."""
 
-    ways: list[Way]  # the first one that takes a tensor is the fastest; where none does, NCCL is
+    exchanges: list[Exchange]  # the first one that takes a tensor is the fastest; where none does, NCCL is
     stop: Tensor  # where a kernel that waits in the stream of the model looks, too
     stream: torch.cuda.Stream  # for a word to it
     inbox: Tensor
     peers: list[PeerMemory]  # the other ranks' inboxes
 
-    def way(self, x: Tensor) -> Way | None:
-        return next((way for way in self.ways if way.takes(x)), None)
+    def exchange_for(self, x: Tensor) -> Exchange | None:
+        return next((exchange for exchange in self.exchanges if exchange.takes(x)), None)
 
     def end_waiting(self) -> None:
         """From any thread: sums under way come to an end, and to no result."""
@@ -148,19 +141,10 @@ def _new_peer_sums(store: Store, rank: int, size: int, device: torch.device) -> 
     store.set(f"host/{rank}", socket.gethostname())
     if len({store.get(f"host/{each}") for each in range(size)}) > 1:
         return None
-    from minillm.kernels.all_reduce import (
-        WORDS,
-        Exchange,
-        all_reduce,
-        all_reduce_in_two,
-        inbox_words,
-        inbox_words_in_two,
-    )
-
     in_one = (_ONE_SHOT_OF_TWO if size == 2 else _ONE_SHOT) // 4 // WORDS * WORDS
     in_two = 0 if size == 2 else _TWO_SHOTS // 4 // size // WORDS * WORDS  # of a slice
     words_in_one = inbox_words(size, in_one)
-    inbox = torch.zeros(words_in_one + inbox_words_in_two(size, in_two), dtype=torch.int64, device=device)
+    inbox = torch.zeros(words_in_one + inbox_words(size, in_two, shots=2), dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)  # before anyone writes to it
     exported = b""
     with contextlib.suppress(PeerMemoryError):
@@ -177,17 +161,13 @@ def _new_peer_sums(store: Store, rank: int, size: int, device: torch.device) -> 
     addresses = [inbox.data_ptr() if each == rank else peers[each].address for each in range(size)]
     stop = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def exchange(first_word: int, capacity: int) -> Exchange:
+    def exchange(first_word: int, capacity: int, shots: int) -> Exchange:
         begins = [address + first_word * inbox.itemsize for address in addresses]
         sums = torch.zeros(capacity // WORDS, dtype=torch.int32, device=device)
-        return Exchange(rank, torch.tensor(begins, dtype=torch.int64, device=device), sums, stop)
+        return Exchange(rank, torch.tensor(begins, dtype=torch.int64, device=device), sums, stop, shots)
 
-    one_shot = exchange(0, in_one)
-    ways = [Way(one_shot.takes, partial(all_reduce, exchange=one_shot))]
-    if in_two:
-        two_shots = exchange(words_in_one, in_two)
-        ways.append(Way(two_shots.takes_in_two, partial(all_reduce_in_two, exchange=two_shots)))
-    return PeerSums(ways, stop, torch.cuda.Stream(device), inbox, list(peers.values()))
+    exchanges = [exchange(0, in_one, 1)] + ([exchange(words_in_one, in_two, 2)] if in_two else [])
+    return PeerSums(exchanges, stop, torch.cuda.Stream(device), inbox, list(peers.values()))
 
 
 def _wait(work: Any) -> None:
