@@ -18,7 +18,7 @@ from minillm.bench.workloads import throughput
 from minillm.checks import integer
 from minillm.errors import MinillmError
 from minillm.llm import LLM
-from minillm.parallel.shared_work import Replicas, SharedQueue
+from minillm.parallel.shared_work import Replicas
 
 _WARM_UP = 32
 
@@ -59,11 +59,10 @@ def _share(llm: LLM, num_requests: int, scale: float) -> ShareResult | None:
     llm.generate(prompts, params)
     requests = [request for _ in range(-(-total // 256)) for request in throughput(rng, vocab, scale)][:total]
     llm.reset_prefix_cache()
-    queue = SharedQueue(replicas, total)
     replicas.meet("ready")
     began = time.perf_counter()
     count = 0
-    for _, output in llm.work_off(lambda room: [(i, *requests[i]) for i in queue.take(room)]):
+    for _, output in llm.work_off(lambda room: [(i, *requests[i]) for i in replicas.take(total, room)]):
         count += sum(len(completion.token_ids) for completion in output.outputs)
     replicas.store.add("tokens", count)
     replicas.arrive("done")

@@ -95,8 +95,7 @@ class ModelConfig:
             max_model_len: the longest sequence that is wanted, in tokens; None: the model's context. Within its
                 sliding window a model attends to everything and is supported; beyond it, it is not.
 
-        Raises:
-            WeightsError: a required key is missing or of the wrong type, or names something unsupported.
+        Raises WeightsError where a required key is missing or of the wrong type, or names something unsupported.
         """
         values, generation = Values("config.json", config), Values("generation_config.json", generation_config or {})
         architecture = _architecture(values)

@@ -110,7 +110,7 @@ class Llama:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def forward(self, batch: Batch, kv_cache: Tensor, out: Tensor | None = None) -> Tensor:
-        """Write the tokens' K and V; return ``[num_logits, vocab]`` logits in the model's dtype, in ``out`` if given."""
+        """Write the tokens' K and V; return logits ``[num_logits, vocab]`` in the model's dtype, ``out`` if given."""
         eps = self.config.rms_norm_eps
         places = Places(*self.rotary.rows(batch.positions, batch.rope_lengths), batch.slot_mapping)
         plan = kernels.plan_step(places, Pages(kv_cache[0, 0], kv_cache[0, 1], *batch.decodes), self.local.num_heads)

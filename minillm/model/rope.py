@@ -65,8 +65,7 @@ def inverse_frequencies(config: ModelConfig, length: int | None = None) -> tuple
     Args:
         length: the sequence's in tokens, for the types whose frequencies depend on it (``dynamic``, ``longrope``).
 
-    Raises:
-        WeightsError: the model's numbers give none.
+    Raises WeightsError where the model's numbers give none.
     """
     rope = config.rope
     try:

@@ -79,8 +79,7 @@ def read_rope(config: Values, context: int, head_dim: int) -> RopeConfig:
     Keys that a type does not read change nothing and are passed over, as in transformers (``finetuned``, say). The
     context is the model's, in tokens.
 
-    Raises:
-        WeightsError: a value is missing or makes no sense, or something unsupported is named.
+    Raises WeightsError where a value is missing or makes no sense, or something unsupported is named.
     """
     rope = config.part("rope_parameters")
     if rope.values and config.part("rope_scaling").values:
