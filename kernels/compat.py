@@ -72,7 +72,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def prepare_compiler() -> None:
-    """Do ahead what Triton does once in a process before its first kernel: half a second of hashing and importing."""
+    """Do ahead Triton's work before the first kernel of a process: half a second of hashing and importing."""
     from triton.runtime import cache
 
     cache.triton_key()

@@ -145,9 +145,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
     """See `reference.paged_attention`. ``q`` may have any sequence and head stride.
 
     K and V are contiguous, block_size is a power of two up to 256. Raises ValueError where a shape or layout is wrong.
-
-    Args:
-        num_splits: parts of each context; by default `num_splits_for` the widest table.
+    ``num_splits`` are the parts of each context; by default `num_splits_for` the widest table.
     """
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens = pages

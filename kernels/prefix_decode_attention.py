@@ -5,8 +5,7 @@ A plan (`prefix_plan`) says which blocks are shared. There are two phases (Chunk
 1. *Chunk first*: a program takes items of the plan, parts of nodes of the tree, each for one kv head. The queries of
    the node's sequences, times the query heads of the kv head, are the rows of one tile. The result, an output and a
    log-sum-exp in float32, goes to a place of its own for each sequence.
-2. *Sequence first*: a program takes a sequence's own tail, or a part of it, for one kv head, as `decode_attention`
-   does.
+2. *Sequence first*: a program takes a sequence's own tail, or a part of it, for one kv head.
 3. The results of a sequence's nodes and of its tail are merged.
 
 The phases overlap (programmatic dependent launch): the first is busy computing, the second reading. So all programs of

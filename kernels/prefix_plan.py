@@ -183,8 +183,7 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
     Args:
         tables: block ids of each sequence, logical order.
         num_full: for each table, how many of its first blocks are full; the others belong to the tail.
-        min_blocks: a run becomes a node if its blocks, times its sequences but one, are at least this many; otherwise
-            its sequences, or the nodes below it, read it for themselves.
+        min_blocks: a run becomes a node if its blocks, times its sequences but one, are at least this many.
     """
     order: list[int] = []
     tails: list[int] = []
@@ -216,8 +215,7 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
 def _common_blocks(tables: Sequence[Sequence[int]], members: list[int], begin: int, end: int) -> int:
     """The block, at most ``end``, up to which the members' tables agree from ``begin`` on.
 
-    All blocks are compared: tables may hold the same block behind different ones, where two sequences computed the same
-    tokens at the same time and the prefix cache kept one block of each.
+    All are compared: where two sequences computed the same tokens at a time, equal blocks may follow different ones.
     """
     lead = tables[members[0]]
     run = lead[begin:end]
@@ -271,8 +269,8 @@ def _cut(
     deepest = max(tiles)
     work = sum(map(int.__mul__, tiles, chunks)) * shape.num_kv_heads
     programs = costs.programs(work / shape.num_processors, tail_bytes)
-    # Results are merged one after another: a tile costs about as much as a result to merge, so a node of n tiles in
-    # parts of t takes t + n / t. Few sequences have a chip for themselves.
+    # A tile costs about as much as a result to merge, so a node of n tiles in parts of t takes t + n / t. Few sequences
+    # have a chip for themselves.
     longest = 1 if shape.tail_splits(num_rows) > 1 else math.isqrt(deepest - 1) + 1
     at_a_time = programs * shape.num_processors // shape.num_kv_heads
     while True:

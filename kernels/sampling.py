@@ -140,12 +140,8 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
     """Draw one token per row: see `reference.sample_with_logprobs`.
 
-    Args:
-        logits: ``[rows, vocab]`` float32, bfloat16 or float16, rows may be strided; vocab below 2^24.
-        inputs: contiguous. ValueError is raised where a shape or layout is wrong.
-
-    Returns:
-        ``(token_ids [rows] int64, log_probabilities [rows] float32)``; the latter are the model's own, untempered.
+    ``logits [rows, vocab]`` are float32, bfloat16 or float16, rows may be strided; vocab is below 2^24; ``inputs`` are
+    contiguous. Raises ValueError where a shape or layout is wrong.
     """
     rows, vocab = check_logits(logits)
     for name, tensor in zip(inputs._fields, inputs, strict=True):

@@ -188,10 +188,8 @@ def _top_kernel(
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` most probable tokens of each row: see `reference.top_log_probabilities`.
 
-    Args:
-        logits: ``[rows, vocab]`` float32, bfloat16 or float16, rows may be strided; vocab below 2^24.
-        count: 1 to vocab; torch sorts the rows where it is above 256. ValueError is raised where it, or a shape or
-            layout, is wrong.
+    ``logits [rows, vocab]`` are float32, bfloat16 or float16, rows may be strided; vocab is below 2^24. Where ``count``
+    is above 256 torch sorts the rows. Raises ValueError unless it is from 1 to vocab, and the layout right.
     """
     rows, vocab = check_logits(logits)
     if not 1 <= count <= vocab:

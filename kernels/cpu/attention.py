@@ -56,12 +56,7 @@ class HostPlan:
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
-    """Work out once for all layers the facts that depend on where the tokens lie.
-
-    Args:
-        places: of all tokens of the step.
-        decodes: the decoding sequences', in any layer.
-    """
+    """Work out once for all layers the facts that depend on where the tokens, and the decodes' in any layer, lie."""
     padded = bool((places.slots < 0).any())
     return HostPlan(padded=padded, turn=_turn(places), decodes=_plan_decodes(decodes, num_heads))
 
@@ -89,9 +84,7 @@ def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
 
 
 def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
-    """Pad each sequence to the longest with its own first token, not with the slots that happen to follow: those may
-    hold NaN, and 0 * NaN is NaN.
-    """
+    """Pad each sequence to the longest with its own first token: other slots may hold NaN, and 0 * NaN is NaN."""
     k_cache, _, tables, lens = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     num_seqs, group = len(lens), num_heads // num_kv_heads
@@ -139,11 +132,8 @@ def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
     if span.blocks is not None:
         cache, first = cache.index_select(0, span.blocks), 0
     # One call instead of a slice, a flatten, a slice and a transpose: decoding here spends its time on views.
-    return cache.as_strided(
-        (num_kv_heads, span.length, head_dim),
-        (head_dim, num_kv_heads * head_dim, 1),
-        cache.storage_offset() + first * block_size * num_kv_heads * head_dim,
-    )
+    shape, strides = (num_kv_heads, span.length, head_dim), (head_dim, num_kv_heads * head_dim, 1)
+    return cache.as_strided(shape, strides, cache.storage_offset() + first * block_size * num_kv_heads * head_dim)
 
 
 def _spans(pages: Pages, lengths: list[int]) -> list[Span]:
@@ -195,8 +185,7 @@ def _padded(group: int) -> int:
 def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
     """All sequences at once: a batched product over gathered K, and sums of V's rows where they lie.
 
-    Recommendation models form weighted sums of rows that a list names, and FBGEMM, which torch has for them, does it at
-    the speed of memory.
+    FBGEMM, which torch has for recommendation models, forms weighted sums of listed rows at the speed of memory.
     """
     num_kv_heads, head_dim = pages.k.shape[2:]
     # The query heads of a kv head are the rows of one product: nothing is repeated.
