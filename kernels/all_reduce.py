@@ -1,4 +1,4 @@
-"""The sum of tensors on several GPUs, without a ring: each writes to all the others, each adds up what arrived.
+"""The sum of tensors on several GPUs, without a ring: each writes to all the others and adds up their words.
 
 For the small sums of a decode step the hops of a ring and its separate flags are all the cost. Here every 8 bytes that
 cross NVLink carry 4 bytes of data and the number of this sum, so a rank that reads the expected number has the data,

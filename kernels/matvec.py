@@ -79,7 +79,7 @@ _LARGEST = {2: 17_000_000, 3: 2_000_000, 4: 2_000_000}
 def _load_weights(weight_ptr, rows, columns, num_rows, num_columns):
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     offsets = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
-    # Each weight is read once: it should not push out of the cache what is read again.
+    # Each weight is read once: it should push nothing out of the cache that is read again.
     return tl.load(weight_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
 
 

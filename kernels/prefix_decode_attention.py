@@ -115,7 +115,7 @@ def _sequence_first_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # What is read here was there before the first phase began: that one waits before it lets this in.
+    # All that is read here was there before the first phase began: that one waits before it lets this in.
     release(PDL)
     kv_head = tl.program_id(0)
     place = tl.program_id(1)
@@ -228,7 +228,7 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     scale, slot_stride = softmax_scale * 1.4426950408889634, num_kv_heads * head_dim
     sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "DIM_TILE": shape.dim_tile, "BLOCK_SIZE": block_size}
     options = pdl_options(q.device)
-    node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # what every GPU's shared memory has room for
+    node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # the most that fits every GPU's shared memory
     most = min(num_kv_heads * work.items.shape[0], MOST_PROGRAMS * shape.num_processors)
     _chunk_first_kernel[(most,)](
         partial, lse, q, k_cache, v_cache, tables, work.counts, work.items, work.order, work.starts,
@@ -242,7 +242,7 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
         ROWS=max(16, triton.next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits,
         **sizes, num_warps=warps, **options,
     )  # fmt: skip
-    # One warp a head; few heads a program while there are few, for then what counts is that all are under way.
+    # One warp a head; few heads a program while there are few, for then all should be under way.
     heads = min(8, triton.next_power_of_2(num_seqs * num_heads // (8 * shape.num_processors) + 1))
     _merge_results_kernel[(num_seqs, triton.cdiv(num_heads, heads))](
         out, partial, lse, work.order, work.starts, out.stride(0), out.stride(1), num_heads, max_results,

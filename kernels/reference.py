@@ -216,7 +216,7 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Draw one token per row: temperature, then top-k, then top-p of what is left, then min-p (Hugging Face's order).
+    """Draw one token per row: temperature, then top-k, then top-p of the rest, then min-p (Hugging Face's order).
 
     Each cut keeps the upper part of one order: larger logit first, lower id among equals. top-k keeps exactly k; top-p
     the fewest tokens whose probabilities reach it; min-p those at least so probable relative to the first.
@@ -275,7 +275,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
     Args:
         words: ``[num_rows, Field.TABLE + width]`` int32.
         rows: ``[n]`` int32, no row twice; -1 is padding: token 0 without a slot or a context.
-        inputs: buffers of n sequences. Of a block table only what the context uses is written.
+        inputs: buffers of n sequences. Of a block table only the context's part is written.
     """
     real = rows >= 0
     state = words[rows.clamp(min=0).long()]

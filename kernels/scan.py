@@ -57,7 +57,7 @@ def exponential(seed, position, ids):
 
 @triton.jit
 def ordered(x):
-    """An int32 that orders like the float: what bisection halves. Both zeros are one."""
+    """An int32 that orders like the float, for bisection. Both zeros are one."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 

@@ -102,7 +102,7 @@ def collect(
     places = tl.cumsum(active.to(tl.int32), axis=0) - 1
     tl.store(groups_ptr + row * GROUPS_TILE + places, groups, mask=active)
     num_active = tl.sum(active.to(tl.int32), axis=0)
-    tl.debug_barrier()  # the program reads what its other threads have written
+    tl.debug_barrier()  # the program reads its other threads' results
     found = 0
     flat = tl.arange(0, CANDIDATES)
     for start in range(0, num_active * GROUP, CANDIDATES):

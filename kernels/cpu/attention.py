@@ -194,7 +194,7 @@ def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale:
     k = together.gathered.view(together.queries.shape[0], -1, head_dim)
     scores = torch.baddbmm(together.mask, together.queries, k.transpose(1, 2), alpha=softmax_scale)
     weights = scores[:, : q.shape[1] // num_kv_heads].softmax(-1)
-    # `functional.embedding_bag` checks what is known here: 0 for sums, no gradient scaled by frequency, none sparse.
+    # `functional.embedding_bag` checks known facts: 0 for sums, no gradient scaled by frequency, none sparse.
     attended = torch.embedding_bag(
         pages.v.view(-1, head_dim), together.heads_rows, together.heads_starts, False, 0, False, weights.view(-1)
     )[0]

@@ -42,7 +42,7 @@ class Batch:
     num_decodes: int
     cu_seqlens: Tensor  # [num_seqs - num_decodes + 1] int32, starts of the chunks, counted from the first chunk
     logit_rows: Tensor | None = None  # [num_logits] int64, the tokens whose logits are wanted; None: of all
-    shared: WorkList | None = None  # what the decoding sequences have in common, where reading that once is worth it
+    shared: WorkList | None = None  # the decodes' common blocks, where reading them once is worth it
     rope_lengths: list[int] | None = None  # per token, for dynamic rope scaling only: see RotaryTable.rows
 
     @cached_property
@@ -89,7 +89,7 @@ class Llama:
 
     @cached_property
     def local(self) -> ModelConfig:
-        """The shape of what this object holds and computes."""
+        """The shape of the part that this object holds and computes."""
         return self.config
 
     @cached_property

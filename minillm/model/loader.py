@@ -129,7 +129,7 @@ def load_llama(
         return take(name).to(device=device, dtype=dtype, copy=True)
 
     def vocabulary(rows: Tensor) -> Tensor:
-        """Rows of the vocabulary, filled up with zeros to what every rank holds."""
+        """Rows of the vocabulary, filled up with zeros to every rank's share."""
         whole = torch.zeros(held[_EMBEDDING], dtype=dtype, device=device)
         whole[: rows.shape[0]].copy_(rows)
         return whole

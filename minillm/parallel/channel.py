@@ -179,7 +179,7 @@ def _watch(lines: Lines) -> None:
 
 
 def end_process(reason: str) -> NoReturn:
-    """Say why and end, from any thread and whatever the others wait for."""
+    """Say why and end, from any thread, though the others may be waiting."""
     sys.stderr.write(f"minillm: error: {reason}\n")
     sys.stderr.flush()
     os._exit(1)
@@ -233,7 +233,7 @@ def beat(store: Store, rank: int, every: float = EVERY, silence: float = SILENCE
     answered, gone = threading.Event(), threading.Event()
 
     def go_on() -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, which those who need it will see
+        with contextlib.suppress(RuntimeError):  # the store is gone, as those that need it will see
             while True:
                 store.add(_key(rank), 1)
                 answered.set()

@@ -77,7 +77,7 @@ class Ranks:
         return int(values.item())
 
     def abort(self) -> None:
-        """Give up whatever is under way, so that nothing on the device waits for a rank that is gone."""
+        """Give up all that is under way, so that nothing on the device waits for a rank that is gone."""
         if self._sums is not None:
             self._sums.end_waiting()
         if self.device.type == "cuda" and self._group is not None:
@@ -175,7 +175,7 @@ class PeerSums:
 
     def close(self) -> None:
         """Let go of the other ranks' memory."""
-        with contextlib.suppress(RuntimeError):  # what failed on the device has been said
+        with contextlib.suppress(RuntimeError):  # a failure on the device has been told
             torch.cuda.synchronize(self.stop.device)
         for peer in self.peers:
             peer.close()

@@ -1,8 +1,8 @@
-"""Replicas share a list of requests, and what is finished stays finished.
+"""Replicas share a list of requests, and an answer that is finished stays so.
 
 A replica takes the next requests whenever it has room. Each writes the answers that it has finished to a part file of
 its own, line by line; when all have come to the end, the first one merges the parts in the order of the requests.
-Whatever dies meanwhile, the next run reads the parts and computes the answers that are missing.
+If a replica dies, the next run reads the parts and computes the answers that are missing.
 """
 
 from __future__ import annotations
