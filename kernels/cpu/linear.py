@@ -72,7 +72,7 @@ def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
 
 
 def float16_scales(weight: Tensor) -> Tensor | None:
-    """Powers of two ``[out]`` with which the rows of ``weight [out, in]`` lose nothing in float16 that float32 could tell.
+    """Powers of two ``[out]`` with which float32 cannot tell the rows of ``weight [out, in]`` from those in float16.
 
     That is, no number changes by more than 2^-23 of the length (Euclidean norm) of its row, nor of its column: a change
     that is lost in the rounding of float32 sums, also where a row is small and its result is multiplied later, or a
