@@ -38,7 +38,7 @@ from minillm.engine.engine import Engine
 from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
 from minillm.outputs import RequestOutput
-from minillm.parallel.shared_work import Replicas, SharedQueue
+from minillm.parallel.shared_work import Replicas
 from minillm.params import BeamSearchParams, Params, SamplingParams
 
 Request = tuple[list[int], Params]
@@ -285,10 +285,9 @@ def _share(llm: LLM, num_requests: int, scale: float) -> ShareResult | None:
     llm.generate(*zip(*throughput(rng, vocab, scale)[:32], strict=True))
     requests = throughput(rng, vocab, scale, total)
     llm.reset_prefix_cache()
-    queue = SharedQueue(replicas, total)
     replicas.meet("ready")
     began = time.perf_counter()
-    finished = llm.work_off(lambda room: [(i, *requests[i]) for i in queue.take(room)])
+    finished = llm.work_off(lambda room: [(i, *requests[i]) for i in replicas.take(total, room)])
     count = sum(len(completion.token_ids) for _, output in finished for completion in output.outputs)
     replicas.store.add("tokens", count)
     replicas.arrive("done")

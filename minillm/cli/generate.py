@@ -228,15 +228,15 @@ def _to_file(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
 
 def _share(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
     """This replica's part of the requests; the first replica merges all parts."""
-    from minillm.parallel.shared_work import PartFiles, Replicas, SharedQueue
+    from minillm.parallel.shared_work import PartFiles, Replicas
 
     replicas, parts, total = Replicas.find(llm.config.tensor_parallel_size), PartFiles(path, job.name()), len(params)
     left = replicas.agreed("left", lambda: sorted(set(range(total)) - set(parts.finished())))
     parts.open(replicas.index)
-    queue = SharedQueue(replicas, len(left))
 
     def take(room: int) -> list[tuple[int, Any, Params]]:
-        return [(i, job.prompt(job.requests[i], llm), params[i]) for i in (left[n] for n in queue.take(room))]
+        taken = [left[n] for n in replicas.take(len(left), room)]
+        return [(i, job.prompt(job.requests[i], llm), params[i]) for i in taken]
 
     replicas.meet("ready")
     began, count = time.monotonic(), 0

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
-from minillm.parallel.channel import Follower, Leader, RankDied, receive_message, send_message, set_up
-from minillm.parallel.heartbeat import Listener, beat
+from minillm.parallel import channel
+from minillm.parallel.channel import Follower, Leader, Lines, Listener, RankDied
 
 if TYPE_CHECKING:
     import torch
@@ -70,11 +70,7 @@ class Torchrun:
         return self
 
     def num_replicas(self, tensor_parallel_size: int) -> int:
-        """How many models all processes make.
-
-        Raises:
-            UsageError: some processes would be left over.
-        """
+        """How many models all processes make. Raises UsageError where some processes would be left over."""
         if self.world_size % tensor_parallel_size:
             raise UsageError(
                 f"torchrun has started {self.world_size} processes, which is no multiple of tensor_parallel_size "
@@ -88,10 +84,10 @@ class Torchrun:
         return self.local_world_size < self.world_size
 
     def store(self) -> Store:
-        """What all processes see, by a connection of its own.
+        """The store that all processes see, by a connection of its own.
 
         Raises:
-            UsageError: nothing answers where the environment says that it is.
+            UsageError: nothing answers at the address of the environment.
         """
         from torch.distributed import rendezvous
 
@@ -107,18 +103,11 @@ class Torchrun:
         return store
 
     def listener(self, store: Store) -> Listener | None:
-        """Hears whether ranks are still there; None where torchrun itself sees to that. See `begin_to_beat`.
-
-        Args:
-            store: that of `store`.
-        """
+        """Hears, from that `store`, whether ranks are still there; None where torchrun itself sees to that."""
         return Listener(store) if self.spread else None
 
     def host(self) -> str:
-        """The address of this process's node for the others: where it goes out from to reach the first node.
-
-        A node's own name may stand for 127.0.0.1 in its list of hosts.
-        """
+        """The address from which this node reaches the first one: its own name may stand for 127.0.0.1."""
         if not self.spread:
             return LOCAL
         elsewhere = ("192.0.2.1", "2001:db8::1")  # nobody has them: the way to other networks
@@ -158,14 +147,13 @@ def _family(host: str) -> socket.AddressFamily:
 def begin_to_beat(torchrun: Torchrun) -> None:
     """Tell those on other nodes from now on that this process is there; once is enough."""
     if torchrun.spread:
-        beat(torchrun.store(), torchrun.rank)
+        channel.beat(torchrun.store(), torchrun.rank)
 
 
 def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
     """Bring the ranks of ``model`` together, as rank 0: start the others, unless torchrun has.
 
-    Raises:
-        RankDied: another rank ended before it was ready.
+    Raises RankDied where another rank ended before it was ready.
     """
     from torch.distributed import PrefixStore, TCPStore
 
@@ -175,7 +163,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
     processes: dict[int, subprocess.Popen] = {}
     connections: dict[int, socket.socket] = {}
     host, first = (LOCAL, 0) if torchrun is None else (torchrun.host(), torchrun.rank)
-    listener: Listener | None = None
+    listener = None
     with socket.create_server((host, 0), family=_family(host)) as server:
         port = server.getsockname()[1]
         try:
@@ -192,10 +180,8 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
             while len(connections) < size - 1:
                 _accept(server, secret, connections)
                 for rank, process in processes.items():
-                    if process.poll() is not None and rank not in connections:
-                        raise RankDied(
-                            f"rank {rank} of {size} ended with exit code {process.returncode} before it was ready"
-                        )
+                    if rank not in connections and (code := process.poll()) is not None:
+                        raise RankDied(f"rank {rank} of {size} ended with exit code {code} before it was ready")
                 if listener is not None:
                     listener.check(first + rank for rank in range(1, size) if rank not in connections)
         except BaseException:
@@ -203,7 +189,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
                 process.kill()
             raise
     ranks: list[Ranks] = []
-    leader = Leader(connections, processes, lambda: ranks[0].abort() if ranks else None)
+    leader = Leader(Lines(connections, processes, lambda: ranks[0].abort() if ranks else None))
     with leader.watched():
         ranks.append(Ranks(PrefixStore("collectives", store), 0, size, device, host))
     return ranks[0], leader
@@ -212,8 +198,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
 def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
     """Connect to this replica's rank 0; returns the connection, the replica's store, and this process's rank in it.
 
-    Raises:
-        RankDied: rank 0 is gone.
+    Raises RankDied where rank 0 is gone.
     """
     from torch.distributed import PrefixStore
 
@@ -231,8 +216,8 @@ def connect(address: Mapping[str, str | int], rank: int) -> Follower:
     """Connect to rank 0 at ``address``."""
     connection = socket.create_connection((str(address["host"]), int(address["port"])), timeout=30)
     connection.settimeout(None)
-    set_up(connection)
-    send_message(connection, json.dumps({"rank": rank, "secret": address["secret"]}).encode())
+    channel.set_up(connection)
+    channel.send_message(connection, json.dumps({"rank": rank, "secret": address["secret"]}).encode())
     return Follower(connection)
 
 
@@ -243,18 +228,15 @@ def _accept(server: socket.socket, secret: str, connections: dict[int, socket.so
     except TimeoutError:
         return
     connection.settimeout(5)
-    try:
-        hello = json.loads(receive_message(connection))
+    with contextlib.suppress(EOFError, ValueError, KeyError, TypeError):
+        hello = json.loads(channel.receive_message(connection))
         rank = int(hello["rank"])
-        known = secrets.compare_digest(hello["secret"], secret) and rank not in connections
-    except (EOFError, ValueError, KeyError, TypeError):
-        known = False
-    if not known:
-        connection.close()
-        return
-    connection.settimeout(None)
-    set_up(connection)
-    connections[rank] = connection
+        if secrets.compare_digest(hello["secret"], secret) and rank not in connections:
+            connection.settimeout(None)
+            channel.set_up(connection)
+            connections[rank] = connection
+            return
+    connection.close()
 
 
 def _start(task: Mapping[str, object]) -> subprocess.Popen:

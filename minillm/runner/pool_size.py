@@ -9,9 +9,8 @@ import torch
 from minillm import machine
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError
-from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
-from minillm.model.llama import Llama
+from minillm.model.llama import Batch, Llama
 from minillm.parallel.collectives import Ranks
 from minillm.progress import size
 

@@ -448,10 +448,10 @@ def test_a_process_that_waits_for_a_dead_rank_is_ended() -> None:
     program = """
 import ctypes, socket
 from minillm.parallel import channel
-from minillm.parallel.channel import Leader
+from minillm.parallel.channel import Leader, Lines
 channel._GRACE = 0.5
 ours, theirs = socket.socketpair()
-leader = Leader({1: ours}, {}, lambda: None)
+leader = Leader(Lines({1: ours}, {}, lambda: None))
 with leader.watched():
     theirs.close()
     while True:
