@@ -1,6 +1,6 @@
 """Every op of the model and the sampler, on tensors alone: no sequence, no engine, no configuration.
 
-Each public op has one contract, stated in `minillm.kernels.reference`. Where its first tensor lies decides whether
+Each public op has one contract, stated in `minillm.kernels.reference`. The device of its first tensor decides whether
 `minillm.kernels.gpu` or `minillm.kernels.cpu` computes it.
 """
 
@@ -22,42 +22,6 @@ from minillm.kernels.reference import log_probabilities
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
     from minillm.kernels import gpu, matvec
-
-__all__ = [
-    "AttentionShape",
-    "Costs",
-    "DecodeInputs",
-    "Field",
-    "HostPlan",
-    "LinearWeight",
-    "Pages",
-    "Places",
-    "Plan",
-    "SamplingInputs",
-    "WorkList",
-    "begin_decode",
-    "block_copy",
-    "end_decode",
-    "gather_blocks",
-    "linear",
-    "linear_add",
-    "log_probabilities",
-    "norm_gated_linear",
-    "norm_linear",
-    "paged_attention",
-    "penalise",
-    "plan_attention",
-    "plan_step",
-    "prefill_attention",
-    "prefix_attention",
-    "rms_norm",
-    "rotary_write_kv",
-    "sample",
-    "sample_with_logprobs",
-    "scatter_blocks",
-    "silu_mul",
-    "top_log_probabilities",
-]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -98,11 +62,7 @@ def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan | None
 def rotary_write_kv(
     q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor, plan: HostPlan | None = None
 ) -> None:
-    """Rotate q, write rotated k, and v, to their blocks: see `reference.rotary_write_kv`.
-
-    Args:
-        plan: the step's, where there is one.
-    """
+    """Rotate q, write rotated k, and v, to their blocks: see `reference.rotary_write_kv`. ``plan`` is the step's."""
     if q.is_cuda:
         gpu.rotary_write_kv(q, k, v, places, k_cache, v_cache)
     else:
@@ -110,11 +70,7 @@ def rotary_write_kv(
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:
-    """Decode attention, one query per sequence: see `reference.paged_attention`.
-
-    Args:
-        plan: made for the same tables and lengths, where there is one.
-    """
+    """Decode attention, one query per sequence: see `reference.paged_attention`. ``plan`` is the step's."""
     if q.is_cuda:
         return gpu.paged_attention(q, pages, softmax_scale)
     return cpu.paged_attention(q, pages, softmax_scale, plan)

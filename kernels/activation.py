@@ -2,11 +2,8 @@
 
     out = silu(gate) * up,   gate, up = the halves of each row      (Shazeer 2020)
 
-Bytes: reads 2 * rows * size elements and writes rows * size; torch's two ops move 5. Memory-bound.
-
-Grid: (rows, tiles of a row). Tile: 2,048 columns of gate and up, 16 bytes a thread and load.
-
-Reference: `minillm.kernels.reference.silu_mul`.
+Bytes: reads 2 * rows * size elements and writes rows * size; torch's two ops move 5. Memory-bound. Grid: (rows, tiles
+of a row). Tile: 2,048 columns of gate and up, 16 bytes a thread and load.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ def _silu_mul_kernel(out_ptr, gate_up_ptr, stride, size, TILE: tl.constexpr, PDL
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``[rows, size]`` for ``gate_up [rows, 2 * size]``, gate first. Rows may be strided.
 
-    Raises:
-        ValueError: wrong shape or layout.
+    Raises ValueError where the shape or layout is wrong.
     """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"silu_mul takes [rows, 2 * size] with contiguous rows, not {tuple(gate_up.shape)}")

@@ -1,27 +1,23 @@
-"""The sum of tensors on several GPUs, without a ring: each writes to all the others, each adds up what arrived.
+"""The sum of tensors on several GPUs, without a ring: each writes to all the others and adds up their words.
 
-For the small sums of a decode step (8 kB at batch 1) the hops of a ring and its separate flags are all the cost. Here
-there is one hop and no flag apart: every 8 bytes that cross NVLink carry 4 bytes of data and the number of this sum, so
-a rank that reads the expected number has the data, too. 8-byte stores are never torn, hence there is no fence and no
-barrier, and a sum takes little more than the way of one store. This is the idea of NCCL's LL protocol (Hu et al. 2025,
-"Demystifying NCCL", describe it) without the ring.
+For the small sums of a decode step the hops of a ring and its separate flags are all the cost. Here every 8 bytes that
+cross NVLink carry 4 bytes of data and the number of this sum, so a rank that reads the expected number has the data,
+too. 8-byte stores are never torn, hence there is no fence and no barrier. This is the idea of NCCL's LL protocol (Hu et
+al. 2025, "Demystifying NCCL") without the ring.
 
-In one shot (`all_reduce`) every rank gets all parts. In two (`all_reduce_in_two`) it gets those of its slice, an N-th
-of the whole, and sends the slice's sum to the others, as a reduce-scatter and an all-gather do: a second hop, and 2 / N
-of the bytes. So one shot is for the smallest sums and for two ranks, two shots for larger ones between more.
+In one shot every rank gets all parts. In two it gets those of its slice, an N-th of the whole, and sends the slice's
+sum to the others: a second hop, and 2 / N of the bytes. So one shot is for the smallest sums and for two ranks, two
+shots for larger ones between more, and a ring for some megabytes.
 
 Grid: words / WORDS, in two shots words / N / WORDS. Tile: WORDS words of 4 bytes (two bfloat16 or float16 numbers, or
 one float32). Bytes over NVLink, from each rank: 8 (N - 1) a word in one shot, 16 (N - 1) / N in two; and the same from
-the own inbox, and 8 for x. From some megabytes on a ring without flags is faster.
+the own inbox, and 8 for x.
 
 Every rank's *inbox* has a place for each source (in two shots: and each shot) and each of two turns. A turn is free
-again as soon as a rank has heard of the next sum from all others: they begin it only when they have read this one.
-Which sum it is, each program counts on the device, so a launch can be replayed from a graph. Sums are formed in float32
-in the order of ranks: the same bits on each.
-
-A rank that waits looks at `Exchange.stop`, too: written from another stream, it ends the wait; the sum is worthless.
-
-Reference: `minillm.kernels.reference.all_reduce`.
+again as soon as a rank has heard of the next sum from all others: they begin it only when they have read this one. Each
+program counts the sums on the device, so a launch can be replayed from a graph. Sums are formed in float32 in the order
+of ranks: the same bits on each. A rank that waits looks at `Exchange.stop`, too: written from another stream, it ends
+the wait; the sum is worthless.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Exchange:
-    """The memory through which one rank's kernels exchange words with all ranks'.
+    """The memory through which one rank's kernels exchange words with all ranks', for sums in so many shots.
 
     Every rank launches the same sums in the same order.
     """
@@ -52,6 +48,7 @@ class Exchange:
     inboxes: Tensor  # [ranks] int64, the address of each rank's inbox: int64 words, zero at first, see `inbox_words`
     sums: Tensor  # [capacity / WORDS] int32, how many sums each program has done: zero at first
     stop: Tensor  # [1] int32: not 0 ends all waiting
+    shots: int = 1  # or 2
 
     @property
     def capacity(self) -> int:
@@ -59,27 +56,15 @@ class Exchange:
         return self.sums.shape[0] * WORDS
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `all_reduce` can add up tensors like ``x``."""
-        return _is_whole(x) and x.numel() * x.itemsize <= 4 * self.capacity
-
-    def takes_in_two(self, x: Tensor) -> bool:
-        """Whether `all_reduce_in_two` can."""
-        return _is_whole(x) and x.numel() * x.itemsize <= 4 * self.capacity * self.inboxes.numel()
+        """Whether `all_reduce` can add up tensors like ``x``: whole words, and not too many."""
+        slices = 1 if self.shots == 1 else self.inboxes.numel()
+        size = x.numel() * x.itemsize
+        return x.dtype in _DTYPES and x.is_contiguous() and size % 4 == 0 and 0 < size <= 4 * self.capacity * slices
 
 
-def _is_whole(x: Tensor) -> bool:
-    """Whether ``x`` is so many words of 4 bytes."""
-    return x.dtype in _DTYPES and x.is_contiguous() and x.numel() > 0 and x.numel() * x.itemsize % 4 == 0
-
-
-def inbox_words(ranks: int, capacity: int) -> int:
-    """The int64 words of an inbox for sums of up to ``capacity`` words, a multiple of `WORDS`, in one shot."""
-    return _TURNS * ranks * capacity
-
-
-def inbox_words_in_two(ranks: int, capacity: int) -> int:
-    """The same for sums in two shots, with slices of up to ``capacity`` words. The two kinds cannot share an inbox."""
-    return 2 * inbox_words(ranks, capacity)
+def inbox_words(ranks: int, capacity: int, shots: int = 1) -> int:
+    """The int64 words of an inbox for sums of up to ``capacity`` words (slices, in two shots), a multiple of WORDS."""
+    return shots * _TURNS * ranks * capacity
 
 
 @triton.jit
@@ -221,30 +206,14 @@ def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
         ValueError: not a tensor that ``exchange`` takes.
     """
     if not exchange.takes(x):
-        raise ValueError(f"a sum in one shot takes up to {exchange.capacity} words, contiguous, not {tuple(x.shape)}")
-    words = x.view(-1).view(torch.int32)
-    _all_reduce_kernel[(triton.cdiv(words.numel(), WORDS),)](
-        words, exchange.inboxes, exchange.sums, exchange.stop, words.numel(), exchange.capacity,
-        RANK=exchange.rank, RANKS=exchange.inboxes.numel(), DTYPE=_DTYPES[x.dtype], WORDS=WORDS,
-        num_warps=4, **pdl_options(x.device),
-    )  # fmt: skip
-    return x
-
-
-def all_reduce_in_two(x: Tensor, exchange: Exchange) -> Tensor:
-    """The sum of all ranks' ``x``, in place: see `reference.all_reduce`. ``exchange`` is for such sums only.
-
-    Raises:
-        ValueError: not a tensor that ``exchange`` takes.
-    """
-    if not exchange.takes_in_two(x):
-        raise ValueError(
-            f"a sum in two shots takes slices of up to {exchange.capacity} words, contiguous, not {x.shape}"
-        )
+        taken = "one shot takes" if exchange.shots == 1 else "two shots takes slices of"
+        raise ValueError(f"a sum in {taken} up to {exchange.capacity} words, contiguous, not {tuple(x.shape)}")
     words, ranks = x.view(-1).view(torch.int32), exchange.inboxes.numel()
-    slice_words = slice_of(words.numel(), ranks)
-    _all_reduce_in_two_kernel[(triton.cdiv(slice_words, WORDS),)](
-        words, exchange.inboxes, exchange.sums, exchange.stop, words.numel(), slice_words, exchange.capacity,
+    kernel, sizes = _all_reduce_kernel, [words.numel()]
+    if exchange.shots == 2:
+        kernel, sizes = _all_reduce_in_two_kernel, [words.numel(), slice_of(words.numel(), ranks)]
+    kernel[(triton.cdiv(sizes[-1], WORDS),)](
+        words, exchange.inboxes, exchange.sums, exchange.stop, *sizes, exchange.capacity,
         RANK=exchange.rank, RANKS=ranks, DTYPE=_DTYPES[x.dtype], WORDS=WORDS, num_warps=4, **pdl_options(x.device),
     )  # fmt: skip
     return x

@@ -63,32 +63,15 @@ class DecodeInputs(NamedTuple):
         def zeros(dtype: torch.dtype, *columns: int) -> Tensor:
             return torch.zeros(n, *columns, dtype=dtype, device=device)
 
-        return cls(
-            token_ids=zeros(torch.int64),
-            positions=zeros(torch.int64),
-            slot_mapping=zeros(torch.int64),
-            context_lens=zeros(torch.int32),
-            block_tables=zeros(torch.int32, width),
-            sampling=SamplingInputs(
-                temperature=zeros(torch.float32),
-                top_k=zeros(torch.int64),
-                top_p=zeros(torch.float32),
-                min_p=zeros(torch.float32),
-                seeds=zeros(torch.int64),
-                positions=zeros(torch.int64),
-            ),
-        )
+        tokens, positions, slots = (zeros(torch.int64) for _ in range(3))
+        long, real = torch.int64, torch.float32
+        sampling = SamplingInputs(*map(zeros, (real, long, real, real, long, long)))
+        return cls(tokens, positions, slots, zeros(torch.int32), zeros(torch.int32, width), sampling)
 
     def first(self, n: int) -> DecodeInputs:
         """The first n rows of every buffer."""
-        return DecodeInputs(
-            self.token_ids[:n],
-            self.positions[:n],
-            self.slot_mapping[:n],
-            self.context_lens[:n],
-            self.block_tables[:n],
-            self.sampling.rows(slice(n)),
-        )
+        tokens, positions, slots, lens, tables = (each[:n] for each in self[:5])
+        return DecodeInputs(tokens, positions, slots, lens, tables, self.sampling.rows(slice(n)))
 
 
 class Field:

@@ -2,12 +2,8 @@
 
 ``block_copy`` copies blocks within the pool; ``gather_blocks`` and ``scatter_blocks`` move them to and from a staging
 buffer, on the device or in pinned host memory. Bytes: each block is read once and written once. Memory-bound (over the
-host's link when the staging buffer lies there).
-
-Grid: (blocks, 2 * layers, pieces of a block). Tile: 8 kB, 16 bytes a thread and load. The data is moved as 32-bit words
-whatever its dtype. Offsets are 64-bit.
-
-References: `minillm.kernels.reference.block_copy`, `gather_blocks`, `scatter_blocks`.
+host's link when the staging buffer lies there). Grid: (blocks, 2 * layers, pieces of a block). Tile: 8 kB, 16 bytes a
+thread and load, as 32-bit words whatever the dtype. Offsets are 64-bit.
 """
 
 from __future__ import annotations
@@ -57,22 +53,15 @@ def _move(target: Tensor, source: Tensor, target_ids: Tensor | None, source_ids:
     tile = min(_TILE_WORDS, triton.next_power_of_2(words))
     _move_blocks_kernel[(ids.shape[0], target.shape[0], triton.cdiv(words, tile))](
         target, source, target_ids if target_ids is not None else ids, source_ids if source_ids is not None else ids,
-        ids.stride(0),
-        target.stride(0), source.stride(0), target.stride(1), source.stride(1), words,
-        TARGET_BY_ID=target_ids is not None, SOURCE_BY_ID=source_ids is not None, TILE=tile,
-        num_warps=4,
+        ids.stride(0), target.stride(0), source.stride(0), target.stride(1), source.stride(1), words,
+        TARGET_BY_ID=target_ids is not None, SOURCE_BY_ID=source_ids is not None, TILE=tile, num_warps=4,
     )  # fmt: skip
 
 
 def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
     """Copy blocks ``copies [num_copies, 2]`` int64 (source, destination) within the pool, in all layers.
 
-    Args:
-        kv_cache: ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``, contiguous.
-        copies: a destination must be no other pair's source or destination.
-
-    Raises:
-        ValueError: wrong layout.
+    See `reference.block_copy`. The pool is contiguous; otherwise ValueError is raised.
     """
     pool = _as_words(kv_cache).flatten(0, 1)
     _move(pool, pool, copies[:, 1], copies[:, 0])
@@ -81,29 +70,25 @@ def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
 def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
     """Copy blocks ``block_ids [n]`` int64 to ``staging [>= n, num_layers, 2, block_size, kv_heads, head_dim]``.
 
-    Raises:
-        ValueError: wrong shape or layout.
+    Raises ValueError where a shape or layout is wrong.
     """
-    pool = _as_words(kv_cache).flatten(0, 1)
-    _check_staging(kv_cache, block_ids, staging)
-    _move(_as_words(staging).flatten(1, 2).transpose(0, 1), pool, None, block_ids)
+    _move(_planes_of(staging, kv_cache, block_ids), _as_words(kv_cache).flatten(0, 1), None, block_ids)
 
 
 def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
     """Copy ``staging`` back to blocks ``block_ids`` of the pool: the inverse of `gather_blocks`.
 
-    Raises:
-        ValueError: wrong shape or layout.
+    Raises ValueError where a shape or layout is wrong.
     """
-    pool = _as_words(kv_cache).flatten(0, 1)
-    _check_staging(kv_cache, block_ids, staging)
-    _move(pool, _as_words(staging).flatten(1, 2).transpose(0, 1), block_ids, None)
+    _move(_as_words(kv_cache).flatten(0, 1), _planes_of(staging, kv_cache, block_ids), block_ids, None)
 
 
-def _check_staging(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
+def _planes_of(staging: Tensor, kv_cache: Tensor, block_ids: Tensor) -> Tensor:
+    """``[planes, blocks, words]`` of ``staging``, if it fits the pool."""
     expected = (*kv_cache.shape[:2], *kv_cache.shape[3:])
     if staging.shape[1:] != expected or staging.shape[0] < block_ids.shape[0] or staging.dtype != kv_cache.dtype:
         raise ValueError(
             f"staging must be {kv_cache.dtype} [>= {block_ids.shape[0]}, {', '.join(map(str, expected))}], "
             f"not {staging.dtype} {tuple(staging.shape)}"
         )
+    return _as_words(staging).flatten(1, 2).transpose(0, 1)

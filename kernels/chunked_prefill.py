@@ -1,18 +1,13 @@
 """Causal attention of chunks of prompts over the paged KV cache (FlashAttention-2, Dao 2023, over block tables).
 
 The chunk's own K and V are in the cache already, so a chunk of a long prompt, the rest of a prompt whose beginning was
-cached, and a recomputation after a preemption are the same call: queries at positions
-``context - chunk … context - 1`` that see all positions up to their own.
+cached, and a recomputation after a preemption are the same call. Compute-bound from a few hundred tokens on: 4 *
+queries * visible tokens * heads * head_dim FLOPs. Bytes: q and out once, the visible K and V for each tile of queries.
 
-Compute-bound from a few hundred tokens on: 4 * queries * visible tokens * heads * head_dim FLOPs, half of the square
-for a chunk without cached tokens.
-
-Grid: (heads, tiles of queries over all chunks). The number of tiles follows from shapes alone (at most
-``tokens / ROWS + chunks``); each program finds its chunk by counting. Late tiles, which see most, start first, in all
-heads. Tile: ``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so any block size works. Tokens that
-all queries of a tile see need no mask: only the last tile or two compare positions.
-
-Reference: `minillm.kernels.reference.prefill_attention`.
+Grid: (heads, tiles of queries over all chunks). The number of tiles follows from shapes alone (at most ``tokens / ROWS
++ chunks``); each program finds its chunk by counting. Late tiles, which see most, start first, in all heads. Tile:
+``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so any block size works. Tokens that all queries
+of a tile see need no mask: only the last tile or two compare positions.
 """
 
 from __future__ import annotations
@@ -41,12 +36,11 @@ def _find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE:
     return chunk, number - before
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+# Not compiled anew for tables of another width, nor for chunks that begin elsewhere in the batch.
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "tables_ptr", "lens_ptr"])
 def _prefill_attention_kernel(
-    out_ptr,
-    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,
-    q_token_stride, q_head_stride, table_stride, slot_stride, out_token_stride, out_head_stride,
-    scale_log2e, num_seqs,
+    out_ptr, q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,
+    q_token_stride, q_head_stride, table_stride, slot_stride, out_token_stride, out_head_stride, scale_log2e, num_seqs,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SEQS_TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -123,15 +117,9 @@ def _prefill_attention_kernel(
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """See `reference.prefill_attention`.
+    """See `reference.prefill_attention`. ``q`` may have any token and head stride.
 
-    Args:
-        q: ``[num_tokens, num_heads, head_dim]``, any token and head stride; chunks packed.
-        pages: K and V contiguous, block_size a power of two up to 256.
-        cu_seqlens: ``[num_seqs + 1]`` int32.
-
-    Raises:
-        ValueError: wrong shape or layout.
+    K and V are contiguous, block_size is a power of two up to 256. Raises ValueError where a shape or layout is wrong.
     """
     num_tokens, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens = pages
@@ -145,13 +133,11 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
         dim_tile = max(16, triton.next_power_of_2(head_dim))
         rows, tile, stages, warps = _tiling(dim_tile, q.element_size(), num_tokens // num_seqs)
         _prefill_attention_kernel[(num_heads, num_tokens // rows + num_seqs)](
-            out,
-            q, k_cache, v_cache, tables, lens, cu_seqlens,
+            out, q, k_cache, v_cache, tables, lens, cu_seqlens,
             q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim, out.stride(0), out.stride(1),
             softmax_scale * 1.4426950408889634, num_seqs,
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_SIZE=block_size,
-            ROWS=rows, TILE=tile, SEQS_TILE=max(256, triton.next_power_of_2(num_seqs)), STAGES=stages,
-            num_warps=warps,
+            ROWS=rows, TILE=tile, SEQS_TILE=max(256, triton.next_power_of_2(num_seqs)), STAGES=stages, num_warps=warps,
         )  # fmt: skip
     return out
 

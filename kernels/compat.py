@@ -27,10 +27,7 @@ def dot(a, b, out):
 
 @triton.jit
 def release(PDL: tl.constexpr):
-    """Let the next kernel be brought in, in a kernel that is launched with `pdl_options`.
-
-    (Programmatic dependent launch.) It is, when all programs of this one have said so or ended.
-    """
+    """Let the next kernel be brought in (programmatic dependent launch) once all programs say so or have ended."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -47,10 +44,7 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel be brought in already, and wait for the results of the one in front of this.
-
-    The first statement of most kernels: everything behind it sees all earlier work done.
-    """
+    """Let the next kernel be brought in already, and wait: everything behind this sees all earlier work done."""
     release(PDL)
     wait(PDL)
 
@@ -78,7 +72,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def prepare_compiler() -> None:
-    """Do ahead what Triton does once in a process before its first kernel: half a second of hashing and importing."""
+    """Do ahead Triton's work before the first kernel of a process: half a second of hashing and importing."""
     from triton.runtime import cache
 
     cache.triton_key()

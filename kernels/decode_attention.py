@@ -1,19 +1,17 @@
 """Decode attention over a paged KV cache: one query per sequence (PagedAttention, Kwon et al. 2023).
 
-The kernel reads every K and V of the context once and computes almost nothing per byte, so it lives at memory speed:
-bytes = contexts * kv_heads * head_dim * 2 elements. What matters is to keep enough of them in flight.
+Bytes: contexts * kv_heads * head_dim * 2 elements, each read once, and almost nothing computed per byte: the kernel
+lives at memory speed, and has to keep enough loads in flight.
 
 Grid: (kv heads, sequences, splits). A program takes the query heads of one kv head as the rows of one tile (padded to
 16 for the matrix unit) and walks through its part of the context, ``TILE`` tokens at a time, with a running softmax
 (Milakov & Gimelshein 2018). It looks up the block id of *each token* of a tile, so the tile does not depend on the
-block size, and a block may be as small as one token. Splits (Flash-Decoding, Dao et al. 2023) fill the chip where there
-are few sequences; their partial results are merged by a second, vectorised kernel. The number of splits follows from
-shapes alone, so that a launch can be captured in a CUDA graph; a program whose part is empty ends at once.
+block size. Splits (Flash-Decoding, Dao et al. 2023) fill the chip where there are few sequences; a second kernel merges
+their results. Their number follows from shapes alone, so that a launch can be captured in a CUDA graph; a program whose
+part is empty ends at once.
 
 Block ids are widened to 64 bits before they are multiplied. Lanes behind the end of a context read nothing: unused
 slots may hold NaN.
-
-Reference: `minillm.kernels.reference.paged_attention`.
 """
 
 from __future__ import annotations
@@ -50,16 +48,13 @@ def _attend_tile(
     return new_maximum, total, out
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "table_stride"])
 def _paged_attention_kernel(
-    out_ptr, lse_ptr,
-    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr,
+    out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride,
-    out_seq_stride, out_head_stride, out_split_stride, lse_seq_stride, lse_split_stride,
-    scale_log2e, num_splits,
+    out_seq_stride, out_head_stride, out_split_stride, lse_seq_stride, lse_split_stride, scale_log2e, num_splits,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    PARTIAL: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
@@ -105,8 +100,7 @@ def _paged_attention_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
-    out_ptr, partial_ptr, lse_ptr, lens_ptr,
-    out_seq_stride, out_head_stride, num_heads, num_splits,
+    out_ptr, partial_ptr, lse_ptr, lens_ptr, out_seq_stride, out_head_stride, num_heads, num_splits,
     HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, SPLITS_TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Weigh a head's partial results by their share of the softmax: one program per (sequence, head)."""
@@ -148,15 +142,10 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: t
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
-    """See `reference.paged_attention`.
+    """See `reference.paged_attention`. ``q`` may have any sequence and head stride.
 
-    Args:
-        q: ``[num_seqs, num_heads, head_dim]``, any sequence and head stride.
-        pages: K and V contiguous, block_size a power of two up to 256.
-        num_splits: parts of each context; by default `num_splits_for` the widest table.
-
-    Raises:
-        ValueError: wrong shape or layout.
+    K and V are contiguous, block_size is a power of two up to 256. Raises ValueError where a shape or layout is wrong.
+    ``num_splits`` are the parts of each context; by default `num_splits_for` the widest table.
     """
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens = pages
@@ -169,36 +158,28 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
     if num_splits is None:
         num_splits = num_splits_for(num_seqs, num_kv_heads, tables.shape[1] * block_size, q.device)
     dim_tile = max(16, triton.next_power_of_2(head_dim))
-    tile, stages, warps = tiling(dim_tile, q.element_size())
+    tile = max(16, min(128, 16384 // (dim_tile * q.element_size())))  # 16 kB of K: no more, or shared memory is full
+    pdl = pdl_options(q.device)
     target, partial_lse, strides = out, out, (out.stride(0), out.stride(1), 0, 0, 0)
     if num_splits > 1:
         target = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
         strides = (target.stride(0), target.stride(2), target.stride(1), num_splits * num_heads, num_heads)
     _paged_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
-        target, partial_lse,
-        q, k_cache, v_cache, tables, lens,
+        target, partial_lse, q, k_cache, v_cache, tables, lens,
         q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim,
-        *strides,
-        softmax_scale * 1.4426950408889634, num_splits,
+        *strides, softmax_scale * 1.4426950408889634, num_splits,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
-        BLOCK_SIZE=block_size, TILE=tile, STAGES=stages, PARTIAL=num_splits > 1,
-        num_warps=warps, **pdl_options(q.device),
+        BLOCK_SIZE=block_size, TILE=tile, STAGES=3 if dim_tile >= 128 else 2, PARTIAL=num_splits > 1,
+        num_warps=4, **pdl,
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits_kernel[(num_seqs, num_heads)](
-            out, target, partial_lse, lens,
-            out.stride(0), out.stride(1), num_heads, num_splits,
+            out, target, partial_lse, lens, out.stride(0), out.stride(1), num_heads, num_splits,
             HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=tile, SPLITS_TILE=triton.next_power_of_2(num_splits),
-            num_warps=4, **pdl_options(q.device),
+            num_warps=4, **pdl,
         )  # fmt: skip
     return out
-
-
-def tiling(dim_tile: int, element_size: int) -> tuple[int, int, int]:
-    """(tokens a tile, stages, warps): 16 kB of K a tile keeps memory busy without filling shared memory."""
-    tile = max(16, min(128, 16384 // (dim_tile * element_size)))
-    return tile, 3 if dim_tile >= 128 else 2, 4
 
 
 def check_inputs(q: Tensor, pages: Pages, num_seqs: int) -> None:

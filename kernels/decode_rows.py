@@ -1,8 +1,7 @@
 """The device's memory of the decoding sequences: one row of 32-bit words each, read and written by every step.
 
-A decode step computes one token of each of n sequences. Their state lies in a table of *rows* on the device, so for a
-step the host sends only the list of rows and the changes since the last one. A row holds, in this order (see `Field`):
-the token to compute, its position, the sampling parameters, and the block table.
+A row holds, in the order of `Field`, the token to compute, its position, the sampling parameters, and the block table.
+For a step the host sends only the list of rows and the changes since the last one.
 
 - ``begin_decode`` gathers n rows into the tensors that the model and the sampler take, and moves each row's position on
   by one. Grid: (n). Bytes: the used part of each block table, read and written: 8 per block of context.
@@ -11,8 +10,6 @@ the token to compute, its position, the sampling parameters, and the block table
 - ``end_decode`` stores the drawn tokens, which the next step computes. Grid: (1).
 
 Row -1 is padding: its slot is -1, its context empty, and nothing is written for it.
-
-References: `minillm.kernels.reference.begin_decode`, `penalise`, `end_decode`.
 """
 
 from __future__ import annotations
@@ -135,8 +132,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
     _begin_decode_kernel[(rows.shape[0],)](
         words, rows,
         inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens, inputs.block_tables,
-        *inputs.sampling,
-        words.stride(0), inputs.block_tables.stride(0),
+        *inputs.sampling, words.stride(0), inputs.block_tables.stride(0),
         BLOCK_SIZE=block_size, TILE=min(_TABLE_TILE, triton.next_power_of_2(inputs.block_tables.shape[1])),
         num_warps=4, **pdl_options(words.device),
     )  # fmt: skip
@@ -146,18 +142,9 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
     """Write the logits with their rows' penalties to ``out``: see `reference.penalise`."""
     n, vocab = logits.shape
     _penalise_kernel[(n, triton.cdiv(vocab, _PIECE))](
-        out,
-        logits,
-        words,
-        counts,
-        rows,
-        words.stride(0),
-        logits.stride(0),
-        vocab,
-        PIECE=_PIECE,
-        num_warps=8,
-        **pdl_options(words.device),
-    )
+        out, logits, words, counts, rows, words.stride(0), logits.stride(0), vocab,
+        PIECE=_PIECE, num_warps=8, **pdl_options(words.device),
+    )  # fmt: skip
 
 
 def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:

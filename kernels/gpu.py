@@ -10,21 +10,3 @@ from minillm.kernels.prefix_decode_attention import prefix_attention
 from minillm.kernels.rotary import rotary_write_kv
 from minillm.kernels.sampling import sample, sample_with_logprobs
 from minillm.kernels.top_k import top_log_probabilities
-
-__all__ = [
-    "begin_decode",
-    "block_copy",
-    "end_decode",
-    "gather_blocks",
-    "paged_attention",
-    "penalise",
-    "prefill_attention",
-    "prefix_attention",
-    "rms_norm",
-    "rotary_write_kv",
-    "sample",
-    "sample_with_logprobs",
-    "scatter_blocks",
-    "silu_mul",
-    "top_log_probabilities",
-]

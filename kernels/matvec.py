@@ -5,19 +5,14 @@
     norm_gated_matvec  y = silu(G rms_norm(x)) * (U rms_norm(x))     G, U: the halves of the packed projection
     matvec_add         residual += W x + b
 
-Batch size 1 is what a person at a chat waits for, and there a layer is four such products and little else. Bytes: the
-weight, once; the rest is nothing. So a launch is as fast as memory if enough loads are in flight all the time, also
-while one kernel ends and the next one begins: a program asks for its first tile of weights, which depend on nothing,
-*before* it waits for the kernel in front of it (programmatic dependent launch, compute capability 9.0 and later).
+Bytes: the weight, once; the rest is nothing. So a launch is as fast as memory if enough loads are in flight all the
+time, also while one kernel ends and the next one begins: a program asks for its first tile of weights, which depend on
+nothing, *before* it waits for the kernel in front of it (programmatic dependent launch, compute capability 9.0 on).
 
 Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes a load; most rows fit into one tile. The norm costs
 no pass of its own: ``sum(x^2)`` is collected beside the product and applied to its result, for it is one factor.
-Arithmetic is float32 throughout; nothing is rounded between the norm and the product. It runs without the matrix unit,
-tokens x out x in products, so several tokens come here only where the weight is small (`takes`).
-
-`TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
-
-Reference: `minillm.kernels.reference.norm_linear`, `norm_gated_linear`, `linear_add`; of `matvec`, torch's own linear.
+Arithmetic is float32 throughout, without the matrix unit, so several tokens come here only where the weight is small
+(`takes`). `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
 """
 
 from __future__ import annotations
@@ -84,7 +79,7 @@ _LARGEST = {2: 17_000_000, 3: 2_000_000, 4: 2_000_000}
 def _load_weights(weight_ptr, rows, columns, num_rows, num_columns):
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     offsets = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
-    # Each weight is read once: it should not push out of the cache what is read again.
+    # Each weight is read once: it should push nothing out of the cache that is read again.
     return tl.load(weight_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
@@ -166,66 +161,39 @@ def takes(num_tokens: int, weight: Tensor) -> bool:
 
 
 def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, ``[tokens, out]``, of x ``[tokens, in]`` and weight ``[out, in]``, contiguous.
+    """``x @ weight.T + bias``, ``[tokens, out]``, of x ``[tokens, in]`` and weight ``[out, in]``.
 
-    Raises:
-        ValueError: wrong shape or layout.
+    All tensors are contiguous, and at most `MOST_TOKENS` tokens; else this and the next three raise ValueError.
     """
-    _check(x, weight)
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    launch(out, x, weight, bias)
-    return out
+    return launch(_target(x, weight), x, weight, bias)
 
 
 def norm_matvec(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``rms_norm(x) @ weight.T + bias``, ``[tokens, out]``: see `reference.norm_linear`.
-
-    Args:
-        x: ``[tokens, in]``, at most `MOST_TOKENS`; weight: ``[out, in]``; out: where to write it. All contiguous.
-
-    Raises:
-        ValueError: wrong shape or layout.
-    """
-    _check(x, weight, out)
-    out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
-    launch(out, x, weight, bias, (norm_weight, eps))
-    return out
+    """``rms_norm(x) @ weight.T + bias``, ``[tokens, out]``, in ``out`` if given: see `reference.norm_linear`."""
+    return launch(_target(x, weight, out), x, weight, bias, (norm_weight, eps))
 
 
 def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up`` with ``gate, up = rms_norm(x) @ weight.T + bias``, ``[tokens, out / 2]``.
-
-    See `reference.norm_gated_linear`.
-
-    Raises:
-        ValueError: wrong shape or layout.
-    """
-    _check(x, weight)
-    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    launch(out, x, weight, bias, (norm_weight, eps), gated=True)
-    return out
+    """``silu(gate) * up``, ``[tokens, out / 2]``, of a packed weight: see `reference.norm_gated_linear`."""
+    return launch(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
 
 
 def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """``residual += x @ weight.T + bias``, ``[tokens, out]``, in place: see `reference.linear_add`.
-
-    Raises:
-        ValueError: wrong shape or layout.
-    """
-    _check(x, weight, residual)
-    launch(residual, x, weight, bias, add=True)
-    return residual
+    """``residual += x @ weight.T + bias``, ``[tokens, out]``, in place: see `reference.linear_add`."""
+    return launch(_target(x, weight, residual), x, weight, bias, add=True)
 
 
-def _check(x: Tensor, weight: Tensor, out: Tensor | None = None) -> None:
+def _target(x: Tensor, weight: Tensor, out: Tensor | None = None, matrices: int = 1) -> Tensor:
+    """``out``, or room for the product with one of the weight's matrices, once shapes and layouts are checked."""
     fits = x.shape[1:] == weight.shape[1:] and 1 <= x.shape[0] <= MOST_TOKENS and x.dtype == weight.dtype
     if not (fits and x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())):
         raise ValueError(
             f"a matvec takes up to [{MOST_TOKENS}, {weight.shape[1]}] and a weight of its dtype, all contiguous, "
             f"not {x.dtype} {tuple(x.shape)} and {weight.dtype} {tuple(weight.shape)}"
         )
+    return x.new_empty(x.shape[0], weight.shape[0] // matrices) if out is None else out
 
 
 def launch(
@@ -238,7 +206,7 @@ def launch(
     gated: bool = False,
     add: bool = False,
     tile: tuple[int, int, int] | None = None,
-) -> None:
+) -> Tensor:
     """Any of the four, with ``norm`` (weight, eps) in front, by ``tile`` (rows, columns, warps) or the recorded one."""
     norm_weight, eps = norm or (x, 0.0)
     features, columns = weight.shape
@@ -246,12 +214,12 @@ def launch(
     rows, width, warps = tile or recorded_tile(tokens, features, columns) or _tile_for(tokens, features, columns)
     num_rows = features // 2 if gated else features
     _matvec_kernel[(triton.cdiv(num_rows, rows),)](
-        out, x, weight, norm_weight, bias if bias is not None else x,
-        x.shape[0], num_rows, columns, eps,
+        out, x, weight, norm_weight, bias if bias is not None else x, x.shape[0], num_rows, columns, eps,
         NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None,
         TOKENS=tokens, ROWS=rows, COLUMNS=width, NUM_TILES=triton.cdiv(columns, width),
         num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip
+    return out
 
 
 def recorded_tile(num_tokens: int, features: int, columns: int) -> tuple[int, int, int] | None:

@@ -2,13 +2,9 @@
 
     y = x / sqrt(mean(x^2) + eps) * weight                          (Zhang & Sennrich 2019)
 
-A row is read once, held in registers as float32, reduced and written: 2 passes over memory where torch's separate ops
-make 8. Bytes: x read and y written, 2 * rows * hidden elements. Nearly no arithmetic, so the floor is memory speed.
-
-Grid: one program per row. Tile: the whole row, padded to a power of two; the padding reads nothing. The cast order is
-Llama's: normalise in float32, round to the input's dtype, then multiply by the weight.
-
-Reference: `minillm.kernels.reference.rms_norm`.
+A row is read once, held in registers as float32, reduced and written. Bytes: 2 * rows * hidden elements; torch's
+separate ops move 8. Memory-bound. Grid: (rows). Tile: the whole row, padded to a power of two; the padding reads
+nothing. The cast order is Llama's: normalise in float32, round to the input's dtype, then multiply by the weight.
 """
 
 from __future__ import annotations
@@ -40,8 +36,7 @@ def _rms_norm_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``[rows, hidden]`` like ``x``, contiguous. Rows of ``x`` may be strided.
 
-    Raises:
-        ValueError: wrong shape, layout or dtype.
+    Raises ValueError where a shape, layout or dtype is wrong.
     """
     if x.dim() != 2 or x.stride(1) != 1:
         raise ValueError(f"rms_norm takes [rows, hidden] with contiguous rows, not {tuple(x.shape)} {x.stride()}")

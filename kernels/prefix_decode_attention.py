@@ -1,12 +1,11 @@
-"""Decode attention over a prefix tree: what sequences share is read once for all of them.
+"""Decode attention over a prefix tree: a block that sequences share is read once for all of them.
 
-The plain kernel (`decode_attention`) reads a block once for each sequence whose table names it. Here a plan
-(`prefix_plan`) says what is shared, and there are two phases (ChunkAttention, Ye et al. 2024) and a merge:
+A plan (`prefix_plan`) says which blocks are shared. There are two phases (ChunkAttention, Ye et al. 2024) and a merge:
 
 1. *Chunk first*: a program takes items of the plan, parts of nodes of the tree, each for one kv head. The queries of
-   the node's sequences, times the query heads of the kv head, are the rows of one tile, so K and V are read once for
-   all of them. The result, an output and a log-sum-exp in float32, goes to a place of its own for each sequence.
-2. *Sequence first*: a program takes a sequence's own tail, or a part of it, for one kv head, as the plain kernel does.
+   the node's sequences, times the query heads of the kv head, are the rows of one tile. The result, an output and a
+   log-sum-exp in float32, goes to a place of its own for each sequence.
+2. *Sequence first*: a program takes a sequence's own tail, or a part of it, for one kv head.
 3. The results of a sequence's nodes and of its tail are merged.
 
 The phases overlap (programmatic dependent launch): the first is busy computing, the second reading. So all programs of
@@ -14,13 +13,11 @@ the first are on the chip at once and go through the items in turns, which lets 
 tail waits for a node. The plan says how many programs there are (`prefix_plan.Costs.programs`).
 
 Grids: (programs at most), (kv heads, sequences, splits) and (sequences, heads), by the number of sequences alone. The
-plan lies on the device, so sharing may change from step to step under one CUDA graph. Tiles: 64 rows (what Hopper's
-matrix unit takes at least) times 16 kB of K, 16 rows times 16 tokens or 8 kB, and up to 8 heads.
+plan lies on the device, so sharing may change from step to step under one CUDA graph. Tiles: 64 rows (the least that
+Hopper's matrix unit takes) times 16 kB of K, 16 rows times 16 tokens or 8 kB, and up to 8 heads.
 
 Bytes: each node's blocks once for every 64 rows (from the L2 but for the first time), each tail once, and 8 x head_dim
 for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.
-
-Reference: `minillm.kernels.reference.paged_attention`.
 """
 
 from __future__ import annotations
@@ -70,10 +67,9 @@ def _attend(
     return maximum, total, out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _chunk_first_kernel(
-    partial_ptr, lse_ptr,
-    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, counts_ptr, items_ptr, order_ptr, starts_ptr,
+    partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, counts_ptr, items_ptr, order_ptr, starts_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, num_kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -112,15 +108,14 @@ def _chunk_first_kernel(
         tl.store(lse_ptr + at, maximum + tl.log2(total), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _sequence_first_kernel(
-    partial_ptr, lse_ptr,
-    q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, order_ptr, tails_ptr,
+    partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, order_ptr, tails_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, max_results,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # What is read here was there before the first phase began: that one waits before it lets this in.
+    # All that is read here was there before the first phase began: that one waits before it lets this in.
     release(PDL)
     kv_head = tl.program_id(0)
     place = tl.program_id(1)
@@ -155,10 +150,9 @@ def _sequence_first_kernel(
 
 @triton.jit
 def _merge_results_kernel(
-    out_ptr, partial_ptr, lse_ptr, order_ptr, starts_ptr,
-    out_seq_stride, out_head_stride, num_heads, max_results,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    out_ptr, partial_ptr, lse_ptr, order_ptr, starts_ptr, out_seq_stride, out_head_stride, num_heads, max_results,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
+    SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     place = tl.program_id(0)
@@ -199,10 +193,9 @@ def _merge_results_kernel(
 def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
     """Tokens a tile, stages and warps of the second phase.
 
-    Tails are short, and there is one for each sequence and kv head: what counts is how many are under way beside the
-    first phase. So a tail has one warp, and a tile 16 tokens. With one query head for each kv head there are so many
-    that they come in turns, and wider tiles bring each to its end sooner. In float32 a tail has two warps: without the
-    matrix unit a product takes many registers.
+    Tails are short, and as many as can be should be under way beside the first phase: so one warp, and 16 tokens. With
+    one query head for each kv head they come in turns, and wider tiles bring each to its end sooner. In float32 a
+    product takes many registers, for want of the matrix unit: so two warps.
     """
     warps = 2 if shape.element_size == 4 else 1
     if shape.group > 1:
@@ -213,11 +206,8 @@ def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
     """`decode_attention.paged_attention`, over the prefix tree that a work list was made from.
 
-    Args:
-        work: for ``num_seqs`` sequences with these tables. Contexts may have grown since.
-
-    Raises:
-        ValueError: wrong shape or layout.
+    The list is for as many sequences with these tables; contexts may have grown since. Raises ValueError where a shape
+    or layout is wrong.
     """
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens = pages
@@ -231,36 +221,31 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     out = torch.empty(num_seqs, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if not num_seqs:
         return out
-    splits = shape.tail_splits(num_seqs)
-    max_results = shape.max_results(num_seqs)
+    splits, max_results = shape.tail_splits(num_seqs), shape.max_results(num_seqs)
     num_results = max_results + num_seqs * splits
     partial = torch.empty(num_results, num_heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(num_results, num_heads, dtype=torch.float32, device=q.device)
     scale, slot_stride = softmax_scale * 1.4426950408889634, num_kv_heads * head_dim
     sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "DIM_TILE": shape.dim_tile, "BLOCK_SIZE": block_size}
     options = pdl_options(q.device)
-    node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # what every GPU's shared memory has room for
+    node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # the most that fits every GPU's shared memory
     most = min(num_kv_heads * work.items.shape[0], MOST_PROGRAMS * shape.num_processors)
     _chunk_first_kernel[(most,)](
-        partial, lse,
-        q, k_cache, v_cache, tables, work.counts, work.items, work.order, work.starts,
+        partial, lse, q, k_cache, v_cache, tables, work.counts, work.items, work.order, work.starts,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages, **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)
     _sequence_first_kernel[(num_kv_heads, num_seqs, splits)](
-        partial, lse,
-        q, k_cache, v_cache, tables, lens, work.order, work.tails,
+        partial, lse, q, k_cache, v_cache, tables, lens, work.order, work.tails,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, max_results,
         ROWS=max(16, triton.next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits,
         **sizes, num_warps=warps, **options,
     )  # fmt: skip
-    # One warp a head; few heads a program while there are few, for then what counts is that all are under way.
+    # One warp a head; few heads a program while there are few, for then all should be under way.
     heads = min(8, triton.next_power_of_2(num_seqs * num_heads // (8 * shape.num_processors) + 1))
     _merge_results_kernel[(num_seqs, triton.cdiv(num_heads, heads))](
-        out, partial, lse, work.order, work.starts,
-        out.stride(0), out.stride(1), num_heads, max_results,
-        HEADS=heads, HEAD_DIM=head_dim, DIM_TILE=shape.dim_tile, SPLITS=splits, AT_ONCE=2,
-        num_warps=heads, **options,
+        out, partial, lse, work.order, work.starts, out.stride(0), out.stride(1), num_heads, max_results,
+        HEADS=heads, HEAD_DIM=head_dim, DIM_TILE=shape.dim_tile, SPLITS=splits, AT_ONCE=2, num_warps=heads, **options,
     )  # fmt: skip
     return out

@@ -1,13 +1,10 @@
 """The blocks that sequences of a batch share, as a list of work for `minillm.kernels.prefix_decode_attention`.
 
-Samples of one prompt, beams, branches, requests behind one system prompt: their block tables begin with the same block
-ids. Seen together the tables are a *prefix tree* (ChunkAttention, Ye et al. 2024): a node is a run of blocks that some
-sequences share and no others, its children are what they go on with, and below them are the sequences' own tails.
-`prefix_tree` finds it from the tables alone; `plan_attention` cuts its nodes into items of about the same cost, so that
-few sequences fill the chip as well as many; a `WorkList` holds the items on the device, where a captured CUDA graph
-finds them. Where a tail ends is read from the context lengths there, so a list stays valid while sequences only grow.
-
-Plain Python but for the `WorkList`: no kernel is launched here.
+Block tables that begin with the same ids are a *prefix tree* (ChunkAttention, Ye et al. 2024): a node is a run of
+blocks that some sequences share and no others, and the leaves are the sequences' own tails. `prefix_tree` finds it;
+`plan_attention` cuts its nodes into items of about the same cost, so that few sequences fill the chip as well as many;
+a `WorkList` holds the items on the device, where a captured CUDA graph finds them. The kernels read the ends of the
+tails from the context lengths, so a list stays valid while sequences only grow.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ class Costs:
     """The conditions under which reading shared blocks once pays: microseconds, and bytes per microsecond.
 
     It saves reads, most of which would hit the L2. It costs two more launches, results that are written and merged, and
-    a kernel for the tails that is made for short ones. The defaults were measured on an H200 (`minillm bench kernels
-    --op prefix_attention` and grids of batches around the points where both ways take the same time).
+    a kernel for the tails that is made for short ones. The defaults were measured on an H200: see the README.
     """
 
     launch: float = 3.0
@@ -51,9 +47,7 @@ class Costs:
     def programs(self, tiles: float, tails: int) -> int:
         """Items that a multiprocessor should have at a time: two compute faster, one leaves room for tails.
 
-        Args:
-            tiles: tiles of nodes for each multiprocessor, counted for each kv head.
-            tails: bytes of all tails.
+        ``tiles`` are of nodes, for each multiprocessor and counted for each kv head; ``tails`` are bytes.
         """
         return 2 if tiles * self.tile > self.alone + tails / self.tail_rate else 1
 
@@ -137,16 +131,9 @@ class WorkList:
     @classmethod
     def _view(cls, words: Tensor, capacity: int, num_seqs: int, shape: AttentionShape) -> WorkList:
         items = words[3 * capacity + 3 :][: shape.max_items(num_seqs) * ITEM_WORDS]
-        return cls(
-            order=words[:num_seqs],
-            tails=words[capacity:][:num_seqs],
-            starts=words[2 * capacity :][: num_seqs + 1],
-            counts=words[3 * capacity + 1 :][:2],
-            items=items.view(-1, ITEM_WORDS),
-            shape=shape,
-            words=words,
-            capacity=capacity,
-        )
+        order, tails = words[:num_seqs], words[capacity:][:num_seqs]
+        starts, counts = words[2 * capacity :][: num_seqs + 1], words[3 * capacity + 1 :][:2]
+        return cls(order, tails, starts, counts, items.view(-1, ITEM_WORDS), shape, words, capacity)
 
     def first(self, num_seqs: int) -> WorkList:
         """The list of a smaller batch, in the same memory."""
@@ -196,8 +183,7 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
     Args:
         tables: block ids of each sequence, logical order.
         num_full: for each table, how many of its first blocks are full; the others belong to the tail.
-        min_blocks: a run becomes a node if its blocks, times its sequences but one, are at least this many; otherwise
-            its sequences, or the nodes below it, read it for themselves.
+        min_blocks: a run becomes a node if its blocks, times its sequences but one, are at least this many.
     """
     order: list[int] = []
     tails: list[int] = []
@@ -229,8 +215,7 @@ def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_bl
 def _common_blocks(tables: Sequence[Sequence[int]], members: list[int], begin: int, end: int) -> int:
     """The block, at most ``end``, up to which the members' tables agree from ``begin`` on.
 
-    All blocks are compared: tables may hold the same block behind different ones, where two sequences computed the same
-    tokens at the same time and the prefix cache kept one block of each.
+    All are compared: where two sequences computed the same tokens at a time, equal blocks may follow different ones.
     """
     lead = tables[members[0]]
     run = lead[begin:end]
@@ -284,8 +269,8 @@ def _cut(
     deepest = max(tiles)
     work = sum(map(int.__mul__, tiles, chunks)) * shape.num_kv_heads
     programs = costs.programs(work / shape.num_processors, tail_bytes)
-    # Results are merged one after another: a tile costs about as much as a result to merge, so a node of n tiles in
-    # parts of t takes t + n / t. Few sequences have a chip for themselves.
+    # A tile costs about as much as a result to merge, so a node of n tiles in parts of t takes t + n / t. Few sequences
+    # have a chip for themselves.
     longest = 1 if shape.tail_splits(num_rows) > 1 else math.isqrt(deepest - 1) + 1
     at_a_time = programs * shape.num_processors // shape.num_kv_heads
     while True:

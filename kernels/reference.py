@@ -1,7 +1,7 @@
 """Every op in plain torch: the specification that the fast versions are tested against.
 
-Written to be read, and to run in float64: arithmetic happens in the wider of float32 and the input's dtype. What
-several ops take together, with its shapes, is in `minillm.kernels.arguments`.
+Written to be read, and to run in float64: arithmetic happens in the wider of float32 and the input's dtype. Arguments
+of several tensors are in `minillm.kernels.arguments`, with their shapes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ def _wide(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang & Sennrich 2019).
 
-    Llama's cast order: normalise in float32, cast back to the input's dtype, then multiply by the weight. The order
-    decides bits in half precision.
+    In Llama's order of casts: normalise in float32, cast back to the input's dtype, then multiply by the weight.
     """
     wide = _wide(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -53,11 +52,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 
 
 def all_reduce(parts: list[Tensor]) -> Tensor:
-    """The sum of the ranks' ``parts``, added in float32 (or float64) in their order and rounded once.
-
-    Args:
-        parts: one of each rank, all of one shape and dtype.
-    """
+    """The sum of the ranks' ``parts``, of one shape and dtype: added in float32 (or float64) in order, rounded once."""
     total = _wide(parts[0])
     for part in parts[1:]:
         total = total + _wide(part)
@@ -67,9 +62,7 @@ def all_reduce(parts: list[Tensor]) -> Tensor:
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first ``2 * cos.shape[1]`` dimensions of each head (Su et al. 2021, half-split layout).
 
-    Args:
-        x: ``[num_tokens, heads, head_dim]``.
-        cos, sin: ``[num_tokens, rotary_dim / 2]`` float32 (or float64), the rows of each token's position.
+    ``x`` is ``[num_tokens, heads, head_dim]``; ``cos`` and ``sin`` are those of `Places`.
     """
     half = cos.shape[-1]
     wide, cos, sin = _wide(x), cos[:, None], sin[:, None]
@@ -118,8 +111,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float) -> Tensor:
     Args:
         q: ``[num_seqs, num_heads, head_dim]``; head ``h`` reads kv head ``h // (num_heads / num_kv_heads)``.
 
-    Returns:
-        Like ``q``; zero where the context is empty.
+    Returns a tensor like ``q``, zero where the context is empty.
     """
     out = torch.zeros_like(q)
     for seq, length in enumerate(pages.lens.tolist()):
@@ -132,8 +124,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float) -> Tensor:
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
     """`paged_attention` of sequences that share blocks: the same result, and shared blocks may be read once for all.
 
-    Args:
-        work: filled with a plan (`plan_attention`) for the same tables; contexts may have grown since.
+    ``work`` is filled with a plan (`plan_attention`) for the same tables; contexts may have grown since.
     """
     return paged_attention(q, pages, softmax_scale)
 
@@ -225,7 +216,7 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Draw one token per row: temperature, then top-k, then top-p of what is left, then min-p (Hugging Face's order).
+    """Draw one token per row: temperature, then top-k, then top-p of the rest, then min-p (Hugging Face's order).
 
     Each cut keeps the upper part of one order: larger logit first, lower id among equals. top-k keeps exactly k; top-p
     the fewest tokens whose probabilities reach it; min-p those at least so probable relative to the first.
@@ -255,7 +246,7 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
-    """`sample`, and the drawn tokens' log-probabilities under ``logits``, ``[rows]`` float32: NaN where a logit is."""
+    """`sample`, and the tokens' untempered log-probabilities, ``[rows]`` float32: NaN where a logit is."""
     tokens = sample(logits.float(), inputs)
     return tokens, log_probabilities(logits, tokens)
 
@@ -269,8 +260,7 @@ def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` most probable tokens of each row, best first, the lower id first among equals.
 
-    Returns:
-        ``(log_probabilities, token_ids)``, each ``[rows, count]``; ids int64.
+    Returns ``(log_probabilities, token_ids)``, each ``[rows, count]``; ids int64.
     """
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     return values[:, :count] - logits.logsumexp(-1, keepdim=True), ids[:, :count]
@@ -285,7 +275,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
     Args:
         words: ``[num_rows, Field.TABLE + width]`` int32.
         rows: ``[n]`` int32, no row twice; -1 is padding: token 0 without a slot or a context.
-        inputs: buffers of n sequences. Of a block table only what the context uses is written.
+        inputs: buffers of n sequences. Of a block table only the context's part is written.
     """
     real = rows >= 0
     state = words[rows.clamp(min=0).long()]
@@ -310,8 +300,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
 def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
     """Apply each row's repetition, then frequency and presence penalty, and write float32 logits to ``out``.
 
-    Args:
-        counts: ``[num_rows, vocab]`` int32: twice how often a token was generated, plus one if the prompt holds it.
+    ``counts`` are ``[num_rows, vocab]`` int32: twice how often a token was generated, plus 1 if the prompt holds it.
     """
     out.copy_(logits)
     for i, row in enumerate(rows.tolist()):

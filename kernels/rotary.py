@@ -2,14 +2,10 @@
 
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)                  (Su et al. 2021, half-split layout)
 
-q is rotated where it lies; rotated k, and v, go straight to the slots that ``slot_mapping`` names, so k is never
-written back and no separate copy into the cache runs. Bytes: reads (heads + 2 kv_heads) * head_dim elements a token
-and writes as many. Memory-bound, and at decode batch sizes launch-bound: one launch where separate ops make five.
-
-Grid: (tokens, groups of q heads + 1); the last program of a token does K and V. Tile: heads x head_dim / 2, both
-halves. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
-
-Reference: `minillm.kernels.reference.rotary_write_kv`.
+q is rotated where it lies; rotated k, and v, go straight to their slots. Bytes: reads (heads + 2 kv_heads) * head_dim
+elements a token and writes as many. Memory-bound, and at decode batch sizes launch-bound: one launch where separate ops
+make five. Grid: (tokens, groups of q heads + 1); the last program of a token does K and V. Tile: heads x head_dim / 2,
+both halves. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +28,7 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def _rotary_write_kv_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr,
-    k_ptr, v_ptr, cos_ptr, sin_ptr, slot_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slot_ptr,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, slot_stride,
     num_heads, num_kv_heads,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
@@ -82,10 +77,8 @@ def _rotary_write_kv_kernel(
 def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor) -> None:
     """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the blocks. See `reference.rotary_write_kv`.
 
-    ``q``, ``k``, ``v`` ``[tokens, heads, head_dim]`` may be views with any token and head stride.
-
-    Raises:
-        ValueError: wrong shape or layout.
+    ``q``, ``k``, ``v`` ``[tokens, heads, head_dim]`` may be views with any token and head stride. Raises ValueError
+    where a shape or layout is wrong.
     """
     cos, sin, slots = places
     tokens, num_heads, head_dim = q.shape
@@ -110,6 +103,5 @@ def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Te
         num_heads, num_kv_heads,
         HEAD_DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
         REST_TILE=triton.next_power_of_2(rest) if rest else 0,
-        Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads),
-        num_warps=4, **pdl_options(q.device),
+        Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads), num_warps=4, **pdl_options(q.device),
     )  # fmt: skip

@@ -1,26 +1,22 @@
 """One token per row from logits, without sorting them.
 
-top-k, top-p and min-p each keep the upper part of a row in one order (larger logit first, lower id among equals), so
-what is kept is *everything down to some token*: a cut is a logit and an id. The draw is Gumbel-max (Gumbel 1954): the
-kept token with the largest ``logit / temperature + noise``, where noise is a hash of (seed, position, token id): a
-sequence draws the same whatever else is in the batch. With E = -log(1 - uniform), that is the token with the largest
-``exp(logit / temperature) / E``, which saves a logarithm per token.
+top-k, top-p and min-p each keep the upper part of a row in one order (larger logit first, lower id among equals): a cut
+is a logit and an id. The draw is Gumbel-max (Gumbel 1954): the kept token with the largest ``logit / temperature +
+noise``, where noise is a hash of (seed, position, token id). With E = -log(1 - uniform), that is the token with the
+largest ``exp(logit / temperature) / E``, which saves a logarithm per token.
 
-Two launches:
+Two launches: the scan, grid (rows, pieces of the vocabulary), see `minillm.kernels.scan`; then ``_draw_kernel``, grid
+(rows), merges the pieces, and goes on by the row:
 
-1. The scan, grid (rows, pieces of the vocabulary): see `minillm.kernels.scan`.
-2. ``_draw_kernel``, grid (rows): merges the pieces. What it does then depends on the row:
-   - nothing cut: the best score of all pieces is the draw.
-   - top-k: at least k logits, and usually few more, are collected on chip (`minillm.kernels.top_k`), and cut there by
-     count and by mass.
-   - no top-k: the best score is the draw if the mass above its token is small enough. If it is not, every token up to
-     that one is cut as well, and the best of the rest is tried: the same draw as after a search for the cut, which
-     takes about one pass (rejection with a rising pivot, as in FlashInfer's sampler, on fixed noise).
-   - top-k too large, or too many equal logits: bisections over the whole row. Slower, and exact.
+- nothing cut: the best score of all pieces is the draw.
+- top-k: at least k logits, and usually few more, are collected on chip (`minillm.kernels.top_k`), and cut there by
+  count and by mass.
+- no top-k: the best score is the draw if the mass above its token is small enough. If it is not, every token up to that
+  one is cut as well, and the best of the rest is tried: the same draw as after a search for the cut, which takes about
+  one pass (rejection with a rising pivot, as in FlashInfer's sampler, on fixed noise).
+- top-k too large, or too many equal logits: bisections over the whole row. Slower, and exact.
 
-Bytes: the logits once, at memory speed; what the second kernel reads comes from L2.
-
-References: `minillm.kernels.reference.sample`, `minillm.kernels.reference.log_probabilities`.
+Bytes: the logits once, at memory speed; the second kernel reads from L2.
 """
 
 from __future__ import annotations
@@ -55,8 +51,7 @@ def _row_best(row_ptr, vocab, key, token, least, anchor, temperature, seed, posi
 
 @triton.jit
 def _draw_kernel(
-    tokens_ptr, logprobs_ptr,
-    groups_ptr, values_ptr, ids_ptr, parts_ptr, maxima_ptr,
+    tokens_ptr, logprobs_ptr, groups_ptr, values_ptr, ids_ptr, parts_ptr, maxima_ptr,
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
     row_stride, vocab, num_pieces, num_groups,
     PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
@@ -145,15 +140,8 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
     """Draw one token per row: see `reference.sample_with_logprobs`.
 
-    Args:
-        logits: ``[rows, vocab]`` float32, bfloat16 or float16, rows may be strided; vocab below 2^24.
-        inputs: contiguous.
-
-    Returns:
-        ``(token_ids [rows] int64, log_probabilities [rows] float32)``; the latter are the model's own, untempered.
-
-    Raises:
-        ValueError: wrong shape or layout.
+    ``logits [rows, vocab]`` are float32, bfloat16 or float16, rows may be strided; vocab is below 2^24; ``inputs`` are
+    contiguous. Raises ValueError where a shape or layout is wrong.
     """
     rows, vocab = check_logits(logits)
     for name, tensor in zip(inputs._fields, inputs, strict=True):
@@ -164,11 +152,7 @@ def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor
     if rows:
         scratch = scan(logits, inputs)
         _draw_kernel[(rows,)](
-            tokens, logprobs,
-            *scratch.tensors,
-            logits, *inputs,
-            logits.stride(0), vocab, scratch.num_pieces, scratch.num_groups,
-            **scratch.tiles, ROW_TILE=PIECE,
-            num_warps=8, **pdl_options(logits.device),
+            tokens, logprobs, *scratch.tensors, logits, *inputs, logits.stride(0), vocab, *scratch.counts,
+            **scratch.tiles, ROW_TILE=PIECE, num_warps=8, **pdl_options(logits.device),
         )  # fmt: skip
     return tokens, logprobs

@@ -1,18 +1,14 @@
-"""One pass over logits, which the sampler and the search for the most probable tokens begin with.
+"""One pass over logits, with which the sampler and the search for the most probable tokens begin.
 
-``_scan_kernel``, grid (rows, pieces of the vocabulary): of each piece it keeps the largest logit with its id, the sum
-of ``exp`` at temperature 1 (for log-probabilities) and at the row's own, the best score of a draw, and the maximum of
-every 32 neighbours. Bytes: the logits once, at memory speed; what the kernels behind it read comes from L2.
-
-A score is ``exp(logit / temperature) / E`` with E = -log(1 - uniform): see `minillm.kernels.sampling`. The uniforms are
-a hash of (seed, position, token id), so a sequence draws the same whatever else is in the batch.
-
-Reference: `minillm.kernels.reference.uniform`.
+``_scan_kernel``, grid (rows, pieces of the vocabulary), tile: a piece: of each piece it keeps the largest logit with
+its id, the sum of ``exp`` at temperature 1 (for log-probabilities) and at the row's own, the best score of a draw, and
+the maximum of every 32 neighbours. Bytes: the logits once, at memory speed. A score is ``exp(logit / temperature) / E``
+with E = -log(1 - uniform): see `minillm.kernels.sampling`. The uniforms are those of `reference.uniform`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -61,15 +57,14 @@ def exponential(seed, position, ids):
 
 @triton.jit
 def ordered(x):
-    """An int32 that orders like the float: what bisection halves. Both zeros are one."""
+    """An int32 that orders like the float, for bisection. Both zeros are one."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 @triton.jit
 def _scan_kernel(
-    parts_ptr, maxima_ptr,
-    logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, positions_ptr,
+    parts_ptr, maxima_ptr, logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, positions_ptr,
     row_stride, vocab, num_pieces, num_groups,
     PIECE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -117,13 +112,11 @@ def read_parts(parts_ptr, row, num_pieces, PIECES_TILE: tl.constexpr, PARTS: tl.
     return part_ptr, is_piece, maxima, maximum, anchor, tl.sum(sums * tl.exp(maxima - anchor), axis=0)
 
 
-@dataclass(frozen=True)
-class Scratch:
+class Scratch(NamedTuple):
     """The scan's results for the kernel behind it, and room for that kernel's candidates."""
 
     tensors: tuple[Tensor, ...]  # group ids, candidates' values and ids, parts, maxima
-    num_pieces: int
-    num_groups: int
+    counts: tuple[int, int]  # pieces, groups
     tiles: dict[str, int]
 
 
@@ -138,29 +131,16 @@ def scan(logits: Tensor, inputs: SamplingInputs) -> Scratch:
 
     parts, maxima = room(num_pieces * _PARTS, torch.float32), room(num_groups, torch.float32)
     _scan_kernel[(rows, num_pieces)](
-        parts, maxima,
-        logits, inputs.temperature, inputs.top_k, inputs.seeds, inputs.positions,
+        parts, maxima, logits, inputs.temperature, inputs.top_k, inputs.seeds, inputs.positions,
         logits.stride(0), vocab, num_pieces, num_groups,
-        PIECE=PIECE, GROUP=_GROUP, PARTS=_PARTS,
-        num_warps=8, **pdl_options(logits.device),
+        PIECE=PIECE, GROUP=_GROUP, PARTS=_PARTS, num_warps=8, **pdl_options(logits.device),
     )  # fmt: skip
+    candidates = room(_CANDIDATES, torch.float32), room(_CANDIDATES, torch.int32)
+    tiles = {"PIECES_TILE": triton.next_power_of_2(num_pieces), "GROUPS_TILE": groups_tile}
     return Scratch(
-        tensors=(
-            room(groups_tile, torch.int32),
-            room(_CANDIDATES, torch.float32),
-            room(_CANDIDATES, torch.int32),
-            parts,
-            maxima,
-        ),
-        num_pieces=num_pieces,
-        num_groups=num_groups,
-        tiles={
-            "PIECES_TILE": triton.next_power_of_2(num_pieces),
-            "GROUPS_TILE": groups_tile,
-            "GROUP": _GROUP,
-            "PARTS": _PARTS,
-            "CANDIDATES": _CANDIDATES,
-        },
+        (room(groups_tile, torch.int32), *candidates, parts, maxima),
+        (num_pieces, num_groups),
+        {**tiles, "GROUP": _GROUP, "PARTS": _PARTS, "CANDIDATES": _CANDIDATES},
     )
 
 

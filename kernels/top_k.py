@@ -1,13 +1,9 @@
-"""The k largest logits of a row, in order, without sorting it; and what the sampler needs to cut a row there.
+"""The k largest logits of a row, in order, without sorting it; and the cuts of a row that the sampler makes.
 
 If the k-th largest of the neighbours' maxima (`minillm.kernels.scan`) is t, at least k logits are >= t, and usually few
 more. Those are collected on chip, and cut there by count, by bisection over the ordered bits of a float. Where k is too
 large for that, or too many logits are equal, the bisection runs over the whole row: slower, and exact. Equals stand in
-order of their ids, the lower first.
-
-Grid: (rows). Bytes: what the scan has read, the groups that are searched once more, from L2.
-
-Reference: `minillm.kernels.reference.top_log_probabilities`.
+order of their ids, the lower first. Grid: (rows). Bytes: the scan's, and its groups that are searched again, from L2.
 """
 
 from __future__ import annotations
@@ -106,7 +102,7 @@ def collect(
     places = tl.cumsum(active.to(tl.int32), axis=0) - 1
     tl.store(groups_ptr + row * GROUPS_TILE + places, groups, mask=active)
     num_active = tl.sum(active.to(tl.int32), axis=0)
-    tl.debug_barrier()  # the program reads what its other threads have written
+    tl.debug_barrier()  # the program reads its other threads' results
     found = 0
     flat = tl.arange(0, CANDIDATES)
     for start in range(0, num_active * GROUP, CANDIDATES):
@@ -136,8 +132,7 @@ def keep_top(keys, held, n, threshold, low, high):
 
 @triton.jit
 def _top_kernel(
-    out_logprobs_ptr, out_ids_ptr,
-    groups_ptr, values_ptr, ids_ptr, parts_ptr, maxima_ptr, logits_ptr,
+    out_logprobs_ptr, out_ids_ptr, groups_ptr, values_ptr, ids_ptr, parts_ptr, maxima_ptr, logits_ptr,
     row_stride, vocab, num_pieces, num_groups, count,
     PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     CANDIDATES: tl.constexpr, COUNT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, PDL: tl.constexpr,
@@ -193,12 +188,8 @@ def _top_kernel(
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` most probable tokens of each row: see `reference.top_log_probabilities`.
 
-    Args:
-        logits: ``[rows, vocab]`` float32, bfloat16 or float16, rows may be strided; vocab below 2^24.
-        count: 1 to vocab; torch sorts the rows where it is above 256.
-
-    Raises:
-        ValueError: wrong shape, layout or count.
+    ``logits [rows, vocab]`` are float32, bfloat16 or float16, rows may be strided; vocab is below 2^24. Where ``count``
+    is above 256 torch sorts the rows. Raises ValueError unless it is from 1 to vocab, and the layout right.
     """
     rows, vocab = check_logits(logits)
     if not 1 <= count <= vocab:
@@ -213,10 +204,8 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         counts = torch.full((rows,), count, dtype=torch.int64, device=device)
         scratch = scan(logits, SamplingInputs(ones, counts, ones, ones, counts, counts))
         _top_kernel[(rows,)](
-            logprobs, ids,
-            *scratch.tensors, logits,
-            logits.stride(0), vocab, scratch.num_pieces, scratch.num_groups, count,
+            logprobs, ids, *scratch.tensors, logits, logits.stride(0), vocab, *scratch.counts, count,
             **scratch.tiles, COUNT_TILE=max(16, triton.next_power_of_2(count)), ROW_TILE=PIECE,
-            num_warps=8, **pdl_options(logits.device),
+            num_warps=8, **pdl_options(device),
         )  # fmt: skip
     return logprobs, ids

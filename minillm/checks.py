@@ -126,10 +126,12 @@ def flag(default: bool, *, help: str) -> Any:
     return _declare(default, Parameter(check, bool, help, ""))
 
 
-def choice(default: str, choices: tuple[str, ...], *, help: str, aliases: Mapping[str, str] = {}) -> Any:
-    """Declare one of several words; ``aliases`` maps other spellings to them."""
+def choice(default: str | None, choices: tuple[str, ...], *, help: str, aliases: Mapping[str, str] = {}) -> Any:
+    """Declare one of several words, or None where that is the default; ``aliases`` maps other spellings to them."""
 
-    def check(name: str, value: Any) -> str:
+    def check(name: str, value: Any) -> str | None:
+        if value is None and default is None:
+            return None
         value = aliases.get(value, value) if isinstance(value, str) else value
         if value not in choices:
             raise UsageError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")

@@ -7,8 +7,12 @@ a defect of ours.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+
+# How torch's allocators begin to say it: of the CPU, of the GPU, and where CUDA itself has none.
+_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")
 
 
 class MinillmError(Exception):
@@ -33,6 +37,21 @@ class DownloadError(MinillmError):
 
 class CapacityError(MinillmError):
     """Something does not fit: a model into memory, or a request into the pool of blocks."""
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise CapacityError where Python, torch or CUDA says that memory has run out; also as a decorator."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        if not isinstance(error, MemoryError) and not any(sign in text for sign in _OUT_OF_MEMORY):
+            raise
+        where = "the GPU" if "CUDA" in text else "this machine"
+        raise CapacityError(
+            f"{where} has not enough memory; take a smaller model, a shorter dtype, fewer blocks or fewer prompts"
+        ) from None
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from minillm.engine.engine import Engine
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Samples
 from minillm.engine.scheduler import Scheduler
-from minillm.errors import UsageError
+from minillm.errors import UsageError, memory_errors
 from minillm.model.config import ModelConfig
 from minillm.model.shard import check_size
 from minillm.parallel.channel import Leader
@@ -35,6 +35,7 @@ from minillm.weights.manifest import default_model
 _STALL_SECONDS = 0.045  # that a running sequence may wait for others' prompts, at each token
 
 
+@memory_errors()
 def load_engine(
     name: str | None,
     config: EngineConfig,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ def listing(*directories: Path) -> set[tuple[str, int]]:
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_the_users() -> Iterator[None]:
     """Tests, and the processes that they start, have directories of their own, which are gone with them."""
-    of_user = (data_dir(), config_dir())
+    # A machine without platformdirs has no directories of the user's, unless the environment names them.
+    of_user = (data_dir(), config_dir()) if importlib.util.find_spec("platformdirs") else ()
     before = listing(*of_user)
     tempfile.gettempdir()  # pytest's own directories stay where they are
     with (

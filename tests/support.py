@@ -18,9 +18,8 @@ from minillm.engine.scheduler import Scheduler
 from minillm.kernels import Costs
 from minillm.kernels.prefix_plan import FREE
 from minillm.load import methods_for
-from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
-from minillm.model.llama import Llama
+from minillm.model.llama import Batch, Llama
 from minillm.model.loader import load_llama
 from minillm.outputs import RequestOutput
 from minillm.runner.device_runner import DeviceRunner

@@ -12,27 +12,3 @@ from minillm.kernels.cpu.attention import (
 from minillm.kernels.cpu.linear import PackedLinear, float16_scales, packed_linear, rms_norm, silu_mul
 from minillm.kernels.cpu.sampling import sample, sample_with_logprobs, top_log_probabilities
 from minillm.kernels.reference import begin_decode, block_copy, end_decode, gather_blocks, penalise, scatter_blocks
-
-__all__ = [
-    "HostPlan",
-    "PackedLinear",
-    "Together",
-    "begin_decode",
-    "block_copy",
-    "end_decode",
-    "float16_scales",
-    "gather_blocks",
-    "packed_linear",
-    "paged_attention",
-    "penalise",
-    "plan_step",
-    "prefill_attention",
-    "prefix_attention",
-    "rms_norm",
-    "rotary_write_kv",
-    "sample",
-    "sample_with_logprobs",
-    "scatter_blocks",
-    "silu_mul",
-    "top_log_probabilities",
-]

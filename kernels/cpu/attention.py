@@ -56,13 +56,7 @@ class HostPlan:
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
-    """Work out once for all layers what depends on where the tokens lie.
-
-    Args:
-        places: of all tokens of the step.
-        decodes: the decoding sequences', in any layer.
-        num_heads: of the queries.
-    """
+    """Work out once for all layers the facts that depend on where the tokens, and the decodes' in any layer, lie."""
     padded = bool((places.slots < 0).any())
     return HostPlan(padded=padded, turn=_turn(places), decodes=_plan_decodes(decodes, num_heads))
 
@@ -90,9 +84,7 @@ def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
 
 
 def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
-    """Pad each sequence to the longest with its own first token, not with the slots that happen to follow: those may
-    hold NaN, and 0 * NaN is NaN.
-    """
+    """Pad each sequence to the longest with its own first token: other slots may hold NaN, and 0 * NaN is NaN."""
     k_cache, _, tables, lens = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     num_seqs, group = len(lens), num_heads // num_kv_heads
@@ -115,13 +107,7 @@ def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
 
 
 def rotary_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    places: Places,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: HostPlan | None = None,
+    q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor, plan: HostPlan | None = None
 ) -> None:
     """See `reference.rotary_write_kv`; for whole heads in float32, and q and k at once where they lie side by side."""
     half, num_tokens, num_heads = places.cos.shape[1], *q.shape[:2]
@@ -146,11 +132,8 @@ def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
     if span.blocks is not None:
         cache, first = cache.index_select(0, span.blocks), 0
     # One call instead of a slice, a flatten, a slice and a transpose: decoding here spends its time on views.
-    return cache.as_strided(
-        (num_kv_heads, span.length, head_dim),
-        (head_dim, num_kv_heads * head_dim, 1),
-        cache.storage_offset() + first * block_size * num_kv_heads * head_dim,
-    )
+    shape, strides = (num_kv_heads, span.length, head_dim), (head_dim, num_kv_heads * head_dim, 1)
+    return cache.as_strided(shape, strides, cache.storage_offset() + first * block_size * num_kv_heads * head_dim)
 
 
 def _spans(pages: Pages, lengths: list[int]) -> list[Span]:
@@ -172,13 +155,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPla
         return _attend_together(q, pages, decodes, softmax_scale)
     # The query heads of a kv head stand as a batch of queries: nothing is repeated.
     grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim).unbind(0)
-    outputs = []
-    for query, span in zip(grouped, decodes, strict=True):
-        if not span.length:
-            outputs.append(torch.zeros_like(query))
-            continue
-        k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
-        outputs.append(_attend_one(query, k, v, softmax_scale))
+    outputs = [_attend_one(query, pages, span, softmax_scale) for query, span in zip(grouped, decodes, strict=True)]
     if num_seqs == 1:
         return outputs[0].view(q.shape)
     return torch.stack(outputs).view(q.shape) if outputs else torch.empty_like(q)
@@ -189,11 +166,13 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     return paged_attention(q, pages, softmax_scale)
 
 
-def _attend_one(query: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-    """``query [kv heads, group, head_dim]`` over ``k, v [kv heads, length, head_dim]``."""
+def _attend_one(query: Tensor, pages: Pages, span: Span, softmax_scale: float) -> Tensor:
+    """``query [kv heads, group, head_dim]`` over one sequence; zeros where it is empty."""
+    if not span.length:
+        return torch.zeros_like(query)
+    k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
     if query.dtype != torch.float32 or k.shape[1] > _SHORT_CONTEXT:
-        attended = functional.scaled_dot_product_attention(query[None], k[None], v[None], scale=softmax_scale)
-        return attended[0]
+        return functional.scaled_dot_product_attention(query[None], k[None], v[None], scale=softmax_scale)[0]
     scores = torch.bmm(query * softmax_scale, k.transpose(1, 2))
     return torch.bmm(scores.softmax(-1), v)
 
@@ -206,8 +185,7 @@ def _padded(group: int) -> int:
 def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
     """All sequences at once: a batched product over gathered K, and sums of V's rows where they lie.
 
-    Recommendation models form weighted sums of rows that a list names, and FBGEMM, which torch has for them, does it at
-    the speed of memory.
+    FBGEMM, which torch has for recommendation models, forms weighted sums of listed rows at the speed of memory.
     """
     num_kv_heads, head_dim = pages.k.shape[2:]
     # The query heads of a kv head are the rows of one product: nothing is repeated.
@@ -216,7 +194,7 @@ def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale:
     k = together.gathered.view(together.queries.shape[0], -1, head_dim)
     scores = torch.baddbmm(together.mask, together.queries, k.transpose(1, 2), alpha=softmax_scale)
     weights = scores[:, : q.shape[1] // num_kv_heads].softmax(-1)
-    # `functional.embedding_bag` checks what is known here: 0 for sums, no gradient scaled by frequency, none sparse.
+    # `functional.embedding_bag` checks known facts: 0 for sums, no gradient scaled by frequency, none sparse.
     attended = torch.embedding_bag(
         pages.v.view(-1, head_dim), together.heads_rows, together.heads_starts, False, 0, False, weights.view(-1)
     )[0]
@@ -233,17 +211,10 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
             continue
         k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
         cached = span.length - (end - begin)
-        mask = None
-        if cached:
-            mask = torch.arange(span.length) <= torch.arange(cached, span.length)[:, None]
+        mask = torch.arange(span.length) <= torch.arange(cached, span.length)[:, None] if cached else None
+        query = q[begin:end].transpose(0, 1)[None]
         attended = functional.scaled_dot_product_attention(
-            q[begin:end].transpose(0, 1)[None],
-            k[None],
-            v[None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=softmax_scale,
-            enable_gqa=True,
+            query, k[None], v[None], mask, is_causal=mask is None, scale=softmax_scale, enable_gqa=True
         )
         out[begin:end] = attended[0].transpose(0, 1)
     return out

@@ -34,12 +34,10 @@ class PackedLinear:
 def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
     """The fastest layout for ``weight [out, in]`` and ``bias [out]``.
 
-    Arithmetic, ``x`` and the result are float32. The weight is kept in float16 where that changes nothing that float32
-    could tell (`float16_scales`): so it is with every checkpoint that was published in bfloat16 or float16, and a token
-    then costs half the bytes.
-
-    Returns None where nothing is faster than `torch.nn.functional.linear`: weights that are not float32 on a CPU, or a
-    torch without these libraries.
+    Arithmetic, ``x`` and the result are float32. The weight is kept in float16, half the bytes, where float32 could not
+    tell the difference (`float16_scales`): so it is with every checkpoint that was published in bfloat16 or float16.
+    None where nothing is faster than `torch.nn.functional.linear`: weights that are not float32 on a CPU, or a torch
+    without these libraries.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
         return None
@@ -74,14 +72,13 @@ def _multiply_float16(half: torch.ScriptObject, x: Tensor) -> Tensor:
 
 
 def float16_scales(weight: Tensor) -> Tensor | None:
-    """Powers of two ``[out]`` with which the rows of ``weight [out, in]`` are in float16 what they are in float32.
+    """Powers of two ``[out]`` with which float32 cannot tell the rows of ``weight [out, in]`` from those in float16.
 
     That is, no number changes by more than 2^-23 of the length (Euclidean norm) of its row, nor of its column: a change
-    that is lost in the rounding of float32 sums, also where a row is small and what it computes is multiplied later, or
-    a column is small because its input is large. bfloat16 has fewer digits than float16; its numbers below 2^-14 alone
-    may lose some, 2^-25 at most. So nearly all rows have scale 1.
-
-    Returns None where no scale helps: the weights have more digits, or are infinite or NaN.
+    that is lost in the rounding of float32 sums, also where a row is small and its result is multiplied later, or a
+    column is small because its input is large. bfloat16 has fewer digits than float16; its numbers below 2^-14 alone
+    may lose some, 2^-25 at most. So nearly all rows have scale 1. None where no scale helps: the weights have more
+    digits, or are infinite or NaN.
     """
     scales, columns = torch.ones(len(weight)), None
     at_once = max(1, _CHECKED_AT_ONCE // weight.shape[1])  # so that the copies stay in the cache

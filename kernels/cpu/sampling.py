@@ -66,9 +66,7 @@ def _sample_candidates(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, 
     cut |= scaled < torch.log(min_p)[:, None]
     # Tokens behind the last candidate are cut if it and its equals are: `topk` picks any among equals.
     tail_is_cut = (cut | (values != values[:, -1:])).all(-1)
-    sure |= (top_k == 0) & tail_is_cut
-    if count == vocab:
-        sure[:] = True
+    sure |= ((top_k == 0) & tail_is_cut) | (count == vocab)
     score = scaled + reference.gumbel(seeds, positions, ids.to(torch.int32))
     choice = score.masked_fill(~kept | cut, float("-inf")).argmax(-1, keepdim=True)
     return ids.gather(1, choice)[:, 0], sure

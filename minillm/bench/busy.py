@@ -1,4 +1,4 @@
-"""Processes that keep cores busy beside what is measured."""
+"""Processes that keep cores busy beside a measurement."""
 
 from __future__ import annotations
 

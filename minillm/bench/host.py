@@ -14,8 +14,7 @@ from typing import Any, cast
 from minillm.beams.candidates import BeamStep
 from minillm.beams.method import Searches, beam_step
 from minillm.beams.search import Candidate
-from minillm.bench.registry import NoOptions as Options
-from minillm.bench.table import shown
+from minillm.bench.table import NoOptions, shown
 from minillm.cache import BlockManager
 from minillm.engine.engine import Engine, Step
 from minillm.engine.requests import Requests
@@ -36,49 +35,33 @@ class HostResult:
     microseconds: float = shown("us a step", ".0f")
 
 
-class _Drawn:
-    """Drawn tokens, made up."""
+class _Runner:
+    """A runner without a device, and its drawn tokens."""
 
     may_run_ahead = False
+    tokens: list[int]  # of the next step, made up before its time is taken
 
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
+    def draw(self, logits: object, draws: list[Chunk]) -> _Runner:
+        return self
 
     def wait(self) -> tuple[list[int], list[None], list[bool]]:
-        count = len(self._tokens)
-        return self._tokens, [None] * count, [False] * count
+        return self.tokens, [None] * len(self.tokens), [False] * len(self.tokens)
 
 
-class _Runner:
-    """A runner without a device."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._tokens: list[int] = []
-
-    def make_up(self, count: int) -> None:
-        """Draw the tokens of the next step, before its time is taken."""
-        self._tokens = [self._rng.randrange(3, _VOCAB) for _ in range(count)]
-
-    def draw(self, logits: object, draws: list[Chunk]) -> _Drawn:
-        return _Drawn(self._tokens[: len(draws)])
-
-
-def measure(options: Options) -> list[HostResult]:
+def measure(options: NoOptions) -> list[HostResult]:
     """Both figures, and their parts."""
     return [*_decode_step(256), *_beam_step(32, 4)]
 
 
-def _engine(runner: _Runner, num_blocks: int, max_num_seqs: int) -> Engine:
-    scheduler = Scheduler(BlockManager(num_blocks, 16, prefix_caching=True), max_num_seqs, 8192)
+def _engine(runner: Any, num_seqs: int, num_requests: int, params: Params) -> Engine:
+    """An engine with requests for prompts of 50 to 300 tokens."""
+    scheduler = Scheduler(BlockManager(num_seqs * 80, 16, prefix_caching=True), num_seqs, 8192)
     requests = Requests(scheduler, None, _VOCAB, 4096, frozenset([2]))
-    return Engine(cast(Any, runner), requests, methods_for(requests, cast(Any, runner)))
-
-
-def _add_requests(engine: Engine, rng: random.Random, count: int, params: Params) -> None:
-    for number in range(count):
-        prompt = [rng.randrange(3, _VOCAB) for _ in range(rng.randint(50, 300))]
-        engine.add_request(str(number), prompt, params)
+    engine = Engine(runner, requests, methods_for(requests, runner))
+    rng = random.Random(0)
+    for number in range(num_requests):
+        engine.add_request(str(number), [rng.randrange(3, _VOCAB) for _ in range(rng.randint(50, 300))], params)
+    return engine
 
 
 def _books(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
@@ -95,16 +78,18 @@ def _books(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
     return scheduled - began + time.perf_counter() - noting, schedule, sampled
 
 
+def _result(what: str, seconds: list[float]) -> HostResult:
+    return HostResult(what, 1e6 * statistics.median(seconds))
+
+
 def _decode_step(num_seqs: int) -> list[HostResult]:
-    rng = random.Random(0)
-    runner = _Runner(rng)
-    engine = _engine(runner, num_seqs * 80, num_seqs)
-    _add_requests(engine, rng, num_seqs, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
+    rng, runner = random.Random(1), _Runner()
+    engine = _engine(runner, num_seqs, num_seqs, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
     books: list[float] = []
     rest: list[float] = []
     while len(books) < _STEPS:
-        runner.make_up(num_seqs)
         seconds, schedule, sampled = _books(engine)
+        runner.tokens = [rng.randrange(3, _VOCAB) for _ in sampled]
         noted = time.perf_counter()
         step = Step(schedule, [])
         engine.launch_flights(step, cast(Any, None), sampled)
@@ -113,16 +98,13 @@ def _decode_step(num_seqs: int) -> list[HostResult]:
         if len(schedule.decodes) == num_seqs:
             books.append(seconds)
             rest.append(done - noted)
-    return [
-        HostResult(f"decode, {num_seqs} sequences: scheduler and cache", 1e6 * statistics.median(books)),
-        HostResult(f"decode, {num_seqs} sequences: draws, tokens to sequences", 1e6 * statistics.median(rest)),
-    ]
+    name = f"decode, {num_seqs} sequences"
+    return [_result(f"{name}: scheduler and cache", books), _result(f"{name}: draws, tokens to sequences", rest)]
 
 
 def _beam_step(num_groups: int, width: int) -> list[HostResult]:
-    rng = random.Random(0)
-    engine = _engine(_Runner(rng), num_groups * width * 80, num_groups * width)
-    _add_requests(engine, rng, num_groups, BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True))
+    params = BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True)
+    rng, engine = random.Random(1), _engine(None, num_groups * width, num_groups, params)
     times: list[float] = []
 
     def candidates(step: BeamStep) -> list[Candidate]:
@@ -150,4 +132,4 @@ def _beam_step(num_groups: int, width: int) -> list[HostResult]:
         done = time.perf_counter()
         if len(schedule.decodes) == num_groups * width:
             times.append(seconds + launched - launching + done - choosing)
-    return [HostResult(f"beam step, {num_groups} groups of width {width}", 1e6 * statistics.median(times))]
+    return [_result(f"beam step, {num_groups} groups of width {width}", times)]

@@ -1,57 +1,45 @@
-"""``kernels``: every op against the physical limit.
+"""``kernels``, ``chunk-attention``, ``matvec``: ops on a GPU, without a model.
 
-For each op and shape: microseconds (see `minillm.bench.timing`), the bytes and FLOPs that the op must move, the part of
-the copy bandwidth or of the matmul rate measured in the same run that this amounts to, and the error against the
-float64 reference. bfloat16, random data, shuffled block tables. The cases are in `minillm.bench.ops`.
+For each op and shape, ``kernels`` gives microseconds (see `graph_microseconds`), the bytes and FLOPs that the op must
+move, the part of the copy bandwidth or of the matmul rate measured in the same run that this amounts to, and the error
+against the float64 reference. bfloat16, random data, shuffled block tables. The cases are in `minillm.bench.ops`.
+
+``chunk-attention`` is the table of the ChunkAttention paper (Ye et al. 2024, section 4.1) on our kernels: 32 sequences
+whose prompts are one and the same generate 512 or 2,048 tokens each. 32 heads of 128, no grouped queries, blocks of 16,
+bfloat16. Only decode attention is measured, at points spread evenly over the generation; a figure is their mean. The
+work list is the one that was made before the first token, as in the engine. The paper compares with a paged kernel over
+tables of which each has its own copy of the prompt (its PagedAttn), and with the same kernel over tables that share the
+prompt's blocks, so that the L2 helps (its PagedAttn*).
+
+``matvec`` measures the tiles that `minillm.kernels.matvec.TILES` records, against cuBLAS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
+from torch.nn import functional
 
-from minillm.bench.hardware import matmul_rate, read_bandwidth
-from minillm.bench.ops import (
-    DEVICE,
-    Case,
-    activation,
-    blocks,
-    chunked_prefill,
-    decode_attention,
-    norm,
-    prefix_decode_attention,
-    rotary,
-    sampling,
-    top_k,
-)
-from minillm.bench.registry import NoOptions, word
-from minillm.bench.table import shown
-from minillm.bench.timing import graph_microseconds
+from minillm import kernels
+from minillm.bench.meter import copies_for_cold_l2, graph_microseconds, matmul_rate, read_bandwidth
+from minillm.bench.ops import DEVICE, DTYPE, OPS, Case, paged_attention, prefix_attention, random
+from minillm.bench.table import NoOptions, computed, shape, shown, word
+from minillm.checks import integer
 from minillm.errors import MinillmError, UsageError
+from minillm.model.shapes import SHAPES
+from minillm.model.shard import shard_of
 
-OPS: dict[str, Callable[[], Iterator[Case]]] = {
-    cases.__name__: cases
-    for cases in (
-        norm.rms_norm,
-        activation.silu_mul,
-        rotary.rotary_write_kv,
-        decode_attention.paged_attention,
-        prefix_decode_attention.prefix_attention,
-        chunked_prefill.prefill_attention,
-        blocks.block_copy,
-        blocks.gather_blocks,
-        blocks.scatter_blocks,
-        sampling.sample,
-        top_k.top_log_probabilities,
-    )
-}
+_SEQS, _HEADS = 32, (32, 32, 128)  # of chunk-attention
+_POINTS = 4  # of a generation
 
 
 @dataclass(frozen=True)
-class Options(NoOptions):
+class KernelOptions(NoOptions):
     op: str | None = word(None, "only this op")
 
 
@@ -78,8 +66,8 @@ class Limits:
     matmul_rate: float = shown("bfloat16 products, TFLOP/s", ".0f", 1e-12)  # FLOPs per second
 
 
-def measure(options: Options) -> dict[str, Any]:
-    """The ceilings, then every op, or the one asked for.
+def measure(options: KernelOptions) -> dict[str, Any]:
+    """Measure the ceilings, then every op, or the one asked for.
 
     Raises:
         MinillmError: there is no GPU.
@@ -91,14 +79,133 @@ def measure(options: Options) -> dict[str, Any]:
         raise MinillmError("bench kernels needs a CUDA GPU, and torch finds none here")
     limits = Limits(read_bandwidth(DEVICE, 1 << 32), matmul_rate(DEVICE))
     torch.manual_seed(0)
-    wanted = [cases for name, cases in OPS.items() if options.op in (None, name)]
-    return {"limits": limits, "results": (_measure(case, limits) for cases in wanted for case in cases())}
+    cases = ((op, make(*sizes)) for op, (make, each) in OPS.items() if options.op in (None, op) for sizes in each)
+    return {"limits": limits, "results": (_measure(op, case, limits) for op, case in cases)}
 
 
-def _measure(case: Case, limits: Limits) -> KernelResult:
-    error = case.check()
+def _measure(op: str, case: Case, limits: Limits) -> KernelResult:
+    error = case.error()
     microseconds = graph_microseconds(case.launch, case.launches)
     memory = case.bytes / (microseconds * 1e-6) / limits.copy_bandwidth
     compute = case.flops / (microseconds * 1e-6) / limits.matmul_rate
     bound = "compute" if compute > memory else "memory"
-    return KernelResult(case.op, case.shape, microseconds, case.bytes, case.flops, bound, max(memory, compute), error)
+    return KernelResult(op, case.shape, microseconds, case.bytes, case.flops, bound, max(memory, compute), error)
+
+
+@dataclass(frozen=True)
+class ChunkAttentionResult:
+    """Mean microseconds of decode attention over a generation."""
+
+    prompt: int = shown("prompt", "d")  # tokens, the same for all sequences
+    completion: int = shown("completion", "d")  # tokens that each generates
+    copied: float = shown("copied us", ".1f")  # the paged kernel, each sequence with a copy of the prompt
+    shared: float = shown("shared us", ".1f")  # the paged kernel, one prompt
+    ours: float = shown("prefix us", ".1f")  # the prefix kernel
+
+    @computed("speed-up", ".1f")
+    def speedup(self) -> float:
+        """Over the paged kernel with copies, as in the paper's headline."""
+        return self.copied / self.ours
+
+    @computed("over shared", ".1f")
+    def speedup_over_shared(self) -> float:
+        return self.shared / self.ours
+
+
+def chunks(options: NoOptions) -> Iterator[ChunkAttentionResult]:
+    """Measure all rows of the table.
+
+    Raises:
+        MinillmError: there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise MinillmError("bench chunk-attention needs a CUDA GPU, and torch finds none here")
+    for prompt, completion in product((1024, 2048, 4096), (512, 2048)):
+        points = [_attention(prompt, completion * (2 * i + 1) // (2 * _POINTS)) for i in range(_POINTS)]
+        copied, shared, ours = map(statistics.mean, zip(*points, strict=True))
+        yield ChunkAttentionResult(prompt, completion, copied, shared, ours)
+
+
+def _attention(prompt: int, generated: int) -> list[float]:
+    apart = paged_attention(_HEADS, _SEQS, prompt + generated)
+    behind = prefix_attention(_HEADS, _SEQS, prompt, generated, planned_tail=1)
+
+    def shared(i: int) -> torch.Tensor:
+        return kernels.paged_attention(*behind.inputs[i % len(behind.inputs)][:3])
+
+    return [graph_microseconds(launch, 8) for launch in (apart.launch, shared, behind.launch)]
+
+
+@dataclass(frozen=True)
+class MatvecOptions(NoOptions):
+    shape: str = shape("smollm2-135m", "of this model")
+    tokens: int = integer(1, 1, 1 << 16, help="that are multiplied at once")
+    tensor_parallel_size: int = integer(1, 1, 1 << 16, help="of the part that one of N ranks has")
+
+
+@dataclass(frozen=True)
+class MatvecResult:
+    """One weight's shape, times in microseconds with a cold L2."""
+
+    op: str = shown("op")
+    features: int = shown("features", "d")
+    columns: int = shown("columns", "d")
+    floor: float = shown("floor us", ".1f")
+    cublas: float = shown("cuBLAS us", ".1f")  # without the norm, the gate or the addition that our kernel has in it
+    ours: float = shown("ours us", ".1f")
+    tile: tuple[int, int, int] = shown("tile", "d", width=12)  # (rows, columns, warps)
+    recorded: tuple[int, int, int] | None = shown("recorded", "d", width=12)  # in `TILES`
+
+
+def tiles(options: MatvecOptions) -> Iterator[MatvecResult]:
+    """Measure each of the five products of a model, or of a rank's part of it, over all sensible tiles.
+
+    Raises:
+        UsageError: there is no GPU, or our kernel does not take so many tokens.
+    """
+    if not torch.cuda.is_available():
+        raise UsageError("bench matvec needs a GPU")
+    from minillm.kernels import matvec  # which imports Triton
+
+    whole = SHAPES[options.shape]
+    if options.tokens > matvec.MOST_TOKENS:
+        raise UsageError(f"tokens must be at most {matvec.MOST_TOKENS}, not {options.tokens}: cuBLAS multiplies more")
+    c = shard_of(whole, 0, options.tensor_parallel_size).local(whole)
+    bandwidth = read_bandwidth(DEVICE)
+    for op, features, columns in (
+        ("qkv", (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size),
+        ("o", c.hidden_size, c.num_heads * c.head_dim),
+        ("gate_up", 2 * c.intermediate_size, c.hidden_size),
+        ("down", c.hidden_size, c.intermediate_size),
+        ("head", c.vocab_size, c.hidden_size),
+    ):
+        yield _product(op, features, columns, options.tokens, bandwidth)
+
+
+def _product(op: str, features: int, columns: int, tokens: int, bandwidth: float) -> MatvecResult:
+    from minillm.kernels import matvec
+
+    size = features * columns * DTYPE.itemsize
+    copies = copies_for_cold_l2(size)
+    weights = [random(features, columns) * 0.02 for _ in range(copies)]
+    x, gated, add = random(tokens, columns), op == "gate_up", op in ("o", "down")
+    norm = None if add else (random(columns), 1e-5)
+    out = random(tokens, features // 2 if gated else features)
+
+    def microseconds(tile: tuple[int, int, int]) -> float:
+        def launch(i: int) -> None:
+            matvec.launch(out, x, weights[i % copies], None, norm, gated=gated, add=add, tile=tile)
+
+        return graph_microseconds(launch, launches=12)
+
+    ours, tile = min((microseconds(tile), tile) for tile in _tiles(columns, 2 if gated else 1, tokens))
+    cublas = graph_microseconds(lambda i: functional.linear(x, weights[i % copies]))
+    recorded = matvec.recorded_tile(tokens, features, columns)
+    return MatvecResult(op, features, columns, size / bandwidth * 1e6, cublas, ours, tile, recorded)
+
+
+def _tiles(columns: int, matrices: int, tokens: int) -> Iterator[tuple[int, int, int]]:
+    for rows, width, warps in product((2, 4, 8), (256, 512, 1024, 2048, 4096), (2, 4, 8)):
+        per_thread = rows * width * matrices / (32 * warps)
+        if width < 2 * columns and 8 <= per_thread <= (128 if tokens == 1 else 64):
+            yield rows, width, warps

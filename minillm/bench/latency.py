@@ -16,27 +16,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from minillm.bench.busy import busy
-from minillm.bench.hardware import read_bandwidth
-from minillm.bench.meter import Ceilings, metered
-from minillm.bench.peers import PEERS, Timing
-from minillm.bench.registry import ModelOptions, Subject
-from minillm.bench.table import shown
-from minillm.checks import custom, integer
+from minillm.bench.meter import Ceilings, metered, read_bandwidth
+from minillm.bench.table import ModelOptions, Subject, shown
+from minillm.bench.workloads import drive, times_of
+from minillm.checks import choice, integer
 from minillm.errors import UsageError
 from minillm.llm import LLM
 from minillm.params import MAX_TOKENS, SamplingParams
 
 RUNS = 3
-
-
-def _peer(name: str, value: str | None) -> str | None:
-    if value is not None and value not in PEERS:
-        raise UsageError(f"{name} must be one of {', '.join(PEERS)}, not {value!r}")
-    return value
+_SAME_NAMES = (  # in our configuration and in transformers'
+    "vocab_size", "hidden_size", "head_dim", "intermediate_size", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Options(ModelOptions):
     batch_size: int = integer(1, 1, MAX_TOKENS, help="sequences that decode together")
     input_len: int = integer(128, 1, MAX_TOKENS, help="prompt tokens of each")
     output_len: int = integer(256, 1, MAX_TOKENS, help="tokens that each generates")
-    peer: str | None = custom(None, _peer, metavar="{transformers}", help="measure this too, in the same process")
+    peer: str | None = choice(None, ("transformers",), help="measure this too, in the same process")
     busy: int = integer(0, 0, 1024, help="measure again, beside N other processes that each keep a core busy")
 
 
@@ -64,6 +60,13 @@ class LatencyResult:
     peak_kv_tokens: int | None = None
 
 
+class Timing(NamedTuple):
+    """One run of an engine, in seconds."""
+
+    first_token: float  # from the request to the first token
+    total: float
+
+
 def measure(subject: Subject, options: Options) -> list[LatencyResult]:
     """Measure the model and the peer on the same prompts, each on a quiet machine and, if asked for, on a busy one."""
     llm, model = subject.llm, subject.llm.engine.runner.model
@@ -72,7 +75,7 @@ def measure(subject: Subject, options: Options) -> list[LatencyResult]:
     prompts = torch.randint(0, model.config.vocab_size, size, generator=generator).tolist()
     runners: dict[str, Callable[[int], Timing]] = {f"minillm {subject.name}": partial(_run, llm, prompts)}
     if options.peer is not None:
-        run_peer, peer_name = PEERS[options.peer](llm, prompts)
+        run_peer, peer_name = _transformers(llm, prompts)
         runners[f"{peer_name} {subject.name}"] = run_peer
     for run in runners.values():
         run(min(8, options.output_len))
@@ -87,42 +90,52 @@ def measure(subject: Subject, options: Options) -> list[LatencyResult]:
     with metered(llm.engine, Ceilings(bandwidth, None)) as meter:
         _run(llm, prompts, options.output_len)
     floor_rate = options.batch_size * bandwidth / model.weight_bytes
-    results = [_result(label, runs, options, floor_rate) for label, runs in timings.items()]
-    peak = meter.peak_blocks * llm.engine.cache.block_size
-    results[0] = replace(results[0], idle_share=meter.idle_share, peak_kv_tokens=peak)
-    return results
+    first, *rest = (_result(label, runs, options, floor_rate) for label, runs in timings.items())
+    return [replace(first, idle_share=meter.idle_share, peak_kv_tokens=meter.peak_tokens), *rest]
 
 
 def _run(llm: LLM, prompts: list[list[int]], output_len: int) -> Timing:
-    engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    engine.cache.reset_prefix_cache()  # the prompts of the last run would be found there
-    began = time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), prompt, params)
-    started: set[str] = set()
-    first = 0.0
-    while engine.has_work:
-        for delta in engine.step():
-            started.add(delta.request_id)
-        if len(started) == len(prompts) and not first:
-            first = time.perf_counter() - began
-    engine.take_finished()
-    return Timing(first, time.perf_counter() - began)
+    llm.reset_prefix_cache()  # the prompts of the last run would be found there
+    seconds, outputs = drive(llm.engine, [(prompt, params) for prompt in prompts])
+    return Timing(max(times_of(output)[0] for output in outputs), seconds)
+
+
+def _transformers(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
+    """Hugging Face transformers' ``generate`` with random weights in the shape of ``llm``.
+
+    Returns:
+        A function that generates so many tokens for ``prompts``, and the peer's name.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError("--peer transformers needs the package transformers; pip install transformers") from None
+    model = llm.engine.runner.model
+    c = model.config
+    config = transformers.LlamaConfig(
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        **{name: getattr(c, name) for name in _SAME_NAMES},
+    )
+    with torch.device(model.device):
+        theirs: Any = transformers.LlamaForCausalLM(config).to(model.dtype).eval()
+    inputs = torch.tensor(prompts, device=model.device)
+    mask = torch.ones_like(inputs)
+
+    def seconds(count: int) -> float:
+        length: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
+        began = time.perf_counter()
+        theirs.generate(inputs, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
+        return time.perf_counter() - began
+
+    return lambda output_len: Timing(seconds(1), seconds(output_len)), f"transformers {transformers.__version__}"
 
 
 def _result(name: str, runs: list[Timing], options: Options, floor_rate: float) -> LatencyResult:
-    first = statistics.median(run.first_token for run in runs)
-    total = statistics.median(run.total for run in runs)
-    per_token = statistics.median((run.total - run.first_token) / max(1, options.output_len - 1) for run in runs)
+    first, total = map(statistics.median, zip(*runs, strict=True))
+    per_token = statistics.median((total - first) / max(1, options.output_len - 1) for first, total in runs)
     rate = options.batch_size / per_token if per_token else 0.0
-    return LatencyResult(
-        name=name,
-        batch_size=options.batch_size,
-        time_to_first_token=first,
-        time_per_output_token=per_token,
-        decode_rate=rate,
-        overall_rate=options.batch_size * options.output_len / total,
-        floor_rate=floor_rate,
-        fraction_of_floor=rate / floor_rate,
-    )
+    overall_rate = options.batch_size * options.output_len / total
+    return LatencyResult(name, options.batch_size, first, per_token, rate, overall_rate, floor_rate, rate / floor_rate)

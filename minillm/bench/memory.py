@@ -14,24 +14,31 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import count, product
 from typing import Any
 
-from minillm.bench.registry import NoOptions, shape, word
-from minillm.bench.swap import SwapResult, measure_swaps
-from minillm.bench.table import shown
+import torch
+
+from minillm.bench.meter import seconds_of
+from minillm.bench.table import NoOptions, shape, shown, word
 from minillm.cache import BlockManager, BlockTable, check, pool_stats
+from minillm.cache.swap import HostMoves
 from minillm.checks import integer
 from minillm.config import BLOCK_SIZES
 from minillm.errors import UsageError
 from minillm.llm import LLM
 from minillm.model.shapes import SHAPES
 from minillm.params import MAX_TOKENS, BeamSearchParams
+from minillm.runner.runner import Runner
+from minillm.runner.step import ChunkWork, StepWork
 
 LONGEST = 2048
 _BATCH = 48
 _STEPS = 1500
+_BLOCK_SIZE = 16  # of the replays that share
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,11 @@ class Lengths:
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """(prompt tokens, output tokens), each at least 1, together at most `LONGEST`."""
         prompt, output = (
-            round(rng.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma))
+            max(1, round(rng.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma)))
             for mean in (self.prompt_mean, self.output_mean)
         )
-        prompt = min(max(1, prompt), LONGEST - 1)
-        return prompt, min(max(1, output), LONGEST - prompt)
+        prompt = min(prompt, LONGEST - 1)
+        return prompt, min(output, LONGEST - prompt)
 
 
 ALPACA = Lengths("Alpaca-like", 19.31, 58.45, 0.8)
@@ -65,6 +72,17 @@ class MemoryResult:
     lengths: str = shown("lengths", width=14)
     setting: str = shown("setting", width=36)
     value: float = shown("", ".1%")
+
+
+@dataclass(frozen=True)
+class SwapResult:
+    """Milliseconds for a sequence of ``num_tokens`` tokens; its blocks are scattered over the pool."""
+
+    block_size: int = shown("block size", "d")
+    num_tokens: int = shown("tokens", "d")
+    swap_out: float = shown("swap out ms", ".2f")
+    swap_in: float = shown("swap in ms", ".2f")
+    recompute: float = shown("recompute ms", ".1f")
 
 
 @dataclass(frozen=True)
@@ -87,34 +105,49 @@ def measure(options: Options) -> dict[str, Iterator[Any]]:
     return {"books": _books(options), "swap": _swaps(options)}
 
 
-def _swaps(options: Options) -> Iterator[SwapResult]:
-    llm = LLM(options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device)
-    yield from measure_swaps(llm.engine.runner.model, options.num_tokens)
-
-
 def _books(options: Options) -> Iterator[MemoryResult]:
-    for lengths in (ALPACA, SHAREGPT):
+    both, counts = (ALPACA, SHAREGPT), (2, 4, 6)
+    for lengths in both:
         for block_size in BLOCK_SIZES:
             yield MemoryResult("waste", lengths.name, f"block size {block_size}", paged_waste(lengths, block_size))
         for name, reserve in RESERVATIONS.items():
             yield MemoryResult("waste", lengths.name, f"contiguous, {name}", contiguous_waste(lengths, reserve))
-    for lengths in (ALPACA, SHAREGPT):
-        for n in (2, 4, 6):
-            yield MemoryResult("saved by sharing", lengths.name, f"{n} samples", sampling_saving(lengths, n))
-        for width in (2, 4, 6):
-            yield MemoryResult("saved by sharing", lengths.name, f"{width} beams", beam_saving(lengths, width))
+    for lengths in both:
+        for n in counts:
+            yield MemoryResult("saved by sharing", lengths.name, f"{n} samples", saved(samples(lengths, n)))
+        for width in counts:
+            yield MemoryResult("saved by sharing", lengths.name, f"{width} beams", saved(beams(lengths, width)))
     for prefix in (1024, 2048, 4096):
-        setting = f"shared prefix of {prefix}, batch 32"
-        yield MemoryResult("saved by sharing", SHAREGPT.name, setting, prefix_saving(SHAREGPT, prefix, 32))
+        value = saved(shared_prefix(SHAREGPT, prefix, 32))
+        yield MemoryResult("saved by sharing", SHAREGPT.name, f"shared prefix of {prefix}, batch 32", value)
     if options.model is not None:
         chooser = LLM(options.model, device=options.device)
-        for lengths in (ALPACA, SHAREGPT):
-            for width in (2, 4, 6):
-                value = model_beam_saving(chooser, lengths, width)
-                yield MemoryResult("saved by sharing", lengths.name, f"{width} beams of {options.model}", value)
+        for lengths, width in product(both, counts):
+            value = saved(_model_beams(chooser, lengths, width))
+            yield MemoryResult("saved by sharing", lengths.name, f"{width} beams of {options.model}", value)
 
 
-# --- waste ------------------------------------------------------------------------------------------------------------
+def _swaps(options: Options) -> Iterator[SwapResult]:
+    """Swap against recompute (one prefill at block size 16): taking a sequence off the device, and having it back."""
+    llm = LLM(options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device)
+    model, num_tokens = llm.engine.runner.model, options.num_tokens
+    tokens = torch.randint(0, model.config.vocab_size, (num_tokens,)).tolist()
+    blocks = list(range(-(-num_tokens // _BLOCK_SIZE)))
+    work = StepWork(HostMoves(), [], None, [ChunkWork(tokens, 0, blocks, num_tokens, True)], 0)
+    runner = Runner(model, len(blocks), _BLOCK_SIZE)
+
+    def milliseconds(run: Callable[..., object], *arguments: object, repeats: int = 5) -> float:
+        return 1e3 * seconds_of(partial(run, *arguments), model.device, repeats)
+
+    recompute = milliseconds(runner.compute, work, repeats=3)
+    for block_size in BLOCK_SIZES:
+        num_blocks = -(-num_tokens // block_size)
+        pool = Runner(model, 4 * num_blocks, block_size, num_host_blocks=num_blocks).host_pool
+        where = torch.randperm(4 * num_blocks)[:num_blocks].tolist()
+        out = [(block, host) for host, block in enumerate(where)]
+        back = [(host, block) for block, host in out]
+        swap_out = milliseconds(pool.save, out)  # whose first call, which does not count, allocates the host's pool
+        yield SwapResult(block_size, num_tokens, swap_out, milliseconds(pool.restore, back), recompute)
 
 
 def paged_waste(lengths: Lengths, block_size: int) -> float:
@@ -163,21 +196,21 @@ def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> fl
     return 1 - filled / reserved
 
 
-# --- sharing ----------------------------------------------------------------------------------------------------------
+def saved(replay: Iterable[BlockManager]) -> float:
+    """Blocks that are saved by sharing, as a part of those that the sequences would take apart, over a replay."""
+    used = logical = 0
+    for manager in replay:
+        stats = pool_stats(manager)
+        used, logical = used + stats.used_blocks, logical + stats.logical_blocks
+    return 1 - used / logical
 
 
-def _saved(manager: BlockManager) -> tuple[int, int]:
-    stats = pool_stats(manager)
-    return stats.logical_blocks - stats.used_blocks, stats.logical_blocks
-
-
-def sampling_saving(lengths: Lengths, n: int, block_size: int = 16) -> float:
-    """Blocks that ``n`` samples of a prompt save by sharing it, as a part of what they would take apart."""
+def samples(lengths: Lengths, n: int) -> Iterator[BlockManager]:
+    """``n`` samples of a prompt, again and again."""
     rng = random.Random(2)
-    saved = logical = 0
     for _ in range(150):
         prompt, output = lengths.draw(rng)
-        manager = BlockManager(n * -(-LONGEST // block_size) + n, block_size)
+        manager = BlockManager(n * (-(-LONGEST // _BLOCK_SIZE) + 1), _BLOCK_SIZE)
         first = manager.allocate(0)
         manager.append(first, prompt)
         tables = [first, *(manager.fork(first, i) for i in range(1, n))]
@@ -186,49 +219,39 @@ def sampling_saving(lengths: Lengths, n: int, block_size: int = 16) -> float:
                 manager.append(table, 1)
             manager.take_copies()
             if step % 8 == 0:
-                here = _saved(manager)
-                saved, logical = saved + here[0], logical + here[1]
-    return saved / logical
+                yield manager
 
 
-def beam_saving(lengths: Lengths, width: int, block_size: int = 16) -> float:
-    """The same for the beams of a search."""
+def beams(lengths: Lengths, width: int) -> Iterator[BlockManager]:
+    """Beam searches, one after the other, whose continuations are simulated."""
     rng = random.Random(3)
     ranks = [-1.5 * math.log(rank) for rank in range(1, 2 * width + 1)]
-    saved = logical = 0
     for _ in range(60):
         prompt, output = lengths.draw(rng)
-        manager = BlockManager(2 * width * (-(-LONGEST // block_size) + 1), block_size)
+        manager = BlockManager(2 * width * (-(-LONGEST // _BLOCK_SIZE) + 1), _BLOCK_SIZE)
         first = manager.allocate(0)
         manager.append(first, prompt)
         beams = [(0.0, first)]
-        ids = 1
+        ids = count(1)
         for step in range(output):
             found = []
             for score, table in beams:
                 tokens = [value - 0.5 * math.log(-math.log(rng.random())) for value in ranks]
                 total = math.log(sum(map(math.exp, tokens)))
                 found += [(score + value - total, table) for value in tokens]
-            found.sort(key=lambda entry: -entry[0])
-            chosen, taken = [], set()
-            for score, parent in found[:width]:
-                table = parent
-                if parent.seq_id in taken:
-                    table = manager.fork(parent, ids)
-                    ids += 1
-                taken.add(parent.seq_id)
-                chosen.append((score, table))
+            chosen: dict[int, tuple[float, BlockTable]] = {}
+            for score, parent in sorted(found, key=lambda entry: -entry[0])[:width]:
+                table = manager.fork(parent, next(ids)) if parent.seq_id in chosen else parent
+                chosen[table.seq_id] = score, table
             for _, table in beams:
-                if table.seq_id not in taken:
+                if table.seq_id not in chosen:
                     manager.free(table)
-            beams = chosen
+            beams = list(chosen.values())
             for _, table in beams:
                 manager.append(table, 1)
             manager.take_copies()
             if step % 8 == 0:
-                here = _saved(manager)
-                saved, logical = saved + here[0], logical + here[1]
-    return saved / logical
+                yield manager
 
 
 INSTRUCTIONS = (
@@ -242,32 +265,28 @@ INSTRUCTIONS = (
 )
 
 
-def model_beam_saving(llm: LLM, lengths: Lengths, width: int, requests: int = 24) -> float:
-    """`beam_saving` where a model chooses: real beam searches, one at a time, over real text."""
+def _model_beams(llm: LLM, lengths: Lengths, width: int) -> Iterator[BlockManager]:
+    """`beams` where a model chooses: real beam searches, one at a time, over real text."""
     engine, rng = llm.engine, random.Random(3)
     text = llm.tokenizer.encode(INSTRUCTIONS)
-    saved = logical = 0
-    for number in range(requests):
+    for number in range(24):
         prompt, output = lengths.draw(rng)
         start = rng.randrange(len(text))
         tokens = [text[(start + i) % len(text)] for i in range(prompt)]
         params = BeamSearchParams(beam_width=width, max_tokens=output, ignore_eos=True)
         engine.add_request(f"beams-{number}", tokens, params)
-        steps = 0
+        steps = count()
         while engine.has_work:
             engine.step()
-            if steps % 8 == 0:
-                here = _saved(engine.cache)
-                saved, logical = saved + here[0], logical + here[1]
-            steps += 1
+            if next(steps) % 8 == 0:
+                yield engine.cache
         engine.take_finished()
-    return saved / logical
 
 
-def prefix_saving(lengths: Lengths, prefix: int, batch: int, block_size: int = 16) -> float:
-    """Blocks that a batch of requests with one prefix saves by finding it in the cache."""
+def shared_prefix(lengths: Lengths, prefix: int, batch: int) -> Iterator[BlockManager]:
+    """A batch of requests that find their common prefix in the cache."""
     rng = random.Random(4)
-    manager = BlockManager((batch + 1) * -(-(LONGEST + prefix) // block_size), block_size, prefix_caching=True)
+    manager = BlockManager((batch + 1) * -(-(LONGEST + prefix) // _BLOCK_SIZE), _BLOCK_SIZE, prefix_caching=True)
     shared = [rng.randrange(1 << 16) for _ in range(prefix)]
     for number in range(batch):
         prompt, output = lengths.draw(rng)
@@ -275,5 +294,4 @@ def prefix_saving(lengths: Lengths, prefix: int, batch: int, block_size: int = 1
         table = manager.allocate(number, tokens)
         manager.append(table, len(tokens) - table.num_tokens)
         manager.commit(table, tokens, len(tokens))
-    saved, logical = _saved(manager)
-    return saved / logical
+    yield manager

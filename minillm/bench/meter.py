@@ -1,17 +1,87 @@
-"""The steps of a run: the time that its bytes and FLOPs need at least, and how long the device stood idle."""
+"""The clocks: times of launches, the best rates of the machine, and a meter on the steps of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
 
 import torch
 
-from minillm.bench.hardware import matmul_rate, read_bandwidth
 from minillm.engine.engine import Engine
 from minillm.runner.step import StepWork
+
+_COLD_BYTES = 400 << 20  # several times the largest L2
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median wall-clock seconds of ``run`` and its work on the device; a first call is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        began = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def _device_seconds(run: Callable[[], object], repeats: int) -> float:
+    """Median seconds of ``run`` by the GPU's clock."""
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return statistics.median(times)
+
+
+def copies_for_cold_l2(bytes_per_launch: int) -> int:
+    """How many copies of a launch's inputs to rotate through."""
+    return max(1, min(64, -(-_COLD_BYTES // max(1, bytes_per_launch))))
+
+
+def graph_microseconds(launch: Callable[[int], object], launches: int = 24) -> float:
+    """Median microseconds of ``launch(i)``, i counting up, over replays of one CUDA graph, with a cold L2.
+
+    A graph of many launches hides what the host costs. Each launch should work on another copy of the inputs: the
+    copies together are several times the L2 (`copies_for_cold_l2`), so that no launch finds its data there.
+    """
+    for i in range(3):
+        launch(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            launch(i)
+    return _device_seconds(graph.replay, 11) * 1e6 / launches
+
+
+def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:
+    """Bytes per second at which memory is read (CPU), or copied, reads and writes counted (GPU); the median."""
+    data = torch.randn(size // 4, device=device)
+    if device.type != "cuda":
+        return size / seconds_of(data.sum, device, 7)
+    target = torch.empty_like(data)
+    return 2 * size / seconds_of(lambda: target.copy_(data), device, 7)
+
+
+def matmul_rate(device: torch.device, size: int = 8192) -> float:
+    """FLOPs per second of a square bfloat16 product on random data; the median."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / _device_seconds(lambda: a @ b, 10)
 
 
 @dataclass(frozen=True)
@@ -35,7 +105,12 @@ class Meter:
     floor: float = 0.0  # seconds
     idle_share: float | None = None  # of the time between the first and the last of successive decode steps
     peak_blocks: int = 0
-    _marks: list[Any] = field(default_factory=list)  # (begin, end) of each decode step on the device's clock
+    # The begin and the end of each decode step on the device's clock; an empty list for other steps.
+    _marks: list[list[torch.cuda.Event]] = field(default_factory=list)
+
+    @property
+    def peak_tokens(self) -> int:
+        return self.peak_blocks * self.engine.cache.block_size
 
     def begin(self, work: StepWork) -> None:
         """Count a step: the weights and each block in use are read once, or the prompts' products take longer.
@@ -43,31 +118,27 @@ class Meter:
         Where several ranks share the model, rank 0's part of that.
         """
         model, cache = self.engine.runner.model, self.engine.cache
-        config, size = model.local, model.dtype.itemsize
-        bytes_read = model.weight_bytes
+        config, bytes_read = model.local, model.weight_bytes
         if work.decode is not None or work.num_decodes:
             used = cache.num_blocks - cache.num_free
-            bytes_read += used * cache.block_size * config.kv_bytes_per_token(size)
+            bytes_read += used * cache.block_size * config.kv_bytes_per_token(model.dtype.itemsize)
         seconds = bytes_read / self.ceilings.bandwidth
         if self.ceilings.flops is not None:
             seconds = max(seconds, 2 * config.num_parameters * work.num_tokens / self.ceilings.flops)
         self.floor += seconds
-        if model.device.type == "cuda" and work.decode is not None and not work.chunks:
-            self._marks.append((_now(), None))
-        elif self._marks:
-            self._marks.append(None)  # no gap between two decode steps begins or ends here
+        if model.device.type == "cuda":
+            self._marks.append([_now()] if work.decode is not None and not work.chunks else [])
 
     def end(self) -> None:
-        if self._marks and self._marks[-1] is not None:
-            self._marks[-1] = (self._marks[-1][0], _now())
+        """Note the end of a decode step's work; the last of several calls for a step counts."""
+        if self._marks and self._marks[-1]:
+            self._marks[-1][1:] = [_now()]
 
     def conclude(self) -> None:
         """Read the device's clock: gaps between the end of one decode step and the start of the next."""
-        idle = total = 0.0
-        for before, after in zip(self._marks, self._marks[1:], strict=False):
-            if before is not None and after is not None:
-                idle += max(0.0, before[1].elapsed_time(after[0]))
-                total += before[0].elapsed_time(after[0])
+        pairs = [(before, after) for before, after in pairwise(self._marks) if before and after]
+        idle = sum(max(0.0, before[1].elapsed_time(after[0])) for before, after in pairs)
+        total = sum(before[0].elapsed_time(after[0]) for before, after in pairs)
         self.idle_share = idle / total if total else None
 
 
@@ -79,7 +150,7 @@ def _now() -> torch.cuda.Event:
 
 @contextmanager
 def metered(engine: Engine, ceilings: Ceilings) -> Iterator[Meter]:
-    """Measure everything that ``engine`` does inside the ``with``."""
+    """Measure every step that ``engine`` takes inside the ``with``."""
     meter = Meter(engine, ceilings)
     engine.figures.reset_peaks()
     engine.runner.observers.append(meter)

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from minillm.bench.hardware import read_bandwidth
-from minillm.bench.registry import ModelOptions, Subject
-from minillm.bench.table import shown
+from minillm.bench.meter import read_bandwidth
+from minillm.bench.table import ModelOptions, Subject, shown
 from minillm.checks import integer
 from minillm.errors import UsageError
 from minillm.params import MAX_TOKENS, SamplingParams
 
 _STEPS = 8
+# In the names of kernels.
+_LINEAR = ("matvec", "gemm", "nvjet", "cutlass", "splitK", "cublas")
+_ATTENTION = ("paged_attention", "merge_splits")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def measure(subject: Subject, options: Options) -> Profile:
         raise UsageError(f"at most {engine.scheduler.max_num_seqs} sequences of {engine.max_model_len - 64} tokens")
     if model.device.type != "cuda":
         raise UsageError("bench profile needs a GPU")
-    rng, c = random.Random(0), model.local
+    rng, c, size = random.Random(0), model.local, model.dtype.itemsize
     params = SamplingParams(temperature=0.7, max_tokens=engine.max_model_len - context, ignore_eos=True, seed=0)
     llm.reset_prefix_cache()
     for number in range(batch_size):
@@ -76,47 +78,32 @@ def measure(subject: Subject, options: Options) -> Profile:
     engine.carry_out_aborts()
     engine.take_finished()
 
-    events = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    begins = [start for start, _, name in events if "_begin_decode" in name]
-    step = (begins[-1] - begins[0]) / (len(begins) - 1)
-    inside = [event for event in events if begins[0] <= event[0] < begins[-1]]
-    times: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    for start, end, name in inside:
-        times[_short(name)] += end - start
-        counts[_short(name)] += 1
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    begins = sorted(event.time_range.start for event in events if "_begin_decode" in event.name)
+    times = defaultdict[str, list[float]](list)
+    for event in events:
+        if begins[0] <= event.time_range.start < begins[-1]:
+            times[_short(event.name)].append(event.time_range.elapsed_us())
     steps = len(begins) - 1
+
+    def share(kernel: str, times: list[float], traffic: int | None = None) -> KernelShare:
+        launches, microseconds = len(times) / steps, sum(times) / steps
+        fraction = traffic / bandwidth / (microseconds * 1e-6) if traffic and microseconds else None
+        return KernelShare(kernel, launches, launches / c.num_layers, microseconds, traffic, fraction)
+
     bandwidth = read_bandwidth(model.device)
-    size = model.dtype.itemsize
     unread = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size  # one row of the embedding is
-    weights = (c.num_parameters - unread) * size
-    traffic = {"linear layers": weights, "attention": tokens * c.kv_bytes_per_token(size)}
-    rows = [
-        KernelShare(name, counts[name] / steps, counts[name] / steps / c.num_layers, times[name] / steps, None, None)
-        for name in sorted(times, key=lambda name: -times[name])
-    ]
-    for title, kinds in (("linear layers", _is_linear), ("attention", _is_attention)):
-        each = [row for row in rows if kinds(row.kernel)]
-        total = sum(row.microseconds for row in each)
-        count = sum(row.launches for row in each)
-        share = traffic[title] / bandwidth / (total * 1e-6) if total else None
-        rows.append(KernelShare(f"all {title}", count, count / c.num_layers, total, traffic[title], share))
-    return Profile(batch_size, tokens // batch_size, step, rows)
+    rows = [share(name, times[name]) for name in sorted(times, key=lambda name: -sum(times[name]))]
+    for title, parts, traffic in (
+        ("linear layers", _LINEAR, (c.num_parameters - unread) * size),
+        ("attention", _ATTENTION, tokens * c.kv_bytes_per_token(size)),
+    ):
+        all_times = [each for name in times if any(part in name for part in parts) for each in times[name]]
+        rows.append(share(f"all {title}", all_times, traffic))
+    return Profile(batch_size, tokens // batch_size, (begins[-1] - begins[0]) / steps, rows)
 
 
 def _short(name: str) -> str:
     for prefix in ("void ", "at::native::", "at_cuda_detail::"):
         name = name.replace(prefix, "")
     return name.split("<")[0].split("(")[0][:48]
-
-
-def _is_linear(name: str) -> bool:
-    return any(part in name for part in ("matvec", "gemm", "nvjet", "cutlass", "splitK", "cublas"))
-
-
-def _is_attention(name: str) -> bool:
-    return "paged_attention" in name or "merge_splits" in name

@@ -15,29 +15,25 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from minillm.bench.registry import NoOptions, shape, word
-from minillm.bench.table import shown
+from minillm.bench.table import NoOptions, shape, shown, weights, word
 from minillm.checks import integer
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import MinillmError
 
 _PROGRAM = """
 import json, sys, time
-began = float(sys.argv[1])
+moments = [float(sys.argv[1])]
 import torch
-imported = time.time()
+moments.append(time.time())
 from minillm import LLM, SamplingParams
-options = json.loads(sys.argv[2])
-with LLM(**options) as llm:
-    loaded = time.time()
-    prompt = [5] * 37
-    deltas = llm.stream(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+with LLM(**json.loads(sys.argv[2])) as llm:
+    moments.append(time.time())
+    deltas = llm.stream([5] * 37, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     next(deltas)
-    first = time.time()
-    count = sum(1 for _ in deltas)
-    done = time.time()
-print(json.dumps([imported - began, loaded - imported, first - loaded, done - first]))
+    moments.append(time.time())
+    list(deltas)
+    moments.append(time.time())
+print(json.dumps([after - before for before, after in zip(moments, moments[1:])]))
 """
 
 
@@ -67,21 +63,14 @@ def measure(options: Options) -> Iterator[StartResult]:
     Raises:
         MinillmError: a process failed; its last line says why.
     """
-    if options.shape and options.model:
-        raise UsageError("give either --shape (random weights) or --model (real ones), not both")
-    model: dict[str, Any] = {"model": options.model or options.shape or "smollm2-135m", "device": options.device}
-    if options.model is None:
-        model["load_format"] = "dummy"
+    model = json.dumps({**weights(options.shape, options.model), "device": options.device})
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "TRITON_CACHE_DIR": directory}
         for number in range(options.runs + 1):
-            arguments = [str(time.time()), json.dumps(model)]
-            process = subprocess.run(
-                [sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, env=environment
-            )
+            command = [sys.executable, "-c", _PROGRAM, str(time.time()), model]
+            process = subprocess.run(command, capture_output=True, text=True, env=environment)
             if process.returncode:
                 last = (process.stderr.strip().splitlines() or ["the process failed"])[-1]
                 raise MinillmError(re.sub(r"^minillm\.errors\.\w+: ", "", last))
-            seconds = json.loads(process.stdout.splitlines()[-1])
-            imports, load, first, rest = seconds
+            imports, load, first, rest = seconds = json.loads(process.stdout.splitlines()[-1])
             yield StartResult("later" if number else "first", imports, load, first, rest, sum(seconds))

@@ -1,14 +1,120 @@
-"""Results of a measurement, as tables for people or as plain data for JSON.
+"""The workloads of ``minillm bench``, their options, and tables of their results. Nothing here imports torch.
+
+A workload is a function. It takes a dataclass of declared parameters (`minillm.checks`), after a `Subject` where they
+are `ModelOptions`. It returns a result, or None where this process has none.
 
 A result is a dataclass, or several of one class, which may come one by one, or a dictionary of such parts. Its fields
-say with `shown`, and its properties with `computed`, what people see of them; JSON has all fields and no properties.
+say with `shown`, and its properties with `computed`, how people see them; JSON has all fields and no properties.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from minillm.checks import check_fields, custom, number
+from minillm.errors import UsageError
+from minillm.model.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from minillm.llm import LLM
+
+# By their names: the file and the function in it, and the line in --help.
+WORKLOADS = {
+    "latency": ("latency.measure", "how fast a few sequences decode together"),
+    "start": ("start.measure", "how long a fresh process takes to its first answer"),
+    "throughput": ("workloads.measure", "256 requests of mixed lengths at once"),
+    "parallel": ("workloads.measure", "8 samples of each of 32 prompts"),
+    "prefix": ("workloads.measure", "128 requests that share 2,048 cached tokens"),
+    "beam": ("workloads.measure", "beam search of width 4 over 8 prompts"),
+    "stall": ("workloads.measure", "how long running answers wait while a prompt of 8,000 tokens arrives"),
+    "serve": ("workloads.serve", "requests that arrive by chance, at a given rate"),
+    "share": (
+        "workloads.share",
+        "the requests of throughput, shared by the replicas that torchrun has started",
+    ),
+    "profile": ("profile.measure", "where a decode step's time goes on a GPU, kernel by kernel"),
+    "matvec": ("kernels.tiles", "the tiles of the products of one token, or a few, measured anew on a GPU"),
+    "chunk-attention": (
+        "kernels.chunks",
+        "decode attention over a shared prompt: the ChunkAttention paper's table",
+    ),
+    "kernels": ("kernels.measure", "every kernel against the copy bandwidth and the matmul rate of this GPU"),
+    "memory": ("memory.measure", "what paging and sharing save, and swap against recompute"),
+    "host": ("host.measure", "what a step costs beside the device's work"),
+    "ui": ("ui.measure", "what the chat app costs: first paint, keys, drawing, and the generation's slow-down"),
+}
+
+
+def workload(name: str) -> tuple[Callable[..., Any], type[NoOptions]]:
+    """The function that measures a workload, and the class of its options."""
+    file, function = WORKLOADS[name][0].split(".")
+    measure = getattr(importlib.import_module(f"minillm.bench.{file}"), function)
+    return measure, get_type_hints(measure)["options"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is measured, its name, and the workload's."""
+
+    llm: LLM
+    name: str
+    workload: str
+
+    def __str__(self) -> str:
+        from minillm.model.llama import ranks_of
+
+        model = self.llm.engine.runner.model
+        shared = ranks_of(model)
+        ranks = "" if shared is None else f", {shared.size} ranks"
+        return f"{self.workload}: {self.name}, {model.device}{ranks}, {str(model.dtype).removeprefix('torch.')}"
+
+
+def weights(shape: str | None, model: str | None) -> dict[str, str]:
+    """The parameters of `LLM` for ``--shape`` or ``--model``; without either, for the smallest shape."""
+    if shape and model:
+        raise UsageError("give either --shape (random weights) or --model (real ones), not both")
+    return {"model": model} if model else {"model": shape or "smollm2-135m", "load_format": "dummy"}
+
+
+def word(default: str | None, help: str, *, metavar: str = "NAME") -> Any:
+    """Declare an option that is checked where it is used."""
+    return custom(default, lambda name, value: value, metavar=metavar, help=help)
+
+
+def shape(default: str | None, help: str) -> Any:
+    """Declare an option that names a model's shape."""
+
+    def check(name: str, value: Any) -> Any:
+        if value is not None and value not in SHAPES:
+            raise UsageError(f"unknown shape {value!r}; known: {', '.join(SHAPES)}")
+        return value
+
+    return custom(default, check, metavar="NAME", help=help)
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Options of a workload; here, none."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class ModelOptions(NoOptions):
+    """Options of all workloads that run a model from the command line: a shape here, or else ``--model``."""
+
+    shape: str | None = shape(None, f"random weights in the shape of {', '.join(SHAPES)}")
+
+
+@dataclass(frozen=True)
+class ScaleOptions(ModelOptions):
+    """Options of a workload whose lengths are given."""
+
+    scale: float = number(1.0, 0, 1, above=True, help="shorten all prompts and answers")
 
 
 @dataclass(frozen=True)

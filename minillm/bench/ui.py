@@ -15,7 +15,6 @@ import os
 import statistics
 import sys
 import time
-from bisect import bisect
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
-from minillm.bench.registry import NoOptions as Options
-from minillm.bench.table import computed, shown
+from minillm.bench.table import NoOptions, computed, shown
 from minillm.errors import MinillmError
 from minillm.service.messages import CacheChanged, LogEntry, TableView
 from minillm.ui.app import ChatApp
@@ -81,32 +80,8 @@ async def _app(engine: Mapping[str, object]) -> AsyncIterator[Pilot[None]]:
 class _Terminal:
     """`minillm chat` in a process of its own, on a pseudo-terminal."""
 
-    def __init__(self, process: asyncio.subprocess.Process, master: int) -> None:
-        self._process, self._master = process, master
-        self._shown = b""
-
-    @classmethod
-    @asynccontextmanager
-    async def running(cls, directory: str) -> AsyncIterator[_Terminal]:
-        import pty
-
-        master, slave = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm-256color", "LINES": "50", "COLUMNS": "160"}
-        environment |= {"MINILLM_DATA": directory, "MINILLM_CONFIG": directory}
-        # As a user has it: compiling our own modules at each start would be a sixth of the time until the first paint.
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "minillm.cli.main", "chat", stdin=slave, stdout=slave, stderr=slave, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(slave)
-        os.set_blocking(master, False)
-        try:
-            yield cls(process, master)
-        finally:
-            process.kill()
-            await process.wait()
-            os.close(master)
+    def __init__(self, master: int) -> None:
+        self._master, self._shown = master, b""
 
     async def until(self, text: str, seconds: float = 120) -> float:
         """Wait until the screen has been sent ``text`` since the last call; returns the seconds that took."""
@@ -125,29 +100,51 @@ class _Terminal:
         os.write(self._master, text.encode())
 
 
+@asynccontextmanager
+async def _terminal() -> AsyncIterator[_Terminal]:
+    import pty
+
+    master, slave = pty.openpty()
+    os.set_blocking(master, False)
+    with TemporaryDirectory() as directory:
+        environment = {**os.environ, "TERM": "xterm-256color", "LINES": "50", "COLUMNS": "160"}
+        environment |= {"MINILLM_DATA": directory, "MINILLM_CONFIG": directory}
+        # As a user has it: compiling our own modules at each start would be a sixth of the time until the first paint.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "minillm.cli.main", "chat", stdin=slave, stdout=slave, stderr=slave, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(slave)
+        try:
+            yield _Terminal(master)
+        finally:
+            process.kill()
+            await process.wait()
+            os.close(master)
+
+
 async def _first_paint() -> float:
     """Of a fresh process: until the footer, the last line, is drawn."""
-    with TemporaryDirectory() as directory:
-        began = time.monotonic()
-        async with _Terminal.running(directory) as terminal:
-            await terminal.until("Help")
-            return time.monotonic() - began
+    began = time.monotonic()
+    async with _terminal() as terminal:
+        await terminal.until("Help")
+        return time.monotonic() - began
 
 
 async def _keys() -> list[float]:
     """Seconds from a key to the screen that shows it, while an answer is generated."""
-    with TemporaryDirectory() as directory:
-        async with _Terminal.running(directory) as terminal:
-            await terminal.until("ready in")
-            terminal.type(f"{_QUESTION}\r")
-            await terminal.until("tok/s")
-            taken = []
-            for number in range(_KEYS):
-                key = chr(0x4E00 + number)  # which the model does not write
-                terminal.type(key)
-                taken.append(await terminal.until(key))
-                await asyncio.sleep(0.05)
-            return taken
+    async with _terminal() as terminal:
+        await terminal.until("ready in")
+        terminal.type(f"{_QUESTION}\r")
+        await terminal.until("tok/s")
+        taken = []
+        for number in range(_KEYS):
+            key = chr(0x4E00 + number)  # which the model does not write
+            terminal.type(key)
+            taken.append(await terminal.until(key))
+            await asyncio.sleep(0.05)
+        return taken
 
 
 async def _drawing() -> float:
@@ -178,20 +175,11 @@ async def _drawing() -> float:
         return (time.process_time() - used) / (time.monotonic() - began)
 
 
-@dataclass(frozen=True)
-class Cycle:
-    """Tokens per second of one answer: while the app is held, and on the mean of just before and just after."""
+async def _cycles() -> list[tuple[float, float]]:
+    """Tokens per second of one answer in a pool of `NUM_BLOCKS`, while the app shows it and while it is held.
 
-    watched: float
-    held: float
-
-    @property
-    def slowdown(self) -> float:
-        return 1 - self.watched / self.held
-
-
-async def _cycles() -> list[Cycle]:
-    """How fast the default model answers in a pool of `NUM_BLOCKS` while the app shows it, and while it is held."""
+    Of each time that the app is held; shown, on the mean of just before and just after.
+    """
     async with _app({"num_blocks": NUM_BLOCKS, "block_size": 1, "device": "cpu"}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
         chat.talk.prompt.text = _QUESTION
@@ -210,11 +198,10 @@ async def _cycles() -> list[Cycle]:
         await asyncio.sleep(_CATCH_UP)
         ended |= {step.number: step.ended for step in chat.pool.steps}
     cycles = []
-    last = max(ended.values())
     for (began, paused, resumed), (began_again, paused_again, _) in pairwise(turns):
-        if paused_again < last:  # the answer went on until then
+        if paused_again < max(ended.values()):  # the answer went on until then
             watched = (_rate(ended, began, paused) + _rate(ended, began_again, paused_again)) / 2
-            cycles.append(Cycle(watched, _rate(ended, paused, resumed)))
+            cycles.append((watched, _rate(ended, paused, resumed)))
     if not cycles:
         raise MinillmError("the model answers too fast here for its slow-down to be measured")
     return cycles
@@ -223,14 +210,8 @@ async def _cycles() -> list[Cycle]:
 def _rate(ended: Mapping[int, float], begin: float, end: float) -> float:
     """Steps per second from ``begin`` to ``end``; ``ended`` may lack some steps."""
     numbers = sorted(ended)
-    moments = [ended[number] for number in numbers]
-
-    def steps_by(moment: float) -> float:
-        after = bisect(moments, moment)
-        (first, second), (since, until) = numbers[after - 1 : after + 1], moments[after - 1 : after + 1]
-        return first + (second - first) * (moment - since) / (until - since)
-
-    return (steps_by(end) - steps_by(begin)) / (end - begin)
+    first, last = np.interp((begin, end), [ended[number] for number in numbers], numbers)
+    return float(last - first) / (end - begin)
 
 
 async def _measure() -> UiFigures:
@@ -238,22 +219,22 @@ async def _measure() -> UiFigures:
     paints = [await _first_paint() for _ in range(5)]
     keys = await _keys()
     drawing = await _drawing()
-    cycles: list[Cycle] = []
+    cycles: list[tuple[float, float]] = []
     while len(cycles) < _CYCLES:
         cycles += await _cycles()
-    slowdowns = tuple(cycle.slowdown for cycle in cycles)
+    slowdowns = tuple(1 - watched / held for watched, held in cycles)
     return UiFigures(
         first_paint=statistics.median(paints),
         key_median=statistics.median(keys),
         key_p95=sorted(keys)[int(0.95 * len(keys))],
         drawing_share=drawing,
-        tokens_per_second_watched=statistics.median(cycle.watched for cycle in cycles),
-        tokens_per_second_held=statistics.median(cycle.held for cycle in cycles),
+        tokens_per_second_watched=statistics.median(watched for watched, _ in cycles),
+        tokens_per_second_held=statistics.median(held for _, held in cycles),
         slowdowns=slowdowns,
         slowdown=statistics.mean(slowdowns),
     )
 
 
-def measure(options: Options) -> UiFigures:
+def measure(options: NoOptions) -> UiFigures:
     """All of it; takes about five minutes on a CPU."""
     return asyncio.run(_measure())

@@ -1,4 +1,4 @@
-"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``: whole workloads through the engine.
+"""``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``, ``serve``, ``share``: workloads through the engine.
 
 Protocol: random tokens, end-of-sequence ignored, random weights in a model's shape (or real ones with ``--model``), one
 warm-up run of the whole workload, then the measured one. The prefix cache starts empty, but for what ``prefix`` warms.
@@ -9,7 +9,15 @@ parallel    n = 8 samples of each of 32 prompts of 512 tokens, 128 tokens each
 prefix      128 requests that share 2,048 tokens, cached, with 64 of their own, 128 tokens each, greedy
 beam        width 4, 8 prompts of 256 tokens, 128 tokens; the tokens of the best beam count
 stall       16 sequences decode while a prompt of 8,000 tokens arrives: the longest wait for a token
+serve       the requests of throughput, arriving by chance (a Poisson process), as a server's users do
+share       the requests of throughput, which the replicas that torchrun has started share
 ==========  =========================================================================================
+
+``serve``: the engine runs in this process; between steps, requests whose time has come are added. A request's
+normalised latency is its time from arrival to end over its tokens (Orca, Yu et al. 2022).
+
+``share`` does as `minillm generate --data-parallel`, with ``num_requests`` for each replica: with twice the replicas
+there is twice the work, and at best it takes as long. ``serve`` and ``share`` compute 32 requests first, to warm up.
 """
 
 from __future__ import annotations
@@ -17,20 +25,24 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
-import torch
+from torch.distributed import DistError
 
-from minillm.bench.meter import Ceilings, Meter, metered
-from minillm.bench.registry import ScaleOptions as Options
-from minillm.bench.registry import Subject
-from minillm.bench.table import shown
-from minillm.errors import UsageError
+from minillm.bench.meter import Ceilings, metered, synchronize
+from minillm.bench.table import ScaleOptions, Subject, shown
+from minillm.checks import integer, number
+from minillm.engine.engine import Engine
+from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
+from minillm.outputs import RequestOutput
+from minillm.parallel.shared_work import Replicas
 from minillm.params import BeamSearchParams, Params, SamplingParams
 
 Request = tuple[list[int], Params]
+MakeRequests = Callable[[random.Random, int, float], list[Request]]  # of a vocabulary's size and a scale
 
 
 @dataclass(frozen=True)
@@ -45,160 +57,243 @@ class WorkloadResult:
     rate: float = shown("output tokens per second", ",.0f")
     time_to_first_token: float = shown("ms to the first token, median", ",.0f", 1e3)
     time_per_output_token: float = shown("ms per output token, median", ".2f", 1e3)
-    floor_seconds: float = shown("seconds of the floor", ".2f")  # of bytes and FLOPs at the measured ceilings
-    fraction_of_floor: float = shown("of it reached", ".0%")
-    idle_share: float | None = shown("GPU idle between decode steps", ".1%")
-    peak_kv_tokens: int = shown("peak KV use, token slots", ",")
-    peak_kv_share: float = shown("peak KV use, of the pool", ".0%")
+    floor_seconds: float = shown("seconds of the floor", ".2f", default=0.0)  # of bytes and FLOPs at the ceilings
+    fraction_of_floor: float = shown("of it reached", ".0%", default=0.0)
+    idle_share: float | None = shown("GPU idle between decode steps", ".1%", default=None)
+    peak_kv_tokens: int = shown("peak KV use, token slots", ",", default=0)
+    peak_kv_share: float = shown("peak KV use, of the pool", ".0%", default=0.0)
     # ``stall`` only: between two tokens of a sequence that decodes
     longest_wait: float | None = shown("ms of the longest wait", ".1f", 1e3, default=None)
 
 
-def throughput(rng: random.Random, vocab: int, scale: float) -> list[Request]:
-    low, high = max(1, int(100 * scale)), max(1, int(1024 * scale))
+def measure(subject: Subject, options: ScaleOptions) -> WorkloadResult:
+    """Run one of `REQUESTS`, or ``stall``, twice and measure the second run."""
+    llm, cache, scale = subject.llm, subject.llm.engine.cache, options.scale
+    ceilings = Ceilings.measure(llm.engine.runner.model.device)
+    run = _stall if subject.workload == "stall" else _at_once
+    llm.reset_prefix_cache()
+    run(subject, random.Random(0), scale)
+    if subject.workload != "prefix":
+        llm.reset_prefix_cache()
+    with metered(llm.engine, ceilings) as meter:
+        result = run(subject, random.Random(2), scale)
+    return replace(
+        result,
+        floor_seconds=meter.floor,
+        fraction_of_floor=meter.floor / result.seconds,
+        idle_share=meter.idle_share,
+        peak_kv_tokens=meter.peak_tokens,
+        peak_kv_share=meter.peak_blocks / cache.num_blocks,
+    )
+
+
+def throughput(rng: random.Random, vocab: int, scale: float, count: int = 256) -> list[Request]:
+    low, high = _scaled(100, scale), _scaled(1024, scale)
     return [
         (
             _prompt(rng, vocab, rng.randint(low, high)),
-            SamplingParams(temperature=0.6, max_tokens=rng.randint(low, high), ignore_eos=True, seed=number),
+            SamplingParams(temperature=0.6, max_tokens=rng.randint(low, high), ignore_eos=True, seed=i % 256),
         )
-        for number in range(256)
+        for i in range(count)
     ]
 
 
-def parallel(rng: random.Random, vocab: int, scale: float) -> list[Request]:
-    params = SamplingParams(n=8, temperature=1.0, max_tokens=max(1, int(128 * scale)), ignore_eos=True, seed=0)
-    return [(_prompt(rng, vocab, max(1, int(512 * scale))), params) for _ in range(32)]
+def _alike(count: int, length: int, params: Params, *, shared: int = 0) -> MakeRequests:
+    """``count`` requests for 128 tokens each, of ``length`` tokens of their own behind ``shared`` ones."""
+
+    def make(rng: random.Random, vocab: int, scale: float) -> list[Request]:
+        prefix = _prompt(random.Random(1), vocab, _scaled(shared, scale)) if shared else []  # the warm-up's, too
+        scaled = replace(params, max_tokens=_scaled(128, scale))
+        return [(prefix + _prompt(rng, vocab, _scaled(length, scale)), scaled) for _ in range(count)]
+
+    return make
 
 
-def prefix(rng: random.Random, vocab: int, scale: float) -> list[Request]:
-    shared = _prompt(random.Random(1), vocab, max(1, int(2048 * scale)))  # the warm-up's, too
-    params = SamplingParams(temperature=0, max_tokens=max(1, int(128 * scale)), ignore_eos=True)
-    return [(shared + _prompt(rng, vocab, max(1, int(64 * scale))), params) for _ in range(128)]
-
-
-def beam(rng: random.Random, vocab: int, scale: float) -> list[Request]:
-    params = BeamSearchParams(beam_width=4, n=1, max_tokens=max(1, int(128 * scale)), ignore_eos=True)
-    return [(_prompt(rng, vocab, max(1, int(256 * scale))), params) for _ in range(8)]
-
-
-REQUESTS: dict[str, Callable[[random.Random, int, float], list[Request]]] = {
+REQUESTS: dict[str, MakeRequests] = {
     "throughput": throughput,
-    "parallel": parallel,
-    "prefix": prefix,
-    "beam": beam,
+    "parallel": _alike(32, 512, SamplingParams(n=8, temperature=1.0, ignore_eos=True, seed=0)),
+    "prefix": _alike(128, 64, SamplingParams(temperature=0, ignore_eos=True), shared=2048),
+    "beam": _alike(8, 256, BeamSearchParams(beam_width=4, n=1, ignore_eos=True)),
 }
-
-
-def measure(subject: Subject, options: Options) -> WorkloadResult:
-    """Run one of `REQUESTS`, or ``stall``, twice and measure the second run."""
-    llm, workload, scale = subject.llm, subject.workload, options.scale
-    model = llm.engine.runner.model
-    ceilings, vocab = Ceilings.measure(model.device), model.config.vocab_size
-    if workload == "stall":
-        _stall(llm, random.Random(0), scale)
-        llm.reset_prefix_cache()
-        with metered(llm.engine, ceilings) as meter:
-            run = _stall(llm, random.Random(2), scale)
-    else:
-        make = REQUESTS[workload]
-        llm.reset_prefix_cache()
-        _drive(llm, make(random.Random(0), vocab, scale))
-        if workload != "prefix":
-            llm.reset_prefix_cache()
-        requests = make(random.Random(2), vocab, scale)
-        with metered(llm.engine, ceilings) as meter:
-            run = _drive(llm, requests)
-    return _result(subject, run, meter)
-
-
-@dataclass
-class _Run:
-    seconds: float
-    first: list[float]
-    per_token: list[float]
-    output_tokens: int
-    num_requests: int = 0
-    longest_wait: float | None = None
 
 
 def _prompt(rng: random.Random, vocab: int, length: int) -> list[int]:
     return [rng.randrange(vocab) for _ in range(length)]
 
 
-def _synchronize(llm: LLM) -> None:
-    if llm.engine.runner.model.device.type == "cuda":
-        torch.cuda.synchronize()
+def _scaled(length: int, scale: float) -> int:
+    return max(1, int(length * scale))
 
 
-def _drive(llm: LLM, requests: list[Request]) -> _Run:
-    engine = llm.engine
-    _synchronize(llm)
-    began = time.perf_counter()
-    for number, (prompt, params) in enumerate(requests):
-        engine.add_request(str(number), prompt, params)
-    while engine.has_work:
-        engine.step()
-    _synchronize(llm)
-    seconds = time.perf_counter() - began
-    run = _Run(seconds, [], [], 0, len(requests))
-    for output in engine.take_finished():
-        if output.error is not None:
-            raise UsageError(f"a request of the workload failed: {output.error}")
-        metrics = output.metrics
-        assert metrics is not None
-        assert metrics.first_token_time is not None
-        assert metrics.finished_time is not None
-        run.first.append(metrics.first_token_time - metrics.arrival_time)
-        count = max(len(completion.token_ids) for completion in output.outputs)
-        run.per_token.append((metrics.finished_time - metrics.first_token_time) / max(1, count - 1))
-        run.output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-    return run
+def times_of(output: RequestOutput) -> tuple[float, float, float]:
+    """Seconds of a finished request: to its first token, for each later one of its longest completion, and in all.
+
+    Raises:
+        UsageError: the request failed.
+    """
+    if output.error is not None:
+        raise UsageError(f"a request of the workload failed: {output.error}")
+    metrics = output.metrics
+    assert metrics is not None
+    assert metrics.first_token_time is not None
+    assert metrics.finished_time is not None
+    later = max(len(completion.token_ids) for completion in output.outputs) - 1
+    per_token = (metrics.finished_time - metrics.first_token_time) / max(1, later)
+    return metrics.first_token_time - metrics.arrival_time, per_token, metrics.finished_time - metrics.arrival_time
 
 
-def _stall(llm: LLM, rng: random.Random, scale: float) -> _Run:
-    """Sequences that decode, and a long prompt that comes between."""
-    engine, vocab = llm.engine, llm.engine.runner.model.config.vocab_size
+def drive(
+    engine: Engine, requests: list[Request], arrivals: list[float] | None = None
+) -> tuple[float, list[RequestOutput]]:
+    """Compute requests, which come all at once, or each after so many seconds; returns the seconds and the outputs."""
+    device = engine.runner.model.device
+    synchronize(device)
+    began, began_clock = time.perf_counter(), time.monotonic()
+    added = 0
+    while added < len(requests) or engine.has_work:
+        now = time.perf_counter() - began
+        while added < len(requests) and (arrivals is None or arrivals[added] <= now):
+            group = engine.add_request(str(added), *requests[added])
+            if arrivals is not None:
+                group.metrics.arrival_time = began_clock + arrivals[added]
+            added += 1
+        if engine.has_work:
+            engine.step()
+        elif arrivals is not None:
+            time.sleep(max(0.0, min(0.001, arrivals[added] - now)))
+    synchronize(device)
+    return time.perf_counter() - began, engine.take_finished()
+
+
+def _at_once(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult:
+    engine = subject.llm.engine
+    requests = REQUESTS[subject.workload](rng, engine.runner.model.config.vocab_size, scale)
+    seconds, outputs = drive(engine, requests)
+    first, per_token, _ = map(statistics.median, zip(*map(times_of, outputs), strict=True))
+    return _result(subject, outputs, seconds, first, per_token)
+
+
+def _stall(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult:
+    """Sequences that decode, and a long prompt that comes between: the time to its first token is told."""
+    engine, vocab = subject.llm.engine, subject.llm.engine.runner.model.config.vocab_size
     params = SamplingParams(temperature=0, max_tokens=max(40, int(200 * scale)), ignore_eos=True)
     began = time.perf_counter()
-    for number in range(16):
-        engine.add_request(str(number), _prompt(rng, vocab, max(1, int(100 * scale))), params)
+    for i in range(16):
+        engine.add_request(str(i), _prompt(rng, vocab, _scaled(100, scale)), params)
     seen: dict[str, float] = {}
-    longest, steps, added = 0.0, 0, False
+    longest, steps = 0.0, 0
     while engine.has_work:
         deltas = engine.step()
         now = time.perf_counter()
-        for delta in deltas:
-            if delta.request_id != "long":
-                if added and delta.request_id in seen:
-                    longest = max(longest, now - seen[delta.request_id])
-                seen[delta.request_id] = now
+        for request_id in {delta.request_id for delta in deltas} - {"long"}:
+            if steps >= 20:
+                longest = max(longest, now - seen.get(request_id, now))
+            seen[request_id] = now
         steps += 1
         if steps == 20:
-            added = True
             short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-            engine.add_request("long", _prompt(rng, vocab, max(1, int(8000 * scale))), short)
+            engine.add_request("long", _prompt(rng, vocab, _scaled(8000, scale)), short)
     outputs = engine.take_finished()
     seconds = time.perf_counter() - began
-    first = [o.metrics.time_to_first_token or 0.0 for o in outputs if o.metrics and o.request_id == "long"]
-    count = sum(len(output.outputs[0].token_ids) for output in outputs)
-    return _Run(seconds, first, [seconds / params.max_tokens], count, len(outputs), longest)
+    first = next(times_of(output)[0] for output in outputs if output.request_id == "long")
+    return replace(_result(subject, outputs, seconds, first, seconds / params.max_tokens), longest_wait=longest)
 
 
-def _result(subject: Subject, run: _Run, meter: Meter) -> WorkloadResult:
-    cache = subject.llm.engine.cache
-    return WorkloadResult(
-        workload=subject.workload,
-        name=subject.name,
-        num_requests=run.num_requests,
-        output_tokens=run.output_tokens,
-        seconds=run.seconds,
-        rate=run.output_tokens / run.seconds,
-        time_to_first_token=statistics.median(run.first),
-        time_per_output_token=statistics.median(run.per_token),
-        floor_seconds=meter.floor,
-        fraction_of_floor=meter.floor / run.seconds,
-        idle_share=meter.idle_share,
-        peak_kv_tokens=meter.peak_blocks * cache.block_size,
-        peak_kv_share=meter.peak_blocks / cache.num_blocks,
-        longest_wait=run.longest_wait,
-    )
+def _result(
+    subject: Subject, outputs: list[RequestOutput], seconds: float, first: float, per_token: float
+) -> WorkloadResult:
+    count, tokens = len(outputs), sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    return WorkloadResult(subject.workload, subject.name, count, tokens, seconds, tokens / seconds, first, per_token)
+
+
+@dataclass(frozen=True)
+class ServeOptions(ScaleOptions):
+    rate: float = number(4.0, 0, 1e6, above=True, help="requests per second")
+    num_requests: int = integer(256, 1, 1 << 24, help="in all")
+
+
+@dataclass(frozen=True)
+class ServeResult:
+    """Seconds as (median, 90th, 99th percentile)."""
+
+    rate: float = shown("requests per second, offered", "g")
+    num_requests: int = shown("requests", ",")
+    seconds: float = shown("seconds", ".2f")
+    output_rate: float = shown("tokens per second", ",.0f")
+    time_to_first_token: tuple[float, float, float] = shown("ms to first token, p50/p90/p99", ".1f", 1e3)
+    time_per_output_token: tuple[float, float, float] = shown("ms per output token", ".1f", 1e3)
+    normalised_latency: tuple[float, float, float] = shown("ms of normalised latency", ".1f", 1e3)
+
+
+def serve(subject: Subject, options: ServeOptions) -> ServeResult:
+    """Warm up with a few requests at once, then offer them at the rate asked for."""
+    _serve(subject.llm, 1e6, min(32, options.num_requests), options.scale)
+    return _serve(subject.llm, options.rate, options.num_requests, options.scale)
+
+
+def _serve(llm: LLM, rate: float, num_requests: int, scale: float) -> ServeResult:
+    rng, engine = random.Random(0), llm.engine
+    requests = throughput(rng, engine.runner.model.config.vocab_size, scale, num_requests)
+    arrivals = list(accumulate((rng.expovariate(rate) for _ in requests[1:]), initial=0.0))
+    llm.reset_prefix_cache()
+    seconds, outputs = drive(engine, requests, arrivals)
+    first, per_token, whole = zip(*map(times_of, outputs), strict=True)
+    counts = [len(output.outputs[0].token_ids) for output in outputs]
+    normalised = [each / count for each, count in zip(whole, counts, strict=True)]
+    times = map(_percentiles, (first, per_token, normalised))
+    return ServeResult(rate, num_requests, seconds, sum(counts) / seconds, *times)
+
+
+def _percentiles(values: Iterable[float]) -> tuple[float, float, float]:
+    ordered = sorted(values)
+    p50, p90, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.9, 0.99))
+    return p50, p90, p99
+
+
+@dataclass(frozen=True)
+class ShareOptions(ScaleOptions):
+    num_requests: int = integer(256, 1, 1 << 24, help="for each replica")
+
+
+@dataclass(frozen=True)
+class ShareResult:
+    """All replicas together."""
+
+    num_replicas: int = shown("replicas", ",")
+    num_requests: int = shown("requests", ",")
+    output_tokens: int = shown("output tokens", ",")
+    seconds: float = shown("seconds", ".2f")  # from when all are ready to when the last has finished
+    rate: float = shown("tokens per second", ",.0f")
+
+
+def share(subject: Subject, options: ShareOptions) -> ShareResult | None:
+    """Measure all replicas; the first one knows the result, and the others return None.
+
+    Raises:
+        MinillmError: the first node has died, and with it the store of torchrun.
+    """
+    try:
+        return _share(subject.llm, options.num_requests, options.scale)
+    except DistError:
+        raise MinillmError("the first node is gone, and what the others measured with it") from None
+
+
+def _share(llm: LLM, num_requests: int, scale: float) -> ShareResult | None:
+    replicas = Replicas.find(llm.config.tensor_parallel_size)
+    total, vocab = num_requests * replicas.count, llm.engine.runner.model.config.vocab_size
+    rng = random.Random(0)
+    llm.generate(*zip(*throughput(rng, vocab, scale)[:32], strict=True))
+    requests = throughput(rng, vocab, scale, total)
+    llm.reset_prefix_cache()
+    replicas.meet("ready")
+    began = time.perf_counter()
+    finished = llm.work_off(lambda room: [(i, *requests[i]) for i in replicas.take(total, room)])
+    count = sum(len(completion.token_ids) for _, output in finished for completion in output.outputs)
+    replicas.store.add("tokens", count)
+    replicas.arrive("done")
+    if replicas.index:
+        return None
+    replicas.wait_for_all("done")
+    seconds = time.perf_counter() - began
+    count = replicas.store.add("tokens", 0)
+    return ShareResult(replicas.count, total, count, seconds, count / seconds)

@@ -1,1 +1,1 @@
-"""The command line: one file for each subcommand, with a `run(arguments)` that returns the exit code."""
+"""The command line: functions that take the parsed arguments of a subcommand and return the exit code."""

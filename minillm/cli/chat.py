@@ -1,15 +1,19 @@
-"""``minillm chat``: the terminal app, or a chat line by line. With `demo`, the one place here that names `ui`."""
+"""``minillm chat`` and ``demo``: the app, a chat line by line, a guided tour. No other file here names `ui`."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import tempfile
+from pathlib import Path
 
 from minillm.cli.options import beam_options, engine_options, sampling_options
+from minillm.errors import UsageError
 from minillm.user_config import read_config
 
 
-def run(arguments: argparse.Namespace) -> int:
+def chat(arguments: argparse.Namespace) -> int:
+    """Talk to a model."""
     gc.disable()  # all objects of the first screen stay: to look for garbage among them takes a tenth of its time
     try:
         return _chat(arguments)
@@ -24,14 +28,9 @@ def _chat(arguments: argparse.Namespace) -> int:
     from minillm.ui.terminal import check_terminal, is_plain_only
 
     config = read_config(arguments.config)
-    flags = Settings(
-        model=config.choose_model(arguments.model),
-        engine=engine_options(arguments),
-        sampling=sampling_options(arguments),
-        beams=beam_options(arguments),
-        system=arguments.system or "",
-        theme=arguments.theme or "",
-    )
+    model, engine = config.choose_model(arguments.model), engine_options(arguments)
+    sampling, beams = sampling_options(arguments), beam_options(arguments)
+    flags = Settings(model, engine, sampling, beams, arguments.system or "", arguments.theme or "")
     settings = load_settings(config, flags)
     store = SessionStore.of_user()
     resumed = store.load(store.latest()) if arguments.resume else None
@@ -49,3 +48,23 @@ def _chat(arguments: argparse.Namespace) -> int:
     from minillm.ui.app import ChatApp, run
 
     return run(ChatApp(settings, store, resumed, question=arguments.question or ""))
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Give the guided tour. It saves nothing among the user's conversations."""
+    from minillm.ui.chat.sessions import SessionStore
+    from minillm.ui.settings import Settings
+    from minillm.ui.terminal import check_terminal
+
+    if not 0.1 <= arguments.speed <= 100:
+        raise UsageError(f"--speed must be from 0.1 to 100, not {arguments.speed:g}")
+    config = read_config(arguments.config)
+    check_terminal()
+
+    from minillm.ui.app import run
+    from minillm.ui.demo import DemoApp, demo_settings
+
+    theme = arguments.theme or config.theme
+    settings = demo_settings(Settings(config.choose_model(arguments.model), config.engine, theme=theme))
+    with tempfile.TemporaryDirectory(prefix="minillm-") as directory:
+        return run(DemoApp(settings, SessionStore(Path(directory)), arguments.speed))

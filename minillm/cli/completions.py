@@ -1,6 +1,6 @@
-"""``minillm completions``: a script for a shell, which asks this command at every Tab what may follow.
+"""``minillm completions``: a script for a shell, which asks this command at every Tab for the words that may follow.
 
-So what is offered never falls behind the parser, nor behind the models that there are.
+So the offered words never fall behind the parser, nor behind the models that there are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 from minillm.cli.main import command_parser
-from minillm.cli.parser import Parser
+from minillm.cli.options import Parser
 from minillm.weights.files import downloaded
 from minillm.weights.manifest import load_manifest
 
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
-    """What the last of ``words`` may be, given those before it; nothing where a file or any text may stand."""
+    """The forms that the last of ``words`` may take behind the others; none where a file or any text may stand."""
     *before, last = words
     option: argparse.Action | None = None  # whose value comes next
     for word in before:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import hashlib
+import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minillm.cli.answers import Writer, as_json
 from minillm.cli.options import beam_options, engine_options, sampling_options
 from minillm.cli.prompt_file import Request, read_requests
 from minillm.errors import MinillmError, UsageError
 from minillm.interrupt import import_torch
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
+from minillm.paths import expanded
 from minillm.progress import GenerationBar, loading_bar, say
-from minillm.text.safe import clean
+from minillm.text.safe import clean, json_line
 from minillm.user_config import UserConfig, read_config
 
 if TYPE_CHECKING:
     from minillm.llm import LLM
+    from minillm.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,17 @@ class Job:
         if arguments.parse_special and (arguments.chat or arguments.system):
             raise UsageError("--parse-special is for raw prompts; in a chat only the template makes control tokens")
         return cls(
-            config.choose_model(arguments.model),
-            engine,
-            config,
-            {**sampling_options(arguments), **beam_options(arguments)},
-            read_requests(arguments.prompts, arguments.file, arguments.form),
+            model=config.choose_model(arguments.model),
+            engine=engine,
+            config=config,
+            given={**sampling_options(arguments), **beam_options(arguments)},
+            requests=read_requests(arguments.prompts, arguments.file, arguments.form),
             chat=bool(arguments.chat or arguments.system),
             system=arguments.system,
             parse_special=arguments.parse_special,
             as_json=arguments.json,
             quiet=arguments.quiet,
-            output=Path(arguments.output) if arguments.output else None,
+            output=expanded(arguments.output, "--output") if arguments.output else None,
         )
 
     def params(self, defaults: Mapping[str, Any] = {}) -> list[Params]:
@@ -80,7 +83,7 @@ class Job:
         return found
 
     def name(self) -> str:
-        """What tells these answers from those to other requests, in 16 hexadecimal digits."""
+        """The name of these answers, by which they are told from those to other requests: 16 hexadecimal digits."""
         about = [self.model, self.chat, self.system, self.parse_special, self.requests, self.params()]
         return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
@@ -102,10 +105,11 @@ class Job:
 def run(arguments: argparse.Namespace) -> int:
     job = Job.of(arguments)
     job.params()  # everything that can be wrong with the requests is said before the model is loaded
-    if job.output is not None and not arguments.force:
+    if job.output is not None:
         from minillm.parallel.shared_work import PartFiles
 
-        failed = PartFiles(job.output, job.name()).failures(len(job.requests))
+        PartFiles.check(job.output)
+        failed = None if arguments.force else PartFiles(job.output, job.name()).failures(len(job.requests))
         if failed is not None:
             say(f"{job.output} is finished: {_prompts(len(job.requests))}, {failed} failed; --force computes all again")
             return 1 if failed else 0
@@ -135,6 +139,52 @@ def _check_replicas(arguments: argparse.Namespace, tensor_parallel_size: int) ->
         )
 
 
+@dataclass
+class Writer:
+    """Writes outputs in the order of their prompts, each as soon as those before it are written.
+
+    Attributes:
+        several: there is more than one text, so each gets a heading.
+        written: answers so far, failures not counted.
+    """
+
+    job: Job
+    write_line: Callable[[str], None]
+    tokenizer: Tokenizer | None
+    several: bool
+    written: int = 0
+    _waiting: dict[int, RequestOutput] = field(default_factory=dict)
+    _next: int = 0
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        self._waiting[index] = output
+        while self._next in self._waiting:
+            self._write(self._next, self._waiting.pop(self._next))
+            self._next += 1
+
+    def flush(self) -> None:
+        """Write the outputs that are finished although something before them is not."""
+        for index in sorted(self._waiting):
+            self._write(index, self._waiting.pop(index))
+
+    def _write(self, index: int, output: RequestOutput) -> None:
+        self.written += output.error is None
+        request = self.job.requests[index]
+        if self.job.as_json:
+            in_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
+            line = _as_json(index, request, output, self.tokenizer)
+            self.write_line(json_line(line, ascii_only=not in_utf8))
+            return
+        if output.error is not None:
+            say(f"{request.where or 'prompt'}: {output.error}")
+        for completion in output.outputs:
+            if self.several:
+                number = f"{index + 1}.{completion.index + 1}" if len(output.outputs) > 1 else str(index + 1)
+                score = "" if completion.score is None else f" (score {completion.score:.2f})"
+                self.write_line(f"--- {number}{score} ---")
+            self.write_line(clean(completion.text))
+
+
 def _to_stdout(job: Job, llm: LLM, params: list[Params]) -> int:
     prompts = [job.prompt(request, llm) for request in job.requests]
     if len(prompts) == 1 and not job.as_json and isinstance(params[0], SamplingParams) and params[0].n == 1:
@@ -142,24 +192,22 @@ def _to_stdout(job: Job, llm: LLM, params: list[Params]) -> int:
             print(clean(delta.text), end="", flush=True)
         print()
         return 0
-    failed = 0
     with GenerationBar(len(prompts), enabled=not job.quiet) as bar:
         several = len(prompts) > 1 or params[0].num_sequences > 1
-        writer = Writer(bar.print, job.requests, llm.engine.tokenizer, with_json=job.as_json, several=several)
+        writer = Writer(job, bar.print, llm.engine.tokenizer, several)
         try:
             for index, output in llm.as_completed(prompts, params):
-                failed += output.error is not None
                 writer.add(index, output)
                 bar.advance(_num_tokens(output))
         except KeyboardInterrupt:
             writer.flush()
             say(f"stopped; {writer.written} of {_prompts(len(prompts))} are finished")
             return 130
-    return _tell_failures(failed, len(prompts))
+    return _tell_failures(len(prompts) - writer.written, len(prompts))
 
 
 def _to_file(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
-    """Answers to a file, by one replica or several; what is finished is never computed again."""
+    """Answers to a file, by one replica or several; no answer is computed twice."""
     from torch.distributed import DistError
 
     from minillm.parallel.channel import RankDied
@@ -172,27 +220,29 @@ def _to_file(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
         return 130
     except RankDied as error:
         raise MinillmError(f"{error}; {kept}") from None
+    except OSError as error:
+        raise MinillmError(f"cannot write {error.filename or path}: {error.strerror}; {kept}") from None
     except DistError:  # torchrun's store, which the first node has
         raise MinillmError(f"the first node is gone; {kept}") from None
 
 
 def _share(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
     """This replica's part of the requests; the first replica merges all parts."""
-    from minillm.parallel.shared_work import PartFiles, Replicas, SharedQueue
+    from minillm.parallel.shared_work import PartFiles, Replicas
 
     replicas, parts, total = Replicas.find(llm.config.tensor_parallel_size), PartFiles(path, job.name()), len(params)
     left = replicas.agreed("left", lambda: sorted(set(range(total)) - set(parts.finished())))
     parts.open(replicas.index)
-    queue = SharedQueue(replicas, len(left))
 
     def take(room: int) -> list[tuple[int, Any, Params]]:
-        return [(i, job.prompt(job.requests[i], llm), params[i]) for i in (left[n] for n in queue.take(room))]
+        taken = [left[n] for n in replicas.take(len(left), room)]
+        return [(i, job.prompt(job.requests[i], llm), params[i]) for i in taken]
 
     replicas.meet("ready")
     began, count = time.monotonic(), 0
     with GenerationBar(len(left), enabled=not job.quiet and replicas.count == 1) as bar:
         for index, output in llm.work_off(take):
-            parts.add(as_json(index, job.requests[index], output, llm.engine.tokenizer))
+            parts.add(_as_json(index, job.requests[index], output, llm.engine.tokenizer))
             count += _num_tokens(output)
             bar.advance(_num_tokens(output))
     replicas.store.add("tokens", count)
@@ -209,6 +259,29 @@ def _share(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
         f"{count / max(seconds, 1e-9):,.0f} tokens a second"
     )
     return _tell_failures(failed, total)
+
+
+def _as_json(index: int, request: Request, output: RequestOutput, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The fields of RequestOutput, with durations in place of clock readings, and tokens as text beside their ids."""
+    result = asdict(output)
+    result["index"] = index
+    result["request_id"] = f"request-{index}" if request.name is None else request.name
+    if output.prompt is None and isinstance(request.prompt, str):
+        result["prompt"] = request.prompt
+    metrics = result.pop("metrics")
+    if metrics is not None and metrics["finished_time"] is not None:
+        began = metrics["arrival_time"]
+        result["metrics"] = {
+            "time_to_first_token": metrics["first_token_time"] and metrics["first_token_time"] - began,
+            "time": metrics["finished_time"] - began,
+            "num_preemptions": metrics["num_preemptions"],
+        }
+    if tokenizer is not None:
+        for completion in result["outputs"]:
+            for token in completion["logprobs"] or ():
+                token["decoded_token"] = tokenizer.token_text(token["token_id"])
+                token["decoded_top"] = [tokenizer.token_text(token_id) for token_id, _ in token["top"]]
+    return result
 
 
 def _tell_failures(failed: int, total: int) -> int:

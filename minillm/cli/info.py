@@ -1,4 +1,4 @@
-"""``minillm info``: what runs here."""
+"""``minillm info``: versions, devices and directories."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """Versions, devices and directories."""
     import_torch()
     import torch
 

@@ -1,46 +1,96 @@
-"""``minillm models``: those of weights.toml and those that are downloaded, and which of them this machine can hold."""
+"""``minillm models``, ``show``, ``pull`` and ``rm``: models that have a name, and those that are downloaded."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from minillm import machine
 from minillm.interrupt import import_torch
-from minillm.progress import size
-from minillm.weights.files import ModelFiles, downloaded, size_on_disk
+from minillm.progress import loading_bar, say, size
+from minillm.text.safe import clean_line
+from minillm.user_config import read_config
+from minillm.weights.files import ModelFiles, downloaded, find_downloaded, remove, size_on_disk, verify
 from minillm.weights.manifest import ModelEntry, load_manifest
+from minillm.weights.resolve import describe, find, resolve
 
-# What a model takes beside its weights: torch, a cache of some thousand tokens, and on a GPU the steps' own needs.
+# A model takes more than its weights: torch, a cache of some thousand tokens, and on a GPU the steps' own needs.
 _CPU_SHARE, _CPU_BYTES = 1.2, 1e9
 _GPU_SHARE, _GPU_BYTES = 1.1, 2e9
 
 
-def run(arguments: argparse.Namespace) -> int:
+def models(arguments: argparse.Namespace) -> int:
+    """List the models of weights.toml and the downloaded ones, and which of them this machine can hold."""
     manifest, memory, gpu = load_manifest(), machine.memory()[1], _gpu_memory()
     here = {files.name: files for files in downloaded()}
     others = [ModelEntry.unlisted(name) for name in here if name not in manifest.models]
-    rows = [row(entry, here.get(entry.name)) for entry in (*manifest.models.values(), *others)]
-    for each in rows:
-        each["default"] = each["name"] == manifest.default
-        on_gpu, on_cpu = _GPU_SHARE * each["size"] + _GPU_BYTES, _CPU_SHARE * each["size"] + _CPU_BYTES
-        each["fits"] = "GPU" if on_gpu <= gpu else "CPU" if on_cpu <= memory else "no"
+    rows = [_row(entry, here.get(entry.name)) for entry in (*manifest.models.values(), *others)]
+    for row in rows:
+        row["default"] = row["name"] == manifest.default
+        on_gpu, on_cpu = _GPU_SHARE * row["size"] + _GPU_BYTES, _CPU_SHARE * row["size"] + _CPU_BYTES
+        row["fits"] = "GPU" if on_gpu <= gpu else "CPU" if on_cpu <= memory else "no"
     if arguments.json:
-        for each in rows:
-            print(json.dumps(each))
+        for row in rows:
+            print(json.dumps(row))
         return 0
     print(f"{'name':34}{'size':>9}  {'fits':6}{'licence':21}{'gated':7}{'downloaded'}")
-    for each in rows:
-        name = each["name"] + (" (default)" if each["default"] else "")
-        gated, path = "yes" if each["gated"] else "no", each["path"] or "no"
-        print(f"{name:34}{size(each['size']):>9}  {each['fits']:6}{each['license']:21}{gated:7}{path}")
+    for row in rows:
+        name = row["name"] + (" (default)" if row["default"] else "")
+        gated, path = "yes" if row["gated"] else "no", row["path"] or "no"
+        print(f"{name:34}{size(row['size']):>9}  {row['fits']:6}{row['license']:21}{gated:7}{path}")
     print(f"fits: this machine has {size(memory)} of memory, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
     return 0
 
 
-def row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:
+def show(arguments: argparse.Namespace) -> int:
+    """Print the facts of a model, without loading its weights."""
+    name, manifest = read_config(arguments.config).choose_model(arguments.model), load_manifest()
+    found = find(name, manifest)
+    if isinstance(found, ModelEntry):
+        facts = {**_row(found, None), "source": ", or ".join(map(describe, found.sources))}
+    else:
+        facts = _row(manifest.models.get(name) or ModelEntry.unlisted(name), found)
+        facts |= {key: value for key, value in _details(found).items() if value}
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    facts |= {"size": size(facts["size"]) if facts["size"] else "", "gated": "yes" if facts["gated"] else ""}
+    facts["path"] = facts["path"] or "not downloaded"
+    for key, value in facts.items():
+        if value not in ("", None):
+            shown = "yes" if value is True else f"{value:,}" if type(value) is int else value
+            print(f"{key.replace('_', ' '):22}{clean_line(shown, 300)}")
+    return 0
+
+
+def pull(arguments: argparse.Namespace) -> int:
+    """Fetch a model, showing how far it has come."""
+    name = read_config(arguments.config).choose_model(arguments.model)
+    before = find_downloaded(name)
+    with loading_bar() as report:
+        files = resolve(name, on_progress=report, on_message=say)
+        is_ours = find_downloaded(name) is not None  # else it lies where the user put it
+        if is_ours and arguments.verify:
+            verify(name, report)
+    state = "is downloaded" if is_ours and before is None else "is here already"
+    checked = ", every file has its sha256" if is_ours and arguments.verify else ""
+    print(f"{name} {state}{checked}: {files.path} (from {files.source})")
+    return 0
+
+
+def rm(arguments: argparse.Namespace) -> int:
+    """Delete downloaded models."""
+    for name in arguments.downloaded:
+        print(f"{name} is deleted: {size(remove(name))} are free again")
+    return 0
+
+
+def _row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:
     """A model as one object, with its ``files`` where they are here. ``size`` in bytes."""
     return {
         "name": entry.name,
@@ -51,6 +101,36 @@ def row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:
         "gated": entry.gated,
         "path": None if files is None else str(files.path),
         "source": None if files is None else files.source,
+    }
+
+
+def _details(files: ModelFiles) -> dict[str, Any]:
+    """The facts that the files themselves tell. Raises WeightsError where they are damaged or not supported."""
+    import_torch()
+    from minillm.model.config import ModelConfig
+    from minillm.text.tokenizer import Tokenizer
+    from minillm.weights.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(files)
+    config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config, max_model_len=1)
+    source = checkpoint.tokenizer_source
+    tokenizer = Tokenizer.load(source, config.vocab_size)
+    stored: Counter[str] = Counter()
+    for name in checkpoint.names():
+        stored[checkpoint.stored_as(name)] += math.prod(checkpoint.shape(name))
+    shares = [(kind, count / stored.total()) for kind, count in stored.most_common()]
+    return {
+        "license": str(source.get("general.license", "")) if isinstance(source, Mapping) else "",
+        "size": size_on_disk(files.path),
+        "parameters": f"{config.num_parameters / 1e6:,.0f}M",
+        "stored_as": ", ".join(f"{kind} ({share:.0%})" for kind, share in shares if share >= 0.005),
+        "context": config.longest_context,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "heads": f"{config.num_heads}, with {config.num_kv_heads} of keys and values",
+        "vocabulary": config.vocab_size,
+        "cache_per_token": f"{size(config.kv_bytes_per_token(2))} in 16 bits",
+        "chat_template": tokenizer is not None and tokenizer.has_chat_template,
     }
 
 

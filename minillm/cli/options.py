@@ -1,13 +1,14 @@
-"""Command-line options, made from the declarations of parameters (`minillm.checks`)."""
+"""The parser, and options that are made from the declarations of parameters (`minillm.checks`)."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NoReturn, Self
 
 from minillm.checks import declared
 from minillm.config import EngineConfig
+from minillm.errors import UsageError, nearest
 from minillm.params import BeamSearchParams, SamplingParams
 
 MODEL_NAMES = "name from `minillm models`, repository of the hub (org/name), model directory, or .gguf file"
@@ -15,14 +16,60 @@ _SHORT = {"n": "-n", "temperature": "-t"}
 _NO = "enable_"  # a switch that is on by default, enable_x, becomes --no-x
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser of a command or of its subcommand, whose errors are one line.
+
+    The functions in ``fill`` add its options the first time that it parses: `bench` alone has more than all others
+    together, and adding them takes longer than all other work of ``--help``.
+    """
+
+    fill: Sequence[Callable[[Parser], object]] = ()
+
+    def filled(self) -> Self:
+        """This parser, with its options."""
+        functions, self.fill = self.fill, ()
+        for add_options in functions:
+            add_options(self)
+        return self
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        return super(Parser, self.filled()).parse_known_args(*args, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError; the message names the nearest option or choice."""
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+            if unknown.startswith("-"):
+                message = f"unknown option {unknown!r}" + _meant(unknown.split("=")[0], _option_strings(self))
+            else:
+                message = f"one argument too many: {unknown!r}; put quotation marks around a text of several words"
+        elif "invalid choice: " in message:
+            choice = message.split("invalid choice: ")[1].split(" (")[0].strip("'\"")
+            choices = [str(c) for action in self._actions for c in action.choices or ()]
+            message = f"unknown {message.split(':')[0].removeprefix('argument ')} {choice!r}" + (
+                _meant(choice, choices) or f"; known: {', '.join(choices)}"
+            )
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def _option_strings(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of a parser and of the subcommands that were given."""
+    found: set[str] = set()
+    for action in parser._actions:
+        found.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            found.update(*map(_option_strings, action.choices.values()))
+    return found
+
+
+def _meant(word: str, words: Iterable[str]) -> str:
+    close = nearest(word, sorted(words))
+    return f", did you mean {close}?" if close else ""
+
+
 def add_model_option(parser: argparse._ActionsContainer) -> None:
     """Add ``--model``."""
     parser.add_argument("-m", "--model", metavar="NAME", help=MODEL_NAMES)
-
-
-def add_config_option(parser: argparse._ActionsContainer) -> None:
-    """Add ``--config``."""
-    parser.add_argument("--config", metavar="FILE", help="settings (default: config.toml in the user's directory)")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +116,9 @@ def add_declared(group: argparse._ActionsContainer, cls: type, skip: Collection[
             options["help"] = f"do not {parameter.help}" if default else parameter.help
         else:
             words.append(f"--{name.replace('_', '-')}")
-            shown = (
-                "" if default in (None, ()) else f" ({default:g})" if isinstance(default, float) else f" ({default})"
-            )
-            options |= {"type": parameter.parse, "metavar": parameter.metavar, "help": parameter.help + shown}
+            number = f"{default:g}" if isinstance(default, float) else default
+            text = parameter.help + ("" if default in (None, ()) else f" ({number})")
+            options |= {"type": parameter.parse, "metavar": parameter.metavar, "help": text}
             if parameter.repeats:
                 options["action"] = "append"
         options["help"] = options["help"].replace("%", "%%")

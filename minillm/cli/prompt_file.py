@@ -48,11 +48,14 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
         tail = f"\n\n{piped.rstrip()}" if piped.strip() else ""
         return [_text_request(text, f"prompt {i}", tail) for i, text in enumerate(prompts, 1)]
     source = file or "-"
-    text = "" if file is None and os.isatty(0) else _read(source)
+    asked = file is None and os.isatty(0)
+    text = "" if asked else _read(source)
     if file is None and not text.strip():
-        raise UsageError('no prompt: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
+        why = "no prompt" if asked else "no prompt, standard input is empty"
+        raise UsageError(f'{why}: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
     name = "standard input" if source == "-" else source
-    lines = [(f"{name}:{number}", line) for number, line in enumerate(_lines(text), 1) if line.strip()]
+    split = text.replace("\r\n", "\n").split("\n")  # `str.splitlines` would break a text, and JSON, at U+2028 too
+    lines = [(f"{name}:{number}", line) for number, line in enumerate(split, 1) if line.strip()]
     if form == "jsonl" or (source.endswith(".jsonl") and form is None):
         requests = [_json_request(line, where) for where, line in lines]
     elif form == "lines":
@@ -68,8 +71,7 @@ def _is_piped() -> bool:
     """Whether standard input holds text for the prompts of the command line.
 
     It does if it is a file, or a pipe through which something comes. A file that was read before belongs to a loop
-    (``while read line; do minillm generate "$line"; done``). Nothing may ever come through a pipe that was inherited,
-    from a server or another program; it must not be waited for without end.
+    (``while read line; do minillm generate "$line"; done``). Nothing may ever come through an inherited pipe.
     """
     try:
         mode = os.fstat(0).st_mode
@@ -89,18 +91,13 @@ def _read(source: str) -> str:
     try:
         number = 0 if source == "-" else os.open(source, os.O_RDONLY | os.O_NONBLOCK)  # without a writer it is empty
         os.set_blocking(number, True)
-        with open(number, "rb") as stream:
+        with open(number, "rb", closefd=number != 0) as stream:
             data = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read {source}: {error.strerror}") from None
     if len(data) > _MAX_BYTES:
         raise UsageError(f"{source} is larger than {_MAX_BYTES >> 20} MB; split it")
     return data.decode("utf-8-sig", errors="replace")
-
-
-def _lines(text: str) -> list[str]:
-    """Lines as files have them; `str.splitlines` would break a text, and JSON, at U+2028, U+0085 and their like too."""
-    return text.replace("\r\n", "\n").split("\n")
 
 
 def _text_request(text: str, where: str, tail: str = "") -> Request:

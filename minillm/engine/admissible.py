@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import countOf
 
+from minillm.checks import shown
 from minillm.errors import UsageError
 from minillm.params import Params
 from minillm.text.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) 
     if not whole or min(token_ids) < 0 or max(token_ids) >= vocab_size:
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise UsageError(f"token id {token_id!r} in the prompt is not from 0 to {vocab_size - 1}")
+                raise UsageError(f"token id {shown(token_id)} in the prompt is not from 0 to {vocab_size - 1}")
     if len(token_ids) >= max_model_len:
         raise UsageError(
             f"the prompt has {len(token_ids)} tokens and the context holds {max_model_len}, "

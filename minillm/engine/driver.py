@@ -92,6 +92,7 @@ class Driver:
             UsageError: it is no prompt, or text for a model without a tokenizer.
         """
         if isinstance(prompt, str):
+            self.tokenizer.check_length(prompt, self.engine.max_model_len)
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
         return plain_ids(prompt)
 

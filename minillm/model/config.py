@@ -1,4 +1,4 @@
-"""What a checkpoint says of its architecture, checked once.
+"""A checkpoint's architecture, as its configuration describes it, checked once.
 
 `ModelConfig.from_hf` reads a Hugging Face ``config.json`` as plain data. Keys that change the arithmetic are either
 supported or refused by name; a required key has no default, because a wrong default talks well for a hundred tokens
@@ -13,7 +13,7 @@ from typing import Any
 
 from minillm.errors import WeightsError
 from minillm.model.rope_config import RopeConfig, read_rope
-from minillm.text.values import Values, shown
+from minillm.text.reading import Values, shown
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 
@@ -26,14 +26,8 @@ _MISTRAL_WINDOW = 4096  # where a Mistral's config.json does not say: the defaul
 class ModelConfig:
     """Shape of a Llama-family decoder. All sizes in elements; ``max_position_embeddings`` in tokens.
 
-    Attributes:
-        eos_token_ids: the tokens that end an answer, as transformers' ``generate`` takes them: those of
-            generation_config.json where it names any, else those of config.json. (The engine adds the tokenizer's own
-            end token, with which chat templates end a turn.) Ids beyond the vocabulary are dropped.
-        bos_token_id: None also where the id is beyond the vocabulary.
-        dtype: what the checkpoint was saved in, where it says so.
-        generation_defaults: what generation_config.json says of sampling, checked: ``temperature``, ``top_p``,
-            ``top_k``, ``repetition_penalty`` and ``do_sample``, as far as it has them.
+    An id beyond the vocabulary is dropped. The engine adds the tokenizer's own end token, with which chat templates end
+    a turn.
     """
 
     architecture: str
@@ -51,9 +45,9 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    dtype: str | None = None
-    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()  # of generation_config.json where it names any, as transformers' ``generate``
+    dtype: str | None = None  # of the checkpoint when it was saved, where it says so
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # see `_generation_defaults`
 
     @property
     def num_parameters(self) -> int:
@@ -101,8 +95,7 @@ class ModelConfig:
             max_model_len: the longest sequence that is wanted, in tokens; None: the model's context. Within its
                 sliding window a model attends to everything and is supported; beyond it, it is not.
 
-        Raises:
-            WeightsError: a required key is missing or of the wrong type, or names something unsupported.
+        Raises WeightsError where a required key is missing or of the wrong type, or names something unsupported.
         """
         values, generation = Values("config.json", config), Values("generation_config.json", generation_config or {})
         architecture = _architecture(values)
@@ -198,6 +191,7 @@ def _check_window(values: Values, longest: int) -> None:
 
 
 def _generation_defaults(values: Values) -> dict[str, Any]:
+    """The sampling parameters of generation_config.json, as far as it has them."""
     found: dict[str, Any] = {}
     if values.has("temperature"):
         found["temperature"] = values.number("temperature", most=1e6)

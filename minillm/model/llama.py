@@ -6,9 +6,8 @@
     logits = head(norm(x))
 
 Every op comes from `kernels`, and is a line above: a norm belongs to the projection behind it, an addition to the one
-in front of it. Projections that read the same input are one matrix: q, k, v and gate, up.
-
-A model that several devices share differs in the first line, the additions and the last: `minillm.model.sharded`.
+in front of it. Projections that read the same input are one matrix: q, k, v and gate, up. A model that several devices
+share differs in the first line, the additions and the last: `ShardedLlama`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,40 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm import kernels
-from minillm.kernels import HostPlan, LinearWeight, Pages, Places
-from minillm.model.batch import Batch
+from minillm.kernels import HostPlan, LinearWeight, Pages, Places, WorkList
 from minillm.model.config import ModelConfig
 from minillm.model.rope import RotaryTable
+from minillm.model.shard import Shard
+from minillm.parallel.collectives import Ranks
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of several sequences packed into one row: first one token of each decoding sequence, then the chunks.
+
+    Sequences ``0 … num_decodes - 1`` decode; the rest prefill. Tensors lie on the model's device.
+    """
+
+    token_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64, of each token within its sequence
+    slot_mapping: Tensor  # [num_tokens] int64, where each token's K and V go; -1 writes nothing
+    block_tables: Tensor  # [num_seqs, max_blocks] int32
+    context_lens: Tensor  # [num_seqs] int32, this step's tokens included
+    num_decodes: int
+    cu_seqlens: Tensor  # [num_seqs - num_decodes + 1] int32, starts of the chunks, counted from the first chunk
+    logit_rows: Tensor | None = None  # [num_logits] int64, the tokens whose logits are wanted; None: of all
+    shared: WorkList | None = None  # the decodes' common blocks, where reading them once is worth it
+    rope_lengths: list[int] | None = None  # per token, for dynamic rope scaling only: see RotaryTable.rows
+
+    @cached_property
+    def decodes(self) -> tuple[Tensor, Tensor]:
+        """``block_tables`` and ``context_lens`` of the sequences that decode."""
+        return self.block_tables[: self.num_decodes], self.context_lens[: self.num_decodes]
+
+    @cached_property
+    def chunks(self) -> tuple[Tensor, Tensor]:
+        """``block_tables`` and ``context_lens`` of the sequences that prefill."""
+        return self.block_tables[self.num_decodes :], self.context_lens[self.num_decodes :]
 
 
 @dataclass(frozen=True)
@@ -60,7 +89,7 @@ class Llama:
 
     @cached_property
     def local(self) -> ModelConfig:
-        """The shape of what this object holds and computes."""
+        """The shape of the part that this object holds and computes."""
         return self.config
 
     @cached_property
@@ -81,11 +110,7 @@ class Llama:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def forward(self, batch: Batch, kv_cache: Tensor, out: Tensor | None = None) -> Tensor:
-        """Compute the batch's tokens, write their K and V, return ``[num_logits, vocab]`` logits in the model's dtype.
-
-        Args:
-            out: where to write the logits.
-        """
+        """Write the tokens' K and V; return logits ``[num_logits, vocab]`` in the model's dtype, ``out`` if given."""
         eps = self.config.rms_norm_eps
         places = Places(*self.rotary.rows(batch.positions, batch.rope_lengths), batch.slot_mapping)
         plan = kernels.plan_step(places, Pages(kv_cache[0, 0], kv_cache[0, 1], *batch.decodes), self.local.num_heads)
@@ -117,8 +142,7 @@ class Llama:
         q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
         k_cache, v_cache = cache.unbind(0)
         kernels.rotary_write_kv(q, k, v, places, k_cache, v_cache, plan)
-        n = batch.num_decodes
-        outputs = []
+        n, outputs = batch.num_decodes, []
         if n:
             pages = Pages(k_cache, v_cache, *batch.decodes)
             if batch.shared is None:
@@ -130,3 +154,48 @@ class Llama:
             outputs.append(kernels.prefill_attention(q[n:], pages, batch.cu_seqlens, scale))
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [num_tokens, num_heads, head_dim]
         return attended.flatten(1)
+
+
+@dataclass(frozen=True)
+class ShardedLlama(Llama):
+    """A `Llama` whose weights are the shard's. All ranks compute the same batch; rank 0 alone returns all logits.
+
+    The products behind o and down are parts of sums that run over the ranks, and so is the embedding; the logits are
+    parts of rows, which rank 0 gathers.
+    """
+
+    shard: Shard
+    ranks: Ranks
+
+    @cached_property
+    def local(self) -> ModelConfig:
+        return self.shard.local(self.config)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """Each rank looks up the tokens of its part of the vocabulary; the others give zeros."""
+        vocab = self.shard.vocab
+        elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
+        x = functional.embedding((token_ids - vocab.start).masked_fill_(elsewhere, 0), self.embedding)
+        return self.ranks.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
+
+    def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
+        """Rank 0 adds the residual."""
+        first = self.ranks.rank == 0
+        return self.ranks.all_reduce(kernels.linear_add(x, weight, residual) if first else kernels.linear(x, weight))
+
+    def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """On rank 0 ``[num_logits, vocab]``, on the others their ``[num_logits, vocab of the shard]``."""
+        part = super()._logits(x, None)
+        vocab, width = self.config.vocab_size, part.shape[1]
+        parts = self.ranks.all_gather(part) if len(part) else part.new_empty(self.ranks.size, 0, width)
+        if self.ranks.rank:
+            return part
+        logits = part.new_empty(part.shape[0], vocab) if out is None else out
+        for number, each in enumerate(parts):
+            logits[:, number * width : (number + 1) * width] = each[:, : max(0, vocab - number * width)]
+        return logits
+
+
+def ranks_of(model: Llama) -> Ranks | None:
+    """The processes that share the model; None where it is whole."""
+    return model.ranks if isinstance(model, ShardedLlama) else None

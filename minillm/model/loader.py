@@ -15,10 +15,9 @@ from torch import Tensor
 from minillm.errors import WeightsError
 from minillm.kernels import LinearWeight
 from minillm.model.config import ModelConfig
-from minillm.model.llama import Layer, Llama
+from minillm.model.llama import Layer, Llama, ShardedLlama
 from minillm.model.rope import RotaryTable
 from minillm.model.shard import shard_of
-from minillm.model.sharded import ShardedLlama
 from minillm.parallel.collectives import Ranks
 from minillm.text.safe import clean_line
 
@@ -30,7 +29,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 
 
 class TensorSource(Protocol):
-    """What the loader needs of a checkpoint: tensors by their Hugging Face names, or rows and columns of them."""
+    """A checkpoint as the loader reads it: tensors by their Hugging Face names, or rows and columns of them."""
 
     def names(self) -> list[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -73,19 +72,16 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
         prefix = f"model.layers.{i}."
         yield prefix + "input_layernorm.weight", (c.hidden_size,)
         yield prefix + "post_attention_layernorm.weight", (c.hidden_size,)
-        linears = [
-            ("self_attn.q_proj", q, c.hidden_size, c.attention_bias),
-            ("self_attn.k_proj", kv, c.hidden_size, c.attention_bias),
-            ("self_attn.v_proj", kv, c.hidden_size, c.attention_bias),
-            ("self_attn.o_proj", c.hidden_size, q, c.attention_bias),
-            ("mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
-            ("mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
-            ("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias),
-        ]
-        for name, rows, columns, biased in linears:
-            yield f"{prefix}{name}.weight", (rows, columns)
-            if biased:
-                yield f"{prefix}{name}.bias", (rows,)
+        attention = ("q_proj", q, c.hidden_size), ("k_proj", kv, c.hidden_size), ("v_proj", kv, c.hidden_size)
+        mlp = ("gate_proj", c.intermediate_size, c.hidden_size), ("up_proj", c.intermediate_size, c.hidden_size)
+        for part, linears, biased in (
+            ("self_attn", (*attention, ("o_proj", c.hidden_size, q)), c.attention_bias),
+            ("mlp", (*mlp, ("down_proj", c.hidden_size, c.intermediate_size)), c.mlp_bias),
+        ):
+            for name, rows, columns in linears:
+                yield f"{prefix}{part}.{name}.weight", (rows, columns)
+                if biased:
+                    yield f"{prefix}{part}.{name}.bias", (rows,)
     yield "model.norm.weight", (c.hidden_size,)
     if not c.tie_word_embeddings:
         yield "lm_head.weight", (c.vocab_size, c.hidden_size)
@@ -101,10 +97,7 @@ def load_llama(
     ranks: Ranks | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> Llama:
-    """Build the model from ``source``.
-
-    Args:
-        ranks: those that share the model; this one's part of it is loaded.
+    """Build the model from ``source``, or this rank's part of it.
 
     Raises:
         WeightsError: a tensor is missing, unknown or of the wrong shape, or the config's numbers give no rotary angles.
@@ -136,7 +129,7 @@ def load_llama(
         return take(name).to(device=device, dtype=dtype, copy=True)
 
     def vocabulary(rows: Tensor) -> Tensor:
-        """Rows of the vocabulary, filled up with zeros to what every rank holds."""
+        """Rows of the vocabulary, filled up with zeros to every rank's share."""
         whole = torch.zeros(held[_EMBEDDING], dtype=dtype, device=device)
         whole[: rows.shape[0]].copy_(rows)
         return whole
@@ -146,16 +139,15 @@ def load_llama(
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        layers.append(
-            Layer(
-                input_norm=vector(prefix + "input_layernorm.weight"),
-                qkv=fused(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
-                o=fused(attention + "o_proj"),
-                post_attention_norm=vector(prefix + "post_attention_layernorm.weight"),
-                gate_up=fused(mlp + "gate_proj", mlp + "up_proj"),
-                down=fused(mlp + "down_proj"),
-            )
+        layer = Layer(
+            input_norm=vector(prefix + "input_layernorm.weight"),
+            qkv=fused(attention + "q_proj", attention + "k_proj", attention + "v_proj"),
+            o=fused(attention + "o_proj"),
+            post_attention_norm=vector(prefix + "post_attention_layernorm.weight"),
+            gate_up=fused(mlp + "gate_proj", mlp + "up_proj"),
+            down=fused(mlp + "down_proj"),
         )
+        layers.append(layer)
         on_progress(index + 1, config.num_layers)
     norm = vector("model.norm.weight")
     # Some checkpoints say that they are tied and store a head all the same. Where it differs from the embedding it is

@@ -1,13 +1,18 @@
-"""Rotary tables (Su et al. 2021): which angle belongs to which position."""
+"""Rotary tables (Su et al. 2021): which angle belongs to which position, and the ways of stretching the embedding.
+
+Names and arithmetic follow Hugging Face transformers, so that long contexts agree with it to the bit in float32.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from minillm.errors import WeightsError
 from minillm.model.config import ModelConfig
-from minillm.model.rope_scaling import inverse_frequencies
+from minillm.model.rope_config import RopeConfig
 
 _MAX_POSITIONS = 1 << 23  # of a table: with 128 dimensions it takes 4 GiB
 
@@ -21,8 +26,7 @@ class RotaryTable:
     between chunks. K that was computed before a sequence grew beyond that length keeps its angles. Under ``longrope``
     that is a break: within its original context a model is better and faster off with ``max_model_len`` at most that.
 
-    Raises:
-        WeightsError: the model's numbers give no angles, or there are too many positions.
+    Raises WeightsError where the model's numbers give no angles, or there are too many positions.
     """
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
@@ -44,8 +48,7 @@ class RotaryTable:
     def rows(self, positions: Tensor, lengths: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """``(cos, sin)``, each ``[num_tokens, head_dim / 2]``, for ``positions [num_tokens]`` int64.
 
-        Args:
-            lengths: per token, the sequence length that its angles go by; needed where ``dynamic`` only.
+        Where ``dynamic``, each token's angles go by one of ``lengths``, which is that of its sequence.
         """
         if not self.dynamic:
             return self.cos[positions], self.sin[positions]
@@ -54,3 +57,111 @@ class RotaryTable:
         steps = torch.stack([inverse[length] for length in lengths]).to(self.device)
         angles = positions[:, None].float() * steps
         return angles.cos() * self.factor, angles.sin() * self.factor
+
+
+def inverse_frequencies(config: ModelConfig, length: int | None = None) -> tuple[Tensor, float]:
+    """The angular step of each pair of dimensions, ``[head_dim / 2]`` float32, and the factor on cos and sin.
+
+    Args:
+        length: the sequence's in tokens, for the types whose frequencies depend on it (``dynamic``, ``longrope``).
+
+    Raises WeightsError where the model's numbers give none.
+    """
+    rope = config.rope
+    try:
+        inverse, factor = _scaled(rope, config.head_dim, config.max_position_embeddings, length)
+    except (ArithmeticError, ValueError):
+        inverse, factor = torch.tensor(math.nan), math.nan
+    if rope.frequency_factors is not None:
+        inverse = inverse / torch.tensor(rope.frequency_factors)
+    factor *= rope.amplitude
+    farthest = inverse * max(length or 0, config.max_position_embeddings)
+    if not (farthest.isfinite().all() and math.isfinite(factor)):
+        raise WeightsError(
+            f"config.json: rope type {rope.type!r} with rope_theta {rope.theta:g} and factor {rope.factor:g} "
+            "gives no finite angles; one of its numbers is wrong"
+        )
+    return inverse, factor
+
+
+def _scaled(rope: RopeConfig, dim: int, context: int, length: int | None) -> tuple[Tensor, float]:
+    if rope.type == "yarn":
+        return _yarn(rope, dim)
+    if rope.type == "longrope":
+        return _longrope(rope, dim, length)
+    if rope.type == "dynamic":
+        return _dynamic(rope, dim, context, length), 1.0
+    inverse = _plain(rope.theta, dim)
+    if rope.type == "linear":
+        inverse = inverse / rope.factor
+    elif rope.type == "llama3":
+        inverse = _llama3(rope, inverse)
+    elif rope.type == "proportional":
+        # A share of the dimensions turns, the slow rest stands still.
+        turning = int(rope.options["partial_rotary_factor"] * dim // 2)
+        inverse = inverse.where(torch.arange(dim // 2) < turning, 0.0) / rope.factor
+    return inverse, 1.0
+
+
+def _plain(theta: float, dim: int) -> Tensor:
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+
+
+def _dynamic(rope: RopeConfig, dim: int, context: int, length: int | None) -> Tensor:
+    """NTK-aware scaling by the current length (u/emozilla 2023): theta grows once the trained context is exceeded."""
+    length = max(length or 0, context)
+    stretch = rope.factor * length / context - (rope.factor - 1)
+    return _plain(rope.theta * stretch ** (dim / (dim - 2)), dim)
+
+
+def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
+    """Llama 3.1: low frequencies are divided by ``factor``, high ones kept, those between interpolated."""
+    low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
+    original = rope.original_max_position_embeddings
+    assert original is not None  # read_rope sets it
+    wavelength = 2 * math.pi / inverse
+    scaled = torch.where(wavelength > original / low, inverse / rope.factor, inverse)
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    medium = ~(wavelength < original / high) & ~(wavelength > original / low)
+    return torch.where(medium, between, scaled)
+
+
+def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): interpolate slow dimensions, extrapolate fast ones, sharpen the softmax."""
+    options, original = rope.options, rope.original_max_position_embeddings
+    assert original is not None  # read_rope sets it
+
+    def sharpness(weight: float = 1.0) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    attention_factor = options.get("attention_factor")
+    if attention_factor is None:
+        both, every = options.get("mscale"), options.get("mscale_all_dim")
+        attention_factor = sharpness(both) / sharpness(every) if both and every else sharpness()
+
+    def dimension_of(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(options.get("beta_fast") or 32), dimension_of(options.get("beta_slow") or 1)
+    if options.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2).float() - low) / ((high - low) or 0.001)).clamp(0, 1)
+    steps = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
+    return (1.0 / (rope.factor * steps)) * ramp + (1.0 / steps) * (1 - ramp), attention_factor
+
+
+def _longrope(rope: RopeConfig, dim: int, length: int | None) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024): every frequency has a divisor of its own, found by a search.
+
+    It has another for sequences that are longer than the original context; one of length None is not.
+    """
+    original = rope.original_max_position_embeddings
+    assert original is not None  # read_rope sets it
+    attention_factor = rope.options.get("attention_factor")
+    if attention_factor is None:
+        stretched = rope.factor > 1
+        attention_factor = math.sqrt(1 + math.log(rope.factor) / math.log(original)) if stretched else 1.0
+    divisors = torch.tensor(rope.long_factor if (length or 0) > original else rope.short_factor)
+    return 1.0 / (divisors * rope.theta ** (torch.arange(0, dim, 2).float() / dim)), attention_factor

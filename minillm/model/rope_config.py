@@ -1,14 +1,16 @@
-"""What a config.json says of the rotary embedding: one small function for each way of stretching it."""
+"""The rotary embedding as a config.json describes it, with every way of stretching it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.errors import WeightsError
+from minillm.text.reading import Values
 from minillm.text.safe import clean_line
-from minillm.text.values import Values
+
+TYPES = ("default", "linear", "dynamic", "proportional", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,9 @@ class RopeConfig:
         original_max_position_embeddings: the context in tokens before it was stretched, where the type needs it.
         options: the remaining numbers of the type, under Hugging Face's names (``low_freq_factor``, ``beta_fast``,
             ``attention_factor``, …).
-        short_factor, long_factor: what ``longrope`` divides each frequency by, below and above the original context.
-        frequency_factors: what each frequency is divided by besides: GGUF files store llama3 scaling that way. One
-            value per pair of dimensions, as in the two above.
+        short_factor, long_factor: ``longrope``'s divisors of each frequency, below and above the original context.
+        frequency_factors: divisors besides: GGUF files store llama3 scaling that way. One value per pair of dimensions,
+            as in the two above.
         amplitude: a factor on cos and sin besides the type's own (GGUF's ``rope.scaling.attn_factor``).
     """
 
@@ -39,90 +41,45 @@ class RopeConfig:
     amplitude: float = 1.0
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What the functions below read: the rope's own values, the whole config, and two of its sizes."""
+def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) -> dict[str, Any]:
+    """The fields of `RopeConfig` that belong to a type, for a model's context in tokens and pairs of dimensions."""
 
-    rope: Values
-    config: Values
-    context: int
-    pairs: int
+    def optional(*keys: str) -> dict[str, float]:
+        return {key: rope.number(key) for key in keys if rope.has(key)}
 
-    def original(self) -> int:
-        """The context before it was stretched. A value beside the rope's own comes first, as in transformers."""
-        if self.config.has("original_max_position_embeddings"):
-            return self.config.integer("original_max_position_embeddings")
-        return self.rope.integer("original_max_position_embeddings", self.context)
-
-    def optional(self, *keys: str) -> dict[str, float]:
-        return {key: self.rope.number(key) for key in keys if self.rope.has(key)}
-
-
-def _default(source: _Source) -> dict[str, Any]:
-    return {}
-
-
-def _factor(source: _Source) -> dict[str, Any]:
-    return {"factor": source.rope.positive("factor")}
-
-
-def _proportional(source: _Source) -> dict[str, Any]:
-    share = source.config.number("partial_rotary_factor", 1.0, most=1.0)
-    share = source.rope.number("partial_rotary_factor", share, most=1.0)
-    return {"factor": source.rope.positive("factor", 1.0), "options": {"partial_rotary_factor": share}}
-
-
-def _llama3(source: _Source) -> dict[str, Any]:
-    options = {key: source.rope.positive(key) for key in ("low_freq_factor", "high_freq_factor")}
-    return {**_factor(source), "original_max_position_embeddings": source.original(), "options": options}
-
-
-def _yarn(source: _Source) -> dict[str, Any]:
-    rope, original = source.rope, source.original()
-    options = source.optional("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    if not rope.flag("truncate", True):
-        options["truncate"] = False
-    # A null factor means the ratio of the contexts; where the key is missing, nothing was meant.
-    factor = source.context / original if "factor" in rope.values and not rope.has("factor") else None
-    return {
-        "factor": rope.positive("factor", factor),
-        "original_max_position_embeddings": original,
-        "options": options,
-    }
-
-
-def _longrope(source: _Source) -> dict[str, Any]:
-    original = source.original()
-    return {
-        "factor": source.rope.positive("factor", source.context / original),
-        "original_max_position_embeddings": original,
-        "options": source.optional("attention_factor"),
-        "short_factor": source.rope.numbers("short_factor", source.pairs),
-        "long_factor": source.rope.numbers("long_factor", source.pairs),
-    }
-
-
-_TYPES: dict[str, Callable[[_Source], dict[str, Any]]] = {
-    "default": _default,
-    "linear": _factor,
-    "dynamic": _factor,
-    "proportional": _proportional,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
-}
+    if kind == "default":
+        return {}
+    if kind in ("linear", "dynamic"):
+        return {"factor": rope.positive("factor")}
+    if kind == "proportional":
+        share = config.number("partial_rotary_factor", 1.0, most=1.0)
+        share = rope.number("partial_rotary_factor", share, most=1.0)
+        return {"factor": rope.positive("factor", 1.0), "options": {"partial_rotary_factor": share}}
+    # The context before it was stretched. A value beside the rope's own comes first, as in transformers.
+    key = "original_max_position_embeddings"
+    original = (config if config.has(key) else rope).integer(key, context)
+    if kind == "llama3":
+        options = {each: rope.positive(each) for each in ("low_freq_factor", "high_freq_factor")}
+        return {key: original, "factor": rope.positive("factor"), "options": options}
+    if kind == "yarn":
+        options = optional("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        if not rope.flag("truncate", True):
+            options["truncate"] = False
+        # A null factor means the ratio of the contexts; where the key is missing, nothing was meant.
+        factor = context / original if "factor" in rope.values and not rope.has("factor") else None
+        return {key: original, "factor": rope.positive("factor", factor), "options": options}
+    divisors = {each: rope.numbers(each, pairs) for each in ("short_factor", "long_factor")}
+    factor = rope.positive("factor", context / original)
+    return {key: original, "factor": factor, "options": optional("attention_factor"), **divisors}
 
 
 def read_rope(config: Values, context: int, head_dim: int) -> RopeConfig:
     """The rotary embedding of a config, in both layouts: ``rope_parameters`` (new) and ``rope_scaling`` (old).
 
-    Keys that a type does not read change nothing and are passed over, as in transformers (``finetuned``, say).
+    Keys that a type does not read change nothing and are passed over, as in transformers (``finetuned``, say). The
+    context is the model's, in tokens.
 
-    Args:
-        context: the model's, in tokens.
-
-    Raises:
-        WeightsError: a value is missing or makes no sense, or something unsupported is named.
+    Raises WeightsError where a value is missing or makes no sense, or something unsupported is named.
     """
     rope = config.part("rope_parameters")
     if rope.values and config.part("rope_scaling").values:
@@ -131,9 +88,9 @@ def read_rope(config: Values, context: int, head_dim: int) -> RopeConfig:
     if nested := next((key for key, value in rope.values.items() if isinstance(value, Mapping)), None):
         raise WeightsError(f"{rope.where}: settings per kind of layer ({clean_line(nested, 60)}) are not supported")
     kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind not in _TYPES:
+    if kind not in TYPES:
         raise WeightsError(
-            f"{config.where}: rope type {clean_line(repr(kind), 60)} is not supported; supported: {', '.join(_TYPES)}"
+            f"{config.where}: rope type {clean_line(repr(kind), 60)} is not supported; supported: {', '.join(TYPES)}"
         )
     for values in (config, rope):
         if kind != "proportional" and values.number("partial_rotary_factor", 1.0) != 1.0:
@@ -145,5 +102,5 @@ def read_rope(config: Values, context: int, head_dim: int) -> RopeConfig:
         type=kind,
         frequency_factors=rope.numbers("frequency_factors", head_dim // 2) if rope.has("frequency_factors") else None,
         amplitude=rope.positive("amplitude", 1.0),
-        **_TYPES[kind](_Source(rope, config, context, head_dim // 2)),
+        **_stretch(kind, rope, config, context, head_dim // 2),
     )

@@ -1,4 +1,4 @@
-"""Model shapes for speed tests with random weights: what `minillm bench --shape` names."""
+"""Model shapes for speed tests with random weights, by their names in `minillm bench --shape`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _INTERMEDIATE_UNIT = 64  # columns of the gated product that stay together: whol
 
 @dataclass(frozen=True)
 class Shard:
-    """What rank ``rank`` of ``size`` holds, in heads, columns and tokens of the whole model.
+    """The part of rank ``rank`` of ``size``, in heads, columns and tokens of the whole model.
 
     ``vocab`` may reach beyond the vocabulary: the rows there are zeros.
     """
@@ -68,11 +68,7 @@ class Shard:
 
 
 def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
-    """The part of rank ``rank`` among ``size``.
-
-    Raises:
-        UsageError: there are more ranks than the model has heads.
-    """
+    """The part of rank ``rank`` among ``size``. Raises UsageError where they are more than the model has heads."""
     check_size(config, size)
     heads, kv_heads = _heads(config, rank, size)
     unit = _INTERMEDIATE_UNIT
@@ -80,14 +76,8 @@ def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
         unit //= 2
     columns = _share(config.intermediate_size // unit, rank, size)
     rows = -(-config.vocab_size // size)
-    return Shard(
-        rank,
-        size,
-        heads,
-        kv_heads,
-        slice(columns.start * unit, columns.stop * unit),
-        slice(rank * rows, (rank + 1) * rows),
-    )
+    intermediate, vocab = slice(columns.start * unit, columns.stop * unit), slice(rank * rows, (rank + 1) * rows)
+    return Shard(rank, size, heads, kv_heads, intermediate, vocab)
 
 
 def check_size(config: ModelConfig, size: int) -> None:

@@ -1,8 +1,12 @@
 """The line between rank 0 and the others: each step's work goes down it, and each end sees at once when the other dies.
 
-Plain TCP connections, one for each rank; a message is its length and so many bytes. Nobody answers a step: what the
-others send is only ever the reason why they give up. A process that dies closes its connection, by whatever means it
-dies, and that is how the others learn of it: a collective would wait for ever.
+Plain TCP connections, one for each rank; a message is its length and so many bytes. Nobody answers a step: the others
+send only the reason why they give up. A process that dies closes its connection, by whatever means it dies, and so the
+others learn of it: a collective would wait for ever.
+
+Of processes on several nodes, torchrun ends those of one node when one of them dies, and learns nothing of another
+node's end. So each adds to a count of its own, in the store that all see, and those that wait for it look whether its
+count still grows (`beat`, `Listener`).
 """
 
 from __future__ import annotations
@@ -16,15 +20,21 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from minillm.errors import MinillmError
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 _LENGTH = struct.Struct("<I")
 _GRACE = 5.0  # seconds that a process which waits for a dead one is given to notice
+EVERY = 2.0  # seconds from one beat to the next
+SILENCE = 60.0  # seconds without one after which a process is taken for dead: loading may hold up a thread for some
 
 
 class RankDied(MinillmError):
@@ -32,7 +42,7 @@ class RankDied(MinillmError):
 
 
 def set_up(connection: socket.socket) -> None:
-    """Small messages go at once, and a host that is cut off is noticed within half a minute, as a dead process is."""
+    """Send small messages at once, and notice a host that is cut off within half a minute, as a dead process is."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}  # s, s, times, ms
@@ -46,11 +56,7 @@ def send_message(connection: socket.socket, data: bytes) -> None:
 
 
 def receive_message(connection: socket.socket) -> bytes:
-    """The next message.
-
-    Raises:
-        EOFError: the other end has closed the connection, or died.
-    """
+    """The next message. Raises EOFError where the other end has closed the connection, or died."""
     return _receive(connection, _LENGTH.unpack(_receive(connection, _LENGTH.size))[0])
 
 
@@ -68,12 +74,12 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 
 @dataclass
-class _Lines:
-    """Rank 0's connections, and what has become of them."""
+class Lines:
+    """Rank 0's connections, and their fate."""
 
     connections: Mapping[int, socket.socket]  # by rank
     processes: Mapping[int, subprocess.Popen]  # those of them that we have started
-    on_death: Callable[[], None]
+    on_death: Callable[[], None]  # called, in another thread, when a rank has died: ends all waiting on the device
     at_work: bool = False  # the main thread may be waiting for another rank
     failure: str | None = None
     ended: threading.Event = field(default_factory=threading.Event)  # there is a failure, or it is closed
@@ -103,30 +109,15 @@ class _Lines:
 
 
 class Leader:
-    """Rank 0's end.
+    """Rank 0's end; it closes the lines."""
 
-    Args:
-        connections: to each other rank; closed with this object.
-        processes: those of the ranks that are children of this process.
-        on_death: called, in another thread, when a rank has died: it ends whatever waits for that rank on the device.
-    """
-
-    def __init__(
-        self,
-        connections: Mapping[int, socket.socket],
-        processes: Mapping[int, subprocess.Popen],
-        on_death: Callable[[], None],
-    ) -> None:
-        self._lines = _Lines(connections, processes, on_death)
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
         self.close = weakref.finalize(self, self._lines.close)  # at the latest when the interpreter ends
         threading.Thread(target=_watch, args=(self._lines,), daemon=True).start()
 
     def send(self, data: bytes) -> None:
-        """Give every other rank the same message.
-
-        Raises:
-            RankDied: one of them is gone.
-        """
+        """Give every other rank the same message. Raises RankDied where one of them is gone."""
         try:
             for connection in self._lines.connections.values():
                 send_message(connection, data)
@@ -137,8 +128,7 @@ class Leader:
     def watched(self) -> Iterator[None]:
         """Around all that may wait for another rank. If one dies, the block ends within seconds, or the process does.
 
-        Raises:
-            RankDied: a rank has died, inside the block or before it.
+        Raises RankDied where a rank has died, inside the block or before it.
         """
         lines = self._lines
         if lines.ended.is_set():
@@ -167,7 +157,7 @@ class Leader:
         raise RankDied(self._lines.failure or "the other ranks have been let go; load the model anew")
 
 
-def _watch(lines: _Lines) -> None:
+def _watch(lines: Lines) -> None:
     """Wait for a rank to die, and see to it that this process does not wait for it."""
     ranks = {connection: rank for rank, connection in lines.connections.items()}
     try:
@@ -189,7 +179,7 @@ def _watch(lines: _Lines) -> None:
 
 
 def end_process(reason: str) -> NoReturn:
-    """Say why and end, from any thread and whatever the others wait for."""
+    """Say why and end, from any thread, though the others may be waiting."""
     sys.stderr.write(f"minillm: error: {reason}\n")
     sys.stderr.flush()
     os._exit(1)
@@ -232,3 +222,63 @@ class Follower:
         self._messages.put(b"")
         threading.Event().wait(_GRACE)
         os._exit(0)
+
+
+def beat(store: Store, rank: int, every: float = EVERY, silence: float = SILENCE) -> None:
+    """Say that this process is there, from now on until it ends, on a connection to the store of its own.
+
+    If the store does not answer for ``silence`` seconds, this is the node that is cut off, and the process ends: it may
+    be waiting for the store itself.
+    """
+    answered, gone = threading.Event(), threading.Event()
+
+    def go_on() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, as those that need it will see
+            while True:
+                store.add(_key(rank), 1)
+                answered.set()
+                time.sleep(every)
+        gone.set()
+        answered.set()
+
+    def watch() -> None:
+        while answered.wait(silence):
+            if gone.is_set():
+                return
+            answered.clear()
+        end_process(f"the first node has not answered for {silence:.0f} s: it or the network is gone")
+
+    for each in (go_on, watch):
+        threading.Thread(target=each, name="beats", daemon=True).start()
+
+
+class Listener:
+    """Tells a process that waits for other ranks when one of them is gone. They have begun to `beat`, or will soon."""
+
+    def __init__(self, store: Store, every: float = EVERY, silence: float = SILENCE) -> None:
+        self._store, self._every, self._silence = store, every, silence
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: how many beats, and when that last changed
+        self._looked_at = time.monotonic()
+
+    def check(self, ranks: Iterable[int]) -> None:
+        """Look whether ``ranks`` are there. Cheap: looks no more often than they beat.
+
+        Raises RankDied where one of them has not been heard of for too long.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < self._every:
+            return
+        self._looked_at = now
+        for rank in ranks:
+            beats = self._store.add(_key(rank), 0)
+            if rank not in self._heard or self._heard[rank][0] != beats:
+                self._heard[rank] = beats, now
+            since = self._heard[rank][1]
+            if now - since >= self._silence:
+                raise RankDied(
+                    f"rank {rank} has not been heard of for {now - since:.0f} s: it, its node or the network is gone"
+                )
+
+
+def _key(rank: int) -> str:
+    return f"beats/{rank}"

@@ -1,4 +1,4 @@
-"""What the ranks that share a model do together: NCCL between GPUs, gloo between CPUs.
+"""The common operations of the ranks that share a model: NCCL between GPUs, gloo between CPUs.
 
 GPUs that reach each other's memory add up the small tensors of a decode step by `minillm.kernels.all_reduce`: over
 NVLink that takes a quarter to a half of NCCL's time.
@@ -7,40 +7,38 @@ NVLink that takes a quarter to a half of NCCL's time.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, Store
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.distributed import AllreduceOptions, BroadcastOptions, ReduceOp, Store, distributed_c10d
 
-from minillm.parallel.peer_memory import PeerMemory, PeerMemoryError, export_memory
+if torch.cuda.is_available():  # Triton is not imported where nothing can run it
+    from minillm.kernels.all_reduce import WORDS, Exchange, all_reduce, inbox_words
 
-# Whether the others are still there is seen by `minillm.parallel.channel`, within seconds. This only has to be longer
-# than the slowest rank takes to load.
+# Longer than the slowest rank takes to load: `minillm.parallel.channel` notices within seconds that a rank is gone.
 _TIMEOUT = timedelta(hours=6)
 _PATIENCE = 5.0  # seconds
 # Bytes of the largest sums that are formed so, on H200s: beyond them the next way is faster, NCCL's at last.
 _ONE_SHOT_OF_TWO = 2 << 20  # between two ranks
 _ONE_SHOT = 128 << 10  # between more
 _TWO_SHOTS = 2 << 20
+_LAZY_ENABLE_PEER_ACCESS = 1  # of CUDA
 
 
 class Ranks:
     """This process among the ``size`` that share a model. All of them make the same calls in the same order.
 
     The process group is this object's own: nothing of `torch.distributed`'s global state is used, so a program may have
-    one of its own, or several models one after another.
-
-    Args:
-        device: this rank's; all tensors lie on it.
-        host: the address by which the others reach this process, where the group is gloo's.
+    one of its own, or several models one after another. All tensors lie on ``device``; the others reach this process
+    by ``host``, where the group is gloo's.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str) -> None:
@@ -49,44 +47,37 @@ class Ranks:
         self._sums: PeerSums | None = None
         if device.type == "cuda":
             sums = _new_peer_sums(store, rank, size, device)
-            if self.least(int(sums is not None)):  # all ranks or none
-                self._sums = sums
+            self._sums = sums if self.least(int(sums is not None)) else None  # all ranks or none
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place, the same bits on each."""
-        way = None if self._sums is None else self._sums.way(x)
-        if way is not None:
-            return way.add(x)
-        options = AllreduceOptions()
-        options.asyncOp = False  # on the current stream: nothing to wait for, and a graph sees a plain kernel
-        _wait(self._group.allreduce([x], options))
+        exchange = None if self._sums is None else self._sums.exchange_for(x)
+        if exchange is not None:
+            return all_reduce(x, exchange)
+        _run(self._group.allreduce, [x], AllreduceOptions())
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """``[size, *x.shape]``: every rank's ``x``."""
-        options = AllgatherOptions()
-        options.asyncOp = False
         gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        _wait(self._group._allgather_base(gathered, x.contiguous(), options))
+        _run(self._group._allgather_base, gathered, x.contiguous(), distributed_c10d.AllgatherOptions())
         return gathered.view(self.size, *x.shape)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's ``x``, in place."""
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, False
-        _wait(self._group.broadcast([x], options))
+        _run(self._group.broadcast, [x], BroadcastOptions())  # rank 0's is the default
         return x
 
     def least(self, value: int) -> int:
         """The smallest of the ranks' values."""
         options = AllreduceOptions()
-        options.reduceOp, options.asyncOp = ReduceOp(ReduceOp.MIN), False
+        options.reduceOp = ReduceOp(ReduceOp.MIN)
         values = torch.tensor([value], dtype=torch.int64, device=self.device)
-        _wait(self._group.allreduce([values], options))
+        _run(self._group.allreduce, [values], options)
         return int(values.item())
 
     def abort(self) -> None:
-        """Give up whatever is under way, so that nothing on the device waits for a rank that is gone."""
+        """Give up all that is under way, so that nothing on the device waits for a rank that is gone."""
         if self._sums is not None:
             self._sums.end_waiting()
         if self.device.type == "cuda" and self._group is not None:
@@ -109,26 +100,73 @@ class Ranks:
             self._sums.close()
 
 
-@dataclass(frozen=True)
-class Way:
-    """To form some sums."""
+class _Handle(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * 64),)
 
-    takes: Callable[[Tensor], bool]
-    add: Callable[[Tensor], Tensor]
+
+class PeerMemoryError(RuntimeError):
+    """The driver will not hand out or open memory: another host, no way between the GPUs, another allocator."""
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise PeerMemoryError(str(error)) from None
+    pointer = ctypes.c_uint64
+    driver.cuMemGetAddressRange_v2.argtypes = (ctypes.POINTER(pointer), ctypes.POINTER(ctypes.c_size_t), pointer)
+    driver.cuIpcGetMemHandle.argtypes = (ctypes.POINTER(_Handle), pointer)
+    driver.cuIpcOpenMemHandle_v2.argtypes = (ctypes.POINTER(pointer), _Handle, ctypes.c_uint)
+    driver.cuIpcCloseMemHandle.argtypes = (pointer,)
+    return driver
+
+
+def _call(function: str, *arguments: Any) -> None:
+    status = getattr(_driver(), function)(*arguments)
+    if status:
+        raise PeerMemoryError(f"{function} gives CUDA error {status}")
+
+
+def export_memory(tensor: Tensor) -> bytes:
+    """The bytes by which another process of this host opens ``tensor``, which must outlive that."""
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), tensor.data_ptr())
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    offset = tensor.data_ptr() - (base.value or 0)
+    return offset.to_bytes(8, "little") + bytes(handle.bytes)
+
+
+class PeerMemory:
+    """Another process's tensor, for kernels on the current device, which find it at ``address``.
+
+    `torch.distributed`'s symmetric memory does this, too, but counts its exchanges per process: a process that makes
+    its second model does not find ranks that were started for it. Three calls of the CUDA driver are enough here.
+    """
+
+    def __init__(self, exported: bytes) -> None:
+        base, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(exported[8:])
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), handle, _LAZY_ENABLE_PEER_ACCESS)
+        self._base = base.value or 0
+        self.address = self._base + int.from_bytes(exported[:8], "little")
+
+    def close(self) -> None:
+        """No kernel may use it any more."""
+        _driver().cuIpcCloseMemHandle(self._base)
 
 
 @dataclass(frozen=True)
 class PeerSums:
     """`minillm.kernels.all_reduce` among these ranks, in one shot or in two."""
 
-    ways: list[Way]  # the first one that takes a tensor is the fastest; where none does, NCCL is
+    exchanges: list[Exchange]  # the first one that takes a tensor is the fastest; where none does, NCCL is
     stop: Tensor  # where a kernel that waits in the stream of the model looks, too
     stream: torch.cuda.Stream  # for a word to it
     inbox: Tensor
     peers: list[PeerMemory]  # the other ranks' inboxes
 
-    def way(self, x: Tensor) -> Way | None:
-        return next((way for way in self.ways if way.takes(x)), None)
+    def exchange_for(self, x: Tensor) -> Exchange | None:
+        return next((exchange for exchange in self.exchanges if exchange.takes(x)), None)
 
     def end_waiting(self) -> None:
         """From any thread: sums under way come to an end, and to no result."""
@@ -137,7 +175,7 @@ class PeerSums:
 
     def close(self) -> None:
         """Let go of the other ranks' memory."""
-        with contextlib.suppress(RuntimeError):  # what failed on the device has been said
+        with contextlib.suppress(RuntimeError):  # a failure on the device has been told
             torch.cuda.synchronize(self.stop.device)
         for peer in self.peers:
             peer.close()
@@ -148,19 +186,10 @@ def _new_peer_sums(store: Store, rank: int, size: int, device: torch.device) -> 
     store.set(f"host/{rank}", socket.gethostname())
     if len({store.get(f"host/{each}") for each in range(size)}) > 1:
         return None
-    from minillm.kernels.all_reduce import (
-        WORDS,
-        Exchange,
-        all_reduce,
-        all_reduce_in_two,
-        inbox_words,
-        inbox_words_in_two,
-    )
-
     in_one = (_ONE_SHOT_OF_TWO if size == 2 else _ONE_SHOT) // 4 // WORDS * WORDS
     in_two = 0 if size == 2 else _TWO_SHOTS // 4 // size // WORDS * WORDS  # of a slice
     words_in_one = inbox_words(size, in_one)
-    inbox = torch.zeros(words_in_one + inbox_words_in_two(size, in_two), dtype=torch.int64, device=device)
+    inbox = torch.zeros(words_in_one + inbox_words(size, in_two, shots=2), dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)  # before anyone writes to it
     exported = b""
     with contextlib.suppress(PeerMemoryError):
@@ -177,34 +206,29 @@ def _new_peer_sums(store: Store, rank: int, size: int, device: torch.device) -> 
     addresses = [inbox.data_ptr() if each == rank else peers[each].address for each in range(size)]
     stop = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def exchange(first_word: int, capacity: int) -> Exchange:
+    def exchange(first_word: int, capacity: int, shots: int) -> Exchange:
         begins = [address + first_word * inbox.itemsize for address in addresses]
         sums = torch.zeros(capacity // WORDS, dtype=torch.int32, device=device)
-        return Exchange(rank, torch.tensor(begins, dtype=torch.int64, device=device), sums, stop)
+        return Exchange(rank, torch.tensor(begins, dtype=torch.int64, device=device), sums, stop, shots)
 
-    one_shot = exchange(0, in_one)
-    ways = [Way(one_shot.takes, partial(all_reduce, exchange=one_shot))]
-    if in_two:
-        two_shots = exchange(words_in_one, in_two)
-        ways.append(Way(two_shots.takes_in_two, partial(all_reduce_in_two, exchange=two_shots)))
-    return PeerSums(ways, stop, torch.cuda.Stream(device), inbox, list(peers.values()))
+    exchanges = [exchange(0, in_one, 1)] + ([exchange(words_in_one, in_two, 2)] if in_two else [])
+    return PeerSums(exchanges, stop, torch.cuda.Stream(device), inbox, list(peers.values()))
 
 
-def _wait(work: Any) -> None:
+def _run(collective: Callable[..., Any], *arguments: Any) -> None:
+    """Run a collective on the current stream, where a graph sees a plain kernel. The last argument is its options."""
+    arguments[-1].asyncOp = False
+    work = collective(*arguments)
     if work is not None:  # NCCL's is in the stream already
         work.wait()
 
 
 def _new_group(store: Store, rank: int, size: int, device: torch.device, host: str) -> Any:
     if device.type == "cuda":
-        from torch.distributed.distributed_c10d import ProcessGroupNCCL
-
-        options = ProcessGroupNCCL.Options()
+        options = distributed_c10d.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
-        return ProcessGroupNCCL(store, rank, size, options)
-    from torch.distributed.distributed_c10d import ProcessGroupGloo
-
-    gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        return distributed_c10d.ProcessGroupNCCL(store, rank, size, options)
+    gloo = distributed_c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = _TIMEOUT
-    gloo._devices = [ProcessGroupGloo.create_device(hostname=host)]
-    return ProcessGroupGloo(store, rank, size, gloo)
+    gloo._devices = [distributed_c10d.ProcessGroupGloo.create_device(hostname=host)]
+    return distributed_c10d.ProcessGroupGloo(store, rank, size, gloo)

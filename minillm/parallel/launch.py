@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -25,8 +26,8 @@ from typing import TYPE_CHECKING
 
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
-from minillm.parallel.channel import Follower, Leader, RankDied, receive_message, send_message, set_up
-from minillm.parallel.heartbeat import Listener, beat
+from minillm.parallel import channel
+from minillm.parallel.channel import Follower, Leader, Lines, Listener, RankDied
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 LOCAL = "127.0.0.1"
 PATIENCE = timedelta(hours=6)  # to wait for a rank that is still fetching the model; one that has died is noticed
+_TORCHRUN_SECONDS = 10.0  # for torchrun's store to answer: it is there before those that torchrun starts
+_RANK_SECONDS = 60.0  # for that of another rank, which starts at the same time
+_UNSET = "or unset TORCHELASTIC_RUN_ID"
 
 
 @dataclass(frozen=True)
@@ -49,18 +53,24 @@ class Torchrun:
 
     @classmethod
     def from_environment(cls) -> Torchrun | None:
-        """None where this process was started otherwise."""
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            return None
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return cls(*(int(os.environ[name]) for name in names))
-
-    def num_replicas(self, tensor_parallel_size: int) -> int:
-        """How many models all processes make.
+        """None where this process was started otherwise.
 
         Raises:
-            UsageError: some processes would be left over.
+            UsageError: the environment says that torchrun has started it, and not what torchrun says.
         """
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return None
+        found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        for name, text in found.items():
+            if not re.fullmatch(r"[0-9]{1,6}", text):
+                raise UsageError(f"{name} is {text[:40]!r}, and must be a number: start this with torchrun, {_UNSET}")
+        self = cls(*map(int, found.values()))
+        if not (self.rank < self.world_size and self.local_rank < self.local_world_size <= self.world_size):
+            raise UsageError(f"torchrun's environment contradicts itself ({found}): start this with torchrun, {_UNSET}")
+        return self
+
+    def num_replicas(self, tensor_parallel_size: int) -> int:
+        """How many models all processes make. Raises UsageError where some processes would be left over."""
         if self.world_size % tensor_parallel_size:
             raise UsageError(
                 f"torchrun has started {self.world_size} processes, which is no multiple of tensor_parallel_size "
@@ -74,30 +84,47 @@ class Torchrun:
         return self.local_world_size < self.world_size
 
     def store(self) -> Store:
-        """What all processes see, by a connection of its own."""
+        """The store that all processes see, by a connection of its own.
+
+        Raises:
+            UsageError: nothing answers at the address of the environment.
+        """
         from torch.distributed import rendezvous
 
-        store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
+        host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        try:
+            from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            if from_torchrun or self.rank:
+                _knock(host, int(port), _TORCHRUN_SECONDS if from_torchrun else _RANK_SECONDS)
+            store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
+        except (OSError, ValueError, OverflowError, RuntimeError) as error:
+            where = f"MASTER_ADDR {host[:100]!r}, MASTER_PORT {port[:40]!r}"
+            raise UsageError(f"torchrun's store does not answer ({where}): {error}; start this with torchrun") from None
         return store
 
     def listener(self, store: Store) -> Listener | None:
-        """Hears whether ranks are still there; None where torchrun itself sees to that. See `begin_to_beat`.
-
-        Args:
-            store: that of `store`.
-        """
+        """Hears, from that `store`, whether ranks are still there; None where torchrun itself sees to that."""
         return Listener(store) if self.spread else None
 
     def host(self) -> str:
-        """The address of this process's node for the others: where it goes out from to reach the first node.
-
-        A node's own name may stand for 127.0.0.1 in its list of hosts.
-        """
+        """The address from which this node reaches the first one: its own name may stand for 127.0.0.1."""
         if not self.spread:
             return LOCAL
         elsewhere = ("192.0.2.1", "2001:db8::1")  # nobody has them: the way to other networks
         ways = map(_way_out, (os.environ["MASTER_ADDR"], *elsewhere))
         return next((host for host in ways if not ip_address(host).is_loopback), LOCAL)
+
+
+def _knock(host: str, port: int, seconds: float) -> None:
+    """Raise OSError, OverflowError or UnicodeError unless ``host`` answers: torch itself would try for `PATIENCE`."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection((host, port), seconds).close()
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
 
 
 def _way_out(to: str) -> str:
@@ -120,14 +147,13 @@ def _family(host: str) -> socket.AddressFamily:
 def begin_to_beat(torchrun: Torchrun) -> None:
     """Tell those on other nodes from now on that this process is there; once is enough."""
     if torchrun.spread:
-        beat(torchrun.store(), torchrun.rank)
+        channel.beat(torchrun.store(), torchrun.rank)
 
 
 def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
     """Bring the ranks of ``model`` together, as rank 0: start the others, unless torchrun has.
 
-    Raises:
-        RankDied: another rank ended before it was ready.
+    Raises RankDied where another rank ended before it was ready.
     """
     from torch.distributed import PrefixStore, TCPStore
 
@@ -137,7 +163,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
     processes: dict[int, subprocess.Popen] = {}
     connections: dict[int, socket.socket] = {}
     host, first = (LOCAL, 0) if torchrun is None else (torchrun.host(), torchrun.rank)
-    listener: Listener | None = None
+    listener = None
     with socket.create_server((host, 0), family=_family(host)) as server:
         port = server.getsockname()[1]
         try:
@@ -154,10 +180,8 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
             while len(connections) < size - 1:
                 _accept(server, secret, connections)
                 for rank, process in processes.items():
-                    if process.poll() is not None and rank not in connections:
-                        raise RankDied(
-                            f"rank {rank} of {size} ended with exit code {process.returncode} before it was ready"
-                        )
+                    if rank not in connections and (code := process.poll()) is not None:
+                        raise RankDied(f"rank {rank} of {size} ended with exit code {code} before it was ready")
                 if listener is not None:
                     listener.check(first + rank for rank in range(1, size) if rank not in connections)
         except BaseException:
@@ -165,7 +189,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
                 process.kill()
             raise
     ranks: list[Ranks] = []
-    leader = Leader(connections, processes, lambda: ranks[0].abort() if ranks else None)
+    leader = Leader(Lines(connections, processes, lambda: ranks[0].abort() if ranks else None))
     with leader.watched():
         ranks.append(Ranks(PrefixStore("collectives", store), 0, size, device, host))
     return ranks[0], leader
@@ -174,8 +198,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
 def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
     """Connect to this replica's rank 0; returns the connection, the replica's store, and this process's rank in it.
 
-    Raises:
-        RankDied: rank 0 is gone.
+    Raises RankDied where rank 0 is gone.
     """
     from torch.distributed import PrefixStore
 
@@ -193,8 +216,8 @@ def connect(address: Mapping[str, str | int], rank: int) -> Follower:
     """Connect to rank 0 at ``address``."""
     connection = socket.create_connection((str(address["host"]), int(address["port"])), timeout=30)
     connection.settimeout(None)
-    set_up(connection)
-    send_message(connection, json.dumps({"rank": rank, "secret": address["secret"]}).encode())
+    channel.set_up(connection)
+    channel.send_message(connection, json.dumps({"rank": rank, "secret": address["secret"]}).encode())
     return Follower(connection)
 
 
@@ -205,18 +228,15 @@ def _accept(server: socket.socket, secret: str, connections: dict[int, socket.so
     except TimeoutError:
         return
     connection.settimeout(5)
-    try:
-        hello = json.loads(receive_message(connection))
+    with contextlib.suppress(EOFError, ValueError, KeyError, TypeError):
+        hello = json.loads(channel.receive_message(connection))
         rank = int(hello["rank"])
-        known = secrets.compare_digest(hello["secret"], secret) and rank not in connections
-    except (EOFError, ValueError, KeyError, TypeError):
-        known = False
-    if not known:
-        connection.close()
-        return
-    connection.settimeout(None)
-    set_up(connection)
-    connections[rank] = connection
+        if secrets.compare_digest(hello["secret"], secret) and rank not in connections:
+            connection.settimeout(None)
+            channel.set_up(connection)
+            connections[rank] = connection
+            return
+    connection.close()
 
 
 def _start(task: Mapping[str, object]) -> subprocess.Popen:

@@ -1,8 +1,8 @@
-"""Replicas share a list of requests, and what is finished stays finished.
+"""Replicas share a list of requests, and an answer that is finished stays so.
 
-A replica takes the next requests whenever it has room: nobody decides beforehand who computes what. Each writes what it
-has finished to a part file of its own, line by line; when all have come to the end, the first one merges the parts in
-the order of the requests. Whatever dies meanwhile, the next run reads the parts and computes what is missing.
+A replica takes the next requests whenever it has room. Each writes the answers that it has finished to a part file of
+its own, line by line; when all have come to the end, the first one merges the parts in the order of the requests.
+If a replica dies, the next run reads the parts and computes the answers that are missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minillm.errors import UsageError
-from minillm.parallel.heartbeat import Listener
+from minillm.parallel.channel import Listener
 from minillm.text.reading import open_regular
 from minillm.text.safe import json_line, parse_json
 
@@ -55,11 +55,7 @@ class Replicas:
         return cls(own, torchrun.rank // size, torchrun.num_replicas(size), size, torchrun.listener(store))
 
     def meet(self, where: str) -> None:
-        """Wait until all replicas have come here.
-
-        Raises:
-            RankDied: one of them is gone.
-        """
+        """Wait until all replicas have come here. Raises RankDied."""
         self.arrive(where)
         self.wait_for_all(where)
 
@@ -75,58 +71,54 @@ class Replicas:
                 time.sleep(_POLL)
 
     def agreed(self, name: str, value: Callable[[], Sequence[int]]) -> list[int]:
-        """What ``value`` gives on the first replica."""
+        """The ``value`` of the first replica."""
         if self.index == 0:
             self.store.set(name, json.dumps(list(value())))
         return json.loads(self.store.get(name))
 
-
-class SharedQueue:
-    """Hands each of ``total`` things out once, to whoever asks first."""
-
-    def __init__(self, replicas: Replicas, total: int) -> None:
-        self._replicas, self._total = replicas, total
-
-    def take(self, room: int) -> range:
-        """The next ones, ``room`` at most; none where all are taken.
+    def take(self, total: int, room: int) -> range:
+        """The next of ``total`` things, ``room`` at most; none where all are taken. Each is handed out once.
 
         As long as there are many left a replica takes many, in the end one at a time, so that all end together (guided
         self-scheduling, Polychronopoulos and Kuck 1987).
         """
-        store, total = self._replicas.store, self._total
-        left = total - store.add("taken", 0)
+        left = total - self.store.add("taken", 0)
         if left <= 0 or room <= 0:
             return range(0)
-        count = max(1, min(room, left // (2 * self._replicas.count)))
-        end = store.add("taken", count)
+        count = max(1, min(room, left // (2 * self.count)))
+        end = self.store.add("taken", count)
         return range(min(end - count, total), min(end, total))
 
 
 class PartFiles:
     """The lines that the replicas have finished, each a JSON object with its ``index``.
 
-    Args:
-        output: the file that they are merged into; the parts lie beside it.
-        job: tells these requests from others, whose parts must not be taken for theirs.
+    They are merged into ``output``, and the parts lie beside it. The name of the ``job`` tells them from others'.
     """
 
     def __init__(self, output: Path, job: str) -> None:
         self._output, self._job = output, job
         self._stream: int | None = None
 
-    def finished(self) -> dict[int, bytes]:
-        """The lines that are there, by index, those of requests that failed excepted.
+    @staticmethod
+    def check(output: Path) -> None:
+        """Raise UsageError where no file can be made: nothing should be computed for it."""
+        try:
+            if output.exists():
+                open_regular(output).close()
+        except OSError as error:
+            raise UsageError(f"cannot write {output}: {error.strerror}") from None
+        if not os.access(output.parent, os.W_OK):
+            raise UsageError(f"cannot write {output}: its directory is not there, or cannot be written")
 
-        Raises:
-            UsageError: the parts belong to another job.
-        """
+    def finished(self) -> dict[int, bytes]:
+        """The lines by index, but those of failed requests. Raises UsageError where the parts are another job's."""
         return {index: line for index, line in self._lines().items() if json.loads(line).get("error") is None}
 
     def failures(self, total: int) -> int | None:
         """How many requests failed, where the output is finished; None where there is none yet.
 
-        Raises:
-            UsageError: the output is there, and holds something else.
+        Raises UsageError where the output is there, and holds something else.
         """
         try:
             with open_regular(self._output) as stream:
@@ -145,14 +137,10 @@ class PartFiles:
         )
 
     def open(self, replica: int) -> None:
-        """Begin, or go on with, the part of this replica.
-
-        Raises:
-            UsageError: the file cannot be written.
-        """
-        path = self._part(replica)
+        """Begin, or go on with, the part of this replica. Raises UsageError where the file cannot be written."""
+        path = self._output.with_name(f"{self._output.name}.part{replica}")
         try:
-            known = path.read_bytes() if path.exists() else b""
+            known = _read(path) if path.exists() else b""
             self._stream = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from None
@@ -160,37 +148,33 @@ class PartFiles:
         os.ftruncate(self._stream, whole)
         os.lseek(self._stream, whole, os.SEEK_SET)
         if not whole:
-            self._write({"job": self._job})
+            self.add({})
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Keep a finished request: it survives this process from here on."""
-        self._write({**line, "job": self._job})
-
-    def _write(self, line: Mapping[str, Any]) -> None:
+        """Keep a finished request: it survives this process from here on. The first line is of none."""
         assert self._stream is not None, "not open"
-        data = json_line(line).encode() + b"\n"
+        data = json_line({**line, "job": self._job}).encode() + b"\n"
         while data:
             data = data[os.write(self._stream, data) :]
 
     def merge(self, total: int) -> int:
         """Write all lines to the output, in order and at once, and remove the parts. Returns how many failed.
 
-        Raises:
-            UsageError: some are missing.
+        Raises UsageError where some are missing.
         """
         lines = self._lines()
-        missing = total - len(lines)
-        if missing:
+        if missing := total - len(lines):
             raise UsageError(f"{missing} of {total} prompts are not finished; run the same command again")
         temporary = self._output.with_name(self._output.name + ".merging")
-        temporary.write_bytes(b"".join(lines[index] for index in range(total)))
-        temporary.replace(self._output)
+        try:
+            temporary.write_bytes(b"".join(lines[index] for index in range(total)))
+            temporary.replace(self._output)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         for part in self._parts():
             part.unlink()
         return sum(json.loads(line).get("error") is not None for line in lines.values())
-
-    def _part(self, replica: int) -> Path:
-        return self._output.with_name(f"{self._output.name}.part{replica}")
 
     def _parts(self) -> list[Path]:
         prefix = self._output.name + ".part"
@@ -201,7 +185,7 @@ class PartFiles:
         """All whole lines; where a request failed and was finished later, the later one."""
         found: dict[int, bytes] = {}
         for path in self._parts():
-            whole = path.read_bytes().split(b"\n")[:-1]
+            whole = _read(path).split(b"\n")[:-1]
             if not whole:
                 continue
             header, *lines = whole
@@ -213,7 +197,11 @@ class PartFiles:
             if not same_job:
                 raise UsageError(f"{path} holds answers to other requests; remove it, or choose another --output")
             for index, line in zip(indices, lines, strict=True):
-                known = found.get(index)
-                if known is None or json.loads(known).get("error") is not None:
+                if index not in found or json.loads(found[index]).get("error") is not None:
                     found[index] = line + b"\n"
         return found
+
+
+def _read(path: Path) -> bytes:
+    with open_regular(path) as stream:
+        return stream.read()

@@ -9,10 +9,10 @@ import torch
 from minillm import machine
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError
-from minillm.model.batch import Batch
 from minillm.model.config import ModelConfig
-from minillm.model.llama import Llama
+from minillm.model.llama import Batch, Llama
 from minillm.parallel.collectives import Ranks
+from minillm.progress import size
 
 # On a CPU the pool is capped: memory is shared with all else that runs, and few sequences run at a time there.
 _CPU_POOL_TOKENS = 32768
@@ -40,7 +40,7 @@ def check_weights_fit(model: ModelConfig, device: torch.device, element_size: in
     if device.type == "cuda" and needed > free:
         raise CapacityError(
             f"the weights do not fit: {model.num_parameters / 1e9:.2f} billion parameters x {element_size} bytes are "
-            f"{_gib(needed)}, {_gib(free)} of the GPU are free; take a smaller model, a shorter dtype, or the CPU"
+            f"{size(needed)}, {size(free)} of the GPU are free; take a smaller model, a shorter dtype, or the CPU"
         )
 
 
@@ -112,10 +112,10 @@ def size_pool(
     if num_blocks < 1 or num_blocks * block_bytes > max(room, free_bytes(device)):
         asked = "one block" if config.num_blocks is None else f"num_blocks={num_blocks}"
         raise CapacityError(
-            f"the KV cache does not fit: {asked} takes {_gib(max(num_blocks, 1) * block_bytes)} "
+            f"the KV cache does not fit: {asked} takes {size(max(num_blocks, 1) * block_bytes)} "
             f"({config.block_size} tokens x {model.kv_bytes_per_token(element_size)} bytes a block), "
-            f"{_gib(room)} may be used"
-            + (f", {_gib(reserved)} are kept for the steps' own needs" if reserved else "")
+            f"{size(room)} may be used"
+            + (f", {size(reserved)} are kept for the steps' own needs" if reserved else "")
             + "; take a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
         )
     pool_tokens = num_blocks * config.block_size
@@ -134,7 +134,3 @@ def _bytes_for_pool(config: EngineConfig, device: torch.device) -> int:
         return int(free_bytes(device) * _CPU_POOL_SHARE)
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(free - total * (1 - config.gpu_memory_utilization)))
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

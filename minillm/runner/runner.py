@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.model.batch import Batch
-from minillm.model.llama import Llama
+from minillm.model.llama import Batch, Llama
 from minillm.runner.host_pool import HostPool
 from minillm.runner.sampler import Drawn, sample_tokens
 from minillm.runner.step import ChunkWork, StepObserver, StepWork

@@ -1,10 +1,9 @@
-"""A step's work as a message to another rank."""
+"""A step's work as a message to another rank, in JSON: ranks need nothing installed beside torch."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
-
-import msgspec
 
 from minillm.cache import HostMoves
 from minillm.runner.step import ChunkWork, DecodeWork, StepWork
@@ -13,11 +12,11 @@ from minillm.runner.step import ChunkWork, DecodeWork, StepWork
 def encode(work: StepWork) -> bytes:
     decode, chunks = work.decode, [_values(chunk) for chunk in work.chunks]
     message = [_values(work.moves), work.copies, decode and _values(decode), chunks, work.num_decodes]
-    return msgspec.msgpack.encode(message)
+    return json.dumps(message, separators=(",", ":")).encode()
 
 
 def decode(message: bytes) -> StepWork:
-    moves, copies, decoded, chunks, num_decodes = msgspec.msgpack.decode(message)
+    moves, copies, decoded, chunks, num_decodes = json.loads(message)
     works = [ChunkWork(*chunk) for chunk in chunks]
     return StepWork(HostMoves(*moves), copies, None if decoded is None else DecodeWork(*decoded), works, num_decodes)
 

@@ -5,7 +5,6 @@ Run as ``python -m minillm.service``. It ends when stdin does, so it never outli
 
 from __future__ import annotations
 
-import io
 import os
 import queue
 import signal
@@ -61,11 +60,8 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
     from minillm.service.conversations import Conversations
 
     config = EngineConfig(**command.options)
-    engine = load_engine(
-        command.model, config, lambda progress: send(Loading(progress)), lambda text: send(Notice(text))
-    )
-    conversations = Conversations(engine, send)
-    model = engine.runner.model
+    engine = load_engine(command.model, config, lambda done: send(Loading(done)), lambda text: send(Notice(text)))
+    conversations, model = Conversations(engine, send), engine.runner.model
     send(
         Loaded(
             model=command.model,
@@ -85,8 +81,8 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
     return conversations
 
 
-def _read_commands(stream: io.BufferedIOBase, commands: queue.Queue[Command | None]) -> None:
-    for line in stream:
+def _read_commands(commands: queue.Queue[Command | None]) -> None:
+    for line in sys.stdin.buffer:
         try:
             commands.put(decode_command(line))
         except ValueError as error:
@@ -109,8 +105,7 @@ def main() -> int:
             os._exit(0)
 
     commands: queue.Queue[Command | None] = queue.Queue()
-    reader = threading.Thread(target=_read_commands, args=(sys.stdin.buffer, commands), daemon=True)
-    reader.start()
+    threading.Thread(target=_read_commands, args=(commands,), daemon=True).start()
     return serve(commands, send)
 
 

@@ -8,19 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from minillm.cache import CacheEvent
+from minillm.cache import BlockTable, CacheEvent
+from minillm.cache.swap import SavedTable
+from minillm.engine.engine import Engine
 from minillm.runs import common_length
+from minillm.sequence import Sequence
 from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableView
-
-if TYPE_CHECKING:
-    from minillm.cache import BlockTable
-    from minillm.cache.swap import SavedTable, SwapSpace
-    from minillm.engine.engine import Engine
-    from minillm.sequence import Sequence
 
 _MOST_LOGGED = 400  # events of one picture; a step of a large batch can make thousands
 
@@ -87,24 +83,19 @@ class CacheView:
         return CacheChanged(tables, gone, cached, uncached, counts, log, unlogged)
 
     def _table_changes(self) -> tuple[list[TableView], list[int]]:
-        saved, before = _swap_space(self.engine).saved, self._tables
+        saved, before = self.engine.scheduler.swap.saved, self._tables
         tables: dict[int, BlockTable | SavedTable] = {**self.engine.cache.tables, **saved}
         changes, now = [], {}
         for seq_id, table in tables.items():
             owner = self._owners.get(seq_id)
             name, index, state = ("", 0, "running") if owner is None else (owner.request_id, owner.index, owner.state)
             state = "swapped" if seq_id in saved else state
+            now[seq_id] = view = TableView(seq_id, name, index, state, table.num_tokens, list(table.blocks))
             sent = before.get(seq_id)
-            keep = 0
-            if sent is not None and (sent.state == "swapped") == (state == "swapped"):
-                keep = common_length(table.blocks, sent.blocks)
-                if (sent.owner, sent.index, sent.state, sent.num_tokens) == (name, index, state, table.num_tokens) and (
-                    keep == len(table.blocks) == len(sent.blocks)
-                ):
-                    now[seq_id] = sent
-                    continue
-            now[seq_id] = TableView(seq_id, name, index, state, table.num_tokens, list(table.blocks))
-            changes.append(replace(now[seq_id], blocks=table.blocks[keep:], keep=keep))
+            if view != sent:
+                in_place = sent is not None and (sent.state == "swapped") == (state == "swapped")
+                keep = common_length(view.blocks, sent.blocks) if sent and in_place else 0
+                changes.append(replace(view, blocks=view.blocks[keep:], keep=keep))
         self._tables = now
         return changes, [seq_id for seq_id in before if seq_id not in now]
 
@@ -143,12 +134,8 @@ class CacheView:
         )
 
 
-def _swap_space(engine: Engine) -> SwapSpace:
-    return engine.scheduler.swap
-
-
 def _counts(engine: Engine) -> CacheCounts:
-    cache, swap = engine.cache, _swap_space(engine)
+    cache, swap = engine.cache, engine.scheduler.swap
     return CacheCounts(
         num_copies=cache.num_copies,
         num_evictions=cache.num_evictions,

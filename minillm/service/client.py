@@ -17,12 +17,6 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service")
 _LINE_LIMIT = 64 << 20  # bytes of one event; a picture of a million blocks stays below
 
 
-def _module_path() -> list[str]:
-    """The places where the process looks for minillm: that of this process, then the user's PYTHONPATH."""
-    home = str(Path(__file__).resolve().parents[2])
-    return [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-
-
 class EngineProcess:
     """A running engine process. Made by `start`; ended by `stop`, or with the app's own end."""
 
@@ -38,10 +32,12 @@ class EngineProcess:
             log: file that takes the process's stderr, which must not reach the app's screen.
             command: the program that speaks the messages.
         """
+        # The process looks for minillm where this one has it, then in the user's PYTHONPATH.
+        places = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         with log.open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(_module_path())},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
@@ -57,11 +53,7 @@ class EngineProcess:
             self._process.stdin.write(encode(command))
 
     async def events(self) -> AsyncIterator[Event]:
-        """Every event until the process ends.
-
-        Raises:
-            ValueError: it said something that is no event.
-        """
+        """Every event until the process ends. Raises ValueError if it said something that is no event."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             yield decode_event(line)

@@ -6,37 +6,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from minillm.engine import held
 from minillm.engine.driver import Driver
+from minillm.engine.engine import Engine
 from minillm.engine.idle import shared_length
 from minillm.errors import MinillmError, UsageError
+from minillm.outputs import CompletionOutput, RequestOutput
+from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.runs import common_length
+from minillm.sequence import Sequence, SequenceGroup
+from minillm.service import messages
 from minillm.service.cache_view import Owner
-from minillm.service.messages import (
-    Abort,
-    Command,
-    ContextFull,
-    Drop,
-    Event,
-    Forget,
-    Generate,
-    Inspect,
-    Keep,
-    Notice,
-    Pace,
-    Pin,
-    Report,
-    RequestFailed,
-)
 from minillm.service.telling import Answer, Teller, by_score
-
-if TYPE_CHECKING:
-    from minillm.engine.engine import Engine
-    from minillm.outputs import CompletionOutput, RequestOutput
-    from minillm.params import Params
-    from minillm.sequence import Sequence, SequenceGroup
 
 
 @dataclass
@@ -53,68 +35,62 @@ class Conversations:
     """Drives one engine for the app: answers to conversations, whose blocks stay so that branches can begin there."""
 
     engine: Engine
-    send: Callable[[Event], None]
+    send: Callable[[messages.Event], None]
     answers: dict[str, Answer] = field(default_factory=dict)
     kept: dict[str, KeptAnswer] = field(default_factory=dict)  # by request
 
     def __post_init__(self) -> None:
         self._driver = Driver(self.engine)
         self._teller = Teller(self.engine, self.send)
-        self._pause = 0.0  # seconds from one step to the next, at least
-        self._next_step = 0.0
+        self._pause = self._next_step = 0.0  # seconds from one step to the next, at least; the time of the next one
         self._pinning: SequenceGroup | None = None  # a system prompt that is being computed
         self._pinned: Sequence | None = None
 
-    def handle(self, command: Command) -> None:
+    def handle(self, command: messages.Command) -> None:
         """Carry out a command; one that cannot be is answered by an event."""
         match command:
-            case Generate():
+            case messages.Generate():
                 try:
                     self._generate(command)
                 except MinillmError as error:
-                    self.send(RequestFailed(command.request_id, str(error)))
-            case Abort(request_id):
+                    self.send(messages.RequestFailed(command.request_id, str(error)))
+            case messages.Abort(request_id):
                 self.engine.abort(request_id)
-            case Keep(request_id, index):
+            case messages.Keep(request_id, index):
                 self._keep_only(request_id, index)
-            case Drop(request_id):
+            case messages.Drop(request_id):
                 self._drop(request_id)
-            case Forget(conversation):
+            case messages.Forget(conversation):
                 names = [name for name, answer in self.answers.items() if answer.command.conversation == conversation]
                 names += [name for name, kept in self.kept.items() if kept.conversation == conversation]
                 for name in names:
                     self._drop(name)
-            case Pin(system):
+            case messages.Pin(system):
                 try:
                     self._pin(system)
                 except MinillmError as error:
-                    self.send(Notice(f"the system prompt is not pinned: {error}"))
-            case Pace(steps_per_second):
+                    self.send(messages.Notice(f"the system prompt is not pinned: {error}"))
+            case messages.Pace(steps_per_second):
                 self._pause = 1 / steps_per_second if steps_per_second > 0 else 0.0
-            case Report(every):
+            case messages.Report(every):
                 self._teller.set_interval(every)
-            case Inspect(block) if 0 <= block < self.engine.cache.num_blocks:
+            case messages.Inspect(block) if 0 <= block < self.engine.cache.num_blocks:
                 self.send(self._teller.view.facts(block))
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def _generate(self, command: Generate) -> None:
-        from minillm.params import BeamSearchParams, SamplingParams
-
+    def _generate(self, command: messages.Generate) -> None:
         engine = self.engine
         if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             raise UsageError("this model has no chat template, so it cannot chat; use an instruct model")
         if any(answer.command.conversation == command.conversation for answer in self.answers.values()):
             raise UsageError("an answer of this conversation is still being generated; stop it first")
-        kind = BeamSearchParams if "beam_width" in command.params else SamplingParams
-        params: Params = kind(**command.params)
+        params: Params = (BeamSearchParams if "beam_width" in command.params else SamplingParams)(**command.params)
         token_ids = engine.tokenizer.apply_chat_template(
-            command.messages,
-            add_generation_prompt=not command.continues,
-            continue_final_message=command.continues,
+            command.messages, add_generation_prompt=not command.continues, continue_final_message=command.continues
         )
         if len(token_ids) + command.room > engine.max_model_len:
-            self.send(ContextFull(command.request_id, len(token_ids), engine.max_model_len))
+            self.send(messages.ContextFull(command.request_id, len(token_ids), engine.max_model_len))
             return
         params = replace(params, max_tokens=max(1, min(params.max_tokens, self._fitting(len(token_ids), params))))
         group = engine.add_request(
@@ -127,7 +103,7 @@ class Conversations:
         """Tokens that each completion can have at most in this pool: a chat cuts answers rather than refuse them."""
         cache = self.engine.cache
         shared = num_prompt_tokens // cache.block_size
-        pinned = len(_blocks(self._pinned))
+        pinned = 0 if self._pinned is None or self._pinned.table is None else len(self._pinned.table.blocks)
         blocks = (cache.num_blocks - pinned - shared) // params.num_sequences
         return blocks * cache.block_size - num_prompt_tokens % cache.block_size
 
@@ -153,11 +129,11 @@ class Conversations:
             self._next_step = time.monotonic() + self._pause
         try:
             deltas = engine.step()
-        except Exception as error:  # the engine has freed what the step held, and goes on
+        except Exception as error:  # the engine has freed the step's blocks, and goes on
             deltas = []
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
         if engine.figures.last_step is not None and engine.figures.last_step is not before:
-            teller.add_step(engine.figures.last_step)
+            teller.steps.append(engine.figures.last_step)
         for delta in deltas:
             if (answer := self.answers.get(delta.request_id)) is not None:
                 teller.add_delta(answer, delta)
@@ -173,7 +149,7 @@ class Conversations:
         if output.error is not None:
             for sequence in answer.group.sequences:
                 self._teller.send_text(output.request_id, sequence.index)
-            self.send(RequestFailed(output.request_id, output.error))
+            self.send(messages.RequestFailed(output.request_id, output.error))
         elif answer.searches:
             self._teller.end_beams(answer, output)
         sequences = [sequence for sequence in answer.group.sequences if sequence.table is not None]
@@ -189,13 +165,9 @@ class Conversations:
         self._teller.show_cache(self._owners, now=now)
 
     def _owners(self) -> dict[int, Owner]:
-        owners = {}
-        for name, kept in self.kept.items():
-            for sequence in kept.sequences:
-                owners[sequence.seq_id] = Owner(name, sequence.index, "idle", sequence)
-        for name, answer in self.answers.items():
-            for sequence in answer.group.sequences:
-                owners[sequence.seq_id] = Owner(name, sequence.index, "running", sequence)
+        found = [(name, "idle", each) for name, kept in self.kept.items() for each in kept.sequences]
+        found += [(name, "running", each) for name, answer in self.answers.items() for each in answer.group.sequences]
+        owners = {each.seq_id: Owner(name, each.index, state, each) for name, state, each in found}
         if self._pinned is not None:
             owners[self._pinned.seq_id] = Owner("system prompt", 0, "pinned", self._pinned)
         return owners
@@ -213,12 +185,10 @@ class Conversations:
         kept.sequences = [best]
 
     def _drop(self, request_id: str) -> None:
-        answer = self.answers.get(request_id)
-        if answer is not None:
+        if (answer := self.answers.get(request_id)) is not None:
             answer.kept = False
             self.engine.abort(request_id)
-        kept = self.kept.pop(request_id, None)
-        if kept is not None:
+        if (kept := self.kept.pop(request_id, None)) is not None:
             self._release(kept)
 
     def _release(self, kept: KeptAnswer, spared: Sequence | None = None) -> None:
@@ -229,8 +199,6 @@ class Conversations:
     # --- the pinned system prompt -------------------------------------------------------------------------------------
 
     def _pin(self, system: str) -> None:
-        from minillm.params import SamplingParams
-
         engine = self.engine
         if self._pinned is not None:
             held.unpin(self._driver, self._pinned)
@@ -259,10 +227,6 @@ class Conversations:
             held.pin(self._driver, sequence)
         except MinillmError as error:
             held.release(self._driver, sequence)
-            self.send(Notice(f"the system prompt is not pinned: {error}"))
+            self.send(messages.Notice(f"the system prompt is not pinned: {error}"))
         else:
             self._pinned = sequence
-
-
-def _blocks(sequence: Sequence | None) -> list[int]:
-    return [] if sequence is None or sequence.table is None else sequence.table.blocks

@@ -5,25 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from minillm.engine.engine import Engine
+from minillm.outputs import CompletionOutput, Delta, RequestOutput, StepReport, TokenLogprobs
+from minillm.sequence import SequenceGroup
+from minillm.service import messages
 from minillm.service.cache_view import CacheView, Owner
-from minillm.service.messages import (
-    BeamsChanged,
-    BeamView,
-    Event,
-    Finished,
-    Generate,
-    Started,
-    Stepped,
-    TextDelta,
-    TokenChoice,
-)
-
-if TYPE_CHECKING:
-    from minillm.engine.engine import Engine
-    from minillm.outputs import CompletionOutput, Delta, RequestOutput, StepReport, TokenLogprobs
-    from minillm.sequence import SequenceGroup
 
 _INTERVAL = 0.1  # seconds between two pictures of the pool, and of the beams, unless `Report` says otherwise
 _MOST_STEPS = 100  # in one message
@@ -34,7 +21,7 @@ _IMPOSSIBLE = -1e4  # the least log-probability that is sent: JSON has no infini
 class Answer:
     """A request under way."""
 
-    command: Generate
+    command: messages.Generate
     group: SequenceGroup
     in_reasoning: bool
     started: bool = False  # `Started` is sent
@@ -49,14 +36,14 @@ class Answer:
 class Teller:
     """Gathers texts, beams, steps and changes of the pool, and sends them when the last time is long enough ago."""
 
-    def __init__(self, engine: Engine, send: Callable[[Event], None]) -> None:
+    def __init__(self, engine: Engine, send: Callable[[messages.Event], None]) -> None:
         self.send = send
         self.view = CacheView(engine)
         self._engine = engine
         self._interval, self._text_interval = _INTERVAL, 0.0
         self._last_picture = self._last_text = 0.0
-        self._unsent: dict[tuple[str, int], TextDelta] = {}  # by request and completion
-        self._steps: list[StepReport] = []
+        self._unsent: dict[tuple[str, int], messages.TextDelta] = {}  # by request and completion
+        self.steps: list[StepReport] = []  # that are not sent yet
 
     def set_interval(self, seconds: float) -> None:
         self._interval = self._text_interval = seconds
@@ -70,26 +57,26 @@ class Teller:
         key = (delta.request_id, delta.index)
         if delta.text or delta.token_ids:
             chosen = sequence.logprobs[-len(delta.token_ids) :] if delta.token_ids else []
-            text = self._unsent.setdefault(key, TextDelta(*key, "", 0))
+            text = self._unsent.setdefault(key, messages.TextDelta(*key, "", 0))
             text.text += delta.text
             text.num_tokens += len(delta.token_ids)
             text.tokens += [self._choice(each) for each in chosen]
         if delta.finish_reason is not None:
             self._send_end(answer, delta.index, delta.finish_reason, sequence.num_output_tokens)
 
-    def _choice(self, token: TokenLogprobs) -> TokenChoice:
+    def _choice(self, token: TokenLogprobs) -> messages.TokenChoice:
         assert self._engine.tokenizer is not None
         text = self._engine.tokenizer.token_text
         texts = [text(token_id) for token_id, _ in token.top]
         logprobs = [max(_IMPOSSIBLE, logprob) for _, logprob in token.top]
-        return TokenChoice(text(token.token_id), max(_IMPOSSIBLE, token.logprob), texts, logprobs)
+        return messages.TokenChoice(text(token.token_id), max(_IMPOSSIBLE, token.logprob), texts, logprobs)
 
     def _send_start(self, answer: Answer) -> None:
         group, waited = answer.group, answer.group.metrics.time_to_first_token
         if not answer.started and waited is not None:
             answer.started = True
             name, cached = answer.command.request_id, group.num_cached_tokens
-            self.send(Started(name, group.num_prompt_tokens, cached, waited, answer.in_reasoning))
+            self.send(messages.Started(name, group.num_prompt_tokens, cached, waited, answer.in_reasoning))
 
     def send_text(self, request_id: str, index: int) -> None:
         """Send the text that one completion has gained since the last time."""
@@ -108,16 +95,10 @@ class Teller:
     def _send_end(self, answer: Answer, index: int, reason: str, num_tokens: int) -> None:
         self.send_text(answer.command.request_id, index)
         elapsed = time.monotonic() - (answer.group.metrics.first_token_time or time.monotonic())
-        self.send(
-            Finished(
-                request_id=answer.command.request_id,
-                index=index,
-                finish_reason=reason,
-                num_output_tokens=num_tokens,
-                tokens_per_second=(num_tokens - 1) / elapsed if elapsed > 0 and num_tokens else 0.0,
-                num_context_tokens=answer.group.num_prompt_tokens + num_tokens,
-            )
-        )
+        rate = (num_tokens - 1) / elapsed if elapsed > 0 and num_tokens else 0.0
+        num_context_tokens = answer.group.num_prompt_tokens + num_tokens
+        name = answer.command.request_id
+        self.send(messages.Finished(name, index, reason, num_tokens, rate, num_context_tokens))
 
     def send_beams(self, answers: Iterable[Answer]) -> None:
         """Send the beams of every search that has some, unless the last time is too recent."""
@@ -128,27 +109,24 @@ class Teller:
                 self._send_start(answer)
                 answer.beams_sent_at = now
                 outputs = self._engine.requests.output_of(answer.group).outputs
-                self.send(BeamsChanged(answer.command.request_id, _beam_views(outputs)))
+                self.send(messages.BeamsChanged(answer.command.request_id, _beam_views(outputs)))
 
     def end_beams(self, answer: Answer, output: RequestOutput) -> None:
         """Send the beams of a search that has ended, and their ends."""
         self._send_start(answer)
-        self.send(BeamsChanged(output.request_id, _beam_views(output.outputs)))
+        self.send(messages.BeamsChanged(output.request_id, _beam_views(output.outputs)))
         for completion in output.outputs:
             reason = completion.finish_reason or "abort"
             self._send_end(answer, completion.index, reason, len(completion.token_ids))
-
-    def add_step(self, step: StepReport) -> None:
-        self._steps.append(step)
 
     def show_cache(self, owners: Callable[[], Mapping[int, Owner]], *, now: bool = False) -> None:
         """Send the steps and the changes in the pool, unless the last picture is too recent."""
         moment = time.monotonic()
         if now or moment - self._last_picture >= self._interval:
             picture = self.view.changes(owners())
-            if self._steps:
-                self.send(Stepped(self._steps[-_MOST_STEPS:]))
-                self._steps = []
+            if self.steps:
+                self.send(messages.Stepped(self.steps[-_MOST_STEPS:]))
+                self.steps = []
             if picture is not None:
                 self.send(picture)
             self._last_picture = moment
@@ -159,9 +137,9 @@ def by_score(output: CompletionOutput) -> float:
     return -(output.score or 0.0)
 
 
-def _beam_views(outputs: list[CompletionOutput]) -> list[BeamView]:
+def _beam_views(outputs: list[CompletionOutput]) -> list[messages.BeamView]:
     return [
-        BeamView(
+        messages.BeamView(
             text=output.text,
             score=output.score or 0.0,
             logprob=output.cumulative_logprob or 0.0,

@@ -1,46 +1,37 @@
 """Chat templates: a conversation to the text that the model was trained on.
 
-Templates come with the model and are code. They run in a process of their own: see `minillm.text.template_process`.
+Templates come with the model and are code. They run in a process of their own: see `minillm.text.sandbox`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import select
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from minillm.checks import check_names, shown
-from minillm.errors import UsageError, WeightsError
+from minillm.errors import UsageError
 from minillm.text.control_tokens import END_OF_MESSAGE
 from minillm.text.safe import clean_line
+from minillm.text.sandbox import Sandbox
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name")
-_SECONDS = 5  # to render; the slowest template we know takes 20 ms
+_MEMORY_BYTES = 512 << 20
 _MAX_CHARACTERS = 16 << 20  # of all messages together
 
 
 class ChatTemplate:
-    """A Jinja template and the process that renders it, started when it is first needed.
+    """A Jinja template and the process that renders it.
 
     Args:
         source: the template.
-        variables: what it may use besides the messages: ``bos_token`` and the like.
+        variables: names that it may use besides the messages: ``bos_token`` and the like.
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self.source = source
         self._variables = dict(variables)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._sandbox = Sandbox("template_process.py", "chat template", _MEMORY_BYTES)
 
     def render(
         self,
@@ -53,7 +44,7 @@ class ChatTemplate:
 
         Args:
             messages: see `plain_messages`. A developer is the system to a template that does not know the role.
-            add_generation_prompt: end with what begins an answer.
+            add_generation_prompt: end with the beginning of an answer.
             continue_final_message: end inside the last message, so that generation goes on with it.
 
         Raises:
@@ -67,72 +58,14 @@ class ChatTemplate:
                 message["role"] = "system"
         # The space tells whether the template trims its messages.
         own[-1]["content"] += f"{END_OF_MESSAGE} " if continue_final_message else ""
-        request = {
-            "template": self.source,
-            "variables": {
-                **self._variables,
-                "messages": own,
-                "add_generation_prompt": add_generation_prompt and not continue_final_message,
-                "tools": None,
-                "documents": None,
-            },
-            "limit": 4 * sum(len(text) for message in own for text in message.values()) + (1 << 18),
-            "seconds": _SECONDS,
-        }
-        with self._lock:
-            answer = self._ask(json.dumps(request).encode() + b"\n")
-        if "broken" in answer:
-            raise WeightsError(f"the model's chat template: {clean_line(str(answer['broken']), 300)}")
+        variables = {**self._variables, "messages": own, "tools": None, "documents": None}
+        variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+        limit = 4 * sum(len(text) for message in own for text in message.values()) + (1 << 18)
+        answer = self._sandbox.ask({"template": self.source, "variables": variables, "limit": limit})
         if "refused" in answer:
             raise UsageError(f"the model's chat template: {clean_line(str(answer['refused']), 300)}")
         text = str(answer["text"])
         return _up_to_end(text, last) if continue_final_message else text
-
-    def _ask(self, request: bytes) -> dict[str, Any]:
-        process = self._running()
-        try:
-            line = _exchange(process, request)
-        except BaseException:
-            # An answer that comes after ctrl-c must not be taken for the next one.
-            _end(process)
-            self._process = None
-            raise
-        return json.loads(line)
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
-                # -P: a module of the current directory must not stand in for one of the standard library.
-                [sys.executable, "-P", str(Path(__file__).with_name("template_process.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            weakref.finalize(self, _end, self._process)
-        return self._process
-
-
-def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """Send a request line and wait for the answer's.
-
-    Raises:
-        WeightsError: it took too long, or the process died of it.
-    """
-    assert process.stdin is not None
-    assert process.stdout is not None
-    writer = threading.Thread(target=_write, args=(process.stdin, request), daemon=True)
-    writer.start()  # a pipe holds 64 kB, and the other side may be busy with something else than reading
-    line, deadline = b"", time.monotonic() + _SECONDS
-    while not line.endswith(b"\n"):
-        left = deadline - time.monotonic()
-        ready = left > 0 and select.select([process.stdout], [], [], left)[0]
-        chunk = process.stdout.read1(1 << 20) if ready else b""  # type: ignore[attr-defined]
-        if not chunk:
-            reason = "crashed" if ready and time.monotonic() < deadline - 0.5 else f"takes more than {_SECONDS} seconds"
-            raise WeightsError(f"the model's chat template {reason}; the model cannot chat")
-        line += chunk
-    writer.join()
-    return line
 
 
 def _up_to_end(text: str, content: str) -> str:
@@ -144,21 +77,6 @@ def _up_to_end(text: str, content: str) -> str:
     return text[:end].rstrip() if trims else text[:end]
 
 
-def _write(stream: Any, data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        stream.write(data)
-        stream.flush()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):
-            if stream is not None:
-                stream.close()
-    process.wait()
-
-
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Messages in their one form: a role, text as content, and a name where one was given.
 
@@ -168,9 +86,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]
         UsageError: these are no messages: an unknown role or key, content that is not text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise UsageError(
-            f'a conversation is a list of {{"role": "user", "content": "…"}}, not {type(messages).__name__}'
-        )
+        form = '{"role": "user", "content": "…"}'
+        raise UsageError(f"a conversation is a list of {form}, not {type(messages).__name__}")
     if not messages:
         raise UsageError("the conversation is empty; give at least one message")
     plain = [_plain_message(message) for message in messages]

@@ -1,9 +1,9 @@
 """Control tokens, and how text that merely spells one stays text.
 
 A control token (``<|im_end|>``, ``</s>``, ``[INST]``) says something to the model that a user must not be able to say:
-whoever could type one could forge a turn of the conversation. A tokenizer finds them by their spelling. So each
+a user who could type one could forge a turn of the conversation. A tokenizer finds them by their spelling. So each
 spelling in text that is not ours gets a character between its letters that exists nowhere else, and the tokenizer
-drops it *after* it has looked for control tokens: what is left is tokenised like any other text, in its context.
+drops it *after* it has looked for control tokens: the rest is tokenised like any other text, in its context.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Spellings:
         return sum(1 for _ in self._pattern.finditer(text))
 
     def broken(self, text: str) -> str:
-        """``text`` in which no spelling is whole, nor can become whole with what stands before or behind it."""
+        """``text`` in which no spelling is whole, nor can become whole with the text before or behind it."""
         text = self._pattern.sub(lambda match: BREAK.join(match[0]), text)
         if any(text[-i:] in self._starts for i in range(1, min(len(text) + 1, self._longest))):
             text += BREAK

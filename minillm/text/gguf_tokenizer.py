@@ -14,8 +14,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from minillm.errors import WeightsError
 from minillm.text.pre_tokenizers import SPLITS
+from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
-from minillm.text.values import Values, shown
+from minillm.text.sandbox import quiet
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 _UNKNOWN = 2
@@ -47,9 +48,7 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
             backend, adds_bos = _sentencepiece(metadata, tokens, types, vocabulary), True
         else:
             raise WeightsError(f"tokenizer.ggml.model {shown(kind)} is not supported (gpt2 and llama are)")
-    except WeightsError:
-        raise
-    except (KeyboardInterrupt, SystemExit):
+    except (WeightsError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
         raise WeightsError(f"the tokenizer in the metadata is damaged: {clean_line(str(error))}") from None
@@ -59,17 +58,15 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
     own = [AddedToken(tokens[i], special=False, normalized=False) for i, t in enumerate(types) if t == _USER_DEFINED]
     backend.add_tokens(own)
     special = _special_tokens(metadata, tokens)
-    before = [special["bos_token"]] if _wanted(metadata, "bos", adds_bos) and "bos_token" in special else []
-    behind = [special["eos_token"]] if _wanted(metadata, "eos", False) and "eos_token" in special else []
-    if before or behind:
-        # By number: a token's text could hold the characters that a template's syntax needs.
-        names = [f"BOS{i}" for i in range(len(before))], [f"EOS{i}" for i in range(len(behind))]
+    wanted = (("bos", _wanted(metadata, "bos", adds_bos)), ("eos", _wanted(metadata, "eos", False)))
+    # By other names: a token's text could hold the characters that a template's syntax needs.
+    around = {
+        name.upper(): special[f"{name}_token"] for name, is_put in wanted if is_put and f"{name}_token" in special
+    }
+    if around:
         backend.post_processor = processors.TemplateProcessing(
-            single=[*names[0], "$A", *names[1]],
-            special_tokens=[
-                {"id": name, "ids": [vocabulary[text]], "tokens": [text]}
-                for name, text in zip([*names[0], *names[1]], [*before, *behind], strict=True)
-            ],
+            single=[name for name in ("BOS", "$A", "EOS") if name in around or name == "$A"],
+            special_tokens=[{"id": name, "ids": [vocabulary[text]], "tokens": [text]} for name, text in around.items()],
         )
     template = Values("the metadata", metadata).text("tokenizer.chat_template", "")
     return backend, special, template or None
@@ -93,20 +90,17 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tupl
             f"supported: {', '.join(SPLITS)}"
         )
     split = SPLITS[name]
-    pairs = [merge.partition(" ") for merge in _texts(metadata, "merges")]
-    for left, _, right in pairs:
+    merges = [(left, right) for left, _, right in (each.partition(" ") for each in _texts(metadata, "merges"))]
+    for left, right in merges:
         if not right or not {left, right, left + right} <= vocabulary.keys():
-            raise WeightsError(
-                f"tokenizer.ggml.merges holds {clean_line(f'{left} {right}')!r}, no pair of known tokens"
-            )
-    merges = [(left, right) for left, _, right in pairs]
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=split.ignore_merges)
-    )
+            pair = clean_line(f"{left} {right}")
+            raise WeightsError(f"tokenizer.ggml.merges holds {pair!r}, no pair of known tokens")
+    with quiet():
+        model = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=split.ignore_merges)
+    backend = tokenizers.Tokenizer(model)
     cuts: list[Any] = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in split.patterns]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     backend.decoder = decoders.ByteLevel()
     return backend, split.adds_bos
 
@@ -115,12 +109,9 @@ def _sentencepiece(
     metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
     """SentencePiece's BPE, which merges the pair with the best score, as BPE with a list of merges in that order."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if (
-        not isinstance(scores, list)
-        or len(scores) != len(tokens)
-        or not all(type(score) is float and math.isfinite(score) for score in scores)
-    ):
+    scores: Any = metadata.get("tokenizer.ggml.scores")
+    sound = isinstance(scores, list) and all(type(score) is float and math.isfinite(score) for score in scores)
+    if not sound or len(scores) != len(tokens):
         raise WeightsError("tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
     mergeable = {text for text, kind in zip(tokens, types, strict=True) if kind not in (_UNKNOWN, _CONTROL, _BYTE)}
     merges = []
@@ -134,15 +125,10 @@ def _sentencepiece(
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     if type(unknown) is not int or not 0 <= unknown < len(tokens):
         raise WeightsError(f"tokenizer.ggml.unknown_token_id {shown(unknown)} is not a token")
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=[(left, right) for *_, left, right in merges],
-            unk_token=tokens[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    pairs = [(left, right) for *_, left, right in merges]
+    with quiet():
+        model = models.BPE(vocab=vocabulary, merges=pairs, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
     replace = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace] if prefixed else [replace])

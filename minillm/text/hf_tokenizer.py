@@ -1,7 +1,15 @@
-"""Tokenizers in Hugging Face's layout: tokenizer.json, and what lies beside it."""
+"""Tokenizers in Hugging Face's layout: tokenizer.json and the files beside it.
+
+A tokenizer.json is used in this process if each of its steps takes time in proportion to the text. Steps can be
+programs as chat templates can: an expression that takes for ever, a replacement that makes a thousand characters of
+one, data that the library panics of. Such ones run in a `minillm.text.sandbox`.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +17,35 @@ import tokenizers
 
 from minillm.errors import WeightsError
 from minillm.text.control_tokens import admissible
+from minillm.text.pre_tokenizers import SPLITS
 from minillm.text.reading import is_there, read_bytes, read_json
 from minillm.text.safe import clean_line
+from minillm.text.sandbox import Sandbox, quiet
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-_MAX_BYTES = 256 << 20  # of a tokenizer.json; the largest we know have 33 MB
+_MAX_BYTES = 64 << 20  # of a tokenizer.json; the largest we know have 33 MB
+_MEMORY_BYTES, _MEMORY_PER_BYTE = 1 << 30, 16  # for a tokenizer in a sandbox, and for each byte of its file
+
+STEPS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}  # in sequences
+_PATTERNS = {pattern for split in SPLITS.values() for pattern in split.patterns}
+# How much longer a step may make a text, in bytes: Unicode's own figures for its forms.
+_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 3, "Strip": 1, "StripAccents": 1, "Prepend": 1}
+_GROWTH |= {"ByteLevel": 2, "Metaspace": 4, "Digits": 1, "Whitespace": 1, "WhitespaceSplit": 1, "Punctuation": 1}
+_GROWTH |= {"TemplateProcessing": 1, "BertProcessing": 1, "RobertaProcessing": 1}
+_MOST_GROWTH = 100.0
+_MOST_STEPS = 32
+_LONGEST = 64  # characters that a step puts before a text
+_MOST_ADDED = 1 << 28  # bytes that the beginnings of all added tokens take
 
 
-def read_directory(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
-    """The tokenizer, its special tokens by name (``bos_token``, ``eos_token``, …), and its chat template if it has one.
+def read_directory(
+    directory: Path,
+) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, dict[str, Any] | None]:
+    """Read tokenizer.json and the files beside it.
+
+    Returns:
+        The tokenizer; its special tokens by name (``bos_token``, ``eos_token``, …); its chat template if it has one;
+        and the steps, if any, that must not run in this process. The tokenizer is without them then.
 
     Raises:
         WeightsError: tokenizer.json is missing or damaged.
@@ -25,8 +53,19 @@ def read_directory(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     path = directory / "tokenizer.json"
     if not is_there(path):
         raise WeightsError(f"{path} is missing: only fast tokenizers (tokenizer.json) are supported")
+    steps = None
     try:
-        backend = tokenizers.Tokenizer.from_buffer(read_bytes(path, _MAX_BYTES))
+        data = read_bytes(path, _MAX_BYTES)
+        document = json.loads(data, object_pairs_hook=_unique)
+        if not isinstance(document, dict):
+            raise ValueError("not a JSON object")
+        _check_added(document)
+        if not is_known(document):
+            encoder_of(document).ask({"text": "a", "special": True})  # a panic of the library happens there
+            steps = {name: document.get(name) for name in STEPS}
+            data = json.dumps({**document, **dict.fromkeys(STEPS)}).encode()
+        with quiet():
+            backend = tokenizers.Tokenizer.from_buffer(data)
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}") from None
     except (KeyboardInterrupt, SystemExit):
@@ -40,7 +79,59 @@ def read_directory(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
         config |= read_json(file) if is_there(file) else {}
     special = {name: text for name in _NAMES if (text := _token_text(config.get(name))) is not None}
     template = _template_file(directory / "chat_template.jinja") or _named_template(config.get("chat_template"))
-    return backend, special, template
+    return backend, special, template, steps
+
+
+def encoder_of(document: Mapping[str, Any]) -> Sandbox:
+    """A process that has loaded a tokenizer.json: see `minillm.text.tokenizer_process`."""
+    data = json.dumps(document)
+    memory = _MEMORY_BYTES + _MEMORY_PER_BYTE * len(data)
+    return Sandbox("tokenizer_process.py", "tokenizer", memory, {"tokenizer": data})
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object without repeated keys, for the library might take the other value of such a key."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def is_known(document: Mapping[str, Any]) -> bool:
+    """Whether nothing in a tokenizer.json is a program."""
+    try:
+        model = document["model"]
+        affixes = [model.get("continuing_subword_prefix"), model.get("end_of_word_suffix")]
+        if "merges" not in model or model.get("type", "BPE") != "BPE" or model.get("dropout"):
+            return False
+        found = [(document[name], plural) for name, plural in STEPS.items() if document.get(name) is not None]
+        steps = [each for step, plural in found for each in (step[plural] if step["type"] == "Sequence" else [step])]
+        growth = math.prod(map(_growth, steps), start=1.0)
+        return growth <= _MOST_GROWTH and len(steps) <= _MOST_STEPS and not any(affixes)
+    except (KeyError, TypeError, AttributeError, OverflowError):  # no such layout
+        return False
+
+
+def _check_added(document: Mapping[str, Any]) -> None:
+    """Raise WeightsError where the added tokens take more memory than those of any model."""
+    tokens = document.get("added_tokens") or []
+    lengths = [len(token["content"]) for token in tokens if isinstance(token, dict) and "content" in token]
+    if sum(length * (length + 64) for length in lengths) > _MOST_ADDED:
+        raise WeightsError(f"{len(lengths)} added tokens of up to {max(lengths)} characters, which no model has")
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """How much longer a step makes a text; without bound where that is not known."""
+    kind: Any = step["type"]
+    pattern: Any = step.get("pattern")
+    if kind == "Split" and pattern.get("Regex") in _PATTERNS:
+        return 1
+    if kind in ("Split", "Replace") and pattern.get("String"):
+        return max(1.0, len(step.get("content", "").encode()) / len(pattern["String"].encode()))
+    used = [part["SpecialToken"]["id"] for part in step.get("single", ()) if "SpecialToken" in part]
+    if len(step.get("prepend", "")) > _LONGEST or not set(used) <= set(step.get("special_tokens", ())):
+        return float("inf")
+    return _GROWTH.get(kind, float("inf"))
 
 
 def _token_text(value: Any) -> str | None:

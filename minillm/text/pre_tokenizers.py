@@ -13,7 +13,7 @@ class Split:
     """How a byte-level tokenizer cuts text before it merges.
 
     Attributes:
-        patterns: each cuts the pieces that the one before has left; what it does not match is a piece, too.
+        patterns: each cuts the pieces that the one before has left; text that it does not match is a piece, too.
         ignore_merges: a piece that is a whole entry of the vocabulary is taken as it is.
         adds_bos: BOS comes before a text, unless the file says otherwise.
     """

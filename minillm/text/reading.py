@@ -1,27 +1,29 @@
-"""Files of strangers: only regular ones are opened, and only so much is read.
+"""Files of strangers: only regular ones are opened, only so much is read, and each value is checked where it is read.
 
-A pipe, a device or a directory in a model's place is named instead of waited for.
+A pipe, a device or a directory in a model's place is named instead of waited for. An error about a value names the
+file, the key and the value.
 """
 
 from __future__ import annotations
 
 import errno
+import reprlib
 import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from minillm.errors import WeightsError
 from minillm.text.safe import clean_line, parse_json
 
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 _MAX_BYTES = 64 << 20  # of a file that is read as a whole; the index of 400 billion parameters has 0.2 MB
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading in binary.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
+    """Open a file for reading in binary. Raises OSError if it cannot be opened, or is no regular file."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "this is no regular file", str(path))
     return path.open("rb")
@@ -41,32 +43,22 @@ def read_bytes(path: Path, limit: int = _MAX_BYTES) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        WeightsError: there is no such file, or no JSON object in it.
-    """
+    """A JSON object from a file. Raises WeightsError if there is no such file, or no JSON object in it."""
     try:
         value = parse_json(read_bytes(path).decode("utf-8"))
     except FileNotFoundError:
         raise WeightsError(
             f"{path} is missing: a model directory has config.json, safetensors and tokenizer.json"
         ) from None
-    except OSError as error:
-        raise WeightsError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise WeightsError(f"{path}: {clean_line(str(error))}") from None
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: {getattr(error, 'strerror', None) or clean_line(str(error))}") from None
     if not isinstance(value, dict):
         raise WeightsError(f"{path}: not a JSON object")
     return value
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is such a file.
-
-    Raises:
-        WeightsError: its directory does not let us look.
-    """
+    """Whether there is such a file. Raises WeightsError if its directory does not let us look."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -74,3 +66,92 @@ def is_there(path: Path) -> bool:
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}") from None
     return True
+
+
+def shown(value: object) -> str:
+    """``value`` on one short line, whatever it is: no list of a million entries ends up in a message."""
+    return clean_line(_REPR.repr(value), 100)
+
+
+@dataclass(frozen=True)
+class Values:
+    """The keys of one object of ``where``. A key that is null counts as absent, as it does for transformers.
+
+    Each method raises WeightsError where the value is of another kind or out of range.
+    """
+
+    where: str
+    values: Mapping[str, Any]
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def _found(self, key: str, default: Any) -> Any:
+        return self.values[key] if self.has(key) else default
+
+    def error(self, key: str, wanted: str) -> WeightsError:
+        """The error to raise where ``key`` has another value than is wanted."""
+        if not self.has(key):
+            return WeightsError(f"{self.where}: the required key {key} is missing")
+        return WeightsError(f"{self.where}: {key} must be {wanted}, not {shown(self.values[key])}")
+
+    def number(self, key: str, default: float | None = None, *, least: float = 0.0, most: float = 1e30) -> float:
+        """A finite number from ``least`` to ``most``; without a default the key is required."""
+        value = self._found(key, default)
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise self.error(key, f"a number from {least:g} to {most:g}")
+        return float(value)
+
+    def positive(self, key: str, default: float | None = None, *, most: float = 1e30) -> float:
+        """A number above 0."""
+        value = self.number(key, default, most=most)
+        if value == 0:
+            raise self.error(key, "above 0")
+        return value
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = 1 << 62) -> int:
+        """A whole number from ``least`` to ``most``; without a default the key is required."""
+        value = self._found(key, default)
+        if type(value) not in (int, float) or not least <= value <= most or value != int(value):
+            raise self.error(key, f"a whole number from {least} to {most}")
+        return int(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._found(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._found(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, "text")
+        return value
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """``count`` finite numbers above 0. The key is required."""
+        found = self.values.get(key)
+        if (
+            not isinstance(found, (list, tuple))
+            or len(found) != count
+            or not all(type(each) in (int, float) and 0 < each <= 1e30 for each in found)
+        ):
+            raise self.error(key, f"a list of {count} numbers above 0")
+        return tuple(map(float, found))
+
+    def part(self, key: str) -> Values:
+        """The object under ``key``; an empty one where there is none."""
+        value = self.values.get(key)
+        if value is None:
+            return Values(self.where, {})
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object")
+        return Values(f"{self.where}: {key}", value)
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """One token id or a list of them. Ids that the model does not have are dropped: it can never produce them."""
+        value = self.values.get(key)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(each) is int for each in found):
+            raise self.error(key, "a token id or a list of token ids")
+        return tuple(dict.fromkeys(each for each in found if 0 <= each < vocab_size))

@@ -57,11 +57,7 @@ def clean_line(text: str, limit: int = 200) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What ``text`` says.
-
-    Raises:
-        ValueError: it is no JSON, or nested without end.
-    """
+    """The value of a JSON text. Raises ValueError if it is no JSON, or nested without end."""
     import json  # not at the top: ``minillm --help`` imports this file
 
     try:

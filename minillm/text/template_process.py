@@ -1,17 +1,12 @@
-"""Renders chat templates, which are programs of strangers, in a process that can be killed.
+"""Renders chat templates, which are programs of strangers, in a `minillm.text.sandbox`.
 
-Run as a script, it takes one JSON object a line (template, variables, limits) and answers with one; it imports nothing
-of minillm. Jinja's sandbox keeps a template from reaching anything outside; it bounds neither time nor memory, so the
-address space is limited here and the parent kills what takes too long. The globals and filters are those that
-transformers gives to templates.
+Jinja's own sandbox keeps a template from reaching anything outside; it bounds neither time nor memory. The globals and
+filters are those that transformers gives to templates.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import sys
 from datetime import datetime
 from typing import Any
 
@@ -19,8 +14,6 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
-
-MEMORY_BYTES = 512 << 20
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -70,31 +63,16 @@ def render(template: jinja2.Template, variables: dict[str, Any], limit: int) -> 
     return "".join(parts)
 
 
-def main() -> None:
-    """Answer requests until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    sandbox = environment()
-    compiled: dict[str, jinja2.Template] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        # The parent kills a render that takes too long; where the parent is gone, this signal does.
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 1)
-        try:
-            source = request["template"]
-            if source not in compiled:
-                compiled[source] = sandbox.from_string(source)
-            answer = {"text": render(compiled[source], request["variables"], request["limit"])}
-        except MemoryError:
-            answer = {"broken": "it takes too much memory"}
-        except Refusal as error:
-            answer = {"refused": str(error)}
-        except Exception as error:
-            answer = {"broken": str(error) or type(error).__name__}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+_sandbox = environment()
+_compiled: dict[str, jinja2.Template] = {}
 
 
-if __name__ == "__main__":
-    main()
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """The ``text`` that ``template`` makes of ``variables``, or why it has ``refused`` them."""
+    source = request["template"]
+    if source not in _compiled:
+        _compiled[source] = _sandbox.from_string(source)
+    try:
+        return {"text": render(_compiled[source], request["variables"], request["limit"])}
+    except Refusal as error:
+        return {"refused": str(error)}

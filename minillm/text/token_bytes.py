@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import tokenizers
@@ -19,7 +22,7 @@ class TokenBytes:
 
     Attributes:
         byte_level: entries are written in GPT-2's printable characters, one for each byte.
-        space_mark: what stands for a space in an entry.
+        space_mark: the text that stands for a space in an entry.
         byte_fallback: entries like ``<0x0A>`` stand for that byte.
         strips_space: the first space of a whole text is not part of it.
     """
@@ -31,11 +34,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBytes:
-        """Read the backend's decoder.
-
-        Raises:
-            WeightsError: it is of a kind that is not supported.
-        """
+        """Read the backend's decoder. Raises WeightsError if it is of a kind that is not supported."""
         decoder: Any = backend.decoder
         state: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
         parts = state["decoders"] if state["type"] == "Sequence" else [state]
@@ -59,23 +58,31 @@ class TokenBytes:
             raise WeightsError(f"tokenizer.json: the decoder {clean_line('+'.join(kinds))} is not supported")
         return cls(space_mark=mark, byte_fallback=fallback, strips_space=strips)
 
+    def table(self, entries: Sequence[str]) -> list[bytes]:
+        """The bytes of each entry."""
+        if self.byte_level:
+            with contextlib.suppress(UnicodeEncodeError):
+                joined = "".join(entries).translate(_BYTES).encode("latin-1")  # at once: a vocabulary is long
+                return [joined[start:end] for start, end in pairwise(accumulate(map(len, entries), initial=0))]
+        return [self(entry) for entry in entries]
+
     def __call__(self, entry: str) -> bytes:
         if self.byte_level:
             try:
-                return bytes(_UNICODE_TO_BYTE[character] for character in entry)
-            except KeyError:
+                return entry.translate(_BYTES).encode("latin-1")
+            except UnicodeEncodeError:
                 return entry.encode()
         if self.byte_fallback and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", entry):
             return bytes([int(entry[3:5], 16)])
         return entry.replace(self.space_mark, " ").encode()
 
 
-def _unicode_to_byte() -> dict[str, int]:
-    """The inverse of GPT-2's map of bytes to printable characters (Radford et al. 2019)."""
+def _bytes() -> dict[int, int]:
+    """The inverse of GPT-2's map of bytes to printable characters (Radford et al. 2019); others become no byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
-    return table | {chr(256 + i): byte for i, byte in enumerate(others)}
+    table = dict.fromkeys(others, 0x10FFFF) | {byte: byte for byte in printable}
+    return table | {256 + i: byte for i, byte in enumerate(others)}
 
 
-_UNICODE_TO_BYTE = _unicode_to_byte()
+_BYTES = _bytes()

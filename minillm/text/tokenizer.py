@@ -1,7 +1,7 @@
 """Text to token ids and back.
 
-The work is the ``tokenizers`` library's. What is ours: text that a user typed can never become a control token (see
-`minillm.text.control_tokens`), and decoding goes through a table of bytes (see `minillm.text.detokenizer`).
+The work is the ``tokenizers`` library's. Ours are two things: text that a user typed can never become a control token
+(see `minillm.text.control_tokens`), and decoding goes through a table of bytes (see `minillm.text.stop`).
 
 How text becomes tokens here
 ----------------------------
@@ -15,7 +15,7 @@ transformers. They differ here:
   transformers 4 and SentencePiece do: a text's first word has other ids than transformers 5 gives it.
 - Of the spaces that a text begins with, decoding drops one, as SentencePiece does. transformers drops all where the
   decoder is Metaspace.
-- Byte tokens that form no UTF-8 become one U+FFFD for each invalid sequence, and what is valid between them stays.
+- Byte tokens that form no UTF-8 become one U+FFFD for each invalid sequence, and valid ones between them stay.
   transformers replaces the whole run of them, which a stream could not know in time.
 """
 
@@ -33,17 +33,21 @@ from minillm.checks import shown
 from minillm.errors import UsageError, WeightsError
 from minillm.text.chat_template import ChatTemplate, plain_messages
 from minillm.text.control_tokens import BREAK, Spellings, admissible, is_control
-from minillm.text.detokenizer import StreamingDetokenizer
 from minillm.text.gguf_tokenizer import rebuild
-from minillm.text.hf_tokenizer import read_directory
+from minillm.text.hf_tokenizer import encoder_of, read_directory
 from minillm.text.reading import is_there
 from minillm.text.safe import clean_line
+from minillm.text.sandbox import SECONDS, Sandbox
+from minillm.text.stop import StreamingDetokenizer
 from minillm.text.token_bytes import TokenBytes
 
-_REASONING_TAGS = ("<think>", "</think>")  # templates look for them in what the assistant said
+_REASONING_TAGS = ("<think>", "</think>")  # templates look for them in the assistant's words
 _MAX_VOCAB = 1 << 24
 _MAX_CONTROL = 1 << 10  # characters of a control token
-_NO_TOKENIZER = (None, "none", "no_vocab")  # what GGUF files say that have none
+_DROP = normalizers.Replace(BREAK, "")
+_MAX_CHARACTERS = 16 << 20  # of a text, however long the context is
+_SLOWEST = 200_000  # characters that it encodes in a second, at least
+_NO_TOKENIZER = (None, "none", "no_vocab")  # the kinds in GGUF files that have none
 _MORE_THAN_ROWS = 1 << 10  # ids that added tokens may have beyond the embedding
 
 
@@ -51,6 +55,8 @@ class Tokenizer:
     """A model's tokenizer. Made by `load`, `from_directory` or `from_gguf`.
 
     Args:
+        steps: normalizer, pre-tokenizer and post-processor of a stranger's making, as tokenizer.json has them. The
+            backend is without them; they run in a process of their own.
         num_rows: of the model's embedding. Added tokens may lie beyond it (a ``<pad>`` that the model was never given):
             the model cannot produce them, and a text that holds one is refused. None: there is no bound.
 
@@ -63,9 +69,10 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str],
         chat_template: str | None,
+        steps: Mapping[str, Any] | None = None,
         num_rows: int | None = None,
     ) -> None:
-        self._backend = backend
+        self._backend, self._steps = backend, steps
         self.special_tokens = dict(special_tokens)
         self._added = backend.get_added_tokens_decoder()
         vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -73,10 +80,13 @@ class Tokenizer:
         self._num_rows = self.vocab_size if num_rows is None else num_rows
         self._check_sizes(vocabulary)
         self._decoding = TokenBytes.of(backend)
-        self._texts, self._table = [""] * self.vocab_size, [b""] * self.vocab_size
+        self._texts = [""] * self.vocab_size
         for text, token_id in vocabulary.items():
             self._texts[token_id] = text
-            self._table[token_id] = self._bytes_of(token_id)
+        self._longest = max(map(len, self._texts), default=0)
+        self._table = self._decoding.table(self._texts)
+        for token_id, token in self._added.items():
+            self._table[token_id] = b"" if token.special else token.content.encode()
         self.control_ids = frozenset(i for i, token in self._added.items() if is_control(token))
         self._user_spellings = Spellings(self._added[i].content for i in self.control_ids)
         self._assistant_spellings = Spellings(t for t in self._user_spellings.texts if t not in _REASONING_TAGS)
@@ -84,6 +94,7 @@ class Tokenizer:
         self.eos_token_id = self._id_of("eos_token")
         self._own_normalizer = backend.normalizer
         self._drop_breaks()
+        self._sandbox = None if steps is None else self._sandbox_for(steps)
         self._prefix, self._suffix = self._wrapping()
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
         self._given: ChatTemplate | None = None  # the one that a caller gave last
@@ -91,7 +102,7 @@ class Tokenizer:
     def _check_sizes(self, vocabulary: Mapping[str, int]) -> None:
         if self.vocab_size > _MAX_VOCAB:
             raise WeightsError(f"the tokenizer has a token id of {self.vocab_size - 1}, beyond any vocabulary")
-        own = max((i for i in vocabulary.values() if i not in self._added), default=-1) + 1
+        own = max(set(vocabulary.values()) - self._added.keys(), default=-1) + 1
         if own > self._num_rows or self.vocab_size > self._num_rows + _MORE_THAN_ROWS:
             raise WeightsError(
                 f"the tokenizer has {max(own, self.vocab_size)} ids and the model's embedding {self._num_rows} rows: "
@@ -105,18 +116,16 @@ class Tokenizer:
         """Have the backend look for control tokens in the text as it comes, and drop our break only afterwards."""
         for token_id in self.control_ids:
             token = self._added[token_id]
-            as_it_comes = AddedToken(
-                token.content,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=False,
-                special=token.special,
-            )
+            as_it_comes = AddedToken(**{**token.__getstate__(), "normalized": False})
             (self._backend.add_special_tokens if token.special else self._backend.add_tokens)([as_it_comes])
-        drop = normalizers.Replace(BREAK, "")
         own = self._own_normalizer
-        self._backend.normalizer = drop if own is None else normalizers.Sequence([drop, own])
+        self._backend.normalizer = _DROP if own is None else normalizers.Sequence([_DROP, own])
+
+    def _sandbox_for(self, steps: Mapping[str, Any]) -> Sandbox:
+        """The whole tokenizer, in a process of its own."""
+        own = [] if steps["normalizer"] is None else [steps["normalizer"]]
+        normalizer = {"type": "Sequence", "normalizers": [json.loads(_DROP.__getstate__()), *own]}
+        return encoder_of({**json.loads(self._backend.to_str()), **steps, "normalizer": normalizer})
 
     # --- making one ---------------------------------------------------------------------------------------------------
 
@@ -137,28 +146,22 @@ class Tokenizer:
         Raises:
             WeightsError: tokenizer.json is missing or damaged, or of a kind that is not supported.
         """
-        return cls(*read_directory(directory), num_rows)
+        return cls(*read_directory(directory), num_rows=num_rows)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], num_rows: int | None = None) -> Tokenizer:
-        """Rebuild the tokenizer from a GGUF file's metadata.
-
-        Raises:
-            WeightsError: the metadata is damaged, or the tokenizer of a kind that is not supported.
-        """
-        return cls(*rebuild(metadata), num_rows)
+        """Rebuild the tokenizer from a GGUF file's metadata. Raises WeightsError if it is damaged or not supported."""
+        return cls(*rebuild(metadata), num_rows=num_rows)
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as `from_directory` and transformers read them."""
         ours = self._backend.normalizer
         self._backend.normalizer = self._own_normalizer
-        self._backend.save(str(directory / "tokenizer.json"))
+        whole = {**json.loads(self._backend.to_str()), **(self._steps or {})}
         self._backend.normalizer = ours
-        config: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            **self.special_tokens,
-        }
+        (directory / "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= self.special_tokens
         if self._template is not None:
             config["chat_template"] = self._template.source
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -166,12 +169,12 @@ class Tokenizer:
     # --- text to ids --------------------------------------------------------------------------------------------------
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """A text as ids. What looks like a control token in it becomes ordinary tokens, unless asked otherwise.
+        """A text as ids. A control token that it spells becomes ordinary tokens, unless asked otherwise.
 
         Args:
             add_special_tokens: with the tokens that the tokenizer puts around every text, usually BOS before it.
             parse_special: control tokens that the text spells become those tokens, as in transformers. For text that
-                you trust: whoever may write ``<|im_end|>`` can forge a turn of a conversation. A text that brings its
+                you trust: a writer of ``<|im_end|>`` can forge a turn of a conversation. A text that brings its
                 own BOS gets a second one unless ``add_special_tokens`` is false.
 
         Raises:
@@ -182,9 +185,38 @@ class Tokenizer:
         ids = self._ids(text) if parse_special else self._plain_ids(self._user_spellings.broken(text))
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raise UsageError where a text has more characters than ``max_tokens`` tokens can stand for.
+
+        To tokenize it takes seconds for each million characters, and a hundred times its memory.
+        """
+        most = min(max_tokens * self._longest, _MAX_CHARACTERS)
+        if len(text) > most:
+            raise UsageError(
+                f"the prompt has {len(text):,} characters, and at most {most:,} are taken: the context holds "
+                f"{max_tokens} tokens; shorten it"
+            )
+
+    def _whole_ids(self, text: str, special: bool = False) -> list[int]:
+        """The ids of ``text`` by the library; ``special`` adds those that the tokenizer puts around a text.
+
+        Raises:
+            WeightsError: the tokenizer fails, or takes too long or too much memory.
+        """
+        if self._sandbox is not None:
+            request = {"text": text, "special": special}
+            ids: list[int] = self._sandbox.ask(request, SECONDS + len(text) / _SLOWEST)["ids"]
+            return ids
+        try:
+            return self._backend.encode(text, add_special_tokens=special).ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # where the library panics it is not even an Exception
+            raise WeightsError(f"the model's tokenizer: {clean_line(str(error))}") from None
+
     def _ids(self, text: str) -> list[int]:
-        """What the tokenizer itself makes of ``text``."""
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        """The ids of ``text``, all of which the model has."""
+        ids = self._whole_ids(text)
         if self.vocab_size > self._num_rows and max(ids, default=0) >= self._num_rows:
             beyond = next(self._texts[i] for i in ids if i >= self._num_rows)
             raise UsageError(f"the model has no embedding for the token {clean_line(beyond, 60)!r}; leave it out")
@@ -250,12 +282,12 @@ class Tokenizer:
     # --- ids to text --------------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; special tokens have none. What is no UTF-8 becomes U+FFFD."""
-        stream = StreamingDetokenizer(self._table, strip_space=self._decoding.strips_space)
+        """The text of ``ids``; special tokens have none. Bytes that are no UTF-8 become U+FFFD."""
+        stream = self.detokenizer()
         return "".join(map(stream.push, ids)) + stream.finish()
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> StreamingDetokenizer:
-        """A decoder for what follows ``prompt_ids``, token by token."""
+        """A decoder for the tokens behind ``prompt_ids``, one by one."""
         return StreamingDetokenizer(self._table, prompt_ids, strip_space=self._decoding.strips_space)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -274,11 +306,6 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "".join(f"<0x{byte:02X}>" for byte in data)
 
-    def _bytes_of(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return b"" if self._added[token_id].special else self._added[token_id].content.encode()
-        return self._decoding(self._texts[token_id])
-
     def _id_of(self, name: str) -> int | None:
         """The id of a named token; None also where the model has no embedding for it."""
         text = self.special_tokens.get(name)
@@ -286,14 +313,8 @@ class Tokenizer:
         return None if token_id is None or token_id >= self._num_rows else token_id
 
     def _wrapping(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and behind every text."""
-        try:
-            bare = self._backend.encode("a", add_special_tokens=False).ids
-            wrapped = self._backend.encode("a", add_special_tokens=True).ids
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            raise WeightsError(f"tokenizer.json: its post-processor is damaged: {clean_line(str(error))}") from None
+        """The tokens that the tokenizer puts before and behind every text."""
+        bare, wrapped = self._whole_ids("a"), self._whole_ids("a", special=True)
         if max(wrapped, default=0) >= self._num_rows:
             raise WeightsError("the tokenizer puts a token around every text that the model has no embedding for")
         for start in range(len(wrapped) - len(bare) + 1):

@@ -1,7 +1,7 @@
 """A model's files on this machine, and the record that says they are complete.
 
-A model counts as downloaded only by its record, which is written last and atomically: whatever is interrupted before
-leaves a ``.partial`` directory, from which the next attempt goes on.
+A model counts as downloaded only by its record, which is written last and atomically: an interruption leaves a
+``.partial`` directory, from which the next attempt goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -29,7 +30,7 @@ RECORD = "minillm.json"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a model lies: a directory of Hugging Face's layout, or a ``.gguf`` file. ``source`` says who served it."""
+    """Where a model lies: a directory of Hugging Face's layout, or a ``.gguf`` file. ``source`` served it."""
 
     name: str
     path: Path
@@ -99,22 +100,19 @@ def verify(name: str, on_progress: OnProgress) -> None:
 
 
 def remove(name: str) -> int:
-    """Delete a downloaded model, and what an interrupted download left of it. Returns the bytes that it took.
+    """Delete a downloaded model, and the rest of an interrupted download. Returns the bytes that it took.
 
     Raises:
         UsageError: there is none of this name.
         WeightsError: it is being downloaded, or cannot be deleted.
     """
-    home, known = _home(name), [path.name for path in models_dir().glob("*/")]
-    found = [
-        home.with_name(each) for each in known if re.fullmatch(rf"{re.escape(home.name)}(\.partial|\.broken\d+)?", each)
-    ]
+    home = _home(name)
+    ours = re.compile(rf"{re.escape(home.name)}(\.partial|\.broken\d+)?")
+    found = [path for path in models_dir().glob("*/") if ours.fullmatch(path.name)]
     if not found:
         close = nearest(name, [files.name for files in downloaded()])
-        raise UsageError(
-            f"model {clean_line(name)} is not downloaded"
-            + (f"; did you mean {close}?" if close else "; `minillm models` shows which are")
-        )
+        hint = f"did you mean {close}?" if close else "`minillm models` shows which are"
+        raise UsageError(f"model {clean_line(name)} is not downloaded; {hint}")
     try:
         with FileLock(_home(name, ".lock"), timeout=0):
             size = sum(map(size_on_disk, found))
@@ -129,11 +127,7 @@ def remove(name: str) -> int:
 
 
 def _read_record(directory: Path) -> tuple[str, list[FileRecord]]:
-    """A downloaded model's source and files.
-
-    Raises:
-        OSError, ValueError: there is no record, or a damaged one.
-    """
+    """A downloaded model's source and files; OSError or ValueError where the record is missing or damaged."""
     record = parse_json(read_bytes(directory / RECORD))
     try:
         return str(record["source"]), [
@@ -156,7 +150,7 @@ def sha256_of(path: Path, on_progress: OnProgress = ignore_progress) -> str:
 
 @contextmanager
 def downloading(name: str, on_message: OnMessage) -> Iterator[Path]:
-    """A partial directory for model ``name``, held by one process at a time; it may hold what an earlier one left.
+    """A partial directory for model ``name``, held by one process at a time; files of an earlier attempt may be in it.
 
     Raises:
         DownloadError: the cache directory cannot be written.
@@ -175,7 +169,7 @@ def downloading(name: str, on_message: OnMessage) -> Iterator[Path]:
             f"cannot write to {models_dir()}: {error.strerror}; make it writable, or set MINILLM_CACHE elsewhere"
         ) from None
     try:
-        partial.mkdir(parents=True, exist_ok=True)  # whoever held the lock before may have moved it
+        partial.mkdir(parents=True, exist_ok=True)  # the lock's last holder may have moved it
         yield partial
     finally:
         lock.release()
@@ -189,16 +183,10 @@ def place(name: str, partial: Path, source: str, files: list[FileRecord], extra:
     temporary.replace(partial / RECORD)
     final = _home(name)
     if final.exists():  # incomplete or damaged, else it would have been used
-        os.replace(final, _unused(final))
+        names = (final.with_name(f"{final.name}.broken{number}") for number in count())
+        os.replace(final, next(path for path in names if not path.exists()))
     os.replace(partial, final)
     return ModelFiles(name, final, source)
-
-
-def _unused(path: Path) -> Path:
-    number = 0
-    while (candidate := path.with_name(f"{path.name}.broken{number}")).exists():
-        number += 1
-    return candidate
 
 
 def check_space(needed: int, directory: Path) -> None:

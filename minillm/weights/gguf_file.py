@@ -1,7 +1,4 @@
-"""Checkpoints in a GGUF file: dequantised to float32, under Hugging Face's names.
-
-The gguf library dequantises; the header is read by `minillm.weights.gguf_header`.
-"""
+"""Checkpoints in a GGUF file: dequantised to float32 by the gguf library, under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -12,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
 from minillm.errors import WeightsError
+from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
-from minillm.text.values import Values, shown
 from minillm.weights.gguf_header import Header, TensorInfo, read_header
-from minillm.weights.gguf_rope import rope_scaling
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -38,6 +36,14 @@ _LAYER_NAMES = {
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _MAX_ROPE_FACTORS = 1 << 16
+_SCALING = "llama.rope.scaling."
+_SCALING_TYPES = ("none", "linear", "yarn")
+_FOLLOWED = (
+    *("type", "factor", "attn_factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow"),
+    "finetuned",  # changes nothing
+)
+# Keys that llama.cpp reads for other architectures, and the values with which they change nothing.
+_NEUTRAL: dict[str, tuple[float, ...]] = {"yarn_log_multiplier": (0.0,), "yarn_attn_factor": (1.0,)}
 
 
 class GGUFCheckpoint:
@@ -66,8 +72,6 @@ class GGUFCheckpoint:
         return self._zeros.get(name) or self._tensors[name].shape
 
     def stored_as(self, name: str) -> str:
-        from gguf import GGMLQuantizationType
-
         return "F32" if name in self._zeros else GGMLQuantizationType(self._tensors[name].type).name
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
@@ -75,33 +79,26 @@ class GGUFCheckpoint:
         if name in self._zeros:
             return torch.zeros(self._zeros[name])[rows or slice(None)]
         values = self._dequantised(self._tensors[name])
-        projection = re.search(r"\.(q|k)_proj\.(weight|bias)$", name)
-        if projection:
+        if projection := re.search(r"\.(q|k)_proj\.(weight|bias)$", name):
             heads = self.config["num_attention_heads" if projection[1] == "q" else "num_key_value_heads"]
             if values.shape[0] % (2 * heads):
                 raise WeightsError(f"{self._path}: {name} has {values.shape[0]} rows, which {heads} heads cannot share")
             values = _unpermute(values, heads)
         tensor = torch.from_numpy(values)
-        if rows is not None:
-            tensor = tensor[rows]
-        return tensor if columns is None else tensor[:, columns]
+        return tensor[rows or slice(None)] if columns is None else tensor[rows or slice(None), columns]
 
     def _span(self, info: TensorInfo) -> slice:
         """A tensor's bytes, its type and size checked."""
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
+        where = f"{self._path}: tensor {clean_line(info.name)}"
         try:
             kind = GGMLQuantizationType(info.type)
             block, size = GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError):
             raise WeightsError(
-                f"{self._path}: tensor {clean_line(info.name)} has the unknown type number {info.type}; "
-                "a newer gguf package may know it"
+                f"{where} has the unknown type number {info.type}; a newer gguf package may know it"
             ) from None
         if info.shape[-1] % block:
-            raise WeightsError(
-                f"{self._path}: tensor {clean_line(info.name)} has rows of {info.shape[-1]}, no multiple of {block}"
-            )
+            raise WeightsError(f"{where} has rows of {info.shape[-1]}, no multiple of {block}")
         end = info.offset + math.prod(info.shape) // block * size
         if end > len(self._data):
             raise WeightsError(f"{self._path}: the file is cut short within tensor {clean_line(info.name)}")
@@ -116,9 +113,6 @@ class GGUFCheckpoint:
         return self._dequantised(info).tolist()
 
     def _dequantised(self, info: TensorInfo) -> np.ndarray:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-
         num_rows = math.prod(info.shape[:-1])
         raw = self._data[self._span(info)].reshape(num_rows, -1)
         kind = GGMLQuantizationType(info.type)
@@ -180,7 +174,7 @@ def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str, Any]:
-    """What config.json would say."""
+    """The file's config.json."""
     metadata = Values(str(path), header.metadata)
     architecture = metadata.text("general.architecture", "(none named)")
     if architecture != "llama":
@@ -218,6 +212,40 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
         "bos_token_id": next(iter(metadata.token_ids("tokenizer.ggml.bos_token_id", vocab_size)), None),
         "eos_token_id": [each for key in ends for each in metadata.token_ids(key, vocab_size)],
     }
-    if scaling := rope_scaling(metadata, factors):
+    if scaling := _rope_scaling(metadata, factors):
         config["rope_scaling"] = scaling
     return config
+
+
+def _rope_scaling(metadata: Values, frequency_factors: list[float] | None) -> dict[str, Any]:
+    """``rope_scaling`` of a config.json, as llama.cpp reads the metadata; empty where nothing is scaled.
+
+    Every key that changes angles is followed or refused by name. ``frequency_factors`` are llama 3's scaling, which
+    GGUF stores as one divisor per pair of dimensions.
+    """
+    kind = metadata.text(f"{_SCALING}type", "linear")  # the only kind of 2023, whose files do not name it
+    if kind not in _SCALING_TYPES:
+        known = ", ".join(_SCALING_TYPES)
+        raise WeightsError(f"{metadata.where}: rope scaling {shown(kind)} is not supported; supported: {known}")
+    # The factor is the share of YaRN's ramp that is mixed in; -1 is "not set".
+    neutral = {**_NEUTRAL, "yarn_ext_factor": (1.0 if kind == "yarn" else 0.0, -1.0)}
+    for key, value in metadata.values.items():
+        name = key.removeprefix(_SCALING)
+        if name != key and name not in _FOLLOWED and value not in neutral.get(name, ()):
+            raise WeightsError(f"{metadata.where}: {clean_line(key, 80)} {shown(value)} is not supported")
+    scaling: dict[str, Any] = {}
+    factor = metadata.number(f"{_SCALING}factor", metadata.number("llama.rope.scale_linear", 0.0)) or 1.0
+    if kind == "yarn":
+        scaling = {"rope_type": "yarn", "factor": factor}
+        if original := metadata.integer(f"{_SCALING}original_context_length", 0, least=0):
+            scaling["original_max_position_embeddings"] = original
+        for name in ("beta_fast", "beta_slow"):
+            if metadata.has(f"{_SCALING}yarn_{name}"):
+                scaling[name] = metadata.positive(f"{_SCALING}yarn_{name}")
+    elif kind == "linear" and factor != 1.0:
+        scaling = {"rope_type": "linear", "factor": factor}
+    if (amplitude := metadata.positive(f"{_SCALING}attn_factor", 1.0)) != 1.0:
+        scaling = {"rope_type": "default", **scaling, "amplitude": amplitude}
+    if frequency_factors is not None:
+        scaling = {"rope_type": "default", **scaling, "frequency_factors": frequency_factors}
+    return scaling

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header.
-
-    Raises:
-        WeightsError: the file is no GGUF file, or its header is damaged.
-    """
+    """Read and check the header. Raises WeightsError if the file is no GGUF file, or its header is damaged."""
     try:
         with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).header()
@@ -70,13 +66,10 @@ class _Malformed(Exception):
 
 class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._size = len(data)
-        self._at = 0
+        self._data, self._size, self._at = data, len(data), 0
 
     def header(self) -> Header:
-        magic = self._take(4)
-        if magic != b"GGUF":
+        if (magic := self._take(4)) != b"GGUF":
             raise _Malformed(f"it begins with {clean_line(repr(magic))} and not with 'GGUF'")
         version = self._number("I")
         if version & 0xFFFF == 0:
@@ -106,7 +99,7 @@ class _Reader:
                 raise _Malformed(f"tensor {clean_line(info.name)!r} occurs twice")
             if info.offset % alignment or start + info.offset > self._size:
                 raise _Malformed(f"tensor {clean_line(info.name)!r} lies at offset {info.offset}, outside the file")
-            tensors[info.name] = TensorInfo(info.name, info.shape, info.type, start + info.offset)
+            tensors[info.name] = replace(info, offset=start + info.offset)
         return Header(metadata, tensors)
 
     def _tensor_info(self) -> TensorInfo:
@@ -123,10 +116,8 @@ class _Reader:
     def _value(self, kind: int, key: str) -> Any:
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
-        if kind == _STRING:
-            return self._string(_MAX_STRING)
-        if kind == _ARRAY:
-            return self._array(key)
+        if kind in (_STRING, _ARRAY):
+            return self._string(_MAX_STRING) if kind == _STRING else self._array(key)
         raise _Malformed(f"the value of {clean_line(key)!r} has the unknown type {kind}")
 
     def _array(self, key: str) -> list[Any]:
@@ -158,6 +149,6 @@ class _Reader:
         self._at += count
         return chunk
 
-    def _check_count(self, count: int, least_bytes: int, what: str) -> None:
+    def _check_count(self, count: int, least_bytes: int, things: str) -> None:
         if count * least_bytes > self._size - self._at:
-            raise _Malformed(f"{count} {what} do not fit into the file")
+            raise _Malformed(f"{count} {things} do not fit into the file")

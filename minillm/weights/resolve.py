@@ -1,20 +1,16 @@
-"""From a model's name to its files: what is downloaded already, else the manifest's sources in their order."""
+"""From a model's name to its files: the downloaded ones, else those of the manifest's sources in their order."""
 
 from __future__ import annotations
 
 import stat
 from pathlib import Path
 
-from minillm.errors import DownloadError, UsageError
+from minillm.errors import DownloadError, UsageError, nearest
+from minillm.paths import expanded
 from minillm.progress import OnMessage, OnProgress, ignore_progress
 from minillm.text.safe import clean_line
 from minillm.weights import hub, package
-from minillm.weights.files import (
-    ModelFiles,
-    downloading,
-    find_downloaded,
-    place,
-)
+from minillm.weights.files import ModelFiles, downloading, find_downloaded, place
 from minillm.weights.manifest import (
     HubSource,
     Manifest,
@@ -22,7 +18,6 @@ from minillm.weights.manifest import (
     PackageSource,
     PathSource,
     Source,
-    expanded,
     hub_entry,
     load_manifest,
 )
@@ -55,7 +50,9 @@ def find(name: str, manifest: Manifest) -> ModelFiles | ModelEntry:
         return find_downloaded(name) or entry
     if "/" in name or name.endswith(".gguf") or name.startswith("."):
         raise UsageError(f"there is no file or directory {clean_line(name)}; `minillm models` lists known models")
-    return manifest.entry(name)  # raises, with the nearest name
+    close = nearest(name, manifest.models)
+    hint = f"did you mean {close}? " if close else ""
+    raise UsageError(f"unknown model {clean_line(name)!r}; {hint}`minillm models` lists the names")
 
 
 def resolve(
@@ -81,12 +78,12 @@ def resolve(
 
 def _download(entry: ModelEntry, on_progress: OnProgress, on_message: OnMessage) -> ModelFiles:
     failures = []
-    for number, source in enumerate(entry.sources):
+    for number, source in enumerate(entry.sources, 1):
         try:
             files = _from_source(entry, source, on_progress, on_message)
         except DownloadError as error:
             failures.append(str(error))
-            if number + 1 < len(entry.sources):
+            if number < len(entry.sources):
                 on_message(f"{describe(source)}: {error}; trying the next source")
         else:
             on_message(f"{entry.name} comes from {files.source}")

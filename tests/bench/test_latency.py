@@ -8,7 +8,7 @@ import pytest
 
 from minillm.bench.latency import Options, measure
 from minillm.bench.meter import Ceilings, metered
-from minillm.bench.registry import Subject
+from minillm.bench.table import Subject
 from minillm.errors import UsageError
 from minillm.llm import LLM
 from minillm.params import SamplingParams

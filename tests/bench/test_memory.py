@@ -29,7 +29,7 @@ def test_reserving_the_maximum_wastes_most() -> None:
 
 
 def test_sharing_saves_more_the_more_share() -> None:
-    samples = [memory.sampling_saving(memory.ALPACA, n) for n in (1, 2, 6)]
+    samples = [memory.saved(memory.samples(memory.ALPACA, n)) for n in (1, 4, 6)]
     assert samples[0] == 0 < samples[1] < samples[2] < 5 / 6
-    assert memory.beam_saving(memory.ALPACA, 4) > memory.sampling_saving(memory.ALPACA, 4)
-    assert 0.5 < memory.prefix_saving(memory.SHAREGPT, 1024, 32) < 1
+    assert memory.saved(memory.beams(memory.ALPACA, 4)) > samples[1]
+    assert 0.5 < memory.saved(memory.shared_prefix(memory.SHAREGPT, 1024, 32)) < 1

@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Iterable
@@ -40,12 +41,19 @@ def process(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
 
 def minillm(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
     """`minillm` in this process, where torch is imported already, with standard streams like those of `process`."""
-    data = io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin)
-    out, errors = io.BytesIO(), io.BytesIO()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, stream in (("stdin", data), ("stdout", out), ("stderr", errors)):
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    out, errors, own_input = io.BytesIO(), io.BytesIO(), os.dup(0)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.seek(0)
+        os.dup2(file.fileno(), 0)  # prompts are read from the descriptor
+        for name, stream in (("stdin", io.BytesIO(data)), ("stdout", out), ("stderr", errors)):
             patch.setattr(sys, name, io.TextIOWrapper(stream, "utf-8", write_through=True))
-        code = main([*arguments])
+        try:
+            code = main([*arguments])
+        finally:
+            os.dup2(own_input, 0)
+            os.close(own_input)
         return completed(arguments, code, out.getvalue(), errors.getvalue())
 
 

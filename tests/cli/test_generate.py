@@ -43,8 +43,8 @@ def prompts_with(stdin: Any, *arguments: str, patience: float = 10.0, data: byte
 import sys
 import minillm.cli.prompt_file as prompt_file
 prompt_file._PATIENCE = {patience}
-from minillm.cli.streams import settle
-settle()
+from minillm.cli.main import settle_streams
+settle_streams()
 file = "-" if "-" in sys.argv[1:] else None
 requests = prompt_file.read_requests([each for each in sys.argv[1:] if each != "-"], file, None)
 import json

@@ -48,6 +48,12 @@ def test_one_prompt_or_many_text_or_ids(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
+def test_a_prompt_without_end_is_refused_before_it_is_tokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda *arguments, **options: pytest.fail("it was tokenized"))
+    with pytest.raises(UsageError, match="the prompt has 1,000,000,000 characters, and at most"):
+        llm.generate(" " * 10**9, GREEDY)
+
+
 def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 9, 1)]
     outputs = llm.generate(["a", "b", "c"], params)

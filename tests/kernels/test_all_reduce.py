@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,30 +12,20 @@ from torch import Tensor
 from minillm.kernels import reference
 
 pytest.importorskip("triton")
-from minillm.kernels.all_reduce import (
-    WORDS,
-    Exchange,
-    all_reduce,
-    all_reduce_in_two,
-    inbox_words,
-    inbox_words_in_two,
-    slice_of,
-)
+from minillm.kernels.all_reduce import WORDS, Exchange, all_reduce, inbox_words, slice_of
 
 CAPACITY = 4 * WORDS
 
 
-def exchanges(
-    ranks: int, capacity: int = CAPACITY, words: Callable[[int, int], int] = inbox_words
-) -> tuple[list[Exchange], list[Tensor]]:
+def exchanges(ranks: int, capacity: int = CAPACITY, shots: int = 1) -> tuple[list[Exchange], list[Tensor]]:
     """Each rank's, and their inboxes, all on one device."""
-    inboxes = [torch.zeros(words(ranks, capacity), dtype=torch.int64, device=DEVICE) for _ in range(ranks)]
+    inboxes = [torch.zeros(inbox_words(ranks, capacity, shots), dtype=torch.int64, device=DEVICE) for _ in range(ranks)]
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=DEVICE)
 
     def zeros(count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=DEVICE)
 
-    made = [Exchange(rank, addresses, zeros(capacity // WORDS), zeros(1)) for rank in range(ranks)]
+    made = [Exchange(rank, addresses, zeros(capacity // WORDS), zeros(1), shots) for rank in range(ranks)]
     return made, inboxes
 
 
@@ -100,7 +90,7 @@ def test_in_two_shots_a_rank_adds_up_its_slice_and_sends_the_sum(dtype: torch.dt
     capacity, per_word = 2 * WORDS, 4 // dtype.itemsize
     most = per_word * capacity * ranks
     for rank in range(ranks):
-        made, inboxes = exchanges(ranks, capacity, inbox_words_in_two)
+        made, inboxes = exchanges(ranks, capacity, shots=2)
         exchange, numbers = made[rank], [0] * (capacity // WORDS)
 
         for size in (most, 576, 2, most // 2 + 6 * per_word, most):
@@ -115,7 +105,7 @@ def test_in_two_shots_a_rank_adds_up_its_slice_and_sends_the_sum(dtype: torch.dt
                     for words, place in slice_messages(sent, owner, inboxes[rank], source, shot, numbers):
                         place.copy_(words)
             x = parts[rank].clone()
-            assert all_reduce_in_two(x, exchange) is x
+            assert all_reduce(x, exchange) is x
             assert relative_error(x, torch.stack(parts).double().sum(0)) < TOLERANCE[dtype]
             if ON_GPU or dtype != torch.bfloat16:
                 assert torch.equal(x, expected)
@@ -124,10 +114,10 @@ def test_in_two_shots_a_rank_adds_up_its_slice_and_sends_the_sum(dtype: torch.dt
                     for words, got in slice_messages(sent, owner, inboxes[peer], rank, shot, numbers):
                         assert torch.equal(got, words)
         assert exchange.sums.tolist() == numbers
-    assert exchange.takes_in_two(torch.zeros(most, dtype=dtype))
-    assert not exchange.takes_in_two(torch.zeros(most + per_word, dtype=dtype))
+    assert exchange.takes(torch.zeros(most, dtype=dtype))
+    assert not exchange.takes(torch.zeros(most + per_word, dtype=dtype))
     with pytest.raises(ValueError, match="two shots"):
-        all_reduce_in_two(torch.zeros(4, dtype=torch.float64), exchange)
+        all_reduce(torch.zeros(4, dtype=torch.float64), exchange)
 
 
 def test_stop_ends_the_wait_for_a_word_that_does_not_come() -> None:

@@ -24,7 +24,7 @@ from shapes import (
 from minillm.kernels import reference
 
 pytest.importorskip("triton")
-from minillm.kernels.chunked_prefill import prefill_attention
+from minillm.kernels.chunked_prefill import _prefill_attention_kernel, prefill_attention
 
 
 def check_prefill(
@@ -63,3 +63,17 @@ def test_prefill_attention(
 ) -> None:
     if sum(count for count, _ in chunks):
         check_prefill(dtype, heads, block_size, chunks, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter compiles nothing")
+def test_tables_of_another_width_and_chunks_behind_decodes_need_no_second_kernel() -> None:
+    q, starts = randn(4, 8, 64), torch.tensor([0, 4], dtype=torch.int32, device=DEVICE)
+    kernels = _prefill_attention_kernel.device_caches[torch.cuda.current_device()][0]
+    counts = []
+    for width, first in ((16, 0), (17, 0), (1, 0), (16, 1), (17, 1)):
+        pool = make_pool([5, 5], 2, 64, torch.float32, 16)
+        tables = pool.tables[:, :1].repeat(1, width)[first : first + 1]
+        prefill_attention(q, pool._replace(tables=tables, lens=pool.lens[first : first + 1]), starts, 0.1)
+        counts.append(len(kernels))
+    assert len(set(counts)) == 1

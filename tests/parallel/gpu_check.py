@@ -59,7 +59,8 @@ def _sum_on_rank(rank: int, size: int, port: int) -> None:
     import torch
     from torch.distributed import PrefixStore, TCPStore
 
-    from minillm.bench.timing import graph_microseconds
+    from minillm.bench.meter import graph_microseconds
+    from minillm.kernels.all_reduce import all_reduce
     from minillm.parallel.collectives import Ranks
 
     store = TCPStore("127.0.0.1", port, timeout=timedelta(minutes=2))
@@ -75,24 +76,24 @@ def _sum_on_rank(rank: int, size: int, port: int) -> None:
         generator = torch.Generator(device).manual_seed(1000 * number + of)
         return torch.randn(count, generator=generator, device=device).to(dtype)
 
-    for way, name in zip(sums.ways, ("one shot", "two shots"), strict=False):
+    for exchange, name in zip(sums.exchanges, ("one shot", "two shots"), strict=False):
         wrong = taken = 0
         for number in range(300):
             dtype = (torch.bfloat16, torch.float16, torch.float32)[number % 3]
             count = random.Random(number).choice((2, 576, 4096, 4098, 33_000, 131_072, 262_144, 524_286))
             x = part(number, rank, count, dtype)
-            if not way.takes(x):
+            if not exchange.takes(x):
                 continue
             taken += 1
-            got = way.add(x)
+            got = all_reduce(x, exchange)
             exact = torch.stack([part(number, of, count, dtype).double() for of in range(size)]).sum(0)
             wrong += not torch.allclose(got.double(), exact, rtol=1e-2, atol=1e-2)
         if rank == 0:
             print(f"{size} ranks: {wrong} of {taken} sums in {name} are wrong", flush=True)
     for kilobytes in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
         x = torch.zeros(512 * kilobytes, device=device, dtype=torch.bfloat16)
-        ways = [way.add for way in sums.ways if way.takes(x)]
-        times = [graph_microseconds(lambda _, add=add, x=x: add(x), launches=40) for add in ways]  # type: ignore[misc]
+        taking = [exchange for exchange in sums.exchanges if exchange.takes(x)]
+        times = [graph_microseconds(lambda _, x=x, to=each: all_reduce(x, to), launches=40) for each in taking]  # type: ignore[misc]
         ranks._sums = None
         times.append(graph_microseconds(lambda _, x=x: ranks.all_reduce(x), launches=40))  # type: ignore[misc]
         ranks._sums = sums

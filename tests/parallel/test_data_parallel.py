@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from minillm.cli.main import main
 from minillm.errors import UsageError
-from minillm.parallel.shared_work import PartFiles, Replicas, SharedQueue
+from minillm.parallel.shared_work import PartFiles, Replicas
 
 
 def test_each_thing_is_handed_out_once_and_the_last_ones_singly() -> None:
@@ -25,8 +25,8 @@ def test_each_thing_is_handed_out_once_and_the_last_ones_singly() -> None:
     lock = threading.Lock()
 
     def work(index: int) -> None:
-        queue = SharedQueue(Replicas(store, index, 4), 1000)
-        while got := queue.take(64):
+        replicas = Replicas(store, index, 4)
+        while got := replicas.take(1000, 64):
             with lock:
                 taken.append(got)
 

@@ -17,8 +17,7 @@ from torch.distributed import HashStore
 
 from minillm.errors import MinillmError
 from minillm.parallel import launch
-from minillm.parallel.channel import RankDied
-from minillm.parallel.heartbeat import Listener, beat
+from minillm.parallel.channel import Listener, RankDied, beat
 from minillm.parallel.launch import Torchrun
 from minillm.parallel.shared_work import Replicas
 
@@ -86,7 +85,7 @@ def test_who_waits_for_a_replica_that_is_gone_is_told() -> None:
 def test_a_process_that_is_cut_off_from_the_store_ends() -> None:
     program = """
 import time
-from minillm.parallel.heartbeat import beat
+from minillm.parallel.channel import beat
 
 class CutOff:
     def add(self, key, amount):
@@ -103,7 +102,7 @@ time.sleep(60)
 def test_a_process_outlives_the_store_if_it_needs_it_no_more() -> None:
     program = """
 import time
-from minillm.parallel.heartbeat import beat
+from minillm.parallel.channel import beat
 
 class Gone:
     def add(self, key, amount):

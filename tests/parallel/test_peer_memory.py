@@ -7,21 +7,21 @@ import ctypes
 import pytest
 import torch
 
-from minillm.parallel import peer_memory
-from minillm.parallel.peer_memory import PeerMemory, PeerMemoryError, export_memory
+from minillm.parallel import collectives
+from minillm.parallel.collectives import PeerMemory, PeerMemoryError, export_memory
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_library(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    peer_memory._driver.cache_clear()
+    collectives._driver.cache_clear()
     monkeypatch.setattr(ctypes, "CDLL", no_library)
     with pytest.raises(PeerMemoryError, match=r"libcuda\.so\.1"):
         export_memory(torch.zeros(4))
     with pytest.raises(PeerMemoryError, match=r"libcuda\.so\.1"):
         PeerMemory(bytes(72))
-    peer_memory._driver.cache_clear()
+    collectives._driver.cache_clear()
 
 
 def test_a_handle_carries_the_place_within_its_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_a_handle_carries_the_place_within_its_allocation(monkeypatch: pytest.Mo
             ctypes.cast(found, ctypes.POINTER(ctypes.c_uint64))[0] = 1 << 40  # type: ignore[arg-type]
             return 0
 
-    monkeypatch.setattr(peer_memory, "_driver", Driver)
+    monkeypatch.setattr(collectives, "_driver", Driver)
     exported = export_memory(x)
     assert len(exported) == 72
     assert PeerMemory(exported).address == (1 << 40) + 4096

@@ -374,7 +374,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_name(tiny_model: Path) -> N
 
 def test_a_rank_that_fails_says_why(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), device="cpu", tensor_parallel_size=2, num_blocks=64)
-    line_of(llm.engine).send(b"\x90")  # an empty list
+    line_of(llm.engine).send(b"[]")
     wait_until_gone(other_ranks(llm)[0])
     with pytest.raises(RankDied, match="rank 1 of 2 is gone: ValueError: not enough values to unpack"):
         llm.generate("hello", GREEDY)
@@ -448,10 +448,10 @@ def test_a_process_that_waits_for_a_dead_rank_is_ended() -> None:
     program = """
 import ctypes, socket
 from minillm.parallel import channel
-from minillm.parallel.channel import Leader
+from minillm.parallel.channel import Leader, Lines
 channel._GRACE = 0.5
 ours, theirs = socket.socketpair()
-leader = Leader({1: ours}, {}, lambda: None)
+leader = Leader(Lines({1: ours}, {}, lambda: None))
 with leader.watched():
     theirs.close()
     while True:

@@ -13,7 +13,7 @@ import pytest
 from test_tokenizer import byte_level, sentencepiece
 
 from minillm.errors import MinillmError, UsageError, WeightsError
-from minillm.text import chat_template
+from minillm.text import sandbox
 from minillm.text.chat_template import ChatTemplate
 from minillm.text.tokenizer import Tokenizer
 
@@ -168,7 +168,7 @@ def test_hostile_templates_end_in_one_line(name: str, monkeypatch: pytest.Monkey
     began = time.monotonic()
     with monkeypatch.context() as patch:
         if name in ("loops", "power"):  # which end with the time that a template has
-            patch.setattr(chat_template, "_SECONDS", 1)
+            patch.setattr(sandbox, "SECONDS", 1)
         with pytest.raises(MinillmError) as caught:
             template.render(say("Hi"))
     assert "\n" not in str(caught.value)
@@ -181,7 +181,7 @@ def test_hostile_templates_end_in_one_line(name: str, monkeypatch: pytest.Monkey
 def test_a_template_that_was_killed_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{% if messages|length > 1 %}" + HOSTILE["loops"] + "{% endif %}ok", {})
     with monkeypatch.context() as patch:
-        patch.setattr(chat_template, "_SECONDS", 1)
+        patch.setattr(sandbox, "SECONDS", 1)
         with pytest.raises(WeightsError, match="more than 1 seconds"):
             template.render(say("a", "b"))
     assert template.render(say("a")) == "ok"
@@ -195,7 +195,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(chat_template.select, "select", interrupted)
+        patch.setattr(sandbox.select, "select", interrupted)
         with pytest.raises(KeyboardInterrupt):
             template.render(say("second"))
     assert template.render(say("third")) == "third"
@@ -211,11 +211,11 @@ def test_a_file_beside_the_user_is_not_run(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_render_outlives_its_killed_parent_by_seconds_only(tmp_path: Path) -> None:
     code = (
-        "from minillm.text import chat_template\nchat_template._SECONDS = 2\n"
+        "from minillm.text import chat_template, sandbox\nsandbox.SECONDS = 2\n"
         f"t = chat_template.ChatTemplate({HOSTILE['loops']!r}, {{}})\n"
         "import threading, time\n"
         "threading.Thread(target=lambda: t.render([{'role': 'user', 'content': 'x'}]), daemon=True).start()\n"
-        "time.sleep(1.5)\nprint(t._process.pid, flush=True)\ntime.sleep(60)"
+        "time.sleep(1.5)\nprint(t._sandbox.process.pid, flush=True)\ntime.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -235,7 +235,7 @@ def test_a_render_outlives_its_killed_parent_by_seconds_only(tmp_path: Path) -> 
 def test_the_renderer_ends_with_its_owner() -> None:
     template = ChatTemplate("ok", {})
     template.render(say("a"))
-    process = template._process
+    process = template._sandbox.process
     assert isinstance(process, subprocess.Popen)
     assert process.poll() is None
     del template

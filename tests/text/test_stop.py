@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.text.detokenizer import StreamingDetokenizer
-from minillm.text.stop import OutputText
+from minillm.text.stop import OutputText, StreamingDetokenizer
 
 
 def ending(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[int, str, str] | None:

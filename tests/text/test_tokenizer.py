@@ -383,3 +383,13 @@ def test_byte_tokens_that_are_no_character_become_stand_ins_alone(tmp_path: Path
     ids = [_token_of(ours, byte) for byte in (0xC3, 0xA9, 0xFF)]
     assert ours.decode(ids) == "é\ufffd"
     assert theirs.decode(ids) == "\ufffd\ufffd\ufffd"
+
+
+def test_a_prompt_without_end_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+    ours = Tokenizer.from_directory(byte_level(tmp_path))
+    longest = max(len(ours._texts[i]) for i in range(ours.vocab_size))
+    ours.check_length("x" * 100 * longest, 100)
+    with pytest.raises(UsageError, match="are taken: the context holds 100 tokens"):
+        ours.check_length("x" * (100 * longest + 1), 100)
+    with pytest.raises(UsageError, match="at most 16,777,216 are taken"):
+        ours.check_length(" " * (17 << 20), 1 << 30)

@@ -30,5 +30,5 @@ if __name__ == "__main__":
     # Through the command line's own handling of errors and exit codes.
     import minillm.cli.chat as command
 
-    command.run = lambda arguments: run()
+    command.chat = lambda arguments: run()
     sys.exit(main(["chat"]))

@@ -271,10 +271,12 @@ def test_too_little_space_is_said_before_anything_is_fetched(server: FakeHub, mo
 
 
 def test_a_full_disk_is_one_line(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Any, data: bytes) -> None:
+    from huggingface_hub import file_download
+
+    def full(*arguments: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hub._Counted, "write", full)
+    monkeypatch.setattr(file_download, "http_get", full)
     with pytest.raises(DownloadError, match="No space left on device"):
         pull()
     assert find_downloaded("tiny") is None

@@ -52,6 +52,7 @@ def attempt(model: Path, max_model_len: int | None = 64) -> None:
             said = str(error)
     assert "\n" not in said
     assert len(said) < 1000
+    assert "not enough memory" not in said
 
 
 NUMBERS: list[Any] = [0, -1, 1, 2, 3, 7, 64, 10**6, 10**9, 1 << 31, 1 << 60, 1 << 63, 10**400, 0.0, 0.5, 1e-300, 1e308]

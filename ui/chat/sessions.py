@@ -7,9 +7,11 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minillm.errors import MinillmError, UsageError
-from minillm.paths import data_dir
+from minillm.paths import data_dir, expanded
+from minillm.text.reading import read_bytes
 from minillm.text.safe import clean_line, parse_json
 from minillm.ui.chat.conversation import Conversation
 
@@ -79,7 +81,7 @@ class SessionStore:
             MinillmError: the file cannot be read, or holds no conversation.
         """
         try:
-            return Conversation.from_data(parse_json(path.read_text(encoding="utf-8", errors="surrogatepass")))
+            return Conversation.from_data(_read(path))
         except (OSError, ValueError) as error:
             raise MinillmError(f"{path.name} cannot be opened: {error}") from None
 
@@ -92,7 +94,7 @@ class SessionStore:
         words = search.casefold().split()
         for path in self.directory.glob("*.json"):
             try:
-                data = parse_json(path.read_text(encoding="utf-8", errors="surrogatepass"))
+                data = _read(path)
                 texts = [turn["question"] + "\n" + turn["answer"]["text"] for turn in data["turns"]]
                 whole = "\n".join(texts).casefold()
                 if all(word in whole for word in words):
@@ -102,6 +104,10 @@ class SessionStore:
             except (OSError, ValueError, KeyError, TypeError, IndexError):
                 continue  # not ours, or broken: opening it says why
         return sorted(found, key=lambda summary: -summary.saved)
+
+
+def _read(path: Path) -> Any:
+    return parse_json(read_bytes(path).decode("utf-8", "surrogatepass"))
 
 
 def to_markdown(conversation: Conversation) -> str:
@@ -129,7 +135,7 @@ def export(conversation: Conversation, target: Path) -> Path:
         MinillmError: the file exists, or cannot be written.
     """
     text = to_json(conversation) if target.suffix == ".json" else to_markdown(conversation)
-    target = target.expanduser()
+    target = expanded(str(target), "/export")
     try:
         with target.open("x", encoding="utf-8", errors="replace") as file:
             file.write(text)

@@ -1,0 +1,256 @@
+"""The cases of ``kernels``: how to run and check each op on a shape, and the bytes and FLOPs that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm import kernels
+from minillm.bench.meter import copies_for_cold_l2
+from minillm.kernels import AttentionShape, Pages, Places, SamplingInputs, WorkList, plan_attention, reference
+from minillm.kernels.prefix_plan import FREE
+
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+_BLOCK_SIZE = 16
+
+Heads = tuple[int, int, int]  # query heads, kv heads, head dimension
+_HEADS: tuple[Heads, ...] = ((32, 8, 128), (32, 8, 64), (32, 32, 128))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op of `minillm.kernels` on one shape.
+
+    Attributes:
+        inputs: several copies, through which the launches rotate.
+        check: runs a launch of the first inputs, and returns its relative error against float64. By default the whole
+            result is compared with that of `minillm.kernels.reference`.
+    """
+
+    op: str
+    shape: str
+    inputs: list[tuple[Any, ...]]
+    bytes: int
+    flops: int = 0
+    launches: int = 24
+    check: Callable[[Callable[[], Any]], float] | None = None
+
+    def launch(self, i: int = 0) -> Any:
+        return getattr(kernels, self.op)(*self.inputs[i % len(self.inputs)])
+
+    def error(self) -> float:
+        if self.check is not None:
+            return self.check(self.launch)
+        double = (each.double() if isinstance(each, Tensor) else each for each in self.inputs[0])
+        return _error(self.launch(), getattr(reference, self.op)(*double))
+
+
+def random(*shape: int) -> Tensor:
+    """Normal numbers on the GPU."""
+    return torch.randn(shape, device=DEVICE, dtype=DTYPE)
+
+
+def _copies(moved: int, *shape: int) -> list[Tensor]:
+    """Random inputs, as often as a cold L2 needs where a launch moves so many bytes."""
+    return [random(*shape) for _ in range(copies_for_cold_l2(moved))]
+
+
+def _full(count: int, value: float, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.full((count,), value, device=DEVICE, dtype=dtype)
+
+
+def _error(got: Tensor, expected: Tensor) -> float:
+    """``|got - expected| / |expected|`` in float64."""
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def _rms_norm(rows: int, hidden: int) -> Case:
+    moved, weight = 2 * rows * hidden * 2, random(hidden)
+    inputs = [(x, weight, 1e-5) for x in _copies(moved, rows, hidden)]
+    return Case("rms_norm", f"{rows} x {hidden}", inputs, moved)
+
+
+def _silu_mul(rows: int, size: int) -> Case:
+    moved = 3 * rows * size * 2
+    return Case("silu_mul", f"{rows} x {size}", [(x,) for x in _copies(moved, rows, 2 * size)], moved)
+
+
+def _rotary_write_kv(tokens: int) -> Case:
+    heads, kv_heads, dim = _HEADS[0]
+    moved = 2 * (heads + 2 * kv_heads) * dim * tokens * 2
+    packed = _copies(moved, tokens, heads + 2 * kv_heads, dim)
+    angles = torch.randn(tokens, dim // 2, device=DEVICE)
+    num_blocks = max(64, 2 * tokens // _BLOCK_SIZE)
+    k_cache, v_cache = (random(num_blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
+    slots = torch.randperm(num_blocks * _BLOCK_SIZE, device=DEVICE)[:tokens]
+    places = Places(angles.cos(), angles.sin(), slots)
+    inputs = [(*x.split((heads, kv_heads, kv_heads), dim=1), places, k_cache, v_cache) for x in packed]
+
+    def check(launch: Callable[[], None]) -> float:
+        k = packed[0][:, heads : heads + kv_heads].double()
+        launch()
+        return _error(k_cache.flatten(0, 1)[slots], reference.rotary(k, places.cos, places.sin))
+
+    return Case("rotary_write_kv", f"{tokens} tokens, {heads}/{kv_heads} x {dim}", inputs, moved, check=check)
+
+
+def paged_attention(shape: Heads, seqs: int, context: int, block_size: int = 16, shuffled: bool = True) -> Case:
+    heads, kv_heads, dim = shape
+    moved, scale = seqs * context * kv_heads * dim * 2 * 2, dim**-0.5
+    blocks = context // block_size
+    copies = copies_for_cold_l2(moved)
+    num_blocks = copies * seqs * blocks
+    q, k, v = random(seqs, heads, dim), *(random(num_blocks, block_size, kv_heads, dim) for _ in range(2))
+    ids = torch.randperm(num_blocks, device=DEVICE) if shuffled else torch.arange(num_blocks, device=DEVICE)
+    tables, lens = ids.int().view(copies, seqs, blocks), _full(seqs, context, torch.int32)
+
+    def check(launch: Callable[[], Tensor]) -> float:
+        some = slice(0, min(seqs, 4))
+        wanted = tables[0, some].long()
+        renumbered = torch.arange(wanted.numel(), device=DEVICE).view_as(wanted)
+        double = Pages(k[wanted.flatten()].double(), v[wanted.flatten()].double(), renumbered, lens[some])
+        return _error(launch()[some], reference.paged_attention(q[some].double(), double, scale))
+
+    inputs = [(q, Pages(k, v, each, lens), scale) for each in tables]
+    name = f"{heads}/{kv_heads} x {dim}, B{seqs} c{context}, block {block_size}{'' if shuffled else ' contiguous'}"
+    launches = 24 if moved < 1 << 28 else 8
+    return Case("paged_attention", name, inputs, moved, 4 * seqs * context * heads * dim, launches, check)
+
+
+def prefix_attention(shape: Heads, seqs: int, prefix: int, tail: int, *, planned_tail: int | None = None) -> Case:
+    """``seqs`` sequences of ``prefix`` shared tokens and ``tail`` of their own.
+
+    Args:
+        planned_tail: tokens of the tails when the plan was made; by default as now.
+    """
+    heads, kv_heads, dim = shape
+    shared, own = prefix // _BLOCK_SIZE, -(-tail // _BLOCK_SIZE)
+    blocks = shared + seqs * own
+    moved = blocks * _BLOCK_SIZE * kv_heads * dim * 2 * 2
+    copies = min(24, copies_for_cold_l2(moved))
+    q, k, v = random(seqs, heads, dim), *(random(copies * blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
+    ids = torch.randperm(copies * blocks, device=DEVICE).int().view(copies, blocks)
+    prefixes = ids[:, None, :shared].expand(copies, seqs, shared)
+    tables = torch.cat((prefixes, ids[:, shared:].view(copies, seqs, own)), dim=2)
+    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    attention = AttentionShape(heads, kv_heads, dim, DTYPE.itemsize, processors)
+    then = prefix + (tail if planned_tail is None else planned_tail)
+    plan = plan_attention(tables[0].tolist(), [then] * seqs, _BLOCK_SIZE, attention, costs=FREE)
+    assert plan is not None
+    work = WorkList.allocate(seqs, attention, DEVICE)
+    work.fill(plan)
+    lens = _full(seqs, prefix + tail, torch.int32)
+    inputs = [(q, Pages(k, v, each, lens), dim**-0.5, work) for each in tables]
+
+    def check(launch: Callable[[], Tensor]) -> float:
+        return _error(launch(), kernels.paged_attention(*inputs[0][:3]))  # which float64 has checked
+
+    name = f"{heads}/{kv_heads} x {dim}, B{seqs} {prefix}+{tail}"
+    return Case("prefix_attention", name, inputs, moved, 4 * seqs * (prefix + tail) * heads * dim, check=check)
+
+
+def _prefill_attention(shape: Heads, n: int, chunk: int, cached: int) -> Case:
+    heads, kv_heads, dim = shape
+    context, scale = chunk + cached, dim**-0.5
+    blocks = -(-context // _BLOCK_SIZE)
+    q, k, v = random(n * chunk, heads, dim), *(random(n * blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
+    tables = torch.randperm(n * blocks, device=DEVICE).int().view(n, blocks)
+    pages = Pages(k, v, tables, _full(n, context, torch.int32))
+    starts = torch.arange(0, n * chunk + 1, chunk, device=DEVICE, dtype=torch.int32)
+
+    def check(launch: Callable[[], Tensor]) -> float:  # of the first kv head's first query head
+        one = pages._replace(k=k[:, :, :1].double(), v=v[:, :, :1].double())
+        return _error(launch()[:, :1], reference.prefill_attention(q[:, :1].double(), one, starts, scale))
+
+    name = f"{heads}/{kv_heads} x {dim}, {n} x {chunk} after {cached}"
+    moved = (q.numel() * 2 + n * context * kv_heads * dim * 2) * 2
+    flops = 4 * n * (chunk * cached + chunk * (chunk + 1) // 2) * heads * dim
+    return Case("prefill_attention", name, [(q, pages, starts, scale)], moved, flops, 8, check)
+
+
+def _move_blocks(op: str) -> Case:
+    layers, count, (_, kv_heads, dim) = 32, 256, _HEADS[0]
+    pool = random(layers, 2, 1024, _BLOCK_SIZE, kv_heads, dim)
+    staging = random(count, layers, 2, _BLOCK_SIZE, kv_heads, dim)
+    lists = [torch.randperm(1024, device=DEVICE).view(2, -1)[:, :count].T.contiguous() for _ in range(4)]
+    tensors = (pool,) if op == "block_copy" else (pool, staging)
+    moves = lists if op == "block_copy" else [pairs[:, 0].contiguous() for pairs in lists]
+
+    def check(launch: Callable[[], None]) -> float:
+        exact = [each.clone() for each in tensors]
+        launch()
+        getattr(reference, op)(exact[0], moves[0], *exact[1:])
+        return sum(map(_error, tensors, exact))
+
+    name = f"{count} blocks of {_BLOCK_SIZE} x {kv_heads} x {dim}, {layers} layers"
+    return Case(op, name, [(pool, each, *tensors[1:]) for each in moves], 2 * staging.nbytes, check=check)
+
+
+_SETTINGS = {  # temperature, top-k, top-p, min-p
+    "greedy": (0.0, 0, 1.0, 0.0),
+    "temperature": (0.8, 0, 1.0, 0.0),
+    "temperature + top-k": (0.8, 50, 1.0, 0.0),
+    "temperature + top-k + top-p": (0.8, 50, 0.95, 0.0),
+    "temperature + top-p": (0.8, 0, 0.95, 0.0),
+    "temperature + min-p": (0.8, 0, 1.0, 0.05),
+}
+
+
+def _sample(size: tuple[int, int], label: str) -> Case:
+    rows, vocab = size
+    moved = rows * vocab * 4
+    temperature, top_k, top_p, min_p = (_full(rows, value) for value in _SETTINGS[label])
+    counter = torch.arange(rows, device=DEVICE)
+    how = SamplingInputs(temperature, top_k, top_p, min_p, counter, counter)
+    inputs = [(torch.randn(size, device=DEVICE) * 3, how) for _ in range(min(8, copies_for_cold_l2(moved)))]
+
+    def check(launch: Callable[[], tuple[Tensor, Tensor]]) -> float:
+        logits, (tokens, logprobs) = inputs[0][0], launch()
+        agree = (tokens == reference.sample(logits, how)).float().mean()
+        return _error(logprobs, reference.log_probabilities(logits.double(), tokens)) + float(1 - agree)
+
+    return Case("sample_with_logprobs", f"{rows} x {vocab}, {label}", inputs, moved, check=check)
+
+
+def _top_log_probabilities(rows: int, vocab: int, count: int) -> Case:
+    inputs = [(torch.randn(rows, vocab, device=DEVICE) * 3, count) for _ in range(8)]
+
+    def check(launch: Callable[[], tuple[Tensor, Tensor]]) -> float:
+        got, ids = launch()
+        exact, exact_ids = reference.top_log_probabilities(inputs[0][0].double(), count)
+        return _error(got, exact) + float((ids != exact_ids).float().mean())
+
+    return Case("top_log_probabilities", f"{rows} x {vocab}, best {count}", inputs, rows * vocab * 4, check=check)
+
+
+# Sequences, then tokens of the context, of a shared and an own part, or of a chunk and before it.
+_PAGED = ((1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192), (64, 1024), (64, 4096), (256, 1024))
+_PAGED_APART = ((64, 4096, 1), (64, 4096, 256), (64, 4096, 16, False))  # block size, whether shuffled
+_PREFIX = ((32, 1024, 64), (32, 2048, 64), (32, 4096, 64), (256, 1024, 128), (256, 2048, 128), (256, 8192, 128))
+_PREFILL = ((1, 8192, 0), (1, 2048, 0), (1, 2048, 6144), (16, 512, 0), (32, 64, 2048))
+
+
+def _with_heads(sizes: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return [(heads, *size) for heads, size in product(_HEADS, sizes)]
+
+
+# By the op's name: a function that makes a case, and the arguments of each.
+OPS: dict[str, tuple[Callable[..., Case], Iterable[tuple[Any, ...]]]] = {
+    "rms_norm": (_rms_norm, ((1, 4096), (64, 4096), (8192, 4096))),
+    "silu_mul": (_silu_mul, ((1, 14336), (64, 14336), (8192, 4096))),
+    "rotary_write_kv": (_rotary_write_kv, ((1,), (64,), (8192,))),
+    "paged_attention": (paged_attention, _with_heads(_PAGED + _PAGED_APART)),
+    "prefix_attention": (prefix_attention, _with_heads(_PREFIX)),
+    "prefill_attention": (_prefill_attention, _with_heads(_PREFILL)),
+    "block_copy": (_move_blocks, (("block_copy",),)),
+    "gather_blocks": (_move_blocks, (("gather_blocks",),)),
+    "scatter_blocks": (_move_blocks, (("scatter_blocks",),)),
+    "sample": (_sample, list(product(((1, 128256), (64, 128256), (64, 49152)), _SETTINGS))),
+    "top_log_probabilities": (_top_log_probabilities, ((64, 128256, 8), (64, 128256, 64))),
+}

@@ -1,0 +1,128 @@
+"""Processes that can be killed, for programs of strangers: chat templates and tokenizers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from minillm.errors import WeightsError
+from minillm.text.safe import clean_line
+
+_QUIET = threading.Lock()  # there is one stderr
+SECONDS = 5.0  # for an answer; the slowest template that we know takes 20 ms
+
+
+class Sandbox:
+    """A process that answers requests, started when it is first needed: `minillm.text.sandbox_process`.
+
+    Args:
+        script: the file beside this one whose ``answer`` makes an answer of a request.
+        subject: the name of the program, for errors.
+        memory: bytes of address space that the process may have.
+        first: a request that every process gets before any other.
+    """
+
+    def __init__(self, script: str, subject: str, memory: int, first: Mapping[str, Any] | None = None) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        here, self._subject, self._first = Path(__file__).parent, subject, first
+        # -P: a module of the current directory must not stand in for one of the standard library.
+        self._command = [sys.executable, "-P", *map(str, (here / "sandbox_process.py", here / script, memory))]
+        self._lock = threading.Lock()
+
+    def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
+        """The answer to a request.
+
+        Raises:
+            WeightsError: it fails, takes longer than ``seconds`` (`SECONDS` unless given), or takes too much memory.
+        """
+        with self._lock:
+            try:
+                if self.process is None or self.process.poll() is not None:
+                    self._start()
+                    if self._first is not None:
+                        self._exchange(self._first, 4 * SECONDS)
+                return self._exchange(request, SECONDS if seconds is None else seconds)
+            except BaseException:
+                # An answer that comes after ctrl-c must not be taken for the next one.
+                if self.process is not None:
+                    _end(self.process)
+                self.process = None
+                raise
+
+    def _start(self) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        weakref.finalize(self, _end, self.process)
+
+    def _exchange(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        process = self.process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        data = json.dumps({**request, "seconds": seconds}).encode() + b"\n"
+        writer = threading.Thread(target=_write, args=(process.stdin, data), daemon=True)
+        writer.start()  # a pipe holds 64 kB, and the other side may be busy with something else than reading
+        line, deadline = b"", time.monotonic() + seconds
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            ready = left > 0 and select.select([process.stdout], [], [], left)[0]
+            chunk = process.stdout.read1(1 << 20) if ready else b""  # type: ignore[attr-defined]
+            if not chunk:
+                late = not ready or time.monotonic() > deadline - 0.5
+                reason = f"takes more than {seconds:.0f} seconds" if late else "crashed, or takes too much memory"
+                raise WeightsError(f"the model's {self._subject} {reason}")
+            line += chunk
+        writer.join()
+        answer: dict[str, Any] = json.loads(line)
+        if "broken" in answer:
+            raise WeightsError(f"the model's {self._subject}: {clean_line(str(answer['broken']), 300)}")
+        return answer
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide the hundred lines that a library writes to stderr when it panics.
+
+    Where it does not panic, lines of other threads come out afterwards.
+    """
+    with _QUIET, tempfile.TemporaryFile() as written:
+        try:
+            kept = os.dup(2)
+        except OSError:  # it is closed
+            yield
+            return
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+            os.lseek(written.fileno(), 0, os.SEEK_SET)
+            with contextlib.suppress(OSError):
+                os.write(kept, written.read())
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def _write(stream: Any, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        stream.write(data)
+        stream.flush()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            if stream is not None:
+                stream.close()
+    process.wait()

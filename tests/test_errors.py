@@ -1,0 +1,63 @@
+"""Memory that runs out is one line, whichever library says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from minillm.cli import main as cli
+from minillm.config import EngineConfig
+from minillm.errors import CapacityError, memory_errors
+from minillm.load import load_engine
+
+
+def of_python() -> None:
+    raise MemoryError
+
+
+def of_the_cpu() -> None:
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def of_the_gpu() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has a total capacity of …")
+
+
+def of_cuda() -> None:
+    raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported …")
+
+
+ALL = [of_python, of_the_cpu, of_the_gpu, of_cuda]
+
+
+@pytest.mark.parametrize("fails", ALL)
+def test_memory_that_runs_out_is_one_line(fails, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    with pytest.raises(CapacityError, match="not enough memory") as caught, memory_errors():
+        fails()
+    assert "\n" not in str(caught.value)
+    assert ("the GPU" in str(caught.value)) == (fails in (of_the_gpu, of_cuda))
+    monkeypatch.setattr("minillm.cli.info.run", lambda arguments: fails())
+    assert cli.main(["info"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("minillm: error: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("fails", ALL)
+def test_loading_says_it_too(fails, monkeypatch) -> None:
+    monkeypatch.setattr("minillm.load.describe", lambda *arguments: fails())
+    with pytest.raises(CapacityError, match="not enough memory"):
+        load_engine("any", EngineConfig(device="cpu"))
+
+
+def test_other_errors_stay(monkeypatch) -> None:
+    with pytest.raises(ValueError, match="other"), memory_errors():
+        raise ValueError("other")
+
+
+def test_a_little_memory_has_a_unit_of_its_own(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minillm.runner.pool_size.free_bytes", lambda device: 3000)
+    with pytest.raises(CapacityError, match=r"one block takes \d+ (k?B) .*, 2 kB may be used"):
+        load_engine(str(tiny_model), EngineConfig(device="cpu"))
