@@ -295,8 +295,6 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          STOP + "test_stop_strings_end_text_by_the_rule"),
         ("long-beginning-of-a-stop-string", "min(len(text), len(stop) - 1)", "min(len(text), len(stop) - 2)",
          STOP + "test_stop_strings_end_text_by_the_rule"),
-    ],
-    "minillm/text/detokenizer.py": [
         ("character-of-two-prompt-tokens", "if len(tail) >= 4:", "if len(tail) >= 1:",
          STOP + "test_a_prompt_may_end_within_a_character"),
         ("copy-forgets-half-a-character", "other._decoder.setstate(self._decoder.getstate())", "pass",
@@ -414,7 +412,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("broken-line-kept", 'known.rfind(b"\\n") + 1', "len(known)",
          SHARED + "test_parts_are_merged_in_order_and_a_broken_line_is_forgotten"),
     ],
-    "minillm/model/rope_scaling.py": [
+    "minillm/model/rope.py": [
         ("dynamic-rope-without-its-power", "rope.theta * stretch ** (dim / (dim - 2))", "rope.theta * stretch",
          "tests/model/test_variants.py::test_dynamic_scaling_beyond_the_trained_context"),
         ("llama3-not-interpolated", "(1 - smooth) * scaled / rope.factor + smooth * scaled", "scaled",

@@ -51,6 +51,8 @@ class Verdict:
 def problems(fault: Fault) -> list[str]:
     """What is wrong with an entry of the table, as lines; none where it fits the code."""
     found = []
+    if not (ROOT / fault.file).is_file():
+        return [f"{fault.name}: there is no {fault.file}"]
     text = (ROOT / fault.file).read_text(encoding="utf-8")
     if text.count(fault.old) != 1:
         found.append(f"{fault.name}: {fault.old!r} is {text.count(fault.old)} times in {fault.file}, not once")

@@ -47,7 +47,7 @@ def test_nothing_beyond_the_last_is_handed_out() -> None:
         def add(self, name: str, count: int) -> int:
             return 9 if count == 0 else 10 + count
 
-    assert not SharedQueue(Replicas(Late(), 0, 2), 10).take(4)  # type: ignore[arg-type]
+    assert not Replicas(Late(), 0, 2).take(10, 4)  # type: ignore[arg-type]
 
 
 def test_parts_are_merged_in_order_and_a_broken_line_is_forgotten(tmp_path: Path) -> None:
