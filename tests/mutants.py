@@ -91,20 +91,8 @@ def work_in(tree: Path, tests: Sequence[str], output: Path) -> NoReturn:
     import minillm
 
     assert Path(minillm.__file__).is_relative_to(tree), "another minillm is in the way"
-    status = pytest.main(
-        [
-            "-x",
-            "-q",
-            "--tb=line",
-            "--disable-warnings",
-            "-p",
-            "no:cacheprovider",
-            "--hypothesis-seed=0",
-            "-m",
-            ALWAYS_OUT,
-            *tests,
-        ]
-    )
+    flags = ["-x", "-q", "--tb=line", "--disable-warnings", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    status = pytest.main([*flags, "-m", ALWAYS_OUT, *tests])
     sys.stdout.flush()
     os._exit(status)
 
@@ -116,8 +104,9 @@ def run(tree: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, s
     process.start()
     process.join(timeout)
     status = process.exitcode
+    assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)  # and whatever it has started
+        os.killpg(process.pid, signal.SIGKILL)  # and whatever it has started
     process.join()
     return status, output.read_text(errors="replace") if output.exists() else ""
 
