@@ -24,7 +24,6 @@ from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.screen import ChatScreen
 from minillm.ui.chat.sessions import SessionStore
-from minillm.ui.dialogs.palette import Palette
 from minillm.ui.engine_app import EngineApp
 from minillm.ui.messages import EngineEvent
 from minillm.ui.settings import Settings
@@ -144,6 +143,8 @@ class ChatApp(EngineApp):
             self.pop_screen()
 
     def action_command_palette(self) -> None:
+        from minillm.ui.dialogs import Palette
+
         if not isinstance(self.screen, Palette):
             self.push_screen(Palette(id="--command-palette"))
 

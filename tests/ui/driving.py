@@ -14,7 +14,7 @@ from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
 from minillm.ui.app import ChatApp
-from minillm.ui.bars.status import StatusBar
+from minillm.ui.bars import StatusBar
 from minillm.ui.chat.conversation import Turn
 from minillm.ui.chat.message import Note
 from minillm.ui.chat.prompt import PromptInput

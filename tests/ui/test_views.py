@@ -18,8 +18,8 @@ from textual.widget import Widget
 
 from minillm import ui
 from minillm.outputs import StepReport
-from minillm.service.messages import CacheChanged, LogEntry, Stepped, TableView
-from minillm.ui.bars.tabs import VIEWS, tab_labels
+from minillm.service.messages import CacheChanged, Inspect, LogEntry, Stepped, TableView
+from minillm.ui.bars import VIEWS, tab_labels
 from minillm.ui.memory.block_table import BlockTableView
 from minillm.ui.memory.event_log import EventLog, event_words
 from minillm.ui.memory.figures import memory_lines
@@ -28,6 +28,7 @@ from minillm.ui.memory.pool import Pool
 from minillm.ui.memory.pool_map import PoolMap
 from minillm.ui.memory.steps import StepList, split_bar
 from minillm.ui.memory.tree import block_trees, tree_lines
+from minillm.ui.messages import EngineCommand
 from minillm.ui.numbers import spans, sparkline
 from minillm.ui.theme import DARK
 
@@ -58,8 +59,9 @@ class PanelApp(App[None]):
         self.theme = DARK.name
         self.screen.add_class("-memory")
 
-    def on_memory_panel_inspect_asked(self, message: MemoryPanel.InspectAsked) -> None:
-        self.asked.append(message.block)
+    def on_engine_command(self, message: EngineCommand) -> None:
+        assert isinstance(message.command, Inspect)
+        self.asked.append(message.command.block)
 
 
 @asynccontextmanager

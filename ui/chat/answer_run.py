@@ -21,9 +21,8 @@ from minillm.service.messages import (
     Started,
     TextDelta,
 )
-from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.conversation import Answer, Conversation, Turn
-from minillm.ui.chat.message import AnswerView
+from minillm.ui.chat.message import AnswerView, CandidatesView
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.numbers import count, plural
 from minillm.ui.settings import Settings

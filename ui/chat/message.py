@@ -1,19 +1,21 @@
-"""The parts of the transcript: a question, an answer, a note of the app."""
+"""The parts of the transcript: a question, an answer with its reasoning, answers to choose from, a note of the app."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from textual import events
 from textual.app import ComposeResult
-from textual.containers import Vertical
+from textual.containers import Grid, Vertical
 from textual.content import Content
 from textual.widgets import Collapsible, Static
 
 from minillm.progress import size
 from minillm.text.safe import clean, clean_line
-from minillm.ui.chat.conversation import Answer
-from minillm.ui.chat.reasoning import ReasoningSplitter
-from minillm.ui.drawn import update_in_place
+from minillm.ui.chat.conversation import Answer, Candidate
+from minillm.ui.drawing import update_in_place
+from minillm.ui.messages import CommandAsked
 from minillm.ui.numbers import count, duration, plural
 from minillm.ui.textual_internals import Growing
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 _MOST_SHOWN = 4000  # characters of a question; a pasted book is not laid out again at every resize
 _MOST_LINES = 40
+_NARROWEST = 26  # columns of a candidate's card
+_MOST_ON_CARD = 1500  # characters: the end of a long text, for that is where it grows
+OPEN, CLOSE = "<think>", "</think>"  # around the reasoning
 
 
 def shortened(text: str) -> str:
@@ -54,6 +59,55 @@ def _new_markdown() -> ModelMarkdown:
     )
 
     return ModelMarkdown()
+
+
+@dataclass
+class ReasoningSplitter:
+    """Cuts a stream of text into (is reasoning, text) pieces; the tags themselves are dropped.
+
+    A piece that may be the beginning of a tag is held back until more comes.
+    """
+
+    inside: bool = False
+    _held: str = ""
+
+    def push(self, text: str) -> list[tuple[bool, str]]:
+        """Take more text; returns the pieces that are certain now."""
+        text = self._held + text
+        self._held = ""
+        pieces: list[tuple[bool, str]] = []
+        while text:
+            tag = CLOSE if self.inside else OPEN
+            at = text.find(tag)
+            if at >= 0:
+                self._add(pieces, text[:at])
+                self.inside = not self.inside
+                text = text[at + len(tag) :]
+                continue
+            keep = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+            self._add(pieces, text[: len(text) - keep])
+            self._held = text[len(text) - keep :]
+            break
+        return pieces
+
+    def finish(self) -> list[tuple[bool, str]]:
+        """End the text: the part that was held back was no tag."""
+        held, self._held = self._held, ""
+        return [(self.inside, held)] if held else []
+
+    def _add(self, pieces: list[tuple[bool, str]], text: str) -> None:
+        if text:
+            pieces.append((self.inside, text))
+
+
+def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:
+    """(reasoning, answer) of a whole text."""
+    splitter = ReasoningSplitter(inside)
+    pieces = splitter.push(text) + splitter.finish()
+    return (
+        "".join(piece for reasoning, piece in pieces if reasoning),
+        "".join(piece for reasoning, piece in pieces if not reasoning),
+    )
 
 
 class ReasoningView(Collapsible):
@@ -153,3 +207,74 @@ def summary(answer: Answer) -> str:
     if answer.finish_reason != "stop":
         words.append({"length": "cut at its longest", "abort": "stopped", "lost": "lost"}[answer.finish_reason])
     return " · ".join(words)
+
+
+class CandidateCard(Static, can_focus=True):
+    """One candidate. Enter or a click accepts it."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(Content("…"))
+        self.index = index
+        self.border_title = str(index + 1)
+
+    def show(self, candidate: Candidate) -> None:
+        reasoning, answer = split_reasoning(candidate.text)
+        text = clean(answer.strip() or reasoning.strip())
+        update_in_place(self, Content(text if len(text) <= _MOST_ON_CARD else "… " + text[-_MOST_ON_CARD:]))
+        self.border_subtitle = candidate_facts(candidate)
+        self.set_class(candidate.finish_reason is not None, "-finished")
+
+    def on_click(self) -> None:
+        self.post_message(CommandAsked("accept", str(self.index + 1)))
+
+    def on_key(self, event: events.Key) -> None:
+        if event.key == "enter":
+            event.stop()
+            self.post_message(CommandAsked("accept", str(self.index + 1)))
+
+
+def candidate_facts(candidate: Candidate) -> str:
+    """``23 tokens · log p -12.3 · score -0.54``."""
+    words = [plural(candidate.num_tokens, "token")]
+    if candidate.logprob is not None:
+        words.append(f"log p {candidate.logprob:.1f}")
+    if candidate.score is not None:
+        words.append(f"score {candidate.score:.2f}")
+    if candidate.finish_reason is not None:
+        words.append("✓" if candidate.finish_reason == "stop" else candidate.finish_reason)
+    return " · ".join(words)
+
+
+class CandidatesView(Vertical):
+    """The candidates of an answer, in columns where there is room, and below them how it goes."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+        self._cards = [CandidateCard(index) for index in range(len(answer.candidates))]
+        self._summary = Static(Content("reading the prompt …"), classes="summary")
+
+    def compose(self) -> ComposeResult:
+        with Grid():
+            yield from self._cards
+        yield self._summary
+
+    def on_mount(self) -> None:
+        self.refresh_cards()
+
+    def on_resize(self, event: events.Resize) -> None:
+        columns = max(1, min(len(self._cards), event.size.width // _NARROWEST))
+        self.query_one(Grid).styles.grid_size_columns = columns
+
+    def refresh_cards(self) -> None:
+        """Show the candidates as they stand now."""
+        for card, candidate in zip(self._cards, self.answer.candidates, strict=False):
+            card.show(candidate)
+        done = sum(candidate.finish_reason is not None for candidate in self.answer.candidates)
+        if self.answer.time_to_first_token is None and self.answer.is_open:
+            return
+        if self.answer.is_open:
+            text = f"{done} of {len(self._cards)} have ended · 1, 2 … accepts one and stops the others"
+        else:
+            text = f"1 … {min(9, len(self._cards))}, a click, or Tab and Enter accepts one; the others are freed"
+        update_in_place(self._summary, Content(text))

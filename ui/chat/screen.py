@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import time
 
-from textual import getters, on
+from textual import getters
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container
 from textual.events import ScreenResume
 from textual.screen import Screen
 
-from minillm.service.messages import BlockFacts, CacheChanged, Inspect, Stepped
-from minillm.ui.bars.keys import KeyBar
-from minillm.ui.bars.title import TitleBar
+from minillm.service.messages import BlockFacts, CacheChanged, Stepped
+from minillm.ui.bars import KeyBar, TitleBar
 from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.talk import Talk
+from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import EngineApp
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
-from minillm.ui.messages import EngineChanged, EngineCommand, EngineEvent, EngineState
-from minillm.ui.pacing import Drawing
+from minillm.ui.messages import EngineChanged, EngineEvent, EngineState
 from minillm.ui.settings import Settings
 
 _GRACE = 1.0  # seconds after an answer in which ctrl+c is taken as meant for it
@@ -125,10 +124,6 @@ class ChatScreen(Screen[None]):
         pool = self.pool
         several = pool is not None and any(table.owner == owner and table.index for table in pool.tables.values())
         return f"{name} · {index + 1}" if several else name
-
-    @on(MemoryPanel.InspectAsked)
-    def _inspect(self, message: MemoryPanel.InspectAsked) -> None:
-        self.post_message(EngineCommand(Inspect(message.block)))
 
     def action_command(self, name: str, argument: str = "") -> None:
         """Run a slash command, after all that the talk was told before.

@@ -13,19 +13,18 @@ from textual.widgets import Static, TextArea
 
 from minillm.errors import MinillmError
 from minillm.service.messages import Command, Forget, Keep, Notice, Pin, Report
-from minillm.ui.bars.loading import LoadingBar
-from minillm.ui.bars.status import FULL, Status, StatusBar
+from minillm.ui.bars import FULL, LoadingBar, Status, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
 from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
+from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import EngineApp
 from minillm.ui.memory.pool import Pool
 from minillm.ui.messages import CommandAsked, EngineChanged, EngineCommand, EngineEvent, EngineState, Phase
 from minillm.ui.numbers import count, duration
-from minillm.ui.pacing import Drawing
 
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
 _LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores

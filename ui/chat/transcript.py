@@ -9,9 +9,8 @@ from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.conversation import Conversation, Turn
-from minillm.ui.chat.message import AnswerView, Note, Question
+from minillm.ui.chat.message import AnswerView, CandidatesView, Note, Question
 from minillm.ui.textual_internals import Growing
 
 WELCOME = """\

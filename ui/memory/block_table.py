@@ -6,16 +6,15 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from rich.segment import Segment
-from rich.style import Style
+from rich.cells import cell_len
 from textual import events
 from textual.binding import Binding
 from textual.content import Content
 
 from minillm.runs import contiguous_runs
 from minillm.service.messages import TableView
-from minillm.ui.memory.line_view import BlockChosen, LineView
-from minillm.ui.memory.memory import Memory
+from minillm.ui.memory.line_view import BlockChosen, LineView, Parts
+from minillm.ui.memory.pool import Memory
 from minillm.ui.numbers import bar, count, plural, span
 
 HEADING = "  logical  physical   filled    ×"
@@ -27,9 +26,7 @@ class BlockTableView(LineView):
     With several, each has a line of its own above its blocks, and shared blocks name their sharers.
     """
 
-    COMPONENT_CLASSES = {  # noqa: RUF012
-        f"block-table--{name}" for name in ("run", "index", "block", "owned", "shared", "swapped", "header", "cursor")
-    }
+    COMPONENT_CLASSES = {"run", "index", "block", "owned", "shared", "swapped", "header", "cursor"}  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012
         Binding("up", "move(-1)", "Up", show=False),
         Binding("down", "move(1)", "Down", show=False),
@@ -125,48 +122,44 @@ class BlockTableView(LineView):
 
     # --- drawing ------------------------------------------------------------------------------------------------------
 
-    def line(self, row: int, width: int) -> list[Segment]:
+    def line(self, row: int, width: int) -> Parts:
         table, index = self._at(row)
-        segments = self._header(table, width) if index < 0 else self._block(table, index)
+        parts = self._header(table, width) if index < 0 else self._block(table, index)
         if self.has_focus and row == self._cursor_line():
-            cursor = Style(bgcolor=self.part("block-table--cursor").bgcolor, underline=True)
-            segments = [Segment(text, (style or self.base) + cursor) for text, style, _ in segments]
-            used = sum(segment.cell_length for segment in segments)
-            segments.append(Segment(" " * max(0, width - used), cursor))
-        return segments
+            rest = width - sum(cell_len(text) for text, _ in parts)
+            parts = [*((text, f"{name} cursor") for text, name in parts), (" " * rest, " cursor")]
+        return parts
 
-    def _header(self, table: TableView, width: int) -> list[Segment]:
+    def _header(self, table: TableView, width: int) -> Parts:
         name = self.memory.table_name(table)
         blocks, runs = len(table.blocks), len(list(contiguous_runs(table.blocks)))
         sizes = (plural(table.num_tokens, "token"), plural(blocks, "block"), plural(runs, "run"))
         facts = " · ".join((table.state, *sizes))
         if len(name) + len(facts) + 3 > width:
             facts = f"{table.state} {count(table.num_tokens)} tok {count(blocks)} bl {plural(runs, 'run')}"
-        state = "block-table--swapped" if table.state == "swapped" else "block-table--index"
-        return [Segment(name, self.part("block-table--header")), Segment(f"   {facts}", self.part(state))]
+        return [(name, "header"), (f"   {facts}", "swapped" if table.state == "swapped" else "index")]
 
-    def _block(self, table: TableView, index: int) -> list[Segment]:
+    def _block(self, table: TableView, index: int) -> Parts:
         pool, block = self.memory.pool, table.blocks[index]
         assert pool is not None
         size, filled = pool.block_size, pool.filled_slots(table, index)
         swapped = table.state == "swapped"
-        holders = 1 if swapped else len(pool.holders(block))
-        fill = self.part(f"block-table--{'swapped' if swapped else 'shared' if holders > 1 else 'owned'}")
-        grey = self.part("block-table--index")
+        holders = [] if swapped else pool.holders(block)
+        fill = "swapped" if swapped else "shared" if len(holders) > 1 else "owned"
         # "index → block" so that it reads without the heading, too.
-        segments = [
-            Segment(f"{_bracket(table.blocks, index)} ", self.part("block-table--run")),
-            Segment(f"{index:>{4 if self._headers else 5}} → ", grey),
-            Segment(f"{block:<{6 if self._headers else 7}} ", self.part("block-table--block")),
-            Segment(bar(filled / size, 4), fill),
+        parts = [
+            (f"{_bracket(table.blocks, index)} ", "run"),
+            (f"{index:>{4 if self._headers else 5}} → ", "index"),
+            (f"{block:<{6 if self._headers else 7}} ", "block"),
+            (bar(filled / size, 4), fill),
         ]
         if not self._headers or filled < size:
-            segments.append(Segment(f" {filled:>3}/{size:<3}", grey))
-        segments.append(Segment(" on the host" if swapped else f" ×{holders}", fill))
-        if self._headers and holders > 1:
-            others = [other for other, _ in pool.holders(block) if other.seq_id != table.seq_id]
-            segments.append(Segment(f" {self._listed(table, others)}", grey))
-        return segments
+            parts.append((f" {filled:>3}/{size:<3}", "index"))
+        parts.append((" on the host" if swapped else f" ×{len(holders)}", fill))
+        if self._headers and len(holders) > 1:
+            others = [other for other, _ in holders if other.seq_id != table.seq_id]
+            parts.append((f" {self._listed(table, others)}", "index"))
+        return parts
 
     def _listed(self, table: TableView, others: Sequence[TableView]) -> str:
         """The others by name, the siblings first; of each request the first one, and how many more."""

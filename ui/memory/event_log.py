@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import takewhile
 
-from rich.segment import Segment
 from textual import events
 from textual.content import Content
 from textual.message import Message
 
 from minillm.service.messages import LogEntry
 from minillm.text.safe import clean_line
-from minillm.ui.drawn import flow
-from minillm.ui.memory.line_view import LineView
-from minillm.ui.memory.memory import Memory
+from minillm.ui.drawing import flow
+from minillm.ui.memory.line_view import LineView, Parts
+from minillm.ui.memory.pool import Memory
 from minillm.ui.numbers import count, plural, spans
 
 KINDS = {
@@ -27,6 +26,7 @@ KINDS = {
     "s": ("swap_out", "swap_in"),
     "p": ("preempt",),
 }  # by the key that shows and hides them
+_KIND_NAMES = {kind for kinds in KINDS.values() for kind in kinds}
 _TITLES = {"copy": "copy on write", "swap_out": "swap out", "swap_in": "swap in"}
 _SHORT_TITLES = {"allocate": "alloc", "swap_out": "swapout", "swap_in": "swap in"}
 _WORDS = {
@@ -50,11 +50,7 @@ _MOST_NAMES = 20_000
 class EventLog(LineView):
     """Follows the newest event unless the reader has scrolled up. Space holds it still; a kind's letter hides it."""
 
-    COMPONENT_CLASSES = {  # noqa: RUF012
-        *(f"event-log--{kind}" for kinds in KINDS.values() for kind in kinds),
-        "event-log--time",
-        "event-log--text",
-    }
+    COMPONENT_CLASSES = {*_KIND_NAMES, "time", "text"}  # noqa: RUF012
 
     follows = True
 
@@ -138,18 +134,14 @@ class EventLog(LineView):
 
     # --- drawing ------------------------------------------------------------------------------------------------------
 
-    def line(self, row: int, width: int) -> list[Segment]:
+    def line(self, row: int, width: int) -> Parts:
         entry = self._entries[row]
         short = width < _ROOMY
         kind = clean_line((_SHORT_TITLES if short else _TITLES).get(entry.kind, entry.kind), 13)
-        style = f"event-log--{entry.kind}"
         return [
-            Segment(f"{entry.time:>6.1f} ", self.part("event-log--time")),
-            Segment(
-                f"{kind:<{7 if short else 13}} ",
-                self.part(style if style in self.COMPONENT_CLASSES else "event-log--text"),
-            ),
-            Segment(event_words(entry, self._who, short=short), self.part("event-log--text")),
+            (f"{entry.time:>6.1f} ", "time"),
+            (f"{kind:<{7 if short else 13}} ", entry.kind if entry.kind in _KIND_NAMES else "text"),
+            (event_words(entry, self._who, short=short), "text"),
         ]
 
     def _who(self, seq_id: int, owner: str = "") -> str:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich.segment import Segment
-
 from minillm.progress import size
-from minillm.ui.memory.line_view import LineView
-from minillm.ui.memory.memory import Memory
-from minillm.ui.memory.pool import Pool, PoolFigures
+from minillm.ui.memory.line_view import LineView, Parts
+from minillm.ui.memory.pool import Memory, Pool, PoolFigures
 from minillm.ui.numbers import bar, count, sparkline
 
 _SIDE_BY_SIDE = 76  # cells: from here on the two halves stand beside each other
@@ -23,16 +20,11 @@ _CHART = (
     ("free", "·", "free"),
 )  # from below: component class, letter, meaning
 
-Parts = list[tuple[str, str]]  # text, component class without its prefix
-
 
 class MemoryFigures(LineView):
     """Two halves of figures, and where there is room for it, a chart of the whole pool below them."""
 
-    COMPONENT_CLASSES = {  # noqa: RUF012
-        f"memory-figures--{name}"
-        for name in ("label", "figure", "used", "shared", "cached", "free", "waste", "without")
-    }
+    COMPONENT_CLASSES = {"label", "figure", "used", "shared", "cached", "free", "waste", "without"}  # noqa: RUF012
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
@@ -47,8 +39,8 @@ class MemoryFigures(LineView):
         self.catch_up()
         self.refresh()
 
-    def line(self, row: int, width: int) -> list[Segment]:
-        return [Segment(text, self.part(f"memory-figures--{part}")) for text, part in self._lines[row]]
+    def line(self, row: int, width: int) -> Parts:
+        return self._lines[row]
 
 
 def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:

@@ -11,8 +11,11 @@ from textual.message import Message
 from textual.strip import Strip
 
 from minillm.service.messages import TableView
-from minillm.ui.memory.memory import Memory
+from minillm.ui.memory.pool import Memory
 from minillm.ui.textual_internals import SteadyScrollView
+
+Parts = list[tuple[str, str]]
+"""A line: texts, each with its component class. " cursor" behind the class adds the style of that one."""
 
 
 @dataclass
@@ -36,8 +39,8 @@ class LineView(SteadyScrollView, can_focus=True):
         self.memory = memory
         self._at_end = True
         self._base: Style | None = None
-        self._parts: dict[str, Style] = {}
-        self._drawn: dict[int, list[Segment]] = {}  # the segments of each line of the screen
+        self._styles: dict[str, Style] = {}  # by component class
+        self._drawn: dict[int, Parts] = {}  # each line of the screen
 
     def begin_anew(self) -> None:
         """There is another pool, or none."""
@@ -47,8 +50,8 @@ class LineView(SteadyScrollView, can_focus=True):
         """Show the memory as it stands now."""
         raise NotImplementedError
 
-    def line(self, row: int, width: int) -> list[Segment]:
-        """The segments of line ``row``; the part beyond ``width`` cells is cut."""
+    def line(self, row: int, width: int) -> Parts:
+        """The texts of line ``row``; the part beyond ``width`` cells is cut."""
         raise NotImplementedError
 
     def set_lines(self, num_lines: int, dropped: int = 0) -> None:
@@ -71,7 +74,7 @@ class LineView(SteadyScrollView, can_focus=True):
     def refresh_changed(self) -> None:
         """Draw the lines in view that differ from the screen: making a line costs far less than drawing it."""
         width, height = self.scrollable_content_region.width, self.size.height
-        changed = [y for y in range(height) if self._segments(y, width) != self._drawn.get(y)]
+        changed = [y for y in range(height) if self._line_at(y, width) != self._drawn.get(y)]
         if len(changed) > height // 2:
             self.refresh()
         elif changed:
@@ -91,30 +94,30 @@ class LineView(SteadyScrollView, can_focus=True):
         if self.follows and self._at_end:
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
 
-    @property
-    def base(self) -> Style:
-        """The style of text without a style: Textual's own property walks the tree at each call."""
-        if self._base is None:
-            self._base = self.rich_style
-        return self._base
-
     def notify_style_update(self) -> None:
         super().notify_style_update()
         self._base = None
-        self._parts.clear()
+        self._styles.clear()
 
-    def part(self, name: str) -> Style:
-        """The style of the component class ``name``."""
-        style = self._parts.get(name)
+    def _style(self, name: str) -> Style:
+        """That of a component class. Textual's own cache takes several times as long."""
+        style = self._styles.get(name)
         if style is None:
-            style = self._parts[name] = self.get_component_rich_style(name)
+            kind, _, cursor = name.partition(" ")
+            style = self.get_component_rich_style(kind) if kind else Style()
+            if cursor:
+                style += self.get_component_rich_style(cursor, partial=True)
+            self._styles[name] = style
         return style
 
     def render_line(self, y: int) -> Strip:
         width = self.scrollable_content_region.width
-        segments = self._drawn[y] = self._segments(y, width)
-        return Strip(segments).adjust_cell_length(width, self.base)
+        parts = self._drawn[y] = self._line_at(y, width)
+        if self._base is None:
+            self._base = self.rich_style  # a property of Textual that walks the tree at each call
+        segments = [Segment(text, self._style(name)) for text, name in parts]
+        return Strip(segments).adjust_cell_length(width, self._base)
 
-    def _segments(self, y: int, width: int) -> list[Segment]:
+    def _line_at(self, y: int, width: int) -> Parts:
         row = y + self.scroll_offset.y
         return self.line(row, width) if 0 <= row < self.virtual_size.height else []

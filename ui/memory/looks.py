@@ -11,11 +11,11 @@ from minillm.ui.memory.pool import BlockState, Pool
 _RISING = "▁▂▃▄▅▆▇"  # how full an owned block is
 _GROWING = "▏▎▍▌▋▊▉"  # and a shared one: another shape, so that it needs no colour
 _NUM_COLOURS = 8  # of sequences; the letters tell 52 of them apart
-_CLASSES = {state: f"pool-map--{state.name.lower()}" for state in BlockState}
+_CLASSES = {state: state.name.lower() for state in BlockState}
 FREE = _CLASSES[BlockState.FREE]
 _SHARED = _CLASSES[BlockState.SHARED]
-_PART_OWNED, _PART_SHARED, _SWAPPED = "pool-map--part-owned", "pool-map--part-shared", "pool-map--swapped"
-_SEQUENCE_CLASSES = tuple(f"pool-map--sequence-{number}" for number in range(_NUM_COLOURS))
+_PART_OWNED, _PART_SHARED, _SWAPPED = "part-owned", "part-shared", "swapped"
+_SEQUENCE_CLASSES = tuple(f"sequence-{number}" for number in range(_NUM_COLOURS))
 COMPONENT_CLASSES = {*_CLASSES.values(), *_SEQUENCE_CLASSES, _PART_OWNED, _PART_SHARED, _SWAPPED}
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.message import Message
 from textual.reactive import reactive
 from textual.timer import Timer
 
-from minillm.service.messages import BlockFacts, CacheChanged, Stepped, TableView
-from minillm.ui.bars.tabs import ViewTabs
-from minillm.ui.drawn import Drawn
+from minillm.service.messages import BlockFacts, CacheChanged, Inspect, Stepped, TableView
+from minillm.ui.bars import ViewTabs
+from minillm.ui.drawing import Drawn
 from minillm.ui.memory.event_log import EventLog
 from minillm.ui.memory.line_view import BlockChosen
-from minillm.ui.memory.memory import Memory, Names
-from minillm.ui.memory.pool import Pool
+from minillm.ui.memory.pool import Memory, Names, Pool
 from minillm.ui.memory.views import PoolView, memory_views
+from minillm.ui.messages import EngineCommand
 
 _SETTLED = 0.08  # seconds: a block that the cursor only passes over is not asked for
 
@@ -27,12 +24,6 @@ class MemoryPanel(Vertical):
     """Only the view that is shown is kept up to date; the others catch up when they are opened."""
 
     view: reactive[str] = reactive("pool", init=False)
-
-    @dataclass
-    class InspectAsked(Message):
-        """The reader wants to know more of a block of the device."""
-
-        block: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +88,7 @@ class MemoryPanel(Vertical):
             self._catch_up()
 
     def show_facts(self, facts: BlockFacts) -> None:
-        """The answer to `InspectAsked`; one that comes too late is not shown."""
+        """The answer to `Inspect`; one that comes too late is not shown."""
         self._memory.facts = facts
         self._update_block()
 
@@ -153,7 +144,7 @@ class MemoryPanel(Vertical):
     def _post_question(self) -> None:
         self._inspect_timer = None
         if self._memory.block is not None and self._memory.on_host is None:
-            self.post_message(self.InspectAsked(self._memory.block))
+            self.post_message(EngineCommand(Inspect(self._memory.block)))
 
     def _update_block(self) -> None:
         for facts in self.query("#block-facts, #tables-block").results(Drawn):

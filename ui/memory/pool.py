@@ -1,4 +1,4 @@
-"""The engine's pool of blocks as the app knows it: a picture, kept up to date by `CacheChanged` events.
+"""The engine's pool of blocks as the app knows it, and the names and the block that the views of it share.
 
 The engine sends the block tables and the ids of cached blocks. The state of every block follows from these.
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from msgspec import structs
 
 from minillm.outputs import StepReport
-from minillm.service.messages import CacheChanged, CacheCounts, LogEntry, TableView
+from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableView
+from minillm.text.safe import clean_line
 
 _MOST_LOGGED = 10_000  # events that the log keeps
 _MOST_STEPS = 1_000
+_LONGEST_NAME = 60  # characters
 _HISTORY = 600  # figures over time: a minute at ten a second
 
 
@@ -174,3 +176,38 @@ class Pool:
     def filled_slots(self, table: TableView, index: int) -> int:
         """Slots of the table's logical block ``index`` that hold one of its tokens."""
         return max(0, min(self.block_size, table.num_tokens - index * self.block_size))
+
+
+Names = Callable[[str, int], str]
+"""(the request that owns a sequence, the number of the completion) -> "turn 2", "turn 2 · 3", "system prompt"."""
+
+
+@dataclass
+class Memory:
+    """The data of the views. ``current``: the request of the last answer, whose tables come first."""
+
+    pool: Pool | None = None
+    names: Names = lambda owner, index: f"{owner} · {index + 1}"
+    current: str | None = None
+    block: int | None = None
+    on_host: TableView | None = None  # the table that holds ``block`` on the host; None: it is the device's
+    facts: BlockFacts | None = None  # the engine's latest answer
+
+    @property
+    def current_tables(self) -> list[TableView]:
+        return self.pool.tables_of(self.current) if self.pool is not None and self.current is not None else []
+
+    @property
+    def tables(self) -> list[TableView]:
+        """All tables, those of the current request first."""
+        current = self.current_tables
+        others = self.pool.tables.values() if self.pool is not None else ()
+        return [*current, *(table for table in others if self.current is None or table.owner != self.current)]
+
+    def name(self, owner: str, index: int) -> str:
+        """The name of a sequence for people, in one line without anything that a terminal obeys."""
+        return clean_line(self.names(owner, index), _LONGEST_NAME)
+
+    def table_name(self, table: TableView) -> str:
+        """The name of a table; one that is the engine's own goes by its number."""
+        return self.name(table.owner, table.index) if table.owner else f"sequence {table.seq_id}"

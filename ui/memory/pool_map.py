@@ -6,22 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-from rich.segment import Segment
-from rich.style import Style
 from textual import events
 from textual.binding import Binding
 from textual.content import Content
 from textual.geometry import Region
 from textual.message import Message
 from textual.reactive import reactive
-from textual.strip import Strip
 
 from minillm.progress import size
-from minillm.ui.drawn import flow
-from minillm.ui.memory.line_view import BlockChosen, LineView
+from minillm.ui.drawing import flow
+from minillm.ui.memory.line_view import BlockChosen, LineView, Parts
 from minillm.ui.memory.looks import COMPONENT_CLASSES, FREE, Looks
-from minillm.ui.memory.memory import Memory
-from minillm.ui.memory.pool import Pool
+from minillm.ui.memory.pool import Memory, Pool
 from minillm.ui.numbers import count, plural
 
 _GROUP = 8  # blocks between two gaps
@@ -61,10 +57,6 @@ class Grid:
         on_host = row >= self.num_rows
         return (row - on_host * (self.num_rows + 1)) * self.per_row + column, on_host
 
-    def cell_of(self, column: int) -> int:
-        """The cell of a column of blocks."""
-        return self.label_width + column + column // _GROUP
-
 
 class PoolMap(LineView):
     """A row is the number of its first block, then its cells; rows of the host's memory follow while it holds any.
@@ -73,7 +65,7 @@ class PoolMap(LineView):
     in its colour. Coloured by sequence, a block shows its sequence's letter.
     """
 
-    COMPONENT_CLASSES = {*COMPONENT_CLASSES, "pool-map--label"}  # noqa: RUF012
+    COMPONENT_CLASSES = {*COMPONENT_CLASSES, "label", "cursor"}  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012
         Binding("left", "move(-1, 0)", "Block", show=False),
         Binding("right", "move(1, 0)", "Block", show=False),
@@ -241,40 +233,31 @@ class PoolMap(LineView):
         self._grid = Grid.of(looks.pool, self.scrollable_content_region.width)
         self.set_lines(self._grid.num_rows + (self._grid.host_rows(max(looks.host)) if looks.host else 0))
 
-    def line(self, row: int, width: int) -> list[Segment]:
+    def line(self, row: int, width: int) -> Parts:
         looks, grid = self._looks, self._grid
         if looks is None:
             return []
-        label, pool = self.part("pool-map--label"), looks.pool
+        pool, on_host = looks.pool, row > grid.num_rows
         if row == grid.num_rows:
             words = f"{len(looks.host)} of {count(pool.num_host_blocks)} blocks"
-            return [Segment("host".rjust(grid.label_width - 1) + " " + words, label)]
-        on_host = row > grid.num_rows
+            return [("host".rjust(grid.label_width - 1) + " " + words, "label")]
         first = (row - on_host * (grid.num_rows + 1)) * grid.per_row
         end = min(first + grid.per_row, pool.num_host_blocks if on_host else pool.num_blocks)
         cells_of = looks.host_cells if on_host else looks.device_cells
         marks, kinds = cells_of(first, end, by_sequence=self.by_sequence)
+        if self.has_focus and not on_host and first <= self._cursor < end:
+            kinds[self._cursor - first] += " cursor"
         groups = range(0, len(marks), _GROUP)
         text = " ".join("".join(marks[start : start + _GROUP]) for start in groups)
         cells = [kind for start in groups for kind in (*kinds[start : start + _GROUP], FREE)]
-        segments = [Segment(f"{first:>{grid.label_width - 1}} ", label)]
+        parts = [(f"{first:>{grid.label_width - 1}} ", "label")]
         at = 0
         # Neighbours that look alike are one segment: a row of 128 cells is a handful.
         for kind, run in groupby(cells[:-1]):
             end = at + len(list(run))
-            segments.append(Segment(text[at:end], self.part(kind)))
+            parts.append((text[at:end], kind))
             at = end
-        return self._with_cursor(segments, self._cursor - first) if self.has_focus and not on_host else segments
-
-    def _with_cursor(self, segments: list[Segment], column: int) -> list[Segment]:
-        """The cell of a column of blocks in reverse, if it is one of this row's."""
-        if not 0 <= column < self._grid.per_row:
-            return segments
-        cell = self._grid.cell_of(column)
-        strip = Strip(segments)
-        reverse = Style(reverse=True)
-        marked = [Segment(text, (style or self.base) + reverse) for text, style, _ in strip.crop(cell, cell + 1)]
-        return [*strip.crop(0, cell), *marked, *strip.crop(cell + 1)]
+        return parts
 
     def headline(self, width: int, height: int) -> Content:
         """How much of the pool is used, in blocks and bytes, and how much of it is shared."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.segment import Segment
 from textual.content import Content
 
 from minillm.outputs import StepReport
-from minillm.ui.memory.line_view import LineView
-from minillm.ui.memory.memory import Memory
+from minillm.ui.memory.line_view import LineView, Parts
+from minillm.ui.memory.pool import Memory
 from minillm.ui.numbers import count
 
 HEADING = "  step prefill decode     ms "
@@ -24,9 +23,7 @@ class StepList(LineView):
     ``!`` counts the groups that were preempted, ``↓`` and ``↑`` the blocks that were swapped out and in.
     """
 
-    COMPONENT_CLASSES = {  # noqa: RUF012
-        f"step-list--{name}" for name in ("number", "prefill", "decode", "time", "host", "device", "trouble")
-    }
+    COMPONENT_CLASSES = {"number", "prefill", "decode", "time", "host", "device", "trouble"}  # noqa: RUF012
 
     follows = True
 
@@ -43,20 +40,20 @@ class StepList(LineView):
     def _steps(self) -> Sequence[StepReport]:
         return self.memory.pool.steps if self.memory.pool is not None else ()
 
-    def line(self, row: int, width: int) -> list[Segment]:
+    def line(self, row: int, width: int) -> Parts:
         step = self._steps[row]
         chunks = f"{count(step.num_prefill_tokens)}" + (f"/{step.num_prefills}" if step.num_prefills > 1 else "")
         trouble = _trouble(step)
         room = max(_LEAST_BAR, min(_LONGEST_BAR, width - len(HEADING) - len(trouble)))
         host, device = split_bar(step, room)
         return [
-            Segment(f"{step.number:>6}", self.part("step-list--number")),
-            Segment(f"{chunks if step.num_prefills else '':>8}", self.part("step-list--prefill")),
-            Segment(f"{step.num_decodes or '':>7}", self.part("step-list--decode")),
-            Segment(f"{1000 * step.seconds:>7.1f} ", self.part("step-list--time")),
-            Segment(host, self.part("step-list--host")),
-            Segment(device, self.part("step-list--device")),
-            Segment(trouble, self.part("step-list--trouble")),
+            (f"{step.number:>6}", "number"),
+            (f"{chunks if step.num_prefills else '':>8}", "prefill"),
+            (f"{step.num_decodes or '':>7}", "decode"),
+            (f"{1000 * step.seconds:>7.1f} ", "time"),
+            (host, "host"),
+            (device, "device"),
+            (trouble, "trouble"),
         ]
 
     def headline(self, width: int, height: int) -> Content:

@@ -1,4 +1,4 @@
-"""Block tables as a tree: shared blocks stand once, above the private ones of each sequence.
+"""The forks, as the block tables tell them: shared blocks stand once, above the private ones of each sequence.
 
 A radix tree over physical block ids. Forks share blocks from the first one on, so a block is shared along an edge or it
 is private to a leaf; copy-on-write is where two of them part.
@@ -9,8 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from textual.binding import Binding
+from textual.content import Content
+
 from minillm.runs import common_length
 from minillm.service.messages import TableView
+from minillm.ui.memory.line_view import LineView, Parts
+from minillm.ui.memory.pool import Memory
+from minillm.ui.numbers import bar, count, plural, spans
+
+_MOST_SPANS = 4
 
 
 @dataclass
@@ -90,3 +98,65 @@ def tree_lines(roots: Sequence[BlockNode]) -> list[TreeLine]:
             last = number == len(parts) - 1
             waiting.append((below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "), parts[number]))
     return lines
+
+
+class ForkTree(LineView):
+    """A line per node. ``●`` is a run of blocks that all below it share; a name is a sequence, with its private blocks.
+
+    A sequence without a block of its own stands where its last block is still shared: it has not been written to.
+    """
+
+    COMPONENT_CLASSES = {"rail", "shared", "name", "owned", "swapped", "fact"}  # noqa: RUF012
+    BINDINGS = [  # noqa: RUF012
+        Binding("up", "scroll_up", "Up", show=False),
+        Binding("down", "scroll_down", "Down", show=False),
+    ]
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory)
+        self._lines: list[TreeLine] = []
+
+    def catch_up(self) -> None:
+        pool = self.memory.pool
+        self._lines = tree_lines(block_trees(list(pool.tables.values()))) if pool is not None else []
+        self.set_lines(len(self._lines))
+
+    def line(self, row: int, width: int) -> Parts:
+        line = self._lines[row]
+        rails = (line.rails, "rail")
+        if line.table is not None:
+            return [rails, *self._leaf(line.table, line.node)]
+        node = line.node
+        assert node is not None
+        shared = f"● {plural(len(node.blocks), 'block')} ×{node.num_tables}"
+        return [rails, (shared, "shared"), (f"  {spans(node.blocks, _MOST_SPANS)}", "fact")]
+
+    def _leaf(self, table: TableView, node: BlockNode | None) -> Parts:
+        pool = self.memory.pool
+        assert pool is not None
+        swapped = table.state == "swapped"
+        parts = [(self.memory.table_name(table), "name")]
+        if table.state != "idle":
+            parts.append((f" {table.state}", "swapped" if swapped else "fact"))
+        if node is None or not node.blocks:
+            return [*parts, ("  0 own", "fact")]
+        last = pool.filled_slots(table, len(table.blocks) - 1)
+        return [
+            *parts,
+            (f"  {count(len(node.blocks))}{' on the host' if swapped else ' own'} ", "swapped" if swapped else "owned"),
+            (bar(last / pool.block_size, 4), "owned"),
+            (f" {spans(node.blocks, _MOST_SPANS)}", "fact"),
+        ]
+
+    def headline(self, width: int, height: int) -> Content:
+        """How much sharing saves, on one line of ``width`` cells or on two."""
+        pool = self.memory.pool
+        if pool is None:
+            return Content("no model is loaded")
+        logical, used = pool.figures.logical_blocks, pool.used_blocks
+        if not used:
+            return Content("no sequence holds a block")
+        num_seqs = sum(1 for table in pool.tables.values() if table.state != "swapped")
+        words = f"{plural(used, 'block')} for {plural(num_seqs, 'sequence')}"
+        instead = f"{count(logical)} without sharing: {max(0, logical - used) / max(1, logical):.0%} saved"
+        return Content(f"{words}, {instead}" if len(words) + len(instead) + 2 <= width else f"{words}\n{instead}")
