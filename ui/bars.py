@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from textual import events
+from textual.binding import Binding
 from textual.content import Content
 from textual.message import Message
 from textual.reactive import reactive
@@ -197,6 +199,11 @@ def _context(status: Status, *, meter: bool) -> Content:
     text = f"{count(status.context_used)}/{count(status.context_size)} ({fraction:.0%})"
     text = f"context {bar(fraction, 10)} {text}" if meter else f"context {text}"
     return Content.styled(text + " !", "$text-warning bold") if fraction > FULL else Content(text)
+
+
+def hidden_keys(actions: Mapping[str, str], *, priority: bool = False) -> list[Binding]:
+    """Keys and their actions, which the line of keys does not show."""
+    return [Binding(key, action, show=False, priority=priority) for key, action in actions.items()]
 
 
 class KeyBar(Widget):

@@ -19,7 +19,6 @@ from textual.widgets import Static
 from minillm.service.messages import Abort, Forget, Generate, Pace
 from minillm.ui.app import ChatApp
 from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.chat.screen import ChatScreen
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import plural
@@ -37,11 +36,6 @@ _SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 class Narration(Static):
     """The line of explanation above the chat."""
 
-    def tell(self, number: int, total: int, text: str, speed: float, paused: bool) -> None:
-        state = "paused" if paused else f"speed {speed:g}"
-        keys = "space: on · p: pause · + −: speed · ctrl+q: leave"
-        self.update(Content.assemble((f"{number}/{total}  {text}", "bold"), (f"\n{state} · {keys}", "$text-muted")))
-
 
 @dataclass(frozen=True)
 class Stop:
@@ -56,12 +50,8 @@ class Tour:
     """The means of the stops: ask like a person, and wait for the pool to show the effect."""
 
     def __init__(self, app: DemoApp) -> None:
-        self.app = app
+        self.app, self.chat = app, app.chat
         self._others = 0
-
-    @property
-    def chat(self) -> ChatScreen:
-        return self.app.chat
 
     @property
     def pool(self) -> Pool:
@@ -194,20 +184,21 @@ class DemoApp(ChatApp):
         counts = self.chat.pool.counts
         self.over = True
         self.chat.talk.send(Pace(0))
-        self.chat.query_one(Narration).update(
-            Content(
-                f"The tour is over: {plural(counts.num_copies, 'block')} copied on write, "
-                f"{plural(counts.num_hit_tokens, 'token')} found in the cache, "
-                f"{plural(counts.num_evictions, 'eviction')}, {plural(counts.num_preemptions, 'preemption')}. "
-                "The chat is yours."
-            )
+        words = (
+            f"The tour is over: {plural(counts.num_copies, 'block')} copied on write, "
+            f"{plural(counts.num_hit_tokens, 'token')} found in the cache, {plural(counts.num_evictions, 'eviction')}, "
+            f"{plural(counts.num_preemptions, 'preemption')}. The chat is yours."
         )
+        self.chat.query_one(Narration).update(Content(words))
         prompt = self.chat.talk.prompt
         prompt.disabled = False
         prompt.focus()
 
     def _tell(self, text: str) -> None:
-        self.chat.query_one(Narration).tell(self.number, len(STOPS), text, self.speed, self.paused)
+        state = "paused" if self.paused else f"speed {self.speed:g}"
+        keys = (f"\n{state} · space: on · p: pause · + −: speed · ctrl+q: leave", "$text-muted")
+        line = Content.assemble((f"{self.number}/{len(STOPS)}  {text}", "bold"), keys)
+        self.chat.query_one(Narration).update(line)
 
     def _set_pace(self) -> None:
         self.chat.talk.send(Pace(_STEPS_PER_SECOND * self.speed))

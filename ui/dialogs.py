@@ -24,6 +24,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.progress import size
 from minillm.service.messages import TokenChoice
 from minillm.text.safe import clean, clean_line
+from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.sessions import SessionStore, SessionSummary
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.numbers import bar, plural
@@ -99,8 +100,7 @@ class SamplingScreen(Dialog[Settings]):
 
     BINDINGS = [  # noqa: RUF012
         Binding("ctrl+s", "save", "Save", priority=True),
-        Binding("up", "app.focus_previous", "Previous", show=False),
-        Binding("down", "app.focus_next", "Next", show=False),
+        *hidden_keys({"up": "app.focus_previous", "down": "app.focus_next"}),
     ]
 
     def __init__(self, settings: Settings) -> None:
@@ -177,8 +177,7 @@ class SessionsScreen(Dialog[Path]):
     """The saved conversations: search, delete. Gives back the file of the one to resume."""
 
     BINDINGS = [  # noqa: RUF012
-        Binding("down", "move('down')", "Next", show=False),
-        Binding("up", "move('up')", "Previous", show=False),
+        *hidden_keys({"up": "move('up')", "down": "move('down')"}),
         Binding("delete", "delete", "Delete", priority=True),
     ]
 
@@ -257,8 +256,7 @@ class ProbabilityScreen(Dialog[None]):
     BINDINGS = [  # noqa: RUF012
         Binding("left", "move(-1)", "Previous token", priority=True),
         Binding("right", "move(1)", "Next token", priority=True),
-        Binding("home", "move(-1000000)", "First", priority=True, show=False),
-        Binding("end", "move(1000000)", "Last", priority=True, show=False),
+        *hidden_keys({"home": "move(-1000000)", "end": "move(1000000)"}, priority=True),
         Binding("n", "unlikely", "Next unlikely"),
     ]
 

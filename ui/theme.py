@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from textual.theme import Theme
 
-DARK = Theme(
-    name="minillm-dark",
-    primary="#7fa8d1",
-    secondary="#b596d8",
-    accent="#7fa8d1",
-    success="#8dbb8a",
-    warning="#dcae5f",
-    error="#e0796c",
-    foreground="#d3dae1",
-    background="#11151a",
-    surface="#171c22",
-    panel="#1f262e",
-    dark=True,
-    variables={"footer-key-foreground": "#7fa8d1", "footer-background": "#11151a"},
-)
+_COLOURS = {
+    "primary": ("#7fa8d1", "#2d6597"),
+    "secondary": ("#b596d8", "#7a4bab"),
+    "success": ("#8dbb8a", "#35743e"),
+    "warning": ("#dcae5f", "#9a6200"),
+    "error": ("#e0796c", "#b0352a"),
+    "foreground": ("#d3dae1", "#2a2f35"),
+    "background": ("#11151a", "#fcfbf8"),
+    "surface": ("#171c22", "#f3f1eb"),
+    "panel": ("#1f262e", "#e8e5dd"),
+}  # dark, light
 
-LIGHT = Theme(
-    name="minillm-light",
-    primary="#2d6597",
-    secondary="#7a4bab",
-    accent="#2d6597",
-    success="#35743e",
-    warning="#9a6200",
-    error="#b0352a",
-    foreground="#2a2f35",
-    background="#fcfbf8",
-    surface="#f3f1eb",
-    panel="#e8e5dd",
-    dark=False,
-    variables={"footer-key-foreground": "#2d6597", "footer-background": "#fcfbf8"},
-)
+
+def _theme(name: str, *, dark: bool) -> Theme:
+    colours: dict[str, Any] = {part: shades[0 if dark else 1] for part, shades in _COLOURS.items()}
+    blue, ground = colours["primary"], colours["background"]
+    footer = {"footer-key-foreground": blue, "footer-background": ground}
+    return Theme(name, accent=blue, dark=dark, variables=footer, **colours)
+
+
+DARK, LIGHT = _theme("minillm-dark", dark=True), _theme("minillm-light", dark=False)
 
 
 def preferred_theme(name: str = "") -> Theme:

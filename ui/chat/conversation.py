@@ -86,8 +86,6 @@ class Conversation:
     leaf: Turn | None = None  # the last turn that is shown
     num_dropped: int = 0  # oldest turns of the path that the model is no longer told
 
-    # --- the path that is shown ---------------------------------------------------------------------------------------
-
     @property
     def turns(self) -> list[Turn]:
         """The turns that are shown, in order."""
@@ -119,8 +117,6 @@ class Conversation:
             self.leaf = self.leaf.children[-1]
         self.num_dropped = 0
         return chosen
-
-    # --- growing ------------------------------------------------------------------------------------------------------
 
     def ask(self, question: str) -> Answer:
         """A new turn after the last one; returns its answer, still empty."""
@@ -184,8 +180,6 @@ class Conversation:
                 number = seen[depth]
                 return f"turn {depth}" + ("" if number == 1 else chr(96 + min(number, 26)))
         return None
-
-    # --- as plain data ------------------------------------------------------------------------------------------------
 
     def to_data(self) -> dict[str, Any]:
         """Numbers, texts, lists and dictionaries, of which `from_data` makes the conversation again."""

@@ -6,13 +6,12 @@ import time
 
 from textual import getters
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Container
 from textual.events import ScreenResume
 from textual.screen import Screen
 
 from minillm.service.messages import BlockFacts, CacheChanged, Stepped
-from minillm.ui.bars import KeyBar, TitleBar
+from minillm.ui.bars import KeyBar, TitleBar, hidden_keys
 from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.talk import Talk
@@ -23,6 +22,8 @@ from minillm.ui.memory.pool import Pool
 from minillm.ui.messages import EngineChanged, EngineEvent, EngineState
 from minillm.ui.settings import Settings
 
+_SCROLLS = {"pageup": "page_up", "pagedown": "page_down", "ctrl+up": "up", "ctrl+down": "down", "ctrl+home": "home",
+            "ctrl+end": "end"}  # fmt: skip
 _GRACE = 1.0  # seconds after an answer in which ctrl+c is taken as meant for it
 
 
@@ -33,17 +34,9 @@ class ChatScreen(Screen[None]):
     panel = getters.query_one(MemoryPanel)
 
     BINDINGS = [  # noqa: RUF012
-        Binding("escape", "stop", "Stop", priority=True, show=False),
-        Binding("ctrl+c", "interrupt", "Stop or quit", priority=True, show=False),
-        Binding("alt+v", "expand", "Whole screen", priority=True, show=False),
-        Binding("alt+up", "select(-1)", "Turn above", priority=True, show=False),
-        Binding("alt+down", "select(1)", "Turn below", priority=True, show=False),
-        Binding("pageup", "scroll('page_up')", "Page up", priority=True, show=False),
-        Binding("pagedown", "scroll('page_down')", "Page down", priority=True, show=False),
-        Binding("ctrl+up", "scroll('up')", "Line up", priority=True, show=False),
-        Binding("ctrl+down", "scroll('down')", "Line down", priority=True, show=False),
-        Binding("ctrl+home", "scroll('home')", "Beginning", priority=True, show=False),
-        Binding("ctrl+end", "scroll('end')", "End", priority=True, show=False),
+        *hidden_keys({"escape": "stop", "ctrl+c": "interrupt", "alt+v": "expand"}, priority=True),
+        *hidden_keys({"alt+up": "select(-1)", "alt+down": "select(1)"}, priority=True),
+        *hidden_keys({key: f"scroll({where!r})" for key, where in _SCROLLS.items()}, priority=True),
         *COMMANDS.bindings("chat"),
     ]
 

@@ -78,8 +78,6 @@ class Talk(Vertical):
         self.prompt.focus()
         self.watch(self.app, "settings", self._pin_system)
 
-    # --- the engine ---------------------------------------------------------------------------------------------------
-
     async def on_engine_changed(self, message: EngineChanged) -> None:
         before, self.engine = self.engine, message.state
         state = self.engine
@@ -126,8 +124,6 @@ class Talk(Vertical):
 
     def send(self, command: Command) -> None:
         self.post_message(EngineCommand(command))
-
-    # --- questions ----------------------------------------------------------------------------------------------------
 
     @on(PromptInput.Submitted)
     async def _submitted(self, message: PromptInput.Submitted) -> None:
@@ -242,8 +238,6 @@ class Talk(Vertical):
             "the oldest turns will be left out when it is; Ctrl+N begins anew", "warning"
         )  # fmt: skip
 
-    # --- candidates ---------------------------------------------------------------------------------------------------
-
     async def accept(self, turn: Turn, index: int) -> None:
         """Make a candidate the answer, and have the blocks of the others freed."""
         turn.answer.accept(index)
@@ -260,8 +254,6 @@ class Talk(Vertical):
         if leaf is not None and leaf.answer.candidates and not leaf.answer.is_open:
             self.notify("the first candidate was taken")
             await self.accept(leaf, 0)
-
-    # --- the lines below the transcript -------------------------------------------------------------------------------
 
     def refresh_status(self) -> None:
         """Show the activity. Drawing and reports leave the processor to a model that computes on it."""
@@ -296,8 +288,6 @@ class Talk(Vertical):
             words = [f"{command.usage}  {command.summary}" for command in found[:6]]
             more = len(found) - len(words)
             hints.update(Content("\n".join([*words, f"and {more} more: /help lists all"] if more else words)))
-
-    # --- the conversation on disk -------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Save the conversation; an error is said, and nothing else happens."""

@@ -8,11 +8,11 @@ from itertools import accumulate
 
 from rich.cells import cell_len
 from textual import events
-from textual.binding import Binding
 from textual.content import Content
 
 from minillm.runs import contiguous_runs
 from minillm.service.messages import TableView
+from minillm.ui.bars import hidden_keys
 from minillm.ui.memory.line_view import BlockChosen, LineView, Parts
 from minillm.ui.memory.pool import Memory
 from minillm.ui.numbers import bar, count, plural, span
@@ -28,13 +28,8 @@ class BlockTableView(LineView):
 
     COMPONENT_CLASSES = {"run", "index", "block", "owned", "shared", "swapped", "header", "cursor"}  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012
-        Binding("up", "move(-1)", "Up", show=False),
-        Binding("down", "move(1)", "Down", show=False),
-        Binding("left", "jump(-1)", "Sequence before", show=False),
-        Binding("right", "jump(1)", "Next sequence", show=False),
-        Binding("home", "move(-1000000000)", "First", show=False),
-        Binding("end", "move(1000000000)", "Last", show=False),
-        Binding("t", "tokens", "Tokens", show=False),
+        *hidden_keys({"up": "move(-1)", "down": "move(1)", "left": "jump(-1)", "right": "jump(1)"}),
+        *hidden_keys({"home": "move(-1000000000)", "end": "move(1000000000)", "t": "tokens"}),
     ]
 
     def __init__(self, memory: Memory, *, headers: bool = False) -> None:
@@ -59,8 +54,6 @@ class BlockTableView(LineView):
     def on_resize(self) -> None:
         super().on_resize()
         self.refresh()
-
-    # --- cursor -------------------------------------------------------------------------------------------------------
 
     def action_move(self, lines: int) -> None:
         self._move_to(self._cursor_line() + lines)
@@ -119,8 +112,6 @@ class BlockTableView(LineView):
         if not table.blocks:
             return
         self.post_message(BlockChosen(table.blocks[max(0, index)], table if table.state == "swapped" else None))
-
-    # --- drawing ------------------------------------------------------------------------------------------------------
 
     def line(self, row: int, width: int) -> Parts:
         table, index = self._at(row)

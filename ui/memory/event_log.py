@@ -7,12 +7,11 @@ from itertools import takewhile
 
 from textual import events
 from textual.content import Content
-from textual.message import Message
 
 from minillm.service.messages import LogEntry
 from minillm.text.safe import clean_line
 from minillm.ui.drawing import flow
-from minillm.ui.memory.line_view import LineView, Parts
+from minillm.ui.memory.line_view import FactsChanged, LineView, Parts
 from minillm.ui.memory.pool import Memory
 from minillm.ui.numbers import count, plural, spans
 
@@ -54,9 +53,6 @@ class EventLog(LineView):
 
     follows = True
 
-    class Changed(Message):
-        """Paused or not, or another filter: the lines above and below the log are out of date."""
-
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
         self.paused = False
@@ -64,8 +60,6 @@ class EventLog(LineView):
         self._last: LogEntry | None = None  # the newest one that has been looked at
         self._entries: list[LogEntry] = []
         self._owners: dict[int, tuple[str, int]] = {}  # seq_id -> owner, completion; outlives the sequence
-
-    # --- the events ---------------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         """There is another pool, or none."""
@@ -104,8 +98,6 @@ class EventLog(LineView):
         log, last = self.memory.pool.log if self.memory.pool is not None else (), self._last
         return list(takewhile(lambda entry: entry is not last, reversed(log)))
 
-    # --- keys ---------------------------------------------------------------------------------------------------------
-
     def on_key(self, event: events.Key) -> None:
         key = event.character or event.key
         if key in (" ", "space"):
@@ -122,7 +114,7 @@ class EventLog(LineView):
             return
         event.stop()
         event.prevent_default()
-        self.post_message(self.Changed())
+        self.post_message(FactsChanged())
 
     def _filter(self) -> None:
         """Choose anew from the events that have been looked at: a log that is held still stays so."""
@@ -131,8 +123,6 @@ class EventLog(LineView):
             looked_at = log[: len(log) - len(self._fresh())]
             self._entries = [entry for entry in looked_at if entry.kind in wanted]
             self.set_lines(len(self._entries))
-
-    # --- drawing ------------------------------------------------------------------------------------------------------
 
     def line(self, row: int, width: int) -> Parts:
         entry = self._entries[row]

@@ -144,11 +144,7 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
         ]
         cells = [[(f"{name:<15} ", "label"), (f"{count(number):<5}", "figure")] for name, number in pairs]
         return [hit_rate, *([*one, *two] for one, two in zip(cells[::2], cells[1::2], strict=True))]
-    happened = (
-        ("copies", counts.num_copies),
-        ("evicted", counts.num_evictions),
-        ("preempted", counts.num_preemptions),
-    )
+    happened = (("copies", counts.num_copies), ("evicted", counts.num_evictions), ("preempted", counts.num_preemptions))
     swaps = f"{count(counts.num_swapped_out)} out, {count(counts.num_swapped_in)} in"
     return [
         hit_rate,

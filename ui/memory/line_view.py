@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.content import Content
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.strip import Strip
@@ -24,6 +25,10 @@ class BlockChosen(Message):
 
     block: int | None
     table: TableView | None = None
+
+
+class FactsChanged(Message):
+    """A key has changed the way that a list is shown: the lines of facts around it are out of date."""
 
 
 class LineView(SteadyScrollView, can_focus=True):
@@ -53,6 +58,10 @@ class LineView(SteadyScrollView, can_focus=True):
     def line(self, row: int, width: int) -> Parts:
         """The texts of line ``row``; the part beyond ``width`` cells is cut."""
         raise NotImplementedError
+
+    def headline(self, width: int, height: int) -> Content:
+        """The facts above the lines, for a room of so many cells."""
+        return Content("")
 
     def set_lines(self, num_lines: int, dropped: int = 0) -> None:
         """There are ``num_lines`` now, after the first ``dropped`` ones have gone."""

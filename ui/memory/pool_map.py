@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from textual import events
-from textual.binding import Binding
 from textual.content import Content
 from textual.geometry import Region
-from textual.message import Message
-from textual.reactive import reactive
 
 from minillm.progress import size
+from minillm.ui.bars import hidden_keys
 from minillm.ui.drawing import flow
-from minillm.ui.memory.line_view import BlockChosen, LineView, Parts
+from minillm.ui.memory.line_view import BlockChosen, FactsChanged, LineView, Parts
 from minillm.ui.memory.looks import COMPONENT_CLASSES, FREE, Looks
 from minillm.ui.memory.pool import Memory, Pool
 from minillm.ui.numbers import count, plural
@@ -67,28 +65,17 @@ class PoolMap(LineView):
 
     COMPONENT_CLASSES = {*COMPONENT_CLASSES, "label", "cursor"}  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012
-        Binding("left", "move(-1, 0)", "Block", show=False),
-        Binding("right", "move(1, 0)", "Block", show=False),
-        Binding("up", "move(0, -1)", "Row", show=False),
-        Binding("down", "move(0, 1)", "Row", show=False),
-        Binding("home", "move_to(0)", "First block", show=False),
-        Binding("end", "move_to(-1)", "Last block", show=False),
-        Binding("c", "colour", "By sequence", show=False),
+        *hidden_keys({"left": "move(-1, 0)", "right": "move(1, 0)", "up": "move(0, -1)", "down": "move(0, 1)"}),
+        *hidden_keys({"home": "move_to(0)", "end": "move_to(-1)", "c": "colour"}),
     ]
-
-    by_sequence: reactive[bool] = reactive(False, init=False)
-
-    class Recoloured(Message):
-        """Coloured the other way: the legend is another one."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
         self._looks: Looks | None = None  # None while there is no pool
         self._grid = Grid(0, _GROUP, 0)
+        self.by_sequence = False
         self._cursor = 0
         self._hovered: tuple[int, bool] | None = None  # a block, and whether it is one of the host's
-
-    # --- the pool -----------------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         self._looks = None if self.memory.pool is None else Looks(self.memory.pool)
@@ -124,6 +111,9 @@ class PoolMap(LineView):
     def catch_up(self) -> None:
         if self._looks is not None:
             self._looks.find_all(by_sequence=self.by_sequence)
+        self.on_resize()
+
+    def on_resize(self) -> None:
         self._lay_out()
         if not self.has_focus:
             self._show_last_used()
@@ -136,16 +126,13 @@ class PoolMap(LineView):
         elif seen:
             self.refresh(*(Region(0, y, width, 1) for y in seen))
 
-    def watch_by_sequence(self) -> None:
+    def action_colour(self) -> None:
+        """Colour the blocks the other way."""
+        self.by_sequence = not self.by_sequence
         if self._looks is not None and self.by_sequence:
             self._looks.follow_sequences()
         self.refresh()
-        self.post_message(self.Recoloured())
-
-    def action_colour(self) -> None:
-        self.by_sequence = not self.by_sequence
-
-    # --- where the cursor and the mouse are ---------------------------------------------------------------------------
+        self.post_message(FactsChanged())
 
     def action_move(self, blocks: int, rows: int) -> None:
         self._move_to(self._cursor + blocks + rows * self._grid.per_row)
@@ -206,13 +193,6 @@ class PoolMap(LineView):
             self.post_message(BlockChosen(None if chosen is None else chosen[0]))
         elif self._looks is not None and (table := self._looks.host.get(chosen[0])) is not None:
             self.post_message(BlockChosen(chosen[0], table))
-
-    # --- drawing ------------------------------------------------------------------------------------------------------
-
-    def on_resize(self) -> None:
-        self._lay_out()
-        if not self.has_focus:
-            self._show_last_used()
 
     def _show_last_used(self) -> None:
         used = [block for table in self._looks.on_device() for block in table.blocks[-1:]] if self._looks else []

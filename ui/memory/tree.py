@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from textual.binding import Binding
 from textual.content import Content
 
 from minillm.runs import common_length
 from minillm.service.messages import TableView
+from minillm.ui.bars import hidden_keys
 from minillm.ui.memory.line_view import LineView, Parts
 from minillm.ui.memory.pool import Memory
 from minillm.ui.numbers import bar, count, plural, spans
@@ -107,10 +107,7 @@ class ForkTree(LineView):
     """
 
     COMPONENT_CLASSES = {"rail", "shared", "name", "owned", "swapped", "fact"}  # noqa: RUF012
-    BINDINGS = [  # noqa: RUF012
-        Binding("up", "scroll_up", "Up", show=False),
-        Binding("down", "scroll_down", "Down", show=False),
-    ]
+    BINDINGS = [*hidden_keys({"up": "scroll_up", "down": "scroll_down"})]  # noqa: RUF012
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)

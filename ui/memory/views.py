@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
@@ -50,7 +49,9 @@ class MemoryView(Vertical):
             lines.catch_up()
         self.update_facts()
 
-    @on(EventLog.Changed)
+    def on_facts_changed(self) -> None:
+        self.update_facts()
+
     def update_facts(self) -> None:
         """Draw the changed lines around the lists."""
         for facts in self.query(Drawn):
@@ -79,14 +80,12 @@ class PoolView(MemoryView):
         self._table.catch_up()
         self.update_facts()
 
-    @on(PoolMap.Recoloured)
-    def name_colours(self) -> None:
-        """Name the key for the other colours."""
+    def update_facts(self) -> None:
         self.query_one("#pool").border_subtitle = "c: by state" if self._map.by_sequence else "c: by sequence"
-        self.update_facts()
+        super().update_facts()
 
     def on_mount(self) -> None:
-        self.name_colours()
+        self.update_facts()
 
 
 def _box(name: str, title: str, *parts: Widget) -> Vertical:
@@ -106,25 +105,22 @@ def _block_facts(name: str, memory: Memory) -> Drawn:
 def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
     """The views by name. ``log`` is there from the start, for it learns names."""
 
-    def tables() -> list[Widget]:
-        lines = BlockTableView(memory, headers=True)
-        return [Drawn(lines.headline, id="tables-facts"), lines, _block_facts("tables-block", memory)]
+    def headed(name: str, lines: LineView, *others: Widget) -> list[Widget]:
+        return [Drawn(lines.headline, id=f"{name}-facts"), *others, lines]
 
-    def tree() -> list[Widget]:
-        lines = ForkTree(memory)
-        return [Drawn(lines.headline, id="tree-facts"), lines]
+    def tables() -> list[Widget]:
+        return [*headed("tables", BlockTableView(memory, headers=True)), _block_facts("tables-block", memory)]
 
     def events() -> list[Widget]:
-        return [Drawn(log.headline, id="events-facts"), log, Drawn(log.legend, id="events-legend")]
+        return [*headed("events", log), Drawn(log.legend, id="events-legend")]
 
     def steps() -> list[Widget]:
-        lines, heading = StepList(memory), _line("steps-heading", f"{STEP_HEADING}▒ host █ device")
-        return [Drawn(lines.headline, id="steps-facts"), heading, lines]
+        return headed("steps", StepList(memory), _line("steps-heading", f"{STEP_HEADING}▒ host █ device"))
 
     return {
         "pool": PoolView(memory),
         "tables": MemoryView("tables", "block tables", tables, "t: tokens"),
-        "tree": MemoryView("tree", "fork tree", tree),
+        "tree": MemoryView("tree", "fork tree", lambda: headed("tree", ForkTree(memory))),
         "events": MemoryView("events", "events", events),
         "memory": MemoryView("memory", "memory", lambda: [MemoryFigures(memory)]),
         "steps": MemoryView("steps", "steps", steps),
