@@ -150,7 +150,7 @@ class ChatApp(EngineApp):
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
         """The palette's commands: every slash command that needs no argument."""
-        for command in COMMANDS if isinstance(screen, ChatScreen) else ():
+        for command in COMMANDS.values() if isinstance(screen, ChatScreen) else ():
             if not command.needs_argument:
                 title = command.name.capitalize() + (f"  {command.shown_key}" if command.shown_key else "")
                 yield SystemCommand(title, command.summary, partial(self.chat.action_command, command.name))

@@ -369,8 +369,8 @@ class HelpScreen(Dialog[None]):
 
 
 def _listing(table: CommandTable) -> Content:
-    keys_of = {command.name: command.shown_key for command in table}
-    commands = {command.usage: command.summary for command in table}
+    keys_of = {name: command.shown_key for name, command in table.items()}
+    commands = {command.usage: command.summary for command in table.values()}
     lines = []
     for title, keys in {**KEYS, "Commands": commands}.items():
         lines.append(Content.styled(title, "bold $text-primary"))

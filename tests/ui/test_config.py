@@ -128,8 +128,8 @@ NAMES = (
 
 
 def test_the_commands_and_their_keys() -> None:
-    assert tuple(command.name for command in COMMANDS) == NAMES
-    keys = {key: command.name for command in COMMANDS for key in command.keys}
+    assert tuple(COMMANDS) == NAMES
+    keys = {key: command.name for command in COMMANDS.values() for key in command.keys}
     assert keys == {
         "f1": "help", "f2": "model", "f3": "sampling", "f4": "system", "f5": "pool", "f6": "tables", "f7": "tree",
         "f8": "events", "f9": "memory", "f10": "steps", "ctrl+n": "new", "ctrl+o": "sessions", "ctrl+r": "reload",
@@ -149,7 +149,7 @@ def test_the_commands_and_their_keys() -> None:
 
 def test_the_help_shows_the_keys_that_commands_declare() -> None:
     shown = set(re.findall(r"{(\w+)}", " ".join(key for keys in KEYS.values() for key in keys)))
-    assert shown == {command.name for command in COMMANDS if command.shown_key} - {"reload"}
+    assert shown == {command.name for command in COMMANDS.values() if command.shown_key} - {"reload"}
 
 
 def test_the_tabs_and_the_commands_of_views_have_the_same_keys() -> None:

@@ -7,6 +7,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minillm.errors import MinillmError, UsageError
 from minillm.paths import data_dir
@@ -41,11 +42,10 @@ class SessionStore:
             return
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            data = json.dumps(conversation.to_data(), ensure_ascii=False, indent=1)
             handle, name = tempfile.mkstemp(prefix=".saving-", dir=self.directory)
             try:
                 with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass") as file:
-                    file.write(data)
+                    file.write(json.dumps(conversation.to_data(), ensure_ascii=False, indent=1))
                 os.replace(name, self.path_of(conversation))
             except BaseException:
                 os.unlink(name)
@@ -79,7 +79,7 @@ class SessionStore:
             MinillmError: the file cannot be read, or holds no conversation.
         """
         try:
-            return Conversation.from_data(parse_json(path.read_text(encoding="utf-8", errors="surrogatepass")))
+            return Conversation.from_data(_read(path))
         except (OSError, ValueError) as error:
             raise MinillmError(f"{path.name} cannot be opened: {error}") from None
 
@@ -88,31 +88,31 @@ class SessionStore:
 
     def list(self, search: str = "") -> list[SessionSummary]:
         """The conversations that hold ``search`` in a question or an answer, the latest first."""
-        found = []
-        words = search.casefold().split()
+        found, words = [], search.casefold().split()
         for path in self.directory.glob("*.json"):
             try:
-                data = parse_json(path.read_text(encoding="utf-8", errors="surrogatepass"))
-                texts = [turn["question"] + "\n" + turn["answer"]["text"] for turn in data["turns"]]
-                whole = "\n".join(texts).casefold()
+                turns = _read(path)["turns"]
+                whole = "\n".join(turn["question"] + "\n" + turn["answer"]["text"] for turn in turns).casefold()
                 if all(word in whole for word in words):
-                    unfinished = any(turn["answer"]["finish_reason"] is None for turn in data["turns"])
-                    title = data["turns"][0]["question"]
-                    found.append(SessionSummary(path, title, len(texts), path.stat().st_mtime, unfinished))
+                    unfinished = any(turn["answer"]["finish_reason"] is None for turn in turns)
+                    saved = path.stat().st_mtime
+                    found.append(SessionSummary(path, turns[0]["question"], len(turns), saved, unfinished))
             except (OSError, ValueError, KeyError, TypeError, IndexError):
                 continue  # not ours, or broken: opening it says why
         return sorted(found, key=lambda summary: -summary.saved)
 
 
+def _read(path: Path) -> Any:
+    return parse_json(path.read_text(encoding="utf-8", errors="surrogatepass"))
+
+
 def to_markdown(conversation: Conversation) -> str:
     """The shown path as Markdown, for people."""
-    lines = [
-        f"# {clean_line(conversation.turns[0].question, 80) if conversation.turns else 'An empty conversation'}",
-        "",
-    ]
+    turns = conversation.turns
+    lines = [f"# {clean_line(turns[0].question, 80) if turns else 'An empty conversation'}", ""]
     if conversation.system:
         lines += [f"> {line}" for line in conversation.system.splitlines()] + [""]
-    for turn in conversation.turns:
+    for turn in turns:
         lines += ["## You", "", turn.question, "", f"## {conversation.model or 'The model'}", "", turn.answer.text, ""]
     return "\n".join(lines)
 

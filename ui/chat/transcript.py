@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import takewhile
 
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
@@ -47,6 +47,10 @@ class TurnView(Growing, Vertical):
         await before.remove()
 
 
+def _welcome() -> Static:
+    return Static(Content(WELCOME), id="welcome")
+
+
 def _view_of(turn: Turn) -> AnswerView | CandidatesView:
     return CandidatesView(turn.answer) if turn.answer.candidates else AnswerView(turn.answer)
 
@@ -61,7 +65,7 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
         self._selected: TurnView | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static(Content(WELCOME), id="welcome")
+        yield _welcome()
 
     def on_mount(self) -> None:
         self.anchor()
@@ -75,14 +79,11 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
 
     async def show_path(self, conversation: Conversation) -> None:
         """Show the conversation's turns; those that are shown already stay as they are."""
-        turns = conversation.turns
-        views = self.turn_views
-        same = next((i for i, (view, turn) in enumerate(zip(views, turns, strict=False)) if view.turn is not turn),
-                    min(len(views), len(turns)))  # fmt: skip
+        turns, views = conversation.turns, self.turn_views
+        same = sum(1 for _ in takewhile(lambda pair: pair[0].turn is pair[1], zip(views, turns, strict=False)))
         if views[same:]:
             # All that stands below the first turn that goes belongs to the branch that is left.
-            below = list(self.children)[list(self.children).index(views[same]) :]
-            await self.remove_children(below)
+            await self.remove_children(self.children[self.children.index(views[same]) :])
         if self._selected not in self.turn_views:
             self.select(None)
         added = [TurnView(turn, "") for turn in turns[same:]]
@@ -106,7 +107,7 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
         """Begin again with the welcome."""
         self._selected = None
         await self.remove_children()
-        await self.mount(Static(Content(WELCOME), id="welcome"))
+        await self.mount(_welcome())
         self.anchor()
 
     @property
@@ -123,9 +124,7 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
 
     def select_next(self, step: int) -> None:
         """Select the turn below (1) or above (-1) the selected one; past the last one, none."""
-        views: Sequence[TurnView] = self.turn_views
-        if not views:
-            return
+        views = self.turn_views
         at = views.index(self._selected) if self._selected in views else len(views)
         at = max(0, at + step)
         self.select(views[at] if at < len(views) else None)

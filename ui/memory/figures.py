@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from minillm.progress import size
 from minillm.ui.memory.line_view import LineView, Parts
@@ -47,12 +48,8 @@ def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
     """All lines for a room of ``width`` and ``height`` cells."""
     if width >= _SIDE_BY_SIDE:
         half = (width - 4) // 2
-        first, second = _shares(pool, half), [*_savings(pool, half), *_counts(pool, half, spread=False)]
-        blank: Parts = [(" " * half, "label")]
-        num_lines = max(len(first), len(second))
-        first += [blank] * (num_lines - len(first))
-        second += [blank] * (num_lines - len(second))
-        lines = [[*_fitted(one, half), ("    ", "label"), *two] for one, two in zip(first, second, strict=True)]
+        halves = _shares(pool, half), [*_savings(pool, half), *_counts(pool, half, spread=False)]
+        lines = [[*_fitted(one, half), ("    ", "label"), *two] for one, two in zip_longest(*halves, fillvalue=[])]
     else:
         rule: Parts = [("", "label")]
         lines = [*_shares(pool, width), rule, *_savings(pool, width), rule, *_counts(pool, width, spread=True)]
@@ -64,8 +61,7 @@ def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
 
 def _fitted(parts: Parts, width: int) -> Parts:
     """``parts`` and blanks up to ``width``."""
-    used = sum(len(text) for text, _ in parts)
-    return [*parts, (" " * (width - used), "label")] if used < width else parts
+    return [*parts, (" " * (width - sum(len(text) for text, _ in parts)), "label")]
 
 
 def _shares(pool: Pool, width: int) -> list[Parts]:
@@ -85,14 +81,8 @@ def _shares(pool: Pool, width: int) -> list[Parts]:
         values = [slots(figures) for figures in history[-room:]]
         now = slots(pool.figures)
         most = pool.num_blocks * pool.block_size if name == "free" else max(1, *values)
-        lines.append(
-            [
-                (f"{name:<7} ", "label"),
-                (sparkline(values, room, most), name),
-                (f" {count(now):>10}", "figure"),
-                (f" {size(now * slot_bytes):>7}", "label"),
-            ]
-        )
+        chart = [(f"{name:<7} ", "label"), (sparkline(values, room, most), name)]
+        lines.append([*chart, (f" {count(now):>10}", "figure"), (f" {size(now * slot_bytes):>7}", "label")])
     return lines
 
 
@@ -112,15 +102,11 @@ def _savings(pool: Pool, width: int) -> list[Parts]:
     ]
     most = max(1, *(slots for _, slots, _ in rows))
     room = max(2, width - label - 20)
-    return [
-        [
-            (f"{name:<{label}} ", "label"),
-            (bar(slots / most, room), part),
-            (f" {count(slots):>10}", "figure"),
-            (f" {size(slots * slot_bytes):>7}", "label"),
-        ]
-        for name, slots, part in rows
-    ]
+    lines = []
+    for name, slots, part in rows:
+        meter = [(f"{name:<{label}} ", "label"), (bar(slots / most, room), part)]
+        lines.append([*meter, (f" {count(slots):>10}", "figure"), (f" {size(slots * slot_bytes):>7}", "label")])
+    return lines
 
 
 def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
@@ -128,11 +114,7 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
     counts = pool.counts
     looked_up, hits = counts.num_looked_up_tokens, counts.num_hit_tokens
     rate = f"{hits / looked_up:.0%}" if looked_up else "none yet"
-    hit_rate: Parts = [
-        ("hit rate ", "label"),
-        (rate, "figure"),
-        (f"  {count(hits)} of {count(looked_up)} tokens", "label"),
-    ]
+    hit_rate = [("hit rate ", "label"), (rate, "figure"), (f"  {count(hits)} of {count(looked_up)} tokens", "label")]
     if spread:
         pairs = [
             ("copied on write", counts.num_copies),
@@ -144,11 +126,11 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
         ]
         cells = [[(f"{name:<15} ", "label"), (f"{count(number):<5}", "figure")] for name, number in pairs]
         return [hit_rate, *([*one, *two] for one, two in zip(cells[::2], cells[1::2], strict=True))]
-    happened = (("copies", counts.num_copies), ("evicted", counts.num_evictions), ("preempted", counts.num_preemptions))
     swaps = f"{count(counts.num_swapped_out)} out, {count(counts.num_swapped_in)} in"
+    happened = [*_named("copies", counts.num_copies), *_named("evicted", counts.num_evictions)]
     return [
         hit_rate,
-        [part for name, number in happened for part in _named(name, number)],
+        [*happened, *_named("preempted", counts.num_preemptions)],
         [("swapped ", "label"), (f"{swaps}  ", "figure"), *_named("on the host", counts.host_blocks_used)],
     ]
 
