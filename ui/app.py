@@ -20,10 +20,9 @@ from minillm.service.client import ENGINE_COMMAND
 from minillm.service.messages import Event
 from minillm.text.safe import clean
 from minillm.ui.chat.commands import COMMANDS
-from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.conversation import Conversation, SessionStore
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.screen import ChatScreen
-from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.engine_app import EngineApp
 from minillm.ui.messages import EngineEvent
 from minillm.ui.settings import Settings

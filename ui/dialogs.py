@@ -25,7 +25,7 @@ from minillm.progress import size
 from minillm.service.messages import TokenChoice
 from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import hidden_keys
-from minillm.ui.chat.sessions import SessionStore, SessionSummary
+from minillm.ui.chat.conversation import SessionStore, SessionSummary
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.numbers import bar, plural
 from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts

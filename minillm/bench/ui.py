@@ -31,7 +31,7 @@ from minillm.bench.table import computed, shown
 from minillm.errors import MinillmError
 from minillm.service.messages import CacheChanged, LogEntry, TableView
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.chat.conversation import SessionStore
 from minillm.ui.memory.pool import Pool
 from minillm.ui.messages import EngineEvent
 from minillm.ui.settings import Settings

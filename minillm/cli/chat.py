@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     # Wrong options are named before the terminal changes.
-    from minillm.ui.chat.sessions import SessionStore
+    from minillm.ui.chat.conversation import SessionStore
     from minillm.ui.settings import Settings, load_settings
     from minillm.ui.terminal import check_terminal, is_plain_only
 

@@ -11,7 +11,7 @@ from minillm.user_config import read_config
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from minillm.ui.chat.sessions import SessionStore
+    from minillm.ui.chat.conversation import SessionStore
     from minillm.ui.settings import Settings
     from minillm.ui.terminal import check_terminal
 

@@ -166,7 +166,7 @@ def test_one_declaration_feeds_all() -> None:
     table = CommandTable()
     table.command("walk", "go there", argument="[WHERE]", keys={"ctrl+w": "", "alt+w": "home"}, label="Walk")(nothing)
     table.command("run", "faster", "ctrl+x", scope="app")(nothing)
-    walk, run = table
+    walk, run = table.values()
     assert (walk.usage, walk.needs_argument, walk.action) == ("/walk [WHERE]", False, nothing)
     assert (run.usage, run.shown_key, run.keys) == ("/run", "Ctrl+X", {"ctrl+x": ""})
     assert table.parse("/wa far away") == (walk, "far away")

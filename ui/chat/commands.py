@@ -16,8 +16,7 @@ from textual.screen import ModalScreen
 
 from minillm.errors import UsageError
 from minillm.ui.bars import VIEWS
-from minillm.ui.chat.conversation import Conversation, Turn
-from minillm.ui.chat.sessions import export
+from minillm.ui.chat.conversation import Conversation, Turn, export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.chat.talk import Talk
 from minillm.ui.settings import with_param

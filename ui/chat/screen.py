@@ -13,7 +13,7 @@ from textual.screen import Screen
 from minillm.service.messages import BlockFacts, CacheChanged, Stepped
 from minillm.ui.bars import KeyBar, TitleBar, hidden_keys
 from minillm.ui.chat.commands import COMMANDS
-from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.chat.conversation import SessionStore
 from minillm.ui.chat.talk import Talk
 from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import EngineApp

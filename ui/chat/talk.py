@@ -15,9 +15,8 @@ from minillm.errors import MinillmError
 from minillm.service.messages import Command, Forget, Keep, Notice, Pin, Report
 from minillm.ui.bars import FULL, LoadingBar, Status, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
-from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
+from minillm.ui.chat.conversation import Answer, Candidate, Conversation, SessionStore, Turn
 from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.drawing import Drawing

@@ -2,23 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
+from string import ascii_letters
 
 from textual import events
 from textual.content import Content
 from textual.geometry import Region
 
 from minillm.progress import size
+from minillm.service.messages import TableView
 from minillm.ui.bars import hidden_keys
 from minillm.ui.drawing import flow
 from minillm.ui.memory.line_view import BlockChosen, FactsChanged, LineView, Parts
-from minillm.ui.memory.looks import COMPONENT_CLASSES, FREE, Looks
-from minillm.ui.memory.pool import Memory, Pool
+from minillm.ui.memory.pool import BlockState, Memory, Pool
 from minillm.ui.numbers import count, plural
 
 _GROUP = 8  # blocks between two gaps
+_RISING = "▁▂▃▄▅▆▇"  # how full an owned block is
+_GROWING = "▏▎▍▌▋▊▉"  # and a shared one: another shape, so that it needs no colour
+_NUM_COLOURS = 8  # of sequences; the letters tell 52 of them apart
+_CLASSES = {state: state.name.lower() for state in BlockState}
+_LEGEND = (
+    ("·", "free", "free"),
+    ("o", "owned", "owned"),
+    ("2", "shared", "shared by 2"),
+    ("c", "cached", "cached"),
+    ("p", "pinned", "pinned"),
+    ("▃", "part-owned", "partly filled"),
+    ("▍", "part-shared", "shared"),
+)  # mark, component class, meaning
+_SEQUENCE_CLASSES = tuple(f"sequence-{number}" for number in range(_NUM_COLOURS))
+_COMPONENT_CLASSES = {*_CLASSES.values(), *_SEQUENCE_CLASSES, "part-owned", "part-shared", "swapped"}
+
+
+class Looks:
+    """The mark of every block of a pool, and the component class of its colour."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.host: dict[int, TableView] = {}  # host block -> the table that waits there
+        self._by_state = [("", "")] * pool.num_blocks
+        self._letters: dict[int, int] = {}  # seq_id -> its letter's number, as long as it lives
+        self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + its sequence's letter; 0 where it has none
+
+    def find_all(self, *, by_sequence: bool) -> None:
+        """Find everything anew."""
+        for block in range(self.pool.num_blocks):
+            self.find(block)
+        self.follow_host()
+        if by_sequence:
+            self.follow_sequences()
+
+    def find(self, block: int) -> None:
+        """Find how a block looks by its state."""
+        state, size = self.pool.state(block), self.pool.block_size
+        mark, kind = state.value, _CLASSES[state]
+        if state is BlockState.OWNED or state is BlockState.SHARED:
+            filled = self.pool.filled[block]
+            if filled < size:
+                owned = state is BlockState.OWNED
+                levels, kind = (_RISING, "part-owned") if owned else (_GROWING, "part-shared")
+                mark = levels[min(len(levels) - 1, filled * (len(levels) + 1) // size)]
+            elif state is BlockState.SHARED:
+                sharers = self.pool.ref_counts[block]
+                mark = str(sharers) if sharers < 10 else "+"
+        self._by_state[block] = mark, kind
+
+    def on_device(self) -> list[TableView]:
+        return [table for table in self.pool.tables.values() if table.state != "swapped"]
+
+    def follow_host(self) -> None:
+        """Find the tables that wait on the host."""
+        swapped = [table for table in self.pool.tables.values() if table.state == "swapped"]
+        room = range(self.pool.num_host_blocks)
+        self.host = {block: table for table in swapped for block in table.blocks if block in room}
+
+    def follow_sequences(self) -> bytearray:
+        """Find the sequence of each block; returns those before. A sequence keeps its letter as long as it lives."""
+        pool, before = self.pool, self._sequence_of
+        for seq_id in self._letters.keys() - pool.tables.keys():
+            del self._letters[seq_id]
+        taken = set(self._letters.values())
+        free = (number for number in range(len(pool.tables) + len(taken)) if number not in taken)
+        self._sequence_of = bytearray(pool.num_blocks)
+        for table in pool.tables.values():
+            if table.seq_id not in self._letters:
+                self._letters[table.seq_id] = next(free)
+            if table.state != "swapped":
+                letter = 1 + self._letters[table.seq_id] % len(ascii_letters)
+                for block in table.blocks:
+                    self._sequence_of[block] = letter
+        return before
+
+    def changed_hands(self, before: bytearray, first: int, end: int) -> bool:
+        """Whether a block from ``first`` to ``end`` is another sequence's: it may look the same by its state."""
+        return before[first:end] != self._sequence_of[first:end]
+
+    def cells(self, first: int, end: int, *, on_host: bool, by_sequence: bool) -> list[tuple[str, str]]:
+        """Marks and classes of the device's or the host's blocks from ``first`` to ``end``."""
+        if on_host:
+            return [self._host_look(self.host.get(block), by_sequence) for block in range(first, end)]
+        if by_sequence:
+            return [self._sequence_look(block) for block in range(first, end)]
+        return self._by_state[first:end]
+
+    def _sequence_look(self, block: int) -> tuple[str, str]:
+        letter = self._sequence_of[block]
+        if self.pool.ref_counts[block] > 1:
+            return "*", "shared"
+        if letter:
+            return _letter_look(letter - 1)
+        return (":" if self.pool.state(block) is BlockState.CACHED else "·"), "free"
+
+    def _host_look(self, table: TableView | None, by_sequence: bool) -> tuple[str, str]:
+        if table is None:
+            return "·", "free"
+        return _letter_look(self._letters.get(table.seq_id, 0)) if by_sequence else ("w", "swapped")
+
+    def legend(self, name_of: Callable[[TableView], str], *, by_sequence: bool) -> Iterator[tuple[str, str, str]]:
+        """Marks, their classes, and their meanings."""
+        if by_sequence:
+            yield "*", "shared", "several"
+            for seq_id, number in sorted(self._letters.items(), key=lambda item: item[1]):
+                if seq_id in self.pool.tables:
+                    yield (*_letter_look(number), name_of(self.pool.tables[seq_id]))
+            return
+        yield from _LEGEND
+        if self.host:
+            yield "w", "swapped", "swapped"
+
+
+def _letter_look(number: int) -> tuple[str, str]:
+    letter = number % len(ascii_letters)
+    return ascii_letters[letter], _SEQUENCE_CLASSES[letter % _NUM_COLOURS]
 
 
 @dataclass(frozen=True)
@@ -63,7 +182,7 @@ class PoolMap(LineView):
     in its colour. Coloured by sequence, a block shows its sequence's letter.
     """
 
-    COMPONENT_CLASSES = {*COMPONENT_CLASSES, "label", "cursor"}  # noqa: RUF012
+    COMPONENT_CLASSES = {*_COMPONENT_CLASSES, "label", "cursor"}  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012
         *hidden_keys({"left": "move(-1, 0)", "right": "move(1, 0)", "up": "move(0, -1)", "down": "move(0, 1)"}),
         *hidden_keys({"home": "move_to(0)", "end": "move_to(-1)", "c": "colour"}),
@@ -223,21 +342,15 @@ class PoolMap(LineView):
             return [("host".rjust(grid.label_width - 1) + " " + words, "label")]
         first = (row - on_host * (grid.num_rows + 1)) * grid.per_row
         end = min(first + grid.per_row, pool.num_host_blocks if on_host else pool.num_blocks)
-        cells_of = looks.host_cells if on_host else looks.device_cells
-        marks, kinds = cells_of(first, end, by_sequence=self.by_sequence)
+        cells = looks.cells(first, end, on_host=on_host, by_sequence=self.by_sequence)
         if self.has_focus and not on_host and first <= self._cursor < end:
-            kinds[self._cursor - first] += " cursor"
-        groups = range(0, len(marks), _GROUP)
-        text = " ".join("".join(marks[start : start + _GROUP]) for start in groups)
-        cells = [kind for start in groups for kind in (*kinds[start : start + _GROUP], FREE)]
-        parts = [(f"{first:>{grid.label_width - 1}} ", "label")]
-        at = 0
+            mark, kind = cells[self._cursor - first]
+            cells[self._cursor - first] = mark, f"{kind} cursor"
+        for gap in reversed(range(_GROUP, len(cells), _GROUP)):
+            cells.insert(gap, (" ", "free"))
         # Neighbours that look alike are one segment: a row of 128 cells is a handful.
-        for kind, run in groupby(cells[:-1]):
-            end = at + len(list(run))
-            parts.append((text[at:end], kind))
-            at = end
-        return parts
+        runs = [("".join(mark for mark, _ in run), kind) for kind, run in groupby(cells, key=itemgetter(1))]
+        return [(f"{first:>{grid.label_width - 1}} ", "label"), *runs]
 
     def headline(self, width: int, height: int) -> Content:
         """How much of the pool is used, in blocks and bytes, and how much of it is shared."""
