@@ -223,7 +223,6 @@ class KeyBar(Widget):
             self.refresh()
 
     def _keys(self) -> list[tuple[str, Content]]:
-        """Each key's name, and its text in the line."""
         shown: list[tuple[str, Content]] = []
         room = self.content_size.width
         for _, binding, enabled, _ in self.screen.active_bindings.values():

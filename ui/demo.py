@@ -65,7 +65,6 @@ class Tour:
             await asyncio.sleep(0.05)
 
     async def ask(self, question: str, **params: Any) -> None:
-        """Ask in the chat, and wait until the answer has ended."""
         for name, value in {"n": 1, "beam_width": 1, **params}.items():
             self.app.settings = with_param(self.app.settings, name, str(value))
         self.chat.talk.prompt.text = question
@@ -168,7 +167,6 @@ class DemoApp(ChatApp):
 
     @work(group="tour")
     async def _play(self) -> None:
-        """All stops, then the chat is the viewer's."""
         tour = Tour(self)
         self._tell("The model is being loaded.")
         while self.engine_state.phase != "ready" or self.chat.pool is None:
@@ -204,7 +202,6 @@ class DemoApp(ChatApp):
         self.chat.talk.send(Pace(_STEPS_PER_SECOND * self.speed))
 
     async def _pause(self) -> None:
-        """Time to read, or until the viewer goes on."""
         self._go_on.clear()
         end = time.monotonic() + _READING / self.speed
         while not self._go_on.is_set() and (self.paused or time.monotonic() < end):

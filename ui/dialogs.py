@@ -52,7 +52,6 @@ class Dialog(ModalScreen[Result]):
             yield from self._box_parts
 
     def say(self, problem: object) -> None:
-        """Show an error in the line for it."""
         self.query_one(".problem", Static).update(Content(clean_line(str(problem), 300)))
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
@@ -277,7 +276,6 @@ class ProbabilityScreen(Dialog[None]):
         self._show()
 
     def action_unlikely(self) -> None:
-        """On to the next token below one half."""
         after = range(self._cursor + 1, len(self._tokens))
         self._cursor = next((i for i in after if self._tokens[i].logprob < math.log(0.5)), self._cursor)
         self._show()
@@ -302,7 +300,6 @@ class ProbabilityScreen(Dialog[None]):
 
 
 def probability_look(logprob: float) -> str:
-    """The style of a token of this log-probability."""
     probability = math.exp(min(0.0, logprob))
     return next(look for least, _, look in _LOOKS if probability >= least)
 

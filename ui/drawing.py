@@ -125,6 +125,5 @@ class Drawing:
         self._widget.call_after_refresh(self._spent, began)
 
     def _spent(self, began: float) -> None:
-        """The screen is drawn."""
         wanted = (time.process_time() - began) / self._share
         self._interval += (min(max(wanted, _SHORTEST), self._longest) - self._interval) / 2

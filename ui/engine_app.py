@@ -54,7 +54,6 @@ class EngineApp(QuietApp):
         self.engine_state = EngineState("off", self.settings.model)
 
     def choose_model(self, model: str) -> None:
-        """Go on with another model."""
         self.settings = replace(self.settings, model=model)
         self.load_model()
 

@@ -39,7 +39,6 @@ class Settings:
 
     @property
     def num_candidates(self) -> int:
-        """The number of answers to a question."""
         return int(self.beams["beam_width"]) if self.searches else int(self.sampling.get("n", 1))
 
     def request_params(self) -> dict[str, Any]:
@@ -100,7 +99,6 @@ BEAM_FIELDS = _fields(BeamSearchParams, "beam_width", "length_penalty")
 
 
 def field_texts(settings: Settings) -> dict[str, str]:
-    """The text of each field of the sampling screen."""
     params = SamplingParams(**settings.sampling)
     shown: dict[str, Any] = {item.name: getattr(params, item.name) for item in SAMPLING_FIELDS}
     shown["stop"] = params.stop[0] if params.stop else None

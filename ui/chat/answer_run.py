@@ -59,7 +59,6 @@ class AnswerRun:
         self._generate(self.conversation.messages(self.settings.system), self.settings.request_params(), room=room)
 
     def go_on(self) -> None:
-        """Let the model go on where its answer ended."""
         told, answer = self.conversation.messages(self.settings.system), self.answer
         self._superseded, answer.request_id = answer.request_id, self.conversation.new_request_id()
         answer.finish_reason = answer.time_to_first_token = None

@@ -61,7 +61,6 @@ class Answer:
 
     @property
     def is_open(self) -> bool:
-        """Whether the model is still at it."""
         return self.finish_reason is None
 
     def accept(self, index: int) -> None:
@@ -95,7 +94,6 @@ class Conversation:
 
     @property
     def turns(self) -> list[Turn]:
-        """The turns that are shown, in order."""
         path = []
         turn = self.leaf
         while turn is not None:
@@ -189,7 +187,6 @@ class Conversation:
         return None
 
     def to_data(self) -> dict[str, Any]:
-        """Numbers, texts, lists and dictionaries, of which `from_data` makes the conversation again."""
         turns = list(self.all_turns())
         number = {id(turn): i for i, turn in enumerate(turns)}
         return {
@@ -275,7 +272,6 @@ class SessionStore:
 
     @classmethod
     def of_user(cls) -> SessionStore:
-        """That of the user: ``conversations`` in the data directory."""
         return cls(data_dir() / "conversations")
 
     def latest(self) -> Path:
@@ -327,7 +323,6 @@ def _read(path: Path) -> Any:
 
 
 def to_markdown(conversation: Conversation) -> str:
-    """The shown path as Markdown, for people."""
     turns = conversation.turns
     lines = [f"# {clean_line(turns[0].question, 80) if turns else 'An empty conversation'}", ""]
     if conversation.system:
@@ -338,7 +333,6 @@ def to_markdown(conversation: Conversation) -> str:
 
 
 def to_json(conversation: Conversation) -> str:
-    """The whole tree as JSON, all branches included."""
     return json.dumps(conversation.to_data(), ensure_ascii=False, indent=2) + "\n"
 
 

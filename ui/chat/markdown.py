@@ -125,7 +125,6 @@ class GrowingList(Becoming, MarkdownBlock):
 
     @property
     def items(self) -> list[MarkdownListItem]:
-        """The items, before `compose` has made them rows."""
         return [block for block in parts_of(self) if isinstance(block, MarkdownListItem)]
 
     def compose(self) -> ComposeResult:
@@ -160,20 +159,15 @@ class GrowingList(Becoming, MarkdownBlock):
         await self.remove()
 
     def _symbols(self) -> list[str]:
-        """The mark of each item."""
         raise NotImplementedError
 
 
 class BulletList(GrowingList):
-    """``• one``"""
-
     def _symbols(self) -> list[str]:
         return [item.bullet for item in self.items]
 
 
 class OrderedList(GrowingList):
-    """``1. one``, counted from the first item's number."""
-
     def _symbols(self) -> list[str]:
         first = int(self.items[0].bullet)
         words = [f"{number}. " for number in range(first, first + len(self.items))]
@@ -181,8 +175,6 @@ class OrderedList(GrowingList):
 
 
 class Bullet(Static):
-    """The mark of a list's item."""
-
     def __init__(self, symbol: str) -> None:
         super().__init__(Content(symbol))
         self.symbol = symbol
@@ -260,7 +252,6 @@ class ModelMarkdown(Growing, Markdown):
         return super().mount(*widgets, before=before, after=after)
 
     def end(self) -> None:
-        """No more will come."""
         if self._last_block is not None:
             settle(self._last_block)
 

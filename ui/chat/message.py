@@ -39,8 +39,6 @@ def shortened(text: str) -> str:
 
 
 class Question(Static):
-    """The user's words."""
-
     def __init__(self, text: str) -> None:
         super().__init__(Content(shortened(clean(text))))
 
@@ -101,7 +99,6 @@ class ReasoningSplitter:
 
 
 def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:
-    """(reasoning, answer) of a whole text."""
     splitter = ReasoningSplitter(inside)
     pieces = splitter.push(text) + splitter.finish()
     return (
@@ -167,7 +164,6 @@ class AnswerView(Growing, Vertical):
         return True
 
     async def end(self) -> None:
-        """No more will come."""
         await self._show(self._splitter.finish(), lines_ahead=0)
         if self._part is not None:
             self._part.end()
@@ -185,7 +181,6 @@ class AnswerView(Growing, Vertical):
             await self._part.append_text(text, lines_ahead)
 
     def update_summary(self) -> None:
-        """Show how it went, or that it goes on."""
         update_in_place(self._summary, Content(summary(self.answer)))
 
 
@@ -267,7 +262,6 @@ class CandidatesView(Vertical):
         self.query_one(Grid).styles.grid_size_columns = columns
 
     def refresh_cards(self) -> None:
-        """Show the candidates as they stand now."""
         for card, candidate in zip(self._cards, self.answer.candidates, strict=False):
             card.show(candidate)
         done = sum(candidate.finish_reason is not None for candidate in self.answer.candidates)

@@ -93,12 +93,10 @@ class ChatScreen(Screen[None]):
             self.talk.post_message(EngineEvent(event))
 
     def show_pool(self, pool: Pool | None) -> None:
-        """Another pool, or none."""
         self.pool = self.talk.pool = pool
         self.panel.show_pool(pool)
 
     async def _draw_memory(self) -> None:
-        """Show the changes in the pool, and the new steps."""
         if self.panel.display:
             self._show_memory()
         if self.talk.run is None:  # else the text brings it along

@@ -115,7 +115,6 @@ class Talk(Vertical):
                 self._text.soon()
 
     def _pin_system(self) -> None:
-        """Have the engine keep the system prompt's blocks."""
         system = self.app.settings.system
         if self.engine.phase == "ready" and system != self._pinned_system:
             self._pinned_system = system
@@ -180,7 +179,6 @@ class Talk(Vertical):
         return not reason
 
     async def request_answer(self) -> None:
-        """Have the conversation's last turn answered."""
         turn, settings = self.conversation.leaf, self.app.settings
         assert turn is not None
         self.conversation.model, self.conversation.system = settings.model, settings.system
@@ -193,7 +191,6 @@ class Talk(Vertical):
         self.save()
 
     def continue_answer(self, turn: Turn) -> None:
-        """Let the model go on where its answer ended."""
         self._begin(turn).go_on()
         self.refresh_status()
 
@@ -203,7 +200,6 @@ class Talk(Vertical):
         return self.run
 
     async def _draw(self) -> None:
-        """Show the text that came since the last time."""
         if self.run is not None:
             ahead = min(_LINES_AHEAD, self.transcript.size.height // 4) if self.beside_model else 0
             await self.run.draw(ahead)
@@ -238,7 +234,6 @@ class Talk(Vertical):
         )  # fmt: skip
 
     async def accept(self, turn: Turn, index: int) -> None:
-        """Make a candidate the answer, and have the blocks of the others freed."""
         turn.answer.accept(index)
         self.send(Keep(turn.answer.request_id, index))
         view = self.transcript.view_of(turn)
@@ -279,7 +274,6 @@ class Talk(Vertical):
 
     @on(TextArea.Changed)
     def _hint(self, message: TextArea.Changed) -> None:
-        """Show the commands that a half-typed one may become."""
         hints = self.query_one("#hints", Static)
         found = self.commands.completions(message.text_area.text)
         hints.display = bool(found)

@@ -104,7 +104,6 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
         await self.mount_all(widgets)
 
     async def clear(self) -> None:
-        """Begin again with the welcome."""
         self._selected = None
         await self.remove_children()
         await self.mount(_welcome())

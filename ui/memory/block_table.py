@@ -47,7 +47,6 @@ class BlockTableView(LineView):
         self.set_lines(self._starts[-1])
 
     def _at(self, line: int) -> tuple[TableView, int]:
-        """The table of a line, and the logical block; -1 for the header."""
         number = bisect_right(self._starts, line) - 1
         return self._tables[number], line - self._starts[number] - self._headers
 
@@ -164,7 +163,6 @@ class BlockTableView(LineView):
         )
 
     def headline(self, width: int, height: int) -> Content:
-        """The sum of all tables, or where the one table lies, in three lines."""
         pool = self.memory.pool
         if self._headers:
             if pool is None:

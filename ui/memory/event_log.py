@@ -62,7 +62,6 @@ class EventLog(LineView):
         self._owners: dict[int, tuple[str, int]] = {}  # seq_id -> owner, completion; outlives the sequence
 
     def begin_anew(self) -> None:
-        """There is another pool, or none."""
         self._last, self._entries = None, []
         self._owners.clear()
         super().begin_anew()
@@ -94,7 +93,6 @@ class EventLog(LineView):
         return {kind for key, kinds in KINDS.items() if key not in self.hidden for kind in kinds}
 
     def _fresh(self) -> list[LogEntry]:
-        """The events that have not been looked at, the newest first."""
         log, last = self.memory.pool.log if self.memory.pool is not None else (), self._last
         return list(takewhile(lambda entry: entry is not last, reversed(log)))
 
@@ -139,7 +137,6 @@ class EventLog(LineView):
         return self.memory.name(owner, index) if owner else f"sequence {seq_id}"
 
     def headline(self, width: int, height: int) -> Content:
-        """How many events there are, and whether it is held still."""
         pool = self.memory.pool
         if pool is None:
             return Content("no model is loaded")

@@ -60,7 +60,6 @@ def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
 
 
 def _fitted(parts: Parts, width: int) -> Parts:
-    """``parts`` and blanks up to ``width``."""
     return [*parts, (" " * (width - sum(len(text) for text, _ in parts)), "label")]
 
 

@@ -90,7 +90,6 @@ class LineView(SteadyScrollView, can_focus=True):
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 
     def show_line(self, row: int) -> None:
-        """Bring a line into view."""
         top, height = self.scroll_offset.y, self.size.height
         if height and not top <= row < top + height:
             self.scroll_to(y=row if row < top else row - height + 1, animate=False, force=True)

@@ -45,12 +45,10 @@ class MemoryView(Vertical):
         await self.mount_all(self._parts())
 
     def begin_anew(self) -> None:
-        """There is another pool, or none."""
         for lines in self.query(LineView):
             lines.begin_anew()
 
     def catch_up(self) -> None:
-        """Show the memory as it stands now."""
         for lines in self.query(LineView):
             lines.catch_up()
         self.update_facts()
@@ -59,7 +57,6 @@ class MemoryView(Vertical):
         self.update_facts()
 
     def update_facts(self) -> None:
-        """Draw the changed lines around the lists."""
         for facts in self.query(Drawn):
             facts.update()
 
@@ -212,7 +209,6 @@ class MemoryPanel(Vertical):
         self._catch_up()
 
     def show_pool(self, pool: Pool | None) -> None:
-        """Another pool, or none."""
         self._memory.pool = pool
         self._changed.clear()  # blocks of the pool before, which may be more
         self._choose(None)
@@ -279,7 +275,6 @@ class MemoryPanel(Vertical):
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Bring the view that is shown up to date."""
         if self.view in self._stale and self.view not in self._empty and self.size.height and self.is_mounted:
             self._stale.discard(self.view)
             self._views[self.view].catch_up()

@@ -49,7 +49,6 @@ class Looks:
         self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + its sequence's letter; 0 where it has none
 
     def find_all(self, *, by_sequence: bool) -> None:
-        """Find everything anew."""
         for block in range(self.pool.num_blocks):
             self.find(block)
         self.follow_host()
@@ -57,7 +56,6 @@ class Looks:
             self.follow_sequences()
 
     def find(self, block: int) -> None:
-        """Find how a block looks by its state."""
         state, size = self.pool.state(block), self.pool.block_size
         mark, kind = state.value, _CLASSES[state]
         if state is BlockState.OWNED or state is BlockState.SHARED:
@@ -75,7 +73,6 @@ class Looks:
         return [table for table in self.pool.tables.values() if table.state != "swapped"]
 
     def follow_host(self) -> None:
-        """Find the tables that wait on the host."""
         swapped = [table for table in self.pool.tables.values() if table.state == "swapped"]
         room = range(self.pool.num_host_blocks)
         self.host = {block: table for table in swapped for block in table.blocks if block in room}
@@ -123,7 +120,6 @@ class Looks:
         return _letter_look(self._letters.get(table.seq_id, 0)) if by_sequence else ("w", "swapped")
 
     def legend(self, name_of: Callable[[TableView], str], *, by_sequence: bool) -> Iterator[tuple[str, str, str]]:
-        """Marks, their classes, and their meanings."""
         if by_sequence:
             yield "*", "shared", "several"
             for seq_id, number in sorted(self._letters.items(), key=lambda item: item[1]):
@@ -150,7 +146,6 @@ class Grid:
 
     @classmethod
     def of(cls, pool: Pool, width: int) -> Grid:
-        """That of a pool in ``width`` cells."""
         label_width = max(4, len(str(pool.num_blocks - 1))) + 1
         groups = max(1, (width - label_width + 1) // (_GROUP + 1))
         # A power of two of groups: then the row's first block is a round number.
@@ -158,7 +153,6 @@ class Grid:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the device's blocks."""
         return -(-self.num_blocks // self.per_row)
 
     def host_rows(self, last: int) -> int:
@@ -246,7 +240,6 @@ class PoolMap(LineView):
             self.refresh(*(Region(0, y, width, 1) for y in seen))
 
     def action_colour(self) -> None:
-        """Colour the blocks the other way."""
         self.by_sequence = not self.by_sequence
         if self._looks is not None and self.by_sequence:
             self._looks.follow_sequences()
@@ -353,7 +346,6 @@ class PoolMap(LineView):
         return [(f"{first:>{grid.label_width - 1}} ", "label"), *runs]
 
     def headline(self, width: int, height: int) -> Content:
-        """How much of the pool is used, in blocks and bytes, and how much of it is shared."""
         pool = self.memory.pool
         if pool is None:
             return Content("no model is loaded")
@@ -366,7 +358,6 @@ class PoolMap(LineView):
         )
 
     def legend(self, width: int, height: int) -> Content:
-        """The meaning of the marks, as far as it fits."""
         if self._looks is None:
             return Content("")
         items = [

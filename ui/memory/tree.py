@@ -146,7 +146,6 @@ class ForkTree(LineView):
         ]
 
     def headline(self, width: int, height: int) -> Content:
-        """How much sharing saves, on one line of ``width`` cells or on two."""
         pool = self.memory.pool
         if pool is None:
             return Content("no model is loaded")
