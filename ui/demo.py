@@ -43,62 +43,27 @@ class Stop:
 
     text: str
     view: str
-    act: Callable[[Tour], Awaitable[None]]
+    act: Callable[[DemoApp], Awaitable[None]]
 
 
-class Tour:
-    """The means of the stops: ask like a person, and wait for the pool to show the effect."""
-
-    def __init__(self, app: DemoApp) -> None:
-        self.app, self.chat = app, app.chat
-        self._others = 0
-
-    @property
-    def pool(self) -> Pool:
-        assert self.chat.pool is not None
-        return self.chat.pool
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait for something, but not for ever."""
-        end = time.monotonic() + _PATIENCE
-        while not condition() and time.monotonic() < end and self.app.engine_state.phase == "ready":
-            await asyncio.sleep(0.05)
-
-    async def ask(self, question: str, **params: Any) -> None:
-        for name, value in {"n": 1, "beam_width": 1, **params}.items():
-            self.app.settings = with_param(self.app.settings, name, str(value))
-        self.chat.talk.prompt.text = question
-        self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
-        await self.until(lambda: self.chat.talk.run is not None)
-        await self.until(lambda: self.chat.talk.run is None)
-
-    def generate(self, question: str, max_tokens: int) -> str:
-        """Send a request beside the chat, of another user; returns its name."""
-        self._others += 1
-        name = f"another-{self._others}"
-        params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}
-        self.chat.talk.send(Generate(name, name, [{"role": "user", "content": question}], params))
-        return name
-
-
-async def _accept(tour: Tour) -> None:
+async def _accept(tour: DemoApp) -> None:
     tour.chat.action_command("accept", "2")
     await asyncio.sleep(1.0)
 
 
-async def _beams(tour: Tour) -> None:
+async def _beams(tour: DemoApp) -> None:
     await tour.ask("Write one sentence about the sea.", beam_width=4)
     tour.chat.action_command("accept", "1")
 
 
-async def _prefix_hit(tour: Tour) -> None:
+async def _prefix_hit(tour: DemoApp) -> None:
     before = tour.pool.counts.num_hit_tokens
     tour.chat.action_command("new")
     await tour.ask("What is a page table, in one sentence?")
     await tour.until(lambda: tour.pool.counts.num_hit_tokens > before)
 
 
-async def _eviction(tour: Tour) -> None:
+async def _eviction(tour: DemoApp) -> None:
     before = tour.pool.counts.num_evictions
     for number in range(12):
         name = tour.generate(f"Tell me a long story about the number {number * 37 + 11}. " * 4, 60)
@@ -108,7 +73,7 @@ async def _eviction(tour: Tour) -> None:
             return
 
 
-async def _preemption(tour: Tour) -> None:
+async def _preemption(tour: DemoApp) -> None:
     before = tour.pool.counts
     names = [tour.generate(f"Write a poem about {what}. " * 3, 330) for what in ("rain", "iron", "bread")]
     await tour.until(lambda: tour.pool.counts.num_preemptions > before.num_preemptions)
@@ -156,6 +121,7 @@ class DemoApp(ChatApp):
         self.number = 0  # of the stop; 0 before the first one
         self.over = False
         self._go_on = asyncio.Event()
+        self._others = 0
 
     async def on_mount(self) -> None:
         self.call_after_refresh(self._begin)
@@ -167,7 +133,6 @@ class DemoApp(ChatApp):
 
     @work(group="tour")
     async def _play(self) -> None:
-        tour = Tour(self)
         self._tell("The model is being loaded.")
         while self.engine_state.phase != "ready" or self.chat.pool is None:
             await asyncio.sleep(0.05)
@@ -177,7 +142,7 @@ class DemoApp(ChatApp):
                 self.chat.action_view(stop.view)
             self._tell(stop.text)
             await self._pause()
-            await stop.act(tour)
+            await stop.act(self)
             await self._pause()
         counts = self.chat.pool.counts
         self.over = True
@@ -191,6 +156,33 @@ class DemoApp(ChatApp):
         prompt = self.chat.talk.prompt
         prompt.disabled = False
         prompt.focus()
+
+    @property
+    def pool(self) -> Pool:
+        assert self.chat.pool is not None
+        return self.chat.pool
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for something, but not for ever."""
+        end = time.monotonic() + _PATIENCE
+        while not condition() and time.monotonic() < end and self.engine_state.phase == "ready":
+            await asyncio.sleep(0.05)
+
+    async def ask(self, question: str, **params: Any) -> None:
+        for name, value in {"n": 1, "beam_width": 1, **params}.items():
+            self.settings = with_param(self.settings, name, str(value))
+        self.chat.talk.prompt.text = question
+        self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
+        await self.until(lambda: self.chat.talk.run is not None)
+        await self.until(lambda: self.chat.talk.run is None)
+
+    def generate(self, question: str, max_tokens: int) -> str:
+        """Send a request beside the chat, of another user; returns its name."""
+        self._others += 1
+        name = f"another-{self._others}"
+        params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}
+        self.chat.talk.send(Generate(name, name, [{"role": "user", "content": question}], params))
+        return name
 
     def _tell(self, text: str) -> None:
         state = "paused" if self.paused else f"speed {self.speed:g}"

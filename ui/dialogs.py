@@ -42,14 +42,13 @@ class Dialog(ModalScreen[Result]):
         Binding("ctrl+c", "close", "Close", priority=True, show=False),
     ]
 
-    def __init__(self, title: str, hint: str | Content, *parts: Widget) -> None:
+    def __init__(self, title: str, hint: str | Content, *parts: Widget, scrolls: bool = False) -> None:
         super().__init__()
-        self._heading, self._box_parts = title, (*parts, Static(hint, classes="hint"))
+        self._box = (VerticalScroll if scrolls else Vertical)(*parts, Static(hint, classes="hint"), classes="dialog")
+        self._box.border_title = title
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog") as box:
-            box.border_title = self._heading
-            yield from self._box_parts
+        yield self._box
 
     def say(self, problem: object) -> None:
         self.query_one(".problem", Static).update(Content(clean_line(str(problem), 300)))
@@ -357,12 +356,7 @@ class HelpScreen(Dialog[None]):
     """All keys, then all commands."""
 
     def __init__(self, commands: CommandTable) -> None:
-        super().__init__("keys", "Escape closes", Static(_listing(commands)))
-
-    def compose(self) -> ComposeResult:
-        with VerticalScroll(classes="dialog", id="keys") as box:
-            box.border_title = self._heading
-            yield from self._box_parts
+        super().__init__("keys", "Escape closes", Static(_listing(commands)), scrolls=True)
 
 
 def _listing(table: CommandTable) -> Content:

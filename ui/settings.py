@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,18 +145,12 @@ def _read_fields(fields: Iterable[ParamField], texts: Mapping[str, str], base: M
             if text:
                 values[item.name] = [text, *list(base.get(item.name, ()))[1:]]
         elif text.strip():
-            values[item.name] = _number(item.kind, text.strip())
+            values[item.name] = text.strip()
+            with suppress(ValueError):  # the text itself is refused by the parameters' own check, with a reason
+                values[item.name] = item.kind(text.strip())
         elif not item.may_be_empty:
             raise UsageError(f"{item.name} must be a number, not empty")
     return values
-
-
-def _number(kind: Callable[[str], Any], text: str) -> Any:
-    """The number, or the text itself, which the parameters' own check refuses with a reason."""
-    try:
-        return kind(text)
-    except ValueError:
-        return text
 
 
 def settings_summary(settings: Settings) -> str:

@@ -119,7 +119,7 @@ class GrowingList(Becoming, MarkdownBlock):
     async def become(self, block: MarkdownBlock) -> None:
         grown = False
         with suppress(NoMatches):  # its rows are not there yet
-            grown = isinstance(block, type(self)) and await self._grow(block)
+            grown = isinstance(block, GrowingList) and await self._grow(block)
         if not grown:
             await self._replace(block)
 
@@ -159,18 +159,11 @@ class GrowingList(Becoming, MarkdownBlock):
         await self.remove()
 
     def _symbols(self) -> list[str]:
-        raise NotImplementedError
-
-
-class BulletList(GrowingList):
-    def _symbols(self) -> list[str]:
-        return [item.bullet for item in self.items]
-
-
-class OrderedList(GrowingList):
-    def _symbols(self) -> list[str]:
-        first = int(self.items[0].bullet)
-        words = [f"{number}. " for number in range(first, first + len(self.items))]
+        """``• ``, or ``1. `` counted from the first item's number."""
+        bullets = [item.bullet for item in self.items]
+        if not bullets[0].isdecimal():
+            return bullets
+        words = [f"{number}. " for number in range(int(bullets[0]), int(bullets[0]) + len(bullets))]
         return [word.rjust(len(words[-1]) + 1) for word in words]
 
 
@@ -211,8 +204,8 @@ class ModelMarkdown(Growing, Markdown):
     BLOCKS = {  # noqa: RUF012
         **Markdown.BLOCKS,
         "paragraph_open": Paragraph,
-        "bullet_list_open": BulletList,
-        "ordered_list_open": OrderedList,
+        "bullet_list_open": GrowingList,
+        "ordered_list_open": GrowingList,
         "fence": Fence,
         "code_block": Fence,
     }

@@ -52,9 +52,8 @@ class Note(Static):
 
 
 def _new_markdown() -> ModelMarkdown:
-    from minillm.ui.chat.markdown import (
-        ModelMarkdown,  # takes a tenth of the time until the first screen, which needs none
-    )
+    # Its import takes a tenth of the time until the first screen, which needs none.
+    from minillm.ui.chat.markdown import ModelMarkdown
 
     return ModelMarkdown()
 

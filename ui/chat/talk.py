@@ -306,12 +306,8 @@ class Talk(Vertical):
 
 
 def _activity(phase: Phase, run: AnswerRun | None, answer: Answer) -> str:
-    if phase in ("failed", "crashed"):
-        return "failed"
     if phase != "ready":
-        return "loading" if phase == "loading" else "no model"
-    if run is None:
-        return "ready"
-    if run.is_stopping:
-        return "stopping"
+        return {"loading": "loading", "off": "no model"}.get(phase, "failed")
+    if run is None or run.is_stopping:
+        return "ready" if run is None else "stopping"
     return "reading" if answer.time_to_first_token is None else "generating"

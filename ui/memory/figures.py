@@ -48,8 +48,9 @@ def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
     """All lines for a room of ``width`` and ``height`` cells."""
     if width >= _SIDE_BY_SIDE:
         half = (width - 4) // 2
-        halves = _shares(pool, half), [*_savings(pool, half), *_counts(pool, half, spread=False)]
-        lines = [[*_fitted(one, half), ("    ", "label"), *two] for one, two in zip_longest(*halves, fillvalue=[])]
+        right = [*_savings(pool, half), *_counts(pool, half, spread=False)]
+        pairs = zip_longest(_shares(pool, half), right, fillvalue=Parts())
+        lines = [[*_fitted(one, half), ("    ", "label"), *two] for one, two in pairs]
     else:
         rule: Parts = [("", "label")]
         lines = [*_shares(pool, width), rule, *_savings(pool, width), rule, *_counts(pool, width, spread=True)]

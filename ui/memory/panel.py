@@ -17,13 +17,11 @@ from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import ViewTabs
 from minillm.ui.drawing import Drawn
 from minillm.ui.memory.block_table import HEADING, BlockTableView
-from minillm.ui.memory.event_log import EventLog
 from minillm.ui.memory.figures import MemoryFigures
 from minillm.ui.memory.line_view import BlockChosen, LineView
+from minillm.ui.memory.logs import STEP_HEADING, EventLog, StepList
 from minillm.ui.memory.pool import Memory, Names, Pool
 from minillm.ui.memory.pool_map import PoolMap
-from minillm.ui.memory.steps import HEADING as STEP_HEADING
-from minillm.ui.memory.steps import StepList
 from minillm.ui.memory.tree import ForkTree
 from minillm.ui.messages import EngineCommand
 from minillm.ui.numbers import duration, plural

@@ -33,10 +33,6 @@ class BlockState(Enum):
     PINNED = "p"
 
 
-_BY_NUMBER = tuple(BlockState)
-_FREE, _OWNED, _SHARED, _CACHED, _PINNED = range(len(_BY_NUMBER))
-
-
 @dataclass
 class PoolFigures:
     """The pool at one moment. Blocks unless the name says otherwise."""
@@ -72,7 +68,7 @@ class Pool:
         self.ref_counts = array("l", bytes(array("l").itemsize * self.num_blocks))
         self.filled = array("l", self.ref_counts)
         self.figures = PoolFigures(free_blocks=self.num_blocks)
-        self._states = bytearray(self.num_blocks)
+        self._states = [BlockState.FREE] * self.num_blocks
         self._cached: set[int] = set()
         self._holders: dict[int, dict[int, int]] = {}  # block -> seq_id -> its number in that table
 
@@ -120,35 +116,35 @@ class Pool:
 
     def _settle(self, block: int, figures: PoolFigures) -> bool:
         """Find how a block stands now, and bring the figures up to date. False where nothing has changed."""
-        holders, state, filled = self._holders.get(block, {}), _FREE, 0
+        holders, state, filled = self._holders.get(block, {}), BlockState.FREE, 0
         if holders:
-            state = _SHARED if len(holders) > 1 else _OWNED
+            state = BlockState.SHARED if len(holders) > 1 else BlockState.OWNED
             for seq_id, number in holders.items():
                 table = self.tables[seq_id]
                 filled = max(filled, self.filled_slots(table, number))
                 if table.state == "pinned":
-                    state = _PINNED
+                    state = BlockState.PINNED
         elif block in self._cached:
-            state, filled = _CACHED, self.block_size
+            state, filled = BlockState.CACHED, self.block_size
         after = (len(holders), filled, state)
         before = (self.ref_counts[block], self.filled[block], self._states[block])
         if after == before:
             return False
         self.ref_counts[block], self.filled[block], self._states[block] = after
-        for sign, (sharers, slots, number) in ((-1, before), (1, after)):
+        for sign, (sharers, slots, kind) in ((-1, before), (1, after)):
             if sharers:
                 figures.shared_blocks += sign * (sharers > 1)
-                figures.pinned_blocks += sign * (number == _PINNED)
+                figures.pinned_blocks += sign * (kind is BlockState.PINNED)
                 figures.logical_blocks += sign * sharers
                 figures.used_slots += sign * slots
-            elif number == _CACHED:
+            elif kind is BlockState.CACHED:
                 figures.cached_blocks += sign
             else:
                 figures.free_blocks += sign
         return True
 
     def state(self, block: int) -> BlockState:
-        return _BY_NUMBER[self._states[block]]
+        return self._states[block]
 
     def holders(self, block: int) -> list[tuple[TableView, int]]:
         """The tables that hold a block of the device, each with the block's number in it."""
