@@ -185,20 +185,16 @@ class StatusBar(Widget):
         if status.time_to_first_token is not None:
             left.append(Content(f"first token {duration(status.time_to_first_token)}"))
         if status.context_size:
-            right.append(_context(status, meter=width >= 96))
+            fraction = status.context_used / status.context_size
+            meter = f"{bar(fraction, 10)} " if width >= 96 else ""
+            used = f"context {meter}{count(status.context_used)}/{count(status.context_size)} ({fraction:.0%})"
+            right.append(Content.styled(f"{used} !", "$text-warning bold") if fraction > FULL else Content(used))
         if status.blocks_total:
             right.append(Content(f"blocks {count(status.blocks_used)}/{count(status.blocks_total)}"))
         while len(left) + len(right) > 1 and gap.join(left).cell_length + gap.join(right).cell_length + 1 > width:
             parts = left if len(left) > 2 or (len(left) > 1 and len(right) < 2) else right
             parts.pop()
         return _spread(gap.join(left), gap.join(right), width)
-
-
-def _context(status: Status, *, meter: bool) -> Content:
-    fraction = status.context_used / status.context_size
-    text = f"{count(status.context_used)}/{count(status.context_size)} ({fraction:.0%})"
-    text = f"context {bar(fraction, 10)} {text}" if meter else f"context {text}"
-    return Content.styled(text + " !", "$text-warning bold") if fraction > FULL else Content(text)
 
 
 def hidden_keys(actions: Mapping[str, str], *, priority: bool = False) -> list[Binding]:

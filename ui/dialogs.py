@@ -198,7 +198,12 @@ class SessionsScreen(Dialog[Path]):
         at = options.highlighted or 0
         self._found = self._store.list(self._input.value)
         options.clear_options()
-        options.add_options([Option(_session_line(summary)) for summary in self._found])
+        lines = []
+        for each in self._found:
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.saved))
+            facts = f"{when} · {plural(each.num_turns, 'turn')}{' · interrupted' if each.interrupted else ''}  "
+            lines.append(Content.assemble((facts, "$text-muted"), clean_line(each.title, 100)))
+        options.add_options(lines)
         if self._found:
             options.highlighted = min(at, len(self._found) - 1)
         self.say("" if self._found else "there is none")
@@ -229,13 +234,6 @@ class SessionsScreen(Dialog[Path]):
         elif path is not None:
             self._doomed = path
             self.say("Delete once more to delete it for good")
-
-
-def _session_line(summary: SessionSummary) -> Content:
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.saved))
-    state = " · interrupted" if summary.interrupted else ""
-    facts = f"{when} · {plural(summary.num_turns, 'turn')}{state}  "
-    return Content.assemble((facts, "$text-muted"), clean_line(summary.title, 100))
 
 
 # Least probabilities, their words, and the looks of tokens; unlikely ones are underlined, to be seen without colour.
@@ -280,9 +278,11 @@ class ProbabilityScreen(Dialog[None]):
         self._show()
 
     def _show(self) -> None:
-        looks = [probability_look(token.logprob) for token in self._tokens]
+        chances = [math.exp(min(0.0, token.logprob)) for token in self._tokens]
+        looks = [next(look for least, _, look in _LOOKS if chance >= least) for chance in chances]
         looks[self._cursor] += " reverse"
-        texts = [shown_token(token.text) for token in self._tokens]
+        # Line breaks are seen and made.
+        texts = [clean(token.text).replace("\n", "⏎\n").replace("\t", "⇥") for token in self._tokens]
         self._text.update(Content.assemble(*zip(texts, looks, strict=True)))
         token = self._tokens[self._cursor]
         lines = [Content(f"token {self._cursor + 1} of {len(self._tokens)} · log p {token.logprob:.2f}")]
@@ -296,16 +296,6 @@ class ProbabilityScreen(Dialog[None]):
         width = max(1, self._area.size.width)
         line = sum(1 + len(each) // width for each in "".join(texts[: self._cursor]).split("\n")) - 1
         self._area.scroll_to_region(Region(0, max(0, line - 1), 1, 3), animate=False)
-
-
-def probability_look(logprob: float) -> str:
-    probability = math.exp(min(0.0, logprob))
-    return next(look for least, _, look in _LOOKS if probability >= least)
-
-
-def shown_token(text: str) -> str:
-    """A token in running text: line breaks are seen and made."""
-    return clean(text).replace("\n", "⏎\n").replace("\t", "⇥")
 
 
 def _visible(text: str) -> str:
@@ -356,17 +346,13 @@ class HelpScreen(Dialog[None]):
     """All keys, then all commands."""
 
     def __init__(self, commands: CommandTable) -> None:
-        super().__init__("keys", "Escape closes", Static(_listing(commands)), scrolls=True)
-
-
-def _listing(table: CommandTable) -> Content:
-    keys_of = {name: command.shown_key for name, command in table.items()}
-    commands = {command.usage: command.summary for command in table.values()}
-    lines = []
-    for title, keys in {**KEYS, "Commands": commands}.items():
-        lines.append(Content.styled(title, "bold $text-primary"))
-        for key, meaning in keys.items():
-            shown = f"  {key.format_map(keys_of):<25} "
-            lines.append(Content.assemble((shown, "$foreground"), (meaning, "$text-muted")))
-        lines.append(Content(""))
-    return Content("\n").join(lines)
+        keys_of = {name: command.shown_key for name, command in commands.items()}
+        usages = {command.usage: command.summary for command in commands.values()}
+        lines = []
+        for title, keys in {**KEYS, "Commands": usages}.items():
+            lines.append(Content.styled(title, "bold $text-primary"))
+            for key, meaning in keys.items():
+                shown = f"  {key.format_map(keys_of):<25} "
+                lines.append(Content.assemble((shown, "$foreground"), (meaning, "$text-muted")))
+            lines.append(Content(""))
+        super().__init__("keys", "Escape closes", Static(Content("\n").join(lines)), scrolls=True)

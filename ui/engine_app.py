@@ -88,8 +88,10 @@ class EngineApp(QuietApp):
             if self._engine is engine:
                 self._engine = None
         if self.engine_state.phase != "failed":
+            code = engine.exit_code
+            ending = f"was killed (signal {-code})" if code is not None and code < 0 else f"ended (exit code {code})"
             words = problem or engine.last_words() or "it left no message"
-            self.engine_state = EngineState("crashed", model, error=f"{_ending(engine.exit_code)}: {words}")
+            self.engine_state = EngineState("crashed", model, error=f"the engine {ending}: {words}")
 
     def on_engine_command(self, message: EngineCommand) -> None:
         if self._engine is not None:
@@ -115,9 +117,3 @@ class EngineApp(QuietApp):
         if name not in themes:
             raise UsageError(f"the theme is light or dark, not {name!r}")
         self.theme = themes[name].name
-
-
-def _ending(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"the engine was killed (signal {-exit_code})"
-    return f"the engine ended (exit code {exit_code})"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.ui.chat.conversation import Candidate, Conversation, Turn
-from minillm.ui.chat.message import ReasoningSplitter, split_reasoning
+from minillm.ui.chat.transcript import ReasoningSplitter, split_reasoning
 
 
 def said(conversation: Conversation, question: str, text: str) -> Turn:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from minillm.service import messages
 from minillm.ui.chat.conversation import Answer, Conversation, Turn
-from minillm.ui.chat.message import AnswerView, CandidatesView
-from minillm.ui.chat.transcript import Transcript
+from minillm.ui.chat.transcript import AnswerView, CandidatesView, Transcript
 from minillm.ui.numbers import count, plural
 from minillm.ui.settings import Settings
 

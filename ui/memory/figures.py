@@ -46,11 +46,14 @@ class MemoryFigures(LineView):
 
 def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
     """All lines for a room of ``width`` and ``height`` cells."""
+    lines: list[Parts] = []
     if width >= _SIDE_BY_SIDE:
         half = (width - 4) // 2
         right = [*_savings(pool, half), *_counts(pool, half, spread=False)]
         pairs = zip_longest(_shares(pool, half), right, fillvalue=Parts())
-        lines = [[*_fitted(one, half), ("    ", "label"), *two] for one, two in pairs]
+        for one, two in pairs:
+            rest = half + 4 - sum(len(text) for text, _ in one)
+            lines.append([*one, (" " * rest, "label"), *two])
     else:
         rule: Parts = [("", "label")]
         lines = [*_shares(pool, width), rule, *_savings(pool, width), rule, *_counts(pool, width, spread=True)]
@@ -58,10 +61,6 @@ def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
     if room >= _LEAST_CHART:
         lines += [[("", "label")], *_chart(pool, width, min(room, 24))]
     return lines
-
-
-def _fitted(parts: Parts, width: int) -> Parts:
-    return [*parts, (" " * (width - sum(len(text) for text, _ in parts)), "label")]
 
 
 def _shares(pool: Pool, width: int) -> list[Parts]:

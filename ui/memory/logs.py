@@ -206,7 +206,8 @@ class StepList(LineView):
     def line(self, row: int, width: int) -> Parts:
         step = self._steps[row]
         chunks = f"{count(step.num_prefill_tokens)}" + (f"/{step.num_prefills}" if step.num_prefills > 1 else "")
-        trouble = _trouble(step)
+        marks = (("!", step.num_preempted), ("↓", step.num_swapped_out), ("↑", step.num_swapped_in))
+        trouble = "".join(f" {mark}{number}" for mark, number in marks if number)
         room = max(_LEAST_BAR, min(_LONGEST_BAR, width - len(STEP_HEADING) - len(trouble)))
         host, device = split_bar(step, room)
         return [
@@ -237,12 +238,6 @@ class StepList(LineView):
         rates = f"{decoded:,.1f} tok/s decoded · {prefilled:,.0f} prefilled"
         split = f"last {seconds:.1f} s: device █ {device:.0%}, host ▒ {1 - device:.0%}"
         return Content(rates + (" · " if len(rates) + len(split) + 3 <= width else "\n") + split)
-
-
-def _trouble(step: StepReport) -> str:
-    """The preemptions and swaps of a step, which lacked room."""
-    parts = (("!", step.num_preempted), ("↓", step.num_swapped_out), ("↑", step.num_swapped_in))
-    return "".join(f" {mark}{number}" for mark, number in parts if number)
 
 
 def split_bar(step: StepReport, width: int) -> tuple[str, str]:

@@ -16,13 +16,12 @@ from minillm.service.messages import BlockFacts, CacheChanged, Inspect, Stepped,
 from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import ViewTabs
 from minillm.ui.drawing import Drawn
-from minillm.ui.memory.block_table import HEADING, BlockTableView
 from minillm.ui.memory.figures import MemoryFigures
 from minillm.ui.memory.line_view import BlockChosen, LineView
 from minillm.ui.memory.logs import STEP_HEADING, EventLog, StepList
 from minillm.ui.memory.pool import Memory, Names, Pool
 from minillm.ui.memory.pool_map import PoolMap
-from minillm.ui.memory.tree import ForkTree
+from minillm.ui.memory.tables import HEADING, BlockTableView, ForkTree
 from minillm.ui.messages import EngineCommand
 from minillm.ui.numbers import duration, plural
 
@@ -165,11 +164,9 @@ def _host_block_facts(block: int, table: TableView, memory: Memory) -> Content:
 
 def token_text(tokens: list[str]) -> Content:
     """Tokens one after another, with a thin rule where one ends; invisible characters have a sign."""
-    return Content.assemble(*(part for token in tokens for part in (_shown(token), ("│", "$foreground 35%"))))
-
-
-def _shown(token: str) -> str:
-    return clean(token).translate(_VISIBLE)
+    return Content.assemble(
+        *(part for token in tokens for part in (clean(token).translate(_VISIBLE), ("│", "$foreground 35%")))
+    )
 
 
 def _fact(name: str, text: str) -> Content:
