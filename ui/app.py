@@ -23,8 +23,7 @@ from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.conversation import Conversation, SessionStore
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.screen import ChatScreen
-from minillm.ui.engine_app import EngineApp
-from minillm.ui.messages import EngineEvent
+from minillm.ui.engine_app import EngineApp, EngineEvent
 from minillm.ui.settings import Settings
 from minillm.ui.terminal import TerminalDriver, check_terminal, ending_on_signals
 

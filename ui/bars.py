@@ -16,7 +16,7 @@ from textual.widget import Widget
 
 from minillm.progress import Progress, size
 from minillm.text.safe import clean_line
-from minillm.ui.messages import EngineState
+from minillm.ui.engine_app import EngineState
 from minillm.ui.numbers import bar, count, duration
 from minillm.ui.settings import Settings, settings_summary
 

@@ -1,7 +1,4 @@
-"""``minillm demo``: a tour of the cache on the real engine, a line of explanation for every step.
-
-The tour uses the chat like a person would, with a pool so small that everything happens within a few minutes.
-"""
+"""``minillm demo``: a tour of the cache on the real engine, with a pool so small that all happens within minutes."""
 
 from __future__ import annotations
 

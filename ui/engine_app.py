@@ -1,27 +1,69 @@
-"""The app as its screens know it: it owns the engine's process and the settings, and shows notifications."""
+"""The app as its screens know it: the engine's process, the settings, notifications, and the messages between them."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from textual import work
 from textual.driver import Driver
+from textual.message import Message
 from textual.reactive import reactive
 
 from minillm.errors import UsageError
 from minillm.progress import Progress
 from minillm.service.client import EngineProcess
-from minillm.service.messages import Event, Load, Loaded, LoadFailed, Loading
+from minillm.service.messages import Command, Event, Load, Loaded, LoadFailed, Loading
 from minillm.text.safe import clean_line
-from minillm.ui.messages import EngineCommand, EngineState
 from minillm.ui.settings import Settings
 from minillm.ui.textual_internals import QuietApp
 from minillm.ui.theme import DARK, LIGHT, preferred_theme
+
+Phase = Literal["off", "loading", "ready", "failed", "crashed"]
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The state of the engine's process: the title, the loading bar and the prompt depend on it."""
+
+    phase: Phase = "off"
+    model: str = ""
+    loading: Progress | None = None  # while phase is "loading"
+    loaded: Loaded | None = None  # while phase is "ready"
+    error: str = ""  # why phase is "failed" or "crashed"; not cleaned for a terminal
+
+
+@dataclass
+class EngineEvent(Message, bubble=False):
+    """From the app to the chat screen: the engine said this."""
+
+    event: Event
+
+
+@dataclass
+class EngineCommand(Message):
+    """From a screen to the app: tell the engine this."""
+
+    command: Command
+
+
+@dataclass
+class EngineChanged(Message, bubble=False):
+    """The engine is in another state."""
+
+    state: EngineState
+
+
+@dataclass
+class CommandAsked(Message):
+    """From a widget of the talk: run this slash command."""
+
+    name: str
+    argument: str = ""
 
 
 class EngineApp(QuietApp):

@@ -1,7 +1,4 @@
-"""The picture of the README, made by the app itself: ``python -m minillm.ui.screenshot ui/picture.svg``.
-
-It asks the default model a question, then another one for three answers, and exports the screen.
-"""
+"""The picture of the README, made by the app itself: ``python -m minillm.ui.screenshot ui/picture.svg``."""
 
 from __future__ import annotations
 

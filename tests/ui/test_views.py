@@ -20,13 +20,13 @@ from minillm import ui
 from minillm.outputs import StepReport
 from minillm.service.messages import CacheChanged, Inspect, LogEntry, Stepped, TableView
 from minillm.ui.bars import VIEWS, tab_labels
+from minillm.ui.engine_app import EngineCommand
 from minillm.ui.memory.figures import memory_lines
 from minillm.ui.memory.logs import EventLog, StepList, event_words, split_bar
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
 from minillm.ui.memory.pool_map import PoolMap
 from minillm.ui.memory.tables import BlockTableView, block_trees, tree_lines
-from minillm.ui.messages import EngineCommand
 from minillm.ui.numbers import spans, sparkline
 from minillm.ui.theme import DARK
 

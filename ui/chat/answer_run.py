@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from minillm.service import messages
@@ -37,10 +37,9 @@ class AnswerRun:
     _superseded: str = ""  # the request whose text this one continues
     _to_accept: tuple[int, str] | None = None  # a candidate and its text, once the others have stopped
     _first_token_at: float = 0.0
-    _num_dropped: int = field(init=False)  # turns that the model was not told before
 
     def __post_init__(self) -> None:
-        self._num_dropped = self.conversation.num_dropped
+        self._num_dropped = self.conversation.num_dropped  # turns that the model was not told before
 
     @property
     def answer(self) -> Answer:
@@ -105,9 +104,8 @@ class AnswerRun:
             view.begin(event.in_reasoning)
         dropped = self.conversation.num_dropped
         if dropped > self._num_dropped:
-            await self.transcript.add_note(
-                f"the context is full: the model is no longer told the oldest {plural(dropped, 'turn')}", "warning"
-            )
+            oldest = f"the oldest {plural(dropped, 'turn')}"
+            await self.transcript.add_note(f"the context is full: the model is no longer told {oldest}", "warning")
 
     def _add(self, event: messages.TextDelta) -> None:
         answer, view = self.answer, self.view
@@ -138,9 +136,7 @@ class AnswerRun:
             return Ending(event.finish_reason)
         answer.candidates[event.index].finish_reason = event.finish_reason
         reasons = [candidate.finish_reason for candidate in answer.candidates]
-        if not all(reasons):
-            return None
-        return Ending("abort" if "abort" in reasons else "stop")
+        return Ending("abort" if "abort" in reasons else "stop") if all(reasons) else None
 
     def _make_room(self, event: messages.ContextFull) -> Ending | None:
         """Go on without the oldest turns. It is an error only where the last question alone does not fit."""
@@ -151,11 +147,9 @@ class AnswerRun:
         elif event.num_tokens + 1 < event.max_model_len:
             self.ask(room=1)
         else:
-            return Ending(
-                "lost",
-                f"the question has {plural(event.num_tokens, 'token')} with what belongs to it, and the context holds "
-                f"{count(event.max_model_len)}: shorten it, or start with a larger --max-model-len",
-            )
+            size = f"the question has {plural(event.num_tokens, 'token')} with what belongs to it"
+            room = f"the context holds {count(event.max_model_len)}"
+            return Ending("lost", f"{size}, and {room}: shorten it, or start with a larger --max-model-len")
         return None
 
     async def draw(self, lines_ahead: int) -> None:
@@ -164,10 +158,8 @@ class AnswerRun:
         elapsed = time.monotonic() - self._first_token_at
         if answer.num_output_tokens > 1 and elapsed > 0 and answer.is_open:
             answer.tokens_per_second = (answer.num_output_tokens - 1) / elapsed
-        if isinstance(view, CandidatesView):
-            view.refresh_cards()
-        elif view is not None and await view.flush(lines_ahead):
-            view.update_summary()
+        if view is not None:
+            await view.flush(lines_ahead)
 
     async def end(self, reason: str) -> bool:
         """Close the answer. False where it was cut off before its first word."""
@@ -178,12 +170,8 @@ class AnswerRun:
         said = answer.text + "".join(candidate.text for candidate in answer.candidates)
         if reason != "stop" and not said.strip():
             return False
-        if isinstance(view, CandidatesView):
-            view.refresh_cards()
-        elif view is not None:
-            await view.flush()
+        if view is not None:
             await view.end()
-            view.update_summary()
         return True
 
     @property

@@ -1,7 +1,4 @@
-"""The slash commands. Each declaration holds a command's name, help, argument and keys, and stands above its function.
-
-`Talk` changes the conversation; `EngineApp` has the settings, the theme and the engine.
-"""
+"""The slash commands, each below its declaration. `Talk` changes the conversation; `EngineApp` has all else."""
 
 from __future__ import annotations
 

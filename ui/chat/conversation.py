@@ -1,8 +1,4 @@
-"""A conversation as data and on disk: a tree of turns, of which one path is shown. No widget, no engine.
-
-A question that is edited, or asked again, is a sibling of the first one: nothing that was said is lost, and the engine
-finds the blocks that both have in common.
-"""
+"""A conversation as data and on disk: a tree of turns, of which one path is shown. No widget, no engine."""
 
 from __future__ import annotations
 
@@ -82,7 +78,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The tree of turns. The engine keeps its blocks under ``conversation_id``."""
+    """The tree of turns. The engine keeps its blocks under ``conversation_id``. An edited question is a branch."""
 
     conversation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     system: str = ""

@@ -16,10 +16,9 @@ from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.conversation import SessionStore
 from minillm.ui.chat.talk import Talk
 from minillm.ui.drawing import Drawing
-from minillm.ui.engine_app import EngineApp
+from minillm.ui.engine_app import EngineApp, EngineChanged, EngineEvent, EngineState
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
-from minillm.ui.messages import EngineChanged, EngineEvent, EngineState
 from minillm.ui.settings import Settings
 
 _SCROLLS = {"pageup": "page_up", "pagedown": "page_down", "ctrl+up": "up", "ctrl+down": "down", "ctrl+home": "home",
@@ -164,11 +163,11 @@ class ChatScreen(Screen[None]):
         shown = self.memory_view != name
         self.set_class(shown, "-memory")
         self.set_class(not shown, "-no-memory")
-        if not shown:
+        if shown:
+            self.panel.view = name
+            self._show_memory()
+        else:
             self.remove_class("-expanded")
-            return
-        self.panel.view = name
-        self._show_memory()
 
     def action_expand(self) -> None:
         """Give the memory view the whole screen, or the chat its place back."""

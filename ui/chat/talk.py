@@ -20,9 +20,8 @@ from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.drawing import Drawing
-from minillm.ui.engine_app import EngineApp
+from minillm.ui.engine_app import CommandAsked, EngineApp, EngineChanged, EngineCommand, EngineEvent, EngineState, Phase
 from minillm.ui.memory.pool import Pool
-from minillm.ui.messages import CommandAsked, EngineChanged, EngineCommand, EngineEvent, EngineState, Phase
 from minillm.ui.numbers import count, duration
 
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows

@@ -16,7 +16,7 @@ from minillm.progress import size
 from minillm.text.safe import clean, clean_line
 from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
 from minillm.ui.drawing import update_in_place
-from minillm.ui.messages import CommandAsked
+from minillm.ui.engine_app import CommandAsked
 from minillm.ui.numbers import count, duration, plural
 from minillm.ui.textual_internals import Growing
 
@@ -145,9 +145,7 @@ class AnswerView(Growing, Vertical):
 
     async def on_mount(self) -> None:
         if self._pending:  # it was said before it is shown
-            await self.flush()
             await self.end()
-            self.update_summary()
 
     def begin(self, in_reasoning: bool) -> None:
         """The prompt is computed; ``in_reasoning``: the template has opened the reasoning already."""
@@ -157,19 +155,21 @@ class AnswerView(Growing, Vertical):
         """More of the answer; it is shown by the next `flush`, so that many tokens cost one layout."""
         self._pending.append(text)
 
-    async def flush(self, lines_ahead: int = 0) -> bool:
-        """Show the added text; False if there was none. ``lines_ahead``: see `ModelMarkdown.append_text`."""
-        if not self._pending:
-            return False
-        text = "".join(self._pending)
-        self._pending.clear()
-        await self._show(self._splitter.push(text), lines_ahead)
-        return True
+    async def flush(self, lines_ahead: int = 0) -> None:
+        """Show the added text. ``lines_ahead``: see `ModelMarkdown.append_text`."""
+        if self._pending:
+            text = "".join(self._pending)
+            self._pending.clear()
+            await self._show(self._splitter.push(text), lines_ahead)
+            self.update_summary()
 
     async def end(self) -> None:
+        """Show the rest: no more will come."""
+        await self.flush()
         await self._show(self._splitter.finish(), lines_ahead=0)
         if self._part is not None:
             self._part.end()
+        self.update_summary()
 
     async def _show(self, pieces: list[tuple[bool, str]], lines_ahead: int) -> None:
         for reasoning, text in pieces:
@@ -257,14 +257,18 @@ class CandidatesView(Vertical):
             yield from self._cards
         yield self._summary
 
-    def on_mount(self) -> None:
-        self.refresh_cards()
+    async def on_mount(self) -> None:
+        await self.flush()
 
     def on_resize(self, event: events.Resize) -> None:
         columns = max(1, min(len(self._cards), event.size.width // _NARROWEST))
         self.query_one(Grid).styles.grid_size_columns = columns
 
-    def refresh_cards(self) -> None:
+    async def end(self) -> None:
+        await self.flush()
+
+    async def flush(self, lines_ahead: int = 0) -> None:
+        """Show the candidates as they stand now."""
         for card, candidate in zip(self._cards, self.answer.candidates, strict=False):
             card.show(candidate)
         done = sum(candidate.finish_reason is not None for candidate in self.answer.candidates)

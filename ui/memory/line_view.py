@@ -89,10 +89,12 @@ class LineView(SteadyScrollView, can_focus=True):
         elif changed:
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 
-    def show_line(self, row: int) -> None:
+    def show_line(self, row: int, *, centred: bool = False) -> None:
+        """Bring a line into view, in the middle or just so."""
         top, height = self.scroll_offset.y, self.size.height
         if height and not top <= row < top + height:
-            self.scroll_to(y=row if row < top else row - height + 1, animate=False, force=True)
+            nearest = row if row < top else row - height + 1
+            self.scroll_to(y=max(0, row - height // 2) if centred else nearest, animate=False, force=True)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)

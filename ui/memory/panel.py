@@ -16,13 +16,13 @@ from minillm.service.messages import BlockFacts, CacheChanged, Inspect, Stepped,
 from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import ViewTabs
 from minillm.ui.drawing import Drawn
+from minillm.ui.engine_app import EngineCommand
 from minillm.ui.memory.figures import MemoryFigures
 from minillm.ui.memory.line_view import BlockChosen, LineView
 from minillm.ui.memory.logs import STEP_HEADING, EventLog, StepList
 from minillm.ui.memory.pool import Memory, Names, Pool
 from minillm.ui.memory.pool_map import PoolMap
 from minillm.ui.memory.tables import HEADING, BlockTableView, ForkTree
-from minillm.ui.messages import EngineCommand
 from minillm.ui.numbers import duration, plural
 
 _VISIBLE = str.maketrans({"\n": "↵", "\t": "⇥"})
@@ -133,7 +133,10 @@ def block_facts(memory: Memory) -> Content:
     if block is None or pool is None:
         return Content("")
     if memory.on_host is not None:
-        return _host_block_facts(block, memory.on_host, memory)
+        table = memory.on_host
+        waits = f"{plural(table.num_tokens, 'token')} in {plural(len(table.blocks), 'block')}"
+        owner = _fact("owner", f"{memory.table_name(table)} ({table.blocks.index(block)})\n")
+        return Content.assemble((f"host block {block}", "bold"), " · swapped\n", owner, _fact("waits", waits))
     if facts is None or facts.block != block:
         return Content(f"block {block} …")
     state, references = pool.state(block).name.lower(), plural(pool.ref_counts[block], "reference")
@@ -153,20 +156,10 @@ def block_facts(memory: Memory) -> Content:
     return Content("\n").join(lines)
 
 
-def _host_block_facts(block: int, table: TableView, memory: Memory) -> Content:
-    return Content.assemble(
-        (f"host block {block}", "bold"),
-        " · swapped\n",
-        _fact("owner", f"{memory.table_name(table)} ({table.blocks.index(block)})\n"),
-        _fact("waits", f"{plural(table.num_tokens, 'token')} in {plural(len(table.blocks), 'block')}"),
-    )
-
-
 def token_text(tokens: list[str]) -> Content:
     """Tokens one after another, with a thin rule where one ends; invisible characters have a sign."""
-    return Content.assemble(
-        *(part for token in tokens for part in (clean(token).translate(_VISIBLE), ("│", "$foreground 35%")))
-    )
+    rule = ("│", "$foreground 35%")
+    return Content.assemble(*(part for token in tokens for part in (clean(token).translate(_VISIBLE), rule)))
 
 
 def _fact(name: str, text: str) -> Content:

@@ -1,7 +1,4 @@
-"""The engine's pool of blocks as the app knows it, and the names and the block that the views of it share.
-
-The engine sends the block tables and the ids of cached blocks. The state of every block follows from these.
-"""
+"""The engine's pool of blocks as the app knows it. The states of blocks follow from the tables that the engine sends."""
 
 from __future__ import annotations
 

@@ -144,20 +144,9 @@ class Grid:
     per_row: int
     label_width: int  # cells before the first block, the blank included
 
-    @classmethod
-    def of(cls, pool: Pool, width: int) -> Grid:
-        label_width = max(4, len(str(pool.num_blocks - 1))) + 1
-        groups = max(1, (width - label_width + 1) // (_GROUP + 1))
-        # A power of two of groups: then the row's first block is a round number.
-        return cls(pool.num_blocks, _GROUP * (1 << (groups.bit_length() - 1)), label_width)
-
     @property
     def num_rows(self) -> int:
         return -(-self.num_blocks // self.per_row)
-
-    def host_rows(self, last: int) -> int:
-        """Rows that the host's blocks up to ``last`` need, their heading included."""
-        return 1 - (-(last + 1) // self.per_row)
 
     def block_at(self, x: int, row: int) -> tuple[int, bool] | None:
         """The block of a cell, which may not exist, and whether it is one of the host's; None for a gap."""
@@ -219,7 +208,7 @@ class PoolMap(LineView):
         # A reader who has moved into the map looks at it alone.
         in_view = any(top <= row < bottom for row in used)
         if used and not in_view and not self.has_focus and self._hovered is None:
-            self._show_row(used[-1])
+            self.show_line(used[-1], centred=True)
 
     def catch_up(self) -> None:
         if self._looks is not None:
@@ -309,12 +298,7 @@ class PoolMap(LineView):
     def _show_last_used(self) -> None:
         used = [block for table in self._looks.on_device() for block in table.blocks[-1:]] if self._looks else []
         if used:
-            self._show_row(used[-1] // self._grid.per_row)
-
-    def _show_row(self, row: int) -> None:
-        top, height = self.scroll_offset.y, self.size.height
-        if height and not top <= row < top + height:
-            self.scroll_to(y=max(0, row - height // 2), animate=False, force=True)
+            self.show_line(used[-1] // self._grid.per_row, centred=True)
 
     def _lay_out(self) -> None:
         looks = self._looks
@@ -322,8 +306,13 @@ class PoolMap(LineView):
             self._grid = Grid(0, _GROUP, 0)
             self.set_lines(0)
             return
-        self._grid = Grid.of(looks.pool, self.scrollable_content_region.width)
-        self.set_lines(self._grid.num_rows + (self._grid.host_rows(max(looks.host)) if looks.host else 0))
+        num_blocks = looks.pool.num_blocks
+        label_width = max(4, len(str(num_blocks - 1))) + 1
+        groups = max(1, (self.scrollable_content_region.width - label_width + 1) // (_GROUP + 1))
+        # A power of two of groups: then the row's first block is a round number.
+        grid = self._grid = Grid(num_blocks, _GROUP * (1 << (groups.bit_length() - 1)), label_width)
+        host_rows = 1 + -(-(max(looks.host) + 1) // grid.per_row) if looks.host else 0  # the heading included
+        self.set_lines(grid.num_rows + host_rows)
 
     def line(self, row: int, width: int) -> Parts:
         looks, grid = self._looks, self._grid
