@@ -203,10 +203,9 @@ def hidden_keys(actions: Mapping[str, str], *, priority: bool = False) -> list[B
 
 
 class KeyBar(Widget):
-    """Every key of the screen that its binding shows, as far as there is room. A click presses one.
-
-    Textual's own footer makes a widget of each key, and makes them all again whenever the focus moves: a sixth of the
-    time until the first screen.
+    """Every key of the screen that its binding shows, as far as there is room. A click presses one. Textual's own
+    footer makes a widget of each key, and makes them all again whenever the focus moves: a sixth of the time until the
+    first screen.
     """
 
     ALLOW_SELECT = False

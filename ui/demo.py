@@ -15,6 +15,7 @@ from textual.widgets import Static
 
 from minillm.service.messages import Abort, Forget, Generate, Pace
 from minillm.ui.app import ChatApp
+from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.conversation import SessionStore
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.memory.pool import Pool
@@ -107,8 +108,7 @@ class DemoApp(ChatApp):
     BINDINGS: ClassVar[list[Binding]] = [  # type: ignore[assignment]
         Binding("space", "tour('next')", "On", priority=True),
         Binding("p", "tour('pause')", "Pause", priority=True),
-        Binding("plus,equals_sign", "tour('faster')", "Faster", priority=True, show=False),
-        Binding("minus", "tour('slower')", "Slower", priority=True, show=False),
+        *hidden_keys({"plus,equals_sign": "tour('faster')", "minus": "tour('slower')"}, priority=True),
     ]
 
     def __init__(self, settings: Settings, store: SessionStore, speed: float = 1.0, **options: Any) -> None:

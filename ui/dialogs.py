@@ -54,9 +54,8 @@ class Dialog(ModalScreen[Result]):
         self.query_one(".problem", Static).update(Content(clean_line(str(problem), 300)))
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
-        """Close. The second Enter or click of two in a moment finds it closed, and does nothing.
-
-        Textual would close the top screen instead, or end with an error where that is the chat.
+        """Close. The second Enter or click of two in a moment finds it closed, and does nothing. Textual would close
+        the top screen instead, or end with an error where that is the chat.
         """
         return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
 

@@ -44,11 +44,9 @@ class Drawn(Widget):
 
 
 def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> None:
-    """Show ``content`` in a widget whose width its surroundings set, as ``1fr`` is.
-
-    The screen is laid out anew only where the widget's height changes: a layout costs several times as much as a
-    drawing. With ``lines_ahead`` a widget that needs a line takes so many more with it, which the next ones find there,
-    until `settle`.
+    """Show ``content`` in a widget whose width its surroundings set, as ``1fr`` is. The screen is laid out anew only
+    where the widget's height changes: a layout costs several times as much as a drawing. With ``lines_ahead`` a widget
+    that needs a line takes so many more with it, which the next ones find there, until `settle`.
     """
     (width, room), rules = widget.content_size, cast(RulesMap, widget.styles)
     height = content.get_height(rules, width) if width else 0
@@ -81,10 +79,8 @@ def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Cont
 
 
 class Drawing:
-    """A part of the screen that is drawn when there is news.
-
-    Beside a model that computes on the same cores it is drawn no more often than takes ``share`` of one core, but once
-    in ``longest`` seconds.
+    """A part of the screen that is drawn when there is news. Beside a model that computes on the same cores it is drawn
+    no more often than takes ``share`` of one core, but once in ``longest`` seconds.
     """
 
     def __init__(self, widget: Widget, draw: Callable[[], Awaitable[None]], *, share: float, longest: float) -> None:

@@ -79,9 +79,8 @@ class PlainChat:
         leaf = self.conversation.leaf
         candidates = leaf.answer.candidates if leaf is not None else []
         if not number.isdigit() or not 1 <= int(number) <= len(candidates):
-            raise UsageError(
-                f"/accept takes a number from 1 to {len(candidates)}" if candidates else "nothing to accept"
-            )
+            known = f"/accept takes a number from 1 to {len(candidates)}"
+            raise UsageError(known if candidates else "nothing to accept")
         assert leaf is not None
         leaf.answer.accept(int(number) - 1)
         self.store.save(self.conversation)

@@ -22,9 +22,8 @@ _SHARED = ("max_tokens", "stop", "repetition_penalty", "presence_penalty", "freq
 
 @dataclass(frozen=True)
 class Settings:
-    """``engine`` holds options of EngineConfig; ``sampling`` and ``beams`` those that differ from the defaults.
-
-    With a ``beam_width`` above 1 in ``beams`` answers are searched for, else they are sampled.
+    """``engine`` holds options of EngineConfig; ``sampling`` and ``beams`` those that differ from the defaults. With a
+    ``beam_width`` above 1 in ``beams`` answers are searched for, else they are sampled.
     """
 
     model: str
@@ -85,11 +84,11 @@ class ParamField:
 
 def _fields(cls: type, *names: str) -> tuple[ParamField, ...]:
     """The lines of some declared parameters; a hint is a parameter's help without its source."""
-    known = {name: (default, each) for name, default, each in declared(cls)}
-    return tuple(
-        ParamField(name, known[name][1].parse, known[name][1].help.split(" (")[0], known[name][0] is None)
-        for name in names
-    )
+    known = {
+        name: ParamField(name, each.parse, each.help.split(" (")[0], default is None)
+        for name, default, each in declared(cls)
+    }
+    return tuple(known[name] for name in names)
 
 
 SAMPLING_FIELDS = _fields(

@@ -15,9 +15,9 @@ from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 
 from minillm.service.client import EngineProcess
+from minillm.ui.app import ChatScreen
 from minillm.ui.bars import KeyBar, StatusBar
 from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.chat.screen import ChatScreen
 from minillm.ui.chat.transcript import AnswerView, Question, Transcript
 from minillm.ui.dialogs import HelpScreen, ModelScreen, SamplingScreen, SystemScreen
 from minillm.ui.drawing import Drawing

@@ -9,10 +9,9 @@ import pytest
 from textual.binding import Binding
 
 from minillm.errors import UsageError
-from minillm.ui.app import ChatApp
+from minillm.ui.app import ChatApp, ChatScreen
 from minillm.ui.bars import VIEWS
 from minillm.ui.chat.commands import COMMANDS
-from minillm.ui.chat.screen import ChatScreen
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.dialogs import KEYS
 from minillm.ui.settings import (

@@ -20,7 +20,7 @@ from minillm import ui
 from minillm.outputs import StepReport
 from minillm.service.messages import CacheChanged, Inspect, LogEntry, Stepped, TableView
 from minillm.ui.bars import VIEWS, tab_labels
-from minillm.ui.engine_app import EngineCommand
+from minillm.ui.engine_app import DARK, EngineCommand
 from minillm.ui.memory.figures import memory_lines
 from minillm.ui.memory.logs import EventLog, StepList, event_words, split_bar
 from minillm.ui.memory.panel import MemoryPanel
@@ -28,7 +28,6 @@ from minillm.ui.memory.pool import Pool
 from minillm.ui.memory.pool_map import PoolMap
 from minillm.ui.memory.tables import BlockTableView, block_trees, tree_lines
 from minillm.ui.numbers import spans, sparkline
-from minillm.ui.theme import DARK
 
 STYLES = Path(ui.__file__).parent
 VIEW_NAMES = [view.name for view in VIEWS]

@@ -108,13 +108,10 @@ async def go_on(talk: Talk, _: str) -> None:
         talk.continue_answer(leaf)
 
 
-@command(
-    "branch",
-    "show the next branch here, or the previous one",
-    argument="[next|previous]",
-    keys={"alt+left": "previous", "alt+right": "next"},
-    shown_key="Alt+← →",
-)
+_BRANCH_KEYS: dict[str, Any] = {"keys": {"alt+left": "previous", "alt+right": "next"}, "shown_key": "Alt+← →"}
+
+
+@command("branch", "show the next branch here, or the previous one", argument="[next|previous]", **_BRANCH_KEYS)
 async def switch_branch(talk: Talk, direction: str) -> None:
     _check_idle(talk)
     conversation, turn = talk.conversation, _turn(talk)

@@ -32,10 +32,9 @@ class Candidate:
 
 @dataclass
 class Answer:
-    """The model's text, not cleaned, and its figures. ``finish_reason`` is None while it goes on.
-
-    ``finish_reason`` is "stop", "length" or "abort" as the engine has it, or "lost" where the engine's process ended.
-    Times are in seconds. With ``candidates`` the text is that of the accepted one, empty before.
+    """The model's text, not cleaned, and its figures. ``finish_reason`` is None while it goes on. ``finish_reason`` is
+    "stop", "length" or "abort" as the engine has it, or "lost" where the engine's process ended. Times are in seconds.
+    With ``candidates`` the text is that of the accepted one, empty before.
     """
 
     request_id: str

@@ -111,9 +111,8 @@ class Paragraph(Growing, MarkdownParagraph):
 
 
 class GrowingList(Becoming, MarkdownBlock):
-    """A list that grows at its end: the items above the last one stay as they are.
-
-    Textual builds the last block of a document anew when text is added, and a list is one block, however long.
+    """A list that grows at its end: the items above the last one stay as they are. Textual builds the last block of a
+    document anew when text is added, and a list is one block, however long.
     """
 
     async def become(self, block: MarkdownBlock) -> None:
@@ -235,10 +234,9 @@ class ModelMarkdown(Growing, Markdown):
     def mount(
         self, *widgets: Widget, before: int | str | Widget | None = None, after: int | str | Widget | None = None
     ) -> AwaitMount:
-        """See `Widget.mount`. Marks the first block, which has no room above it.
-
-        ``:first-child`` and ``:last-child`` would say so, too, but where a rule has one of those Textual finds the
-        styles of all blocks anew whenever one is added.
+        """See `Widget.mount`. Marks the first block, which has no room above it. ``:first-child`` and ``:last-child``
+        would say so, too, but where a rule has one of those Textual finds the styles of all blocks anew whenever one is
+        added.
         """
         if widgets and not self.children:
             widgets[0].add_class(_FIRST, update=False)

@@ -34,10 +34,8 @@ _NOTES = {
 
 
 class Talk(Vertical):
-    """The conversation and its widgets.
-
-    Questions, commands and the engine's events change the conversation. All of them are handled in this widget's own
-    task, one after the other.
+    """The conversation and its widgets. Questions, commands and the engine's events change the conversation. All of
+    them are handled in this widget's own task, one after the other.
     """
 
     app = getters.app(EngineApp)

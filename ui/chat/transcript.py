@@ -64,9 +64,8 @@ def _new_markdown() -> ModelMarkdown:
 
 @dataclass
 class ReasoningSplitter:
-    """Cuts a stream of text into (is reasoning, text) pieces; the tags themselves are dropped.
-
-    A piece that may be the beginning of a tag is held back until more comes.
+    """Cuts a stream of text into (is reasoning, text) pieces; the tags themselves are dropped. A piece that may be the
+    beginning of a tag is held back until more comes.
     """
 
     inside: bool = False
@@ -81,24 +80,20 @@ class ReasoningSplitter:
             tag = CLOSE if self.inside else OPEN
             at = text.find(tag)
             if at >= 0:
-                self._add(pieces, text[:at])
+                pieces.append((self.inside, text[:at]))
                 self.inside = not self.inside
                 text = text[at + len(tag) :]
                 continue
             keep = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
-            self._add(pieces, text[: len(text) - keep])
+            pieces.append((self.inside, text[: len(text) - keep]))
             self._held = text[len(text) - keep :]
             break
-        return pieces
+        return [(reasoning, piece) for reasoning, piece in pieces if piece]
 
     def finish(self) -> list[tuple[bool, str]]:
         """End the text: the part that was held back was no tag."""
         held, self._held = self._held, ""
         return [(self.inside, held)] if held else []
-
-    def _add(self, pieces: list[tuple[bool, str]], text: str) -> None:
-        if text:
-            pieces.append((self.inside, text))
 
 
 def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:

@@ -32,9 +32,8 @@ class FactsChanged(Message):
 
 
 class LineView(SteadyScrollView, can_focus=True):
-    """Lines that a subclass draws in `line`.
-
-    With ``follows``, the last one stays in view unless the reader has scrolled up.
+    """Lines that a subclass draws in `line`. With ``follows``, the last one stays in view unless the reader has
+    scrolled up.
     """
 
     follows = False

@@ -182,7 +182,6 @@ def event_words(entry: LogEntry, name_of: Callable[[int, str], str], *, short: b
 
 class StepList(LineView):
     """Number, prefilled tokens (and chunks), decodes, milliseconds, and their split: ▒ the host's own, █ the device.
-
     ``!`` counts the groups that were preempted, ``↓`` and ``↑`` the blocks that were swapped out and in.
     """
 

@@ -1,4 +1,4 @@
-"""The engine's pool of blocks as the app knows it. The states of blocks follow from the tables that the engine sends."""
+"""The engine's pool of blocks as the app knows it: states of blocks follow from the tables that the engine sends."""
 
 from __future__ import annotations
 

@@ -159,10 +159,9 @@ class Grid:
 
 
 class PoolMap(LineView):
-    """A row is the number of its first block, then its cells; rows of the host's memory follow while it holds any.
-
-    A free block is a dot; a full one its letter on its colour, or the number of its sharers; a partly filled one a bar
-    in its colour. Coloured by sequence, a block shows its sequence's letter.
+    """A row is the number of its first block, then its cells; rows of the host's memory follow while it holds any. A
+    free block is a dot; a full one its letter on its colour, or the number of its sharers; a partly filled one a bar in
+    its colour. Coloured by sequence, a block shows its sequence's letter.
     """
 
     COMPONENT_CLASSES = {*_COMPONENT_CLASSES, "label", "cursor"}  # noqa: RUF012

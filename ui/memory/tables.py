@@ -23,9 +23,8 @@ HEADING = "  logical  physical   filled    ×"
 
 
 class BlockTableView(LineView):
-    """One table or several. The bracket on the left joins blocks that lie side by side in the pool.
-
-    With several, each has a line of its own above its blocks, and shared blocks name their sharers.
+    """One table or several. The bracket on the left joins blocks that lie side by side in the pool. With several, each
+    has a line of its own above its blocks, and shared blocks name their sharers.
     """
 
     COMPONENT_CLASSES = {"run", "index", "block", "owned", "shared", "swapped", "header", "cursor"}  # noqa: RUF012
@@ -211,10 +210,9 @@ def runs_line(blocks: Sequence[int], width: int) -> str:
 
 @dataclass
 class BlockNode:
-    """A run of logical blocks that the same sequences hold.
-
-    ``blocks`` are physical ids, the logical ones from ``start`` on. ``ends`` are the tables that have no block after
-    them: more than one where a fork has not been written to.
+    """A run of logical blocks that the same sequences hold. ``blocks`` are physical ids, the logical ones from
+    ``start`` on. ``ends`` are the tables that have no block after them: more than one where a fork has not been written
+    to.
     """
 
     start: int
@@ -235,9 +233,8 @@ class TreeLine:
 
 
 def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
-    """The trees of all tables that hold a block, in the order in which their first tables come.
-
-    The host's block ids mean other blocks: swapped tables are leaves of their own.
+    """The trees of all tables that hold a block, in the order in which their first tables come. The host's block ids
+    mean other blocks: swapped tables are leaves of their own.
     """
     order = {table.seq_id: number for number, table in enumerate(tables)}
     # Sorted, the tables of every node stand side by side: all of them share the blocks of the first and the last.
@@ -290,7 +287,6 @@ def tree_lines(roots: Sequence[BlockNode]) -> list[TreeLine]:
 
 class ForkTree(LineView):
     """A line per node. ``●`` is a run of blocks that all below it share; a name is a sequence, with its private blocks.
-
     A sequence without a block of its own stands where its last block is still shared: it has not been written to.
     """
 
