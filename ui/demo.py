@@ -121,15 +121,12 @@ class DemoApp(ChatApp):
         self._others = 0
 
     async def on_mount(self) -> None:
-        self.call_after_refresh(self._begin)
-
-    async def _begin(self) -> None:
-        await self.chat.mount(Narration(), before="#body")
-        self.chat.talk.prompt.disabled = True
-        self._play()
+        self.call_after_refresh(self._play)
 
     @work(group="tour")
     async def _play(self) -> None:
+        await self.chat.mount(Narration(), before="#body")
+        self.chat.talk.prompt.disabled = True
         self._tell("The model is being loaded.")
         while self.engine_state.phase != "ready" or self.chat.pool is None:
             await asyncio.sleep(0.05)

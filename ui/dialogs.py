@@ -80,9 +80,8 @@ class SystemScreen(Dialog[str]):
 
     def __init__(self, system: str) -> None:
         self._area = TextArea(system, compact=True, placeholder="none: the model's template may have its own")
-        super().__init__(
-            "system prompt", "Ctrl+S saves, from the next answer on · Escape keeps the old one", self._area
-        )
+        hint = "Ctrl+S saves, from the next answer on · Escape keeps the old one"
+        super().__init__("system prompt", hint, self._area)
 
     def on_mount(self) -> None:
         self._area.focus()
@@ -114,9 +113,8 @@ class SamplingScreen(Dialog[Settings]):
             for each in (*SAMPLING_FIELDS, *BEAM_FIELDS)
         ]
         hint = "Enter saves, from the next answer on · Escape keeps the old ones"
-        super().__init__(
-            "sampling", hint, VerticalScroll(*rows, id="rows", can_focus=False), Static("", classes="problem")
-        )
+        area = VerticalScroll(*rows, id="rows", can_focus=False)
+        super().__init__("sampling", hint, area, Static("", classes="problem"))
 
     def on_mount(self) -> None:
         self.query(Input).first().focus()

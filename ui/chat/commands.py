@@ -94,7 +94,7 @@ async def regenerate(talk: Talk, _: str) -> None:
     turn = _turn(talk)
     if talk.can_ask():
         await talk.accept_best()
-        talk.conversation.ask_instead(turn, turn.question)
+        talk.conversation.ask(turn.question, instead_of=turn)
         await talk.request_answer()
 
 

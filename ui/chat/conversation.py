@@ -118,15 +118,9 @@ class Conversation:
         self.num_dropped = 0
         return chosen
 
-    def ask(self, question: str) -> Answer:
-        """A new turn after the last one; returns its answer, still empty."""
-        return self._grow(self.leaf, question)
-
-    def ask_instead(self, turn: Turn, question: str) -> Answer:
-        """A branch beside ``turn``: another question at its place, or the same one once more."""
-        return self._grow(turn.parent, question)
-
-    def _grow(self, parent: Turn | None, question: str) -> Answer:
+    def ask(self, question: str, instead_of: Turn | None = None) -> Answer:
+        """Add a turn after the last one, or as a branch beside ``instead_of``; returns its answer, still empty."""
+        parent = self.leaf if instead_of is None else instead_of.parent
         turn = Turn(question, Answer(self.new_request_id()), parent)
         self.siblings(turn).append(turn)
         self.leaf = turn

@@ -134,10 +134,7 @@ class Talk(Vertical):
             self.prompt.take()
             editing, self.editing = self.editing, None
             await self.accept_best()
-            if editing is None:
-                self.conversation.ask(unescaped(message.text))
-            else:
-                self.conversation.ask_instead(editing, unescaped(message.text))
+            self.conversation.ask(unescaped(message.text), instead_of=editing)
             await self.request_answer()
 
     async def on_command_asked(self, message: CommandAsked) -> None:

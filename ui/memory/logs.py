@@ -81,17 +81,12 @@ class EventLog(LineView):
 
     def catch_up(self) -> None:
         """Show the events that came since the last time, unless it is paused."""
-        if self.paused:
-            return
-        fresh, wanted = self._fresh(), self._wanted()
+        fresh = [] if self.paused else self._fresh()
         if fresh:
-            self._last = fresh[0]
+            self._last, wanted = fresh[0], self._wanted()
             self._entries += [entry for entry in reversed(fresh) if entry.kind in wanted]
-        dropped = 0
-        if len(self._entries) > _MOST_LINES + _SPARE:
-            dropped = len(self._entries) - _MOST_LINES
+            dropped = len(self._entries) - _MOST_LINES if len(self._entries) > _MOST_LINES + _SPARE else 0
             del self._entries[:dropped]
-        if fresh:
             self.set_lines(len(self._entries), dropped)
 
     def _wanted(self) -> set[str]:
