@@ -28,7 +28,7 @@ from minillm.ui.chat.conversation import Conversation, SessionStore
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.talk import Talk
 from minillm.ui.drawing import Drawing
-from minillm.ui.engine_app import EngineApp, EngineChanged, EngineEvent, EngineState
+from minillm.ui.engine_app import EngineApp, EngineEvent, EngineState
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
 from minillm.ui.settings import Settings
@@ -79,11 +79,10 @@ class ChatScreen(Screen[None]):
         self.watch(self.talk, "beside_model", self._memory.pace)
 
     def _engine_state_changed(self, state: EngineState) -> None:
-        self.post_message(EngineChanged(state))  # so that it stands in line behind the events that came before
+        self.post_message(EngineEvent(state))  # so that it stands in line behind the events that came before
 
-    def on_engine_changed(self, message: EngineChanged) -> None:
-        state, before = message.state, self._phase
-        self._phase = state.phase
+    def _take_state(self, state: EngineState) -> None:
+        before, self._phase = self._phase, state.phase
         self.query_one(TitleBar).engine_state = state
         if state.phase != before and (state.loaded is not None or self.pool is not None):
             loaded = state.loaded
@@ -91,7 +90,6 @@ class ChatScreen(Screen[None]):
                 None if loaded is None else Pool(loaded.num_blocks, loaded.block_size, loaded.block_bytes,
                                                  loaded.num_host_blocks, loaded.max_model_len)
             )  # fmt: skip
-        self.talk.post_message(EngineChanged(state))
 
     def _settings_changed(self, settings: Settings) -> None:
         self.query_one(TitleBar).settings = settings
@@ -104,6 +102,8 @@ class ChatScreen(Screen[None]):
         elif isinstance(event, BlockFacts):
             self.panel.show_facts(event)
         else:
+            if isinstance(event, EngineState):
+                self._take_state(event)
             self.talk.post_message(EngineEvent(event))
 
     def show_pool(self, pool: Pool | None) -> None:

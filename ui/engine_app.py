@@ -74,9 +74,9 @@ class EngineState:
 
 @dataclass
 class EngineEvent(Message, bubble=False):
-    """From the app to the chat screen: the engine said this."""
+    """From the app to the chat screen: the engine said this, or is in another state."""
 
-    event: Event
+    event: Event | EngineState
 
 
 @dataclass
@@ -84,13 +84,6 @@ class EngineCommand(Message):
     """From a screen to the app: tell the engine this."""
 
     command: Command
-
-
-@dataclass
-class EngineChanged(Message, bubble=False):
-    """The engine is in another state."""
-
-    state: EngineState
 
 
 @dataclass

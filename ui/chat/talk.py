@@ -20,7 +20,7 @@ from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.drawing import Drawing
-from minillm.ui.engine_app import CommandAsked, EngineApp, EngineChanged, EngineCommand, EngineEvent, EngineState, Phase
+from minillm.ui.engine_app import CommandAsked, EngineApp, EngineCommand, EngineEvent, EngineState, Phase
 from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import count, duration
 
@@ -74,9 +74,8 @@ class Talk(Vertical):
         self.prompt.focus()
         self.watch(self.app, "settings", self._pin_system)
 
-    async def on_engine_changed(self, message: EngineChanged) -> None:
-        before, self.engine = self.engine, message.state
-        state = self.engine
+    async def _take_state(self, state: EngineState) -> None:
+        before, self.engine = self.engine, state
         bar = self.query_one(LoadingBar)
         bar.display = state.phase == "loading"
         bar.progress = state.loading
@@ -102,7 +101,9 @@ class Talk(Vertical):
 
     async def on_engine_event(self, message: EngineEvent) -> None:
         event, run = message.event, self.run
-        if isinstance(event, Notice):
+        if isinstance(event, EngineState):
+            await self._take_state(event)
+        elif isinstance(event, Notice):
             await self.transcript.add_note(event.text)
         elif run is not None and getattr(event, "request_id", None) == run.answer.request_id:
             ending = await run.take(event)
