@@ -309,10 +309,6 @@ class SessionStore:
 
 
 def _read(path: Path) -> Any:
-    return _read(path)
-
-
-def _read(path: Path) -> Any:
     return parse_json(read_bytes(path).decode("utf-8", "surrogatepass"))
 
 
