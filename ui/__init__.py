@@ -1,11 +1,10 @@
 """The Textual chat app. It talks to the engine's process by messages (`minillm.service`) and never imports torch.
 
-app.py, engine_app.py   the app: how it starts and ends; the engine's process, the settings, notifications
-chat/                   the screen, the talk (questions, commands, answers), the conversation as data and on disk
+app.py, engine_app.py   the app and its screen; the engine's process, notifications, themes, the app's messages
+chat/                   the talk (questions, commands, answers), the transcript, the conversation as data and on disk
 memory/                 the pool of blocks as data, and the six views of it
-dialogs/                what opens above the chat
-bars/                   the lines at the top and the bottom
-settings.py             what the user can change, and the configuration file
+bars.py, dialogs.py     the lines at the top and the bottom; the dialogs that open above the chat
+settings.py             the settings that the user can change
 textual_internals.py    the private names of Textual, all of them
 terminal.py             the terminal before and after the app, whatever ends it
 plain.py                the chat line by line, without Textual

@@ -1,7 +1,4 @@
-"""``minillm demo``: a tour of the cache on the real engine, a line of explanation for every step.
-
-The tour uses the chat like a person would, with a pool so small that everything happens within a few minutes.
-"""
+"""``minillm demo``: a tour of the cache on the real engine, with a pool so small that all happens within minutes."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from textual.widgets import Static
 
 from minillm.service.messages import Abort, Forget, Generate, Pace
 from minillm.ui.app import ChatApp
+from minillm.ui.bars import hidden_keys
+from minillm.ui.chat.conversation import SessionStore
 from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.chat.screen import ChatScreen
-from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import plural
 from minillm.ui.settings import Settings, with_param
@@ -37,11 +34,6 @@ _SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 class Narration(Static):
     """The line of explanation above the chat."""
 
-    def tell(self, number: int, total: int, text: str, speed: float, paused: bool) -> None:
-        state = "paused" if paused else f"speed {speed:g}"
-        keys = "space: on · p: pause · + −: speed · ctrl+q: leave"
-        self.update(Content.assemble((f"{number}/{total}  {text}", "bold"), (f"\n{state} · {keys}", "$text-muted")))
-
 
 @dataclass(frozen=True)
 class Stop:
@@ -49,67 +41,27 @@ class Stop:
 
     text: str
     view: str
-    act: Callable[[Tour], Awaitable[None]]
+    act: Callable[[DemoApp], Awaitable[None]]
 
 
-class Tour:
-    """The means of the stops: ask like a person, and wait for the pool to show the effect."""
-
-    def __init__(self, app: DemoApp) -> None:
-        self.app = app
-        self._others = 0
-
-    @property
-    def chat(self) -> ChatScreen:
-        return self.app.chat
-
-    @property
-    def pool(self) -> Pool:
-        assert self.chat.pool is not None
-        return self.chat.pool
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait for something, but not for ever."""
-        end = time.monotonic() + _PATIENCE
-        while not condition() and time.monotonic() < end and self.app.engine_state.phase == "ready":
-            await asyncio.sleep(0.05)
-
-    async def ask(self, question: str, **params: Any) -> None:
-        """Ask in the chat, and wait until the answer has ended."""
-        for name, value in {"n": 1, "beam_width": 1, **params}.items():
-            self.app.settings = with_param(self.app.settings, name, str(value))
-        self.chat.talk.prompt.text = question
-        self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
-        await self.until(lambda: self.chat.talk.run is not None)
-        await self.until(lambda: self.chat.talk.run is None)
-
-    def generate(self, question: str, max_tokens: int) -> str:
-        """Send a request beside the chat, of another user; returns its name."""
-        self._others += 1
-        name = f"another-{self._others}"
-        params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}
-        self.chat.talk.send(Generate(name, name, [{"role": "user", "content": question}], params))
-        return name
-
-
-async def _accept(tour: Tour) -> None:
+async def _accept(tour: DemoApp) -> None:
     tour.chat.action_command("accept", "2")
     await asyncio.sleep(1.0)
 
 
-async def _beams(tour: Tour) -> None:
+async def _beams(tour: DemoApp) -> None:
     await tour.ask("Write one sentence about the sea.", beam_width=4)
     tour.chat.action_command("accept", "1")
 
 
-async def _prefix_hit(tour: Tour) -> None:
+async def _prefix_hit(tour: DemoApp) -> None:
     before = tour.pool.counts.num_hit_tokens
     tour.chat.action_command("new")
     await tour.ask("What is a page table, in one sentence?")
     await tour.until(lambda: tour.pool.counts.num_hit_tokens > before)
 
 
-async def _eviction(tour: Tour) -> None:
+async def _eviction(tour: DemoApp) -> None:
     before = tour.pool.counts.num_evictions
     for number in range(12):
         name = tour.generate(f"Tell me a long story about the number {number * 37 + 11}. " * 4, 60)
@@ -119,7 +71,7 @@ async def _eviction(tour: Tour) -> None:
             return
 
 
-async def _preemption(tour: Tour) -> None:
+async def _preemption(tour: DemoApp) -> None:
     before = tour.pool.counts
     names = [tour.generate(f"Write a poem about {what}. " * 3, 330) for what in ("rain", "iron", "bread")]
     await tour.until(lambda: tour.pool.counts.num_preemptions > before.num_preemptions)
@@ -156,8 +108,7 @@ class DemoApp(ChatApp):
     BINDINGS: ClassVar[list[Binding]] = [  # type: ignore[assignment]
         Binding("space", "tour('next')", "On", priority=True),
         Binding("p", "tour('pause')", "Pause", priority=True),
-        Binding("plus,equals_sign", "tour('faster')", "Faster", priority=True, show=False),
-        Binding("minus", "tour('slower')", "Slower", priority=True, show=False),
+        *hidden_keys({"plus,equals_sign": "tour('faster')", "minus": "tour('slower')"}, priority=True),
     ]
 
     def __init__(self, settings: Settings, store: SessionStore, speed: float = 1.0, **options: Any) -> None:
@@ -167,19 +118,15 @@ class DemoApp(ChatApp):
         self.number = 0  # of the stop; 0 before the first one
         self.over = False
         self._go_on = asyncio.Event()
+        self._others = 0
 
     async def on_mount(self) -> None:
-        self.call_after_refresh(self._begin)
-
-    async def _begin(self) -> None:
-        await self.chat.mount(Narration(), before="#body")
-        self.chat.talk.prompt.disabled = True
-        self._play()
+        self.call_after_refresh(self._play)
 
     @work(group="tour")
     async def _play(self) -> None:
-        """All stops, then the chat is the viewer's."""
-        tour = Tour(self)
+        await self.chat.mount(Narration(), before="#body")
+        self.chat.talk.prompt.disabled = True
         self._tell("The model is being loaded.")
         while self.engine_state.phase != "ready" or self.chat.pool is None:
             await asyncio.sleep(0.05)
@@ -189,31 +136,58 @@ class DemoApp(ChatApp):
                 self.chat.action_view(stop.view)
             self._tell(stop.text)
             await self._pause()
-            await stop.act(tour)
+            await stop.act(self)
             await self._pause()
         counts = self.chat.pool.counts
         self.over = True
         self.chat.talk.send(Pace(0))
-        self.chat.query_one(Narration).update(
-            Content(
-                f"The tour is over: {plural(counts.num_copies, 'block')} copied on write, "
-                f"{plural(counts.num_hit_tokens, 'token')} found in the cache, "
-                f"{plural(counts.num_evictions, 'eviction')}, {plural(counts.num_preemptions, 'preemption')}. "
-                "The chat is yours."
-            )
+        words = (
+            f"The tour is over: {plural(counts.num_copies, 'block')} copied on write, "
+            f"{plural(counts.num_hit_tokens, 'token')} found in the cache, {plural(counts.num_evictions, 'eviction')}, "
+            f"{plural(counts.num_preemptions, 'preemption')}. The chat is yours."
         )
+        self.chat.query_one(Narration).update(Content(words))
         prompt = self.chat.talk.prompt
         prompt.disabled = False
         prompt.focus()
 
+    @property
+    def pool(self) -> Pool:
+        assert self.chat.pool is not None
+        return self.chat.pool
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for something, but not for ever."""
+        end = time.monotonic() + _PATIENCE
+        while not condition() and time.monotonic() < end and self.engine_state.phase == "ready":
+            await asyncio.sleep(0.05)
+
+    async def ask(self, question: str, **params: Any) -> None:
+        for name, value in {"n": 1, "beam_width": 1, **params}.items():
+            self.settings = with_param(self.settings, name, str(value))
+        self.chat.talk.prompt.text = question
+        self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
+        await self.until(lambda: self.chat.talk.run is not None)
+        await self.until(lambda: self.chat.talk.run is None)
+
+    def generate(self, question: str, max_tokens: int) -> str:
+        """Send a request beside the chat, of another user; returns its name."""
+        self._others += 1
+        name = f"another-{self._others}"
+        params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}
+        self.chat.talk.send(Generate(name, name, [{"role": "user", "content": question}], params))
+        return name
+
     def _tell(self, text: str) -> None:
-        self.chat.query_one(Narration).tell(self.number, len(STOPS), text, self.speed, self.paused)
+        state = "paused" if self.paused else f"speed {self.speed:g}"
+        keys = (f"\n{state} · space: on · p: pause · + −: speed · ctrl+q: leave", "$text-muted")
+        line = Content.assemble((f"{self.number}/{len(STOPS)}  {text}", "bold"), keys)
+        self.chat.query_one(Narration).update(line)
 
     def _set_pace(self) -> None:
         self.chat.talk.send(Pace(_STEPS_PER_SECOND * self.speed))
 
     async def _pause(self) -> None:
-        """Time to read, or until the viewer goes on."""
         self._go_on.clear()
         end = time.monotonic() + _READING / self.speed
         while not self._go_on.is_set() and (self.paused or time.monotonic() < end):

@@ -1,27 +1,97 @@
-"""The app as its screens know it: it owns the engine's process and the settings, and shows notifications."""
+"""The app as its screens know it: the engine's process, the settings, notifications, and the messages between them."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from textual import work
 from textual.driver import Driver
+from textual.message import Message
 from textual.reactive import reactive
+from textual.theme import Theme
 
 from minillm.errors import UsageError
 from minillm.progress import Progress
 from minillm.service.client import EngineProcess
-from minillm.service.messages import Event, Load, Loaded, LoadFailed, Loading
+from minillm.service.messages import Command, Event, Load, Loaded, LoadFailed, Loading
 from minillm.text.safe import clean_line
-from minillm.ui.messages import EngineCommand, EngineState
 from minillm.ui.settings import Settings
 from minillm.ui.textual_internals import QuietApp
-from minillm.ui.theme import DARK, LIGHT, preferred_theme
+
+# Colours have meaning: blue is owned and alive, violet is shared, amber warns, red failed.
+_COLOURS = {
+    "primary": ("#7fa8d1", "#2d6597"),
+    "secondary": ("#b596d8", "#7a4bab"),
+    "success": ("#8dbb8a", "#35743e"),
+    "warning": ("#dcae5f", "#9a6200"),
+    "error": ("#e0796c", "#b0352a"),
+    "foreground": ("#d3dae1", "#2a2f35"),
+    "background": ("#11151a", "#fcfbf8"),
+    "surface": ("#171c22", "#f3f1eb"),
+    "panel": ("#1f262e", "#e8e5dd"),
+}  # dark, light
+
+
+def _theme(name: str, *, dark: bool) -> Theme:
+    colours: dict[str, Any] = {part: shades[0 if dark else 1] for part, shades in _COLOURS.items()}
+    blue, ground = colours["primary"], colours["background"]
+    footer = {"footer-key-foreground": blue, "footer-background": ground}
+    return Theme(name, accent=blue, dark=dark, variables=footer, **colours)
+
+
+DARK, LIGHT = _theme("minillm-dark", dark=True), _theme("minillm-light", dark=False)
+
+
+def preferred_theme(name: str = "") -> Theme:
+    """The one called ``dark`` or ``light``; without a name by the background that the terminal reports in ``COLORFGBG``
+    (rxvt, Konsole, iTerm2); dark where it is silent.
+    """
+    if name:
+        return LIGHT if name == "light" else DARK
+    background = os.environ.get("COLORFGBG", "").rpartition(";")[2]
+    return LIGHT if background in ("7", "15") else DARK
+
+
+Phase = Literal["off", "loading", "ready", "failed", "crashed"]
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The state of the engine's process: the title, the loading bar and the prompt depend on it."""
+
+    phase: Phase = "off"
+    model: str = ""
+    loading: Progress | None = None  # while phase is "loading"
+    loaded: Loaded | None = None  # while phase is "ready"
+    error: str = ""  # why phase is "failed" or "crashed"; not cleaned for a terminal
+
+
+@dataclass
+class EngineEvent(Message, bubble=False):
+    """From the app to the chat screen: the engine said this, or is in another state."""
+
+    event: Event | EngineState
+
+
+@dataclass
+class EngineCommand(Message):
+    """From a screen to the app: tell the engine this."""
+
+    command: Command
+
+
+@dataclass
+class CommandAsked(Message):
+    """From a widget of the talk: run this slash command."""
+
+    name: str
+    argument: str = ""
 
 
 class EngineApp(QuietApp):
@@ -54,7 +124,6 @@ class EngineApp(QuietApp):
         self.engine_state = EngineState("off", self.settings.model)
 
     def choose_model(self, model: str) -> None:
-        """Go on with another model."""
         self.settings = replace(self.settings, model=model)
         self.load_model()
 
@@ -89,8 +158,10 @@ class EngineApp(QuietApp):
             if self._engine is engine:
                 self._engine = None
         if self.engine_state.phase != "failed":
+            code = engine.exit_code
+            ending = f"was killed (signal {-code})" if code is not None and code < 0 else f"ended (exit code {code})"
             words = problem or engine.last_words() or "it left no message"
-            self.engine_state = EngineState("crashed", model, error=f"{_ending(engine.exit_code)}: {words}")
+            self.engine_state = EngineState("crashed", model, error=f"the engine {ending}: {words}")
 
     def on_engine_command(self, message: EngineCommand) -> None:
         if self._engine is not None:
@@ -116,9 +187,3 @@ class EngineApp(QuietApp):
         if name not in themes:
             raise UsageError(f"the theme is light or dark, not {name!r}")
         self.theme = themes[name].name
-
-
-def _ending(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"the engine was killed (signal {-exit_code})"
-    return f"the engine ended (exit code {exit_code})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,8 +18,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.text.safe import clean, clean_line
-from minillm.ui.chat.conversation import Candidate, Conversation
-from minillm.ui.chat.sessions import SessionStore, export
+from minillm.ui.chat.conversation import Candidate, Conversation, SessionStore, export
 from minillm.ui.chat.slash import is_command, unescaped
 from minillm.ui.settings import Settings, with_param
 
@@ -32,16 +31,16 @@ HELP = """\
 /quit             leave; so does the end of the input"""
 
 
+@dataclass
 class PlainChat:
     """One conversation at a time with a model in this process."""
 
-    def __init__(self, llm: LLM, settings: Settings, store: SessionStore, output: TextIO, notes: TextIO) -> None:
-        self.llm = llm
-        self.settings = settings
-        self.store = store
-        self.conversation = Conversation()
-        self._output = output
-        self._notes = notes
+    llm: LLM
+    settings: Settings
+    store: SessionStore
+    output: TextIO
+    notes: TextIO  # all but the answers
+    conversation: Conversation = field(default_factory=Conversation)
 
     def handle(self, line: str) -> bool:
         """One line of input. False where it ends the chat."""
@@ -71,7 +70,7 @@ class PlainChat:
                 raise UsageError("/export needs a file's name, and something that was said")
             self.note(f"written to {export(self.conversation, Path(argument))}")
         elif name == "help":
-            print(HELP, file=self._notes)
+            print(HELP, file=self.notes)
         else:
             raise UsageError(f"there is no /{name} here; /help lists what there is")
         return True
@@ -80,9 +79,8 @@ class PlainChat:
         leaf = self.conversation.leaf
         candidates = leaf.answer.candidates if leaf is not None else []
         if not number.isdigit() or not 1 <= int(number) <= len(candidates):
-            raise UsageError(
-                f"/accept takes a number from 1 to {len(candidates)}" if candidates else "nothing to accept"
-            )
+            known = f"/accept takes a number from 1 to {len(candidates)}"
+            raise UsageError(known if candidates else "nothing to accept")
         assert leaf is not None
         leaf.answer.accept(int(number) - 1)
         self.store.save(self.conversation)
@@ -102,17 +100,17 @@ class PlainChat:
                 [output] = self.llm.generate([prompt], params)
                 answer.candidates = [Candidate(each.text, len(each.token_ids)) for each in output.outputs]
                 for number, each in enumerate(output.outputs, 1):
-                    print(f"{number}) {clean(each.text).strip()}\n", file=self._output, flush=True)
+                    print(f"{number}) {clean(each.text).strip()}\n", file=self.output, flush=True)
                 answer.finish_reason = "stop"
                 self.note("the first is taken, unless /accept N says otherwise")
             else:
                 for delta in self.llm.stream(prompt, SamplingParams(**values)):
                     answer.text += delta.text
                     answer.finish_reason = delta.finish_reason
-                    print(clean(delta.text), end="", file=self._output, flush=True)
-                print("\n", file=self._output, flush=True)
+                    print(clean(delta.text), end="", file=self.output, flush=True)
+                print("\n", file=self.output, flush=True)
         except KeyboardInterrupt:
-            print(file=self._output, flush=True)
+            print(file=self.output, flush=True)
             self.note("stopped")
             answer.finish_reason = "abort"
         except MinillmError:
@@ -133,7 +131,7 @@ class PlainChat:
             self.note(f"the context is full: the oldest {self.conversation.num_dropped} turns are left out")
 
     def note(self, text: str) -> None:
-        print(f"minillm: {clean_line(text, 1000)}", file=self._notes, flush=True)
+        print(f"minillm: {clean_line(text, 1000)}", file=self.notes, flush=True)
 
 
 def _lines(source: TextIO) -> Iterator[str]:
@@ -164,9 +162,7 @@ def run(
     """
     if not llm.tokenizer.has_chat_template:
         raise UsageError("this model has no chat template, so it cannot chat; use an instruct model")
-    chat = PlainChat(llm, settings, store, sys.stdout, sys.stderr)
-    if resumed is not None:
-        chat.conversation = resumed
+    chat = PlainChat(llm, settings, store, sys.stdout, sys.stderr, resumed or Conversation())
     if sys.stdin.isatty():
         chat.note("type a question and Enter; /help lists the commands; ctrl-d ends")
     if hasattr(sys.stdin, "reconfigure"):

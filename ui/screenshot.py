@@ -1,7 +1,4 @@
-"""The picture of the README, made by the app itself: ``python -m minillm.ui.screenshot ui/picture.svg``.
-
-It asks the default model a question, then another one for three answers, and exports the screen.
-"""
+"""The picture of the README, made by the app itself: ``python -m minillm.ui.screenshot ui/picture.svg``."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from pathlib import Path
 from textual.drivers.headless_driver import HeadlessDriver
 
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.chat.conversation import SessionStore
 from minillm.ui.settings import Settings, with_param
 from minillm.weights.manifest import default_model
 
 QUESTIONS = (("Explain the Fibonacci sequence in two sentences.", 1), ("Name a use of it, in one sentence.", 3))
 SIZE = (132, 38)  # columns and rows
-_PATIENCE = 120.0  # seconds for each step
+_PATIENCE = 120.0  # seconds for the whole conversation
 
 
 async def take(target: Path) -> None:
@@ -33,29 +30,19 @@ async def take(target: Path) -> None:
     settings = Settings(default_model(), {"num_blocks": 512}, sampling)
     with tempfile.TemporaryDirectory() as directory:
         app = ChatApp(settings, SessionStore(Path(directory)), driver_class=HeadlessDriver)
-        await _talk(app, target)
-
-
-async def _talk(app: ChatApp, target: Path) -> None:
-    async with app.run_test(size=SIZE) as pilot, asyncio.timeout(_PATIENCE):
-        await app.until_ready()
-        for number, (question, num_answers) in enumerate(QUESTIONS, 1):
-            app.settings = with_param(app.settings, "n", str(num_answers))
-            app.chat.talk.prompt.text = question
-            await pilot.press("enter")
-            while app.chat.talk.conversation.num_answers < number:
-                await pilot.pause(0.1)
-        await pilot.pause(0.5)
-        target.write_text(app.export_screenshot(title="minillm chat"), encoding="utf-8")
-
-
-def main() -> int:
-    if len(sys.argv) != 2:
-        print("usage: python -m minillm.ui.screenshot FILE.svg", file=sys.stderr)
-        return 2
-    asyncio.run(take(Path(sys.argv[1])))
-    return 0
+        async with app.run_test(size=SIZE) as pilot, asyncio.timeout(_PATIENCE):
+            await app.until_ready()
+            for number, (question, num_answers) in enumerate(QUESTIONS, 1):
+                app.settings = with_param(app.settings, "n", str(num_answers))
+                app.chat.talk.prompt.text = question
+                await pilot.press("enter")
+                while app.chat.talk.conversation.num_answers < number:
+                    await pilot.pause(0.1)
+            await pilot.pause(0.5)
+            target.write_text(app.export_screenshot(title="minillm chat"), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m minillm.ui.screenshot FILE.svg")
+    asyncio.run(take(Path(sys.argv[1])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,9 +22,8 @@ _SHARED = ("max_tokens", "stop", "repetition_penalty", "presence_penalty", "freq
 
 @dataclass(frozen=True)
 class Settings:
-    """``engine`` holds options of EngineConfig; ``sampling`` and ``beams`` those that differ from the defaults.
-
-    With a ``beam_width`` above 1 in ``beams`` answers are searched for, else they are sampled.
+    """``engine`` holds options of EngineConfig; ``sampling`` and ``beams`` those that differ from the defaults. With a
+    ``beam_width`` above 1 in ``beams`` answers are searched for, else they are sampled.
     """
 
     model: str
@@ -39,7 +39,6 @@ class Settings:
 
     @property
     def num_candidates(self) -> int:
-        """The number of answers to a question."""
         return int(self.beams["beam_width"]) if self.searches else int(self.sampling.get("n", 1))
 
     def request_params(self) -> dict[str, Any]:
@@ -85,11 +84,11 @@ class ParamField:
 
 def _fields(cls: type, *names: str) -> tuple[ParamField, ...]:
     """The lines of some declared parameters; a hint is a parameter's help without its source."""
-    known = {name: (default, each) for name, default, each in declared(cls)}
-    return tuple(
-        ParamField(name, known[name][1].parse, known[name][1].help.split(" (")[0], known[name][0] is None)
-        for name in names
-    )
+    known = {
+        name: ParamField(name, each.parse, each.help.split(" (")[0], default is None)
+        for name, default, each in declared(cls)
+    }
+    return tuple(known[name] for name in names)
 
 
 SAMPLING_FIELDS = _fields(
@@ -100,7 +99,6 @@ BEAM_FIELDS = _fields(BeamSearchParams, "beam_width", "length_penalty")
 
 
 def field_texts(settings: Settings) -> dict[str, str]:
-    """The text of each field of the sampling screen."""
     params = SamplingParams(**settings.sampling)
     shown: dict[str, Any] = {item.name: getattr(params, item.name) for item in SAMPLING_FIELDS}
     shown["stop"] = params.stop[0] if params.stop else None
@@ -146,18 +144,12 @@ def _read_fields(fields: Iterable[ParamField], texts: Mapping[str, str], base: M
             if text:
                 values[item.name] = [text, *list(base.get(item.name, ()))[1:]]
         elif text.strip():
-            values[item.name] = _number(item.kind, text.strip())
+            values[item.name] = text.strip()
+            with suppress(ValueError):  # the text itself is refused by the parameters' own check, with a reason
+                values[item.name] = item.kind(text.strip())
         elif not item.may_be_empty:
             raise UsageError(f"{item.name} must be a number, not empty")
     return values
-
-
-def _number(kind: Callable[[str], Any], text: str) -> Any:
-    """The number, or the text itself, which the parameters' own check refuses with a reason."""
-    try:
-        return kind(text)
-    except ValueError:
-        return text
 
 
 def settings_summary(settings: Settings) -> str:

@@ -46,14 +46,12 @@ def check_terminal() -> None:
     """Raise UsageError unless the app can draw here and be typed at."""
     for stream, name in ((sys.__stdin__, "input"), (sys.__stdout__, "output"), (sys.__stderr__, "error")):
         if stream is None or not stream.isatty():
-            raise UsageError(
-                f"minillm chat needs a terminal, and standard {name} is none; run it in one, or with --plain"
-            )
+            problem = f"minillm chat needs a terminal, and standard {name} is none"
+            raise UsageError(f"{problem}; run it in one, or with --plain")
     if _draws_lines_only():
-        raise UsageError(
-            f"minillm chat needs a terminal that can move its cursor, and TERM is {os.environ.get('TERM', '')!r}; "
-            "set TERM (xterm-256color, say), or use --plain"
-        )
+        kind = os.environ.get("TERM", "")
+        problem = f"minillm chat needs a terminal that can move its cursor, and TERM is {kind!r}"
+        raise UsageError(f"{problem}; set TERM (xterm-256color, say), or use --plain")
 
 
 def _draws_lines_only() -> bool:
@@ -86,9 +84,8 @@ class TerminalDriver(LinuxDriver):
 
 @contextlib.contextmanager
 def ending_on_signals(leave: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, SIGINT, SIGTERM and SIGHUP call ``leave(exit code)`` in the running event loop.
-
-    To be entered inside the loop, from the main thread. A process that has not ended `_PATIENCE` later is ended.
+    """While the block runs, SIGINT, SIGTERM and SIGHUP call ``leave(exit code)`` in the running event loop. To be
+    entered inside the loop, from the main thread. A process that has not ended `_PATIENCE` later is ended.
     """
     loop = asyncio.get_running_loop()
     assert sys.__stdin__ is not None

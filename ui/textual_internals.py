@@ -103,7 +103,6 @@ def parts_of(block: MarkdownBlock) -> list[MarkdownBlock]:
 
 
 def keep_content(block: MarkdownBlock, content: Content) -> None:
-    """Note the text of a block as it is shown."""
     block._content = content
 
 

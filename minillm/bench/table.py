@@ -64,7 +64,7 @@ class Subject:
     workload: str
 
     def __str__(self) -> str:
-        from minillm.model.llama import ranks_of
+        from minillm.model.shard import ranks_of
 
         model = self.llm.engine.runner.model
         shared = ranks_of(model)

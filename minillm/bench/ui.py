@@ -30,9 +30,9 @@ from minillm.bench.table import NoOptions, computed, shown
 from minillm.errors import MinillmError
 from minillm.service.messages import CacheChanged, LogEntry, TableView
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.chat.conversation import SessionStore
+from minillm.ui.engine_app import EngineEvent
 from minillm.ui.memory.pool import Pool
-from minillm.ui.messages import EngineEvent
 from minillm.ui.settings import Settings
 from minillm.weights.manifest import default_model
 

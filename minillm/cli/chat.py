@@ -23,7 +23,7 @@ def chat(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     # Wrong options are named before the terminal changes.
-    from minillm.ui.chat.sessions import SessionStore
+    from minillm.ui.chat.conversation import SessionStore
     from minillm.ui.settings import Settings, load_settings
     from minillm.ui.terminal import check_terminal, is_plain_only
 
@@ -52,7 +52,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def demo(arguments: argparse.Namespace) -> int:
     """Give the guided tour. It saves nothing among the user's conversations."""
-    from minillm.ui.chat.sessions import SessionStore
+    from minillm.ui.chat.conversation import SessionStore
     from minillm.ui.settings import Settings
     from minillm.ui.terminal import check_terminal
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from minillm.errors import WeightsError
 from minillm.kernels import LinearWeight
 from minillm.model.config import ModelConfig
-from minillm.model.llama import Layer, Llama, ShardedLlama
+from minillm.model.llama import Layer, Llama
 from minillm.model.rope import RotaryTable
-from minillm.model.shard import shard_of
+from minillm.model.shard import ShardedLlama, shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.text.safe import clean_line
 

@@ -24,7 +24,8 @@ from torch import Tensor
 from minillm import kernels
 from minillm.cache import HostMoves
 from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
-from minillm.model.llama import Batch, Llama, ranks_of
+from minillm.model.llama import Batch, Llama
+from minillm.model.shard import ranks_of
 from minillm.runner.graphs import Graphs
 from minillm.runner.penalties import needs_host, process_logits
 from minillm.runner.rows import Rows, Sharing, padded_size

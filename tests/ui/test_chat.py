@@ -15,20 +15,15 @@ from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 
 from minillm.service.client import EngineProcess
-from minillm.ui.bars.keys import KeyBar
-from minillm.ui.bars.status import StatusBar
-from minillm.ui.chat.message import AnswerView, Question
+from minillm.ui.app import ChatScreen
+from minillm.ui.bars import KeyBar, StatusBar
 from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.chat.screen import ChatScreen
-from minillm.ui.chat.transcript import Transcript
-from minillm.ui.dialogs.help import HelpScreen
-from minillm.ui.dialogs.models import ModelScreen
-from minillm.ui.dialogs.sampling import SamplingScreen
-from minillm.ui.dialogs.system import SystemScreen
+from minillm.ui.chat.transcript import AnswerView, Question, Transcript
+from minillm.ui.dialogs import HelpScreen, ModelScreen, SamplingScreen, SystemScreen
+from minillm.ui.drawing import Drawing
 from minillm.ui.memory.line_view import LineView
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool_map import PoolMap
-from minillm.ui.pacing import Drawing
 
 pytestmark = pytest.mark.anyio
 

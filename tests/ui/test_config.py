@@ -9,12 +9,11 @@ import pytest
 from textual.binding import Binding
 
 from minillm.errors import UsageError
-from minillm.ui.app import ChatApp
-from minillm.ui.bars.tabs import VIEWS
+from minillm.ui.app import ChatApp, ChatScreen
+from minillm.ui.bars import VIEWS
 from minillm.ui.chat.commands import COMMANDS
-from minillm.ui.chat.screen import ChatScreen
 from minillm.ui.chat.slash import CommandTable
-from minillm.ui.dialogs.help import KEYS
+from minillm.ui.dialogs import KEYS
 from minillm.ui.settings import (
     CHAT_SAMPLING,
     Settings,
@@ -128,8 +127,8 @@ NAMES = (
 
 
 def test_the_commands_and_their_keys() -> None:
-    assert tuple(command.name for command in COMMANDS) == NAMES
-    keys = {key: command.name for command in COMMANDS for key in command.keys}
+    assert tuple(COMMANDS) == NAMES
+    keys = {key: command.name for command in COMMANDS.values() for key in command.keys}
     assert keys == {
         "f1": "help", "f2": "model", "f3": "sampling", "f4": "system", "f5": "pool", "f6": "tables", "f7": "tree",
         "f8": "events", "f9": "memory", "f10": "steps", "ctrl+n": "new", "ctrl+o": "sessions", "ctrl+r": "reload",
@@ -149,7 +148,7 @@ def test_the_commands_and_their_keys() -> None:
 
 def test_the_help_shows_the_keys_that_commands_declare() -> None:
     shown = set(re.findall(r"{(\w+)}", " ".join(key for keys in KEYS.values() for key in keys)))
-    assert shown == {command.name for command in COMMANDS if command.shown_key} - {"reload"}
+    assert shown == {command.name for command in COMMANDS.values() if command.shown_key} - {"reload"}
 
 
 def test_the_tabs_and_the_commands_of_views_have_the_same_keys() -> None:
@@ -166,7 +165,7 @@ def test_one_declaration_feeds_all() -> None:
     table = CommandTable()
     table.command("walk", "go there", argument="[WHERE]", keys={"ctrl+w": "", "alt+w": "home"}, label="Walk")(nothing)
     table.command("run", "faster", "ctrl+x", scope="app")(nothing)
-    walk, run = table
+    walk, run = table.values()
     assert (walk.usage, walk.needs_argument, walk.action) == ("/walk [WHERE]", False, nothing)
     assert (run.usage, run.shown_key, run.keys) == ("/run", "Ctrl+X", {"ctrl+x": ""})
     assert table.parse("/wa far away") == (walk, "far away")

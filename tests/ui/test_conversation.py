@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.ui.chat.conversation import Candidate, Conversation, Turn
-from minillm.ui.chat.reasoning import ReasoningSplitter, split_reasoning
+from minillm.ui.chat.transcript import ReasoningSplitter, split_reasoning
 
 
 def said(conversation: Conversation, question: str, text: str) -> Turn:
@@ -28,14 +28,14 @@ def test_an_edited_question_is_a_branch_and_nothing_is_lost() -> None:
     first = said(conversation, "a", "A")
     second = said(conversation, "b", "B")
     said(conversation, "c", "C")
-    conversation.ask_instead(second, "b2").finish_reason = "stop"
+    conversation.ask("b2", instead_of=second).finish_reason = "stop"
     assert shown(conversation) == ["a", "b2"]
     assert [turn.question for turn in conversation.siblings(second)] == ["b", "b2"]
     conversation.switch(conversation.turns[1], 1)
     assert shown(conversation) == ["a", "b", "c"], "round the corner, and down to the latest turn"
     conversation.switch(second, -1)
     assert shown(conversation) == ["a", "b2"]
-    conversation.ask_instead(first, "a2").finish_reason = "stop"
+    conversation.ask("a2", instead_of=first).finish_reason = "stop"
     assert shown(conversation) == ["a2"]
     assert [turn.question for turn in conversation.all_turns()] == ["a", "b", "c", "b2", "a2"]
 
@@ -44,7 +44,7 @@ def test_turns_have_names() -> None:
     conversation = Conversation()
     said(conversation, "a", "A")
     second = said(conversation, "b", "B")
-    conversation.ask_instead(second, "b2")
+    conversation.ask("b2", instead_of=second)
     names = [conversation.name_of(turn.answer.request_id) for turn in conversation.all_turns()]
     assert names == ["turn 1", "turn 2", "turn 2b"]
     assert conversation.name_of("another-1") is None
@@ -54,7 +54,7 @@ def test_a_withdrawn_branch_shows_the_one_beside_it() -> None:
     conversation = Conversation()
     first = said(conversation, "a", "A")
     said(conversation, "b", "B")
-    conversation.ask_instead(first, "a2")
+    conversation.ask("a2", instead_of=first)
     assert conversation.withdraw() == "a2"
     assert shown(conversation) == ["a", "b"]
 
@@ -84,7 +84,7 @@ def test_a_conversation_survives_the_disk() -> None:
     conversation = Conversation(system="brief", model="m")
     said(conversation, "a\n\x1b[31m", "A\u2028")
     second = said(conversation, "b", "B")
-    conversation.ask_instead(second, "b2").text = "half an ans"
+    conversation.ask("b2", instead_of=second).text = "half an ans"
     again = Conversation.from_data(json.loads(json.dumps(conversation.to_data())))
     assert [t.question for t in again.all_turns()] == [t.question for t in conversation.all_turns()]
     assert shown(again) == shown(conversation)

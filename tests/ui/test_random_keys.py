@@ -29,7 +29,7 @@ def something(rng: random.Random) -> str:
     if kind == "question":
         return rng.choice(QUESTIONS) + "\r"
     if kind == "command":
-        command = rng.choice([command for command in COMMANDS if command.name not in ("quit", "export")])
+        command = rng.choice([each for name, each in COMMANDS.items() if name not in ("quit", "export")])
         return f"/{command.name}{rng.choice(['', ' 3', ' 1', ' x', ' 0.5'])}\r"
     if kind == "key":
         return rng.choice(KEYS)

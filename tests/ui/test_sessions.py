@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from minillm.errors import MinillmError
-from minillm.ui.chat.conversation import Conversation
-from minillm.ui.chat.sessions import SessionStore, export, to_json, to_markdown
+from minillm.ui.chat.conversation import Conversation, SessionStore, export, to_json, to_markdown
 
 
 def talk(question: str, text: str, reason: str | None = "stop") -> Conversation:

@@ -18,18 +18,16 @@ from textual.widget import Widget
 
 from minillm import ui
 from minillm.outputs import StepReport
-from minillm.service.messages import CacheChanged, LogEntry, Stepped, TableView
-from minillm.ui.bars.tabs import VIEWS, tab_labels
-from minillm.ui.memory.block_table import BlockTableView
-from minillm.ui.memory.event_log import EventLog, event_words
+from minillm.service.messages import CacheChanged, Inspect, LogEntry, Stepped, TableView
+from minillm.ui.bars import VIEWS, tab_labels
+from minillm.ui.engine_app import DARK, EngineCommand
 from minillm.ui.memory.figures import memory_lines
+from minillm.ui.memory.logs import EventLog, StepList, event_words, split_bar
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
 from minillm.ui.memory.pool_map import PoolMap
-from minillm.ui.memory.steps import StepList, split_bar
-from minillm.ui.memory.tree import block_trees, tree_lines
+from minillm.ui.memory.tables import BlockTableView, block_trees, tree_lines
 from minillm.ui.numbers import spans, sparkline
-from minillm.ui.theme import DARK
 
 STYLES = Path(ui.__file__).parent
 VIEW_NAMES = [view.name for view in VIEWS]
@@ -58,8 +56,9 @@ class PanelApp(App[None]):
         self.theme = DARK.name
         self.screen.add_class("-memory")
 
-    def on_memory_panel_inspect_asked(self, message: MemoryPanel.InspectAsked) -> None:
-        self.asked.append(message.block)
+    def on_engine_command(self, message: EngineCommand) -> None:
+        assert isinstance(message.command, Inspect)
+        self.asked.append(message.command.block)
 
 
 @asynccontextmanager

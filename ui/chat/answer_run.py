@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from minillm.service.messages import (
-    Abort,
-    BeamsChanged,
-    BeamView,
-    Command,
-    ContextFull,
-    Drop,
-    Event,
-    Finished,
-    Generate,
-    RequestFailed,
-    Started,
-    TextDelta,
-)
-from minillm.ui.chat.candidates import CandidatesView
+from minillm.service import messages
 from minillm.ui.chat.conversation import Answer, Conversation, Turn
-from minillm.ui.chat.message import AnswerView
-from minillm.ui.chat.transcript import Transcript
+from minillm.ui.chat.transcript import AnswerView, CandidatesView, Transcript
 from minillm.ui.numbers import count, plural
 from minillm.ui.settings import Settings
 
@@ -46,16 +31,15 @@ class AnswerRun:
     conversation: Conversation
     settings: Settings
     transcript: Transcript
-    send: Callable[[Command], None]
+    send: Callable[[messages.Command], None]
     max_model_len: int
     is_stopping: bool = False
     _superseded: str = ""  # the request whose text this one continues
     _to_accept: tuple[int, str] | None = None  # a candidate and its text, once the others have stopped
     _first_token_at: float = 0.0
-    _num_dropped: int = field(init=False)  # turns that the model was not told before
 
     def __post_init__(self) -> None:
-        self._num_dropped = self.conversation.num_dropped
+        self._num_dropped = self.conversation.num_dropped  # turns that the model was not told before
 
     @property
     def answer(self) -> Answer:
@@ -73,44 +57,43 @@ class AnswerRun:
         self._generate(self.conversation.messages(self.settings.system), self.settings.request_params(), room=room)
 
     def go_on(self) -> None:
-        """Let the model go on where its answer ended."""
-        messages, answer = self.conversation.messages(self.settings.system), self.answer
+        told, answer = self.conversation.messages(self.settings.system), self.answer
         self._superseded, answer.request_id = answer.request_id, self.conversation.new_request_id()
         answer.finish_reason = answer.time_to_first_token = None
         # Several answers to choose from would begin with the same text: one goes on.
-        self._generate(messages, self.settings.params_to_continue(), continues=True)
+        self._generate(told, self.settings.params_to_continue(), continues=True)
 
-    def _generate(self, messages: list[dict[str, str]], params: dict[str, Any], **how: Any) -> None:
+    def _generate(self, told: list[dict[str, str]], params: dict[str, Any], **how: Any) -> None:
         view, request_id = self.view, self.answer.request_id
         if isinstance(view, AnswerView):
             view.update_summary()
-        self.send(Generate(request_id, self.conversation.conversation_id, messages, params, **how))
+        self.send(messages.Generate(request_id, self.conversation.conversation_id, told, params, **how))
 
     def stop(self, chosen: int | None = None) -> None:
         """End it; ``chosen``: the candidate that is to be accepted then."""
         if chosen is not None:
             self._to_accept = chosen, self.answer.candidates[chosen].text
         self.is_stopping = True
-        self.send(Abort(self.answer.request_id))
+        self.send(messages.Abort(self.answer.request_id))
 
-    async def take(self, event: Event) -> Ending | None:
+    async def take(self, event: messages.Event) -> Ending | None:
         """Take an event of this answer; returns the ending that it brings, if any."""
         match event:
-            case Started():
+            case messages.Started():
                 await self._start(event)
-            case TextDelta():
+            case messages.TextDelta():
                 self._add(event)
-            case BeamsChanged(_, beams):
+            case messages.BeamsChanged(_, beams):
                 self._show_beams(beams)
-            case Finished():
+            case messages.Finished():
                 return self._finish(event)
-            case RequestFailed(_, error):
+            case messages.RequestFailed(_, error):
                 return Ending("lost", error)
-            case ContextFull():
+            case messages.ContextFull():
                 return self._make_room(event)
         return None
 
-    async def _start(self, event: Started) -> None:
+    async def _start(self, event: messages.Started) -> None:
         answer, view = self.answer, self.view
         self._first_token_at = time.monotonic()
         answer.num_prompt_tokens = event.num_prompt_tokens
@@ -121,11 +104,10 @@ class AnswerRun:
             view.begin(event.in_reasoning)
         dropped = self.conversation.num_dropped
         if dropped > self._num_dropped:
-            await self.transcript.add_note(
-                f"the context is full: the model is no longer told the oldest {plural(dropped, 'turn')}", "warning"
-            )
+            oldest = f"the oldest {plural(dropped, 'turn')}"
+            await self.transcript.add_note(f"the context is full: the model is no longer told {oldest}", "warning")
 
-    def _add(self, event: TextDelta) -> None:
+    def _add(self, event: messages.TextDelta) -> None:
         answer, view = self.answer, self.view
         if answer.candidates:
             candidate = answer.candidates[event.index]
@@ -139,14 +121,14 @@ class AnswerRun:
                 view.add(event.text)
         answer.num_output_tokens += event.num_tokens
 
-    def _show_beams(self, beams: list[BeamView]) -> None:
+    def _show_beams(self, beams: list[messages.BeamView]) -> None:
         for candidate, beam in zip(self.answer.candidates, beams, strict=False):
             candidate.text, candidate.num_tokens = beam.text, beam.num_tokens
             candidate.score, candidate.logprob = beam.score, beam.logprob
             candidate.finish_reason = "stop" if beam.finished else None
         self.answer.num_output_tokens = max((beam.num_tokens for beam in beams), default=0)
 
-    def _finish(self, event: Finished) -> Ending | None:
+    def _finish(self, event: messages.Finished) -> Ending | None:
         answer = self.answer
         if not answer.candidates:
             answer.tokens_per_second = event.tokens_per_second
@@ -154,11 +136,9 @@ class AnswerRun:
             return Ending(event.finish_reason)
         answer.candidates[event.index].finish_reason = event.finish_reason
         reasons = [candidate.finish_reason for candidate in answer.candidates]
-        if not all(reasons):
-            return None
-        return Ending("abort" if "abort" in reasons else "stop")
+        return Ending("abort" if "abort" in reasons else "stop") if all(reasons) else None
 
-    def _make_room(self, event: ContextFull) -> Ending | None:
+    def _make_room(self, event: messages.ContextFull) -> Ending | None:
         """Go on without the oldest turns. It is an error only where the last question alone does not fit."""
         if self._superseded:
             return Ending("lost", "the context is full: this answer cannot go on")
@@ -167,11 +147,9 @@ class AnswerRun:
         elif event.num_tokens + 1 < event.max_model_len:
             self.ask(room=1)
         else:
-            return Ending(
-                "lost",
-                f"the question has {plural(event.num_tokens, 'token')} with what belongs to it, and the context holds "
-                f"{count(event.max_model_len)}: shorten it, or start with a larger --max-model-len",
-            )
+            size = f"the question has {plural(event.num_tokens, 'token')} with what belongs to it"
+            room = f"the context holds {count(event.max_model_len)}"
+            return Ending("lost", f"{size}, and {room}: shorten it, or start with a larger --max-model-len")
         return None
 
     async def draw(self, lines_ahead: int) -> None:
@@ -180,26 +158,20 @@ class AnswerRun:
         elapsed = time.monotonic() - self._first_token_at
         if answer.num_output_tokens > 1 and elapsed > 0 and answer.is_open:
             answer.tokens_per_second = (answer.num_output_tokens - 1) / elapsed
-        if isinstance(view, CandidatesView):
-            view.refresh_cards()
-        elif view is not None and await view.flush(lines_ahead):
-            view.update_summary()
+        if view is not None:
+            await view.flush(lines_ahead)
 
     async def end(self, reason: str) -> bool:
         """Close the answer. False where it was cut off before its first word."""
         view, answer = self.view, self.answer
         answer.finish_reason = reason
         if self._superseded:
-            self.send(Drop(self._superseded))
+            self.send(messages.Drop(self._superseded))
         said = answer.text + "".join(candidate.text for candidate in answer.candidates)
         if reason != "stop" and not said.strip():
             return False
-        if isinstance(view, CandidatesView):
-            view.refresh_cards()
-        elif view is not None:
-            await view.flush()
+        if view is not None:
             await view.end()
-            view.update_summary()
         return True
 
     @property

@@ -1,7 +1,4 @@
-"""The slash commands. Each declaration holds a command's name, help, argument and keys, and stands above its function.
-
-`Talk` changes the conversation; `EngineApp` has the settings, the theme and the engine.
-"""
+"""The slash commands, each below its declaration. `Talk` changes the conversation; `EngineApp` has all else."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from textual.screen import ModalScreen
+
 from minillm.errors import UsageError
-from minillm.ui.bars.tabs import VIEWS
-from minillm.ui.chat.conversation import Conversation, Turn
-from minillm.ui.chat.sessions import export
+from minillm.ui.bars import VIEWS
+from minillm.ui.chat.conversation import Conversation, Turn, export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.chat.talk import Talk
-from minillm.ui.dialogs.dialog import Dialog, Result
 from minillm.ui.settings import with_param
 
 COMMANDS = CommandTable()
@@ -28,13 +25,10 @@ _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 
 @command("help", "all keys and commands", "f1", label="Help", scope="app")
 async def show_help(talk: Talk, _: str) -> None:
-    from minillm.ui.dialogs.help import HelpScreen
+    from minillm.ui.dialogs import HelpScreen
 
     if not isinstance(talk.app.screen, HelpScreen):
         talk.app.push_screen(HelpScreen(COMMANDS))
-
-
-# --- conversations ----------------------------------------------------------------------------------------------------
 
 
 @command("new", "begin a new conversation; the old one is kept on disk", "ctrl+n", label="New")
@@ -45,7 +39,7 @@ async def begin_anew(talk: Talk, _: str) -> None:
 
 @command("sessions", "saved conversations: search, resume, delete", "ctrl+o", argument="[words]", label="Open")
 async def list_sessions(talk: Talk, words: str) -> None:
-    from minillm.ui.dialogs.sessions import SessionsScreen
+    from minillm.ui.dialogs import SessionsScreen
 
     _check_idle(talk)
     talk.save()
@@ -69,9 +63,6 @@ async def write_to_file(talk: Talk, name: str) -> None:
     if talk.conversation.leaf is None:
         raise UsageError("there is nothing to export yet")
     talk.notify(f"written to {export(talk.conversation, Path(name))}")
-
-
-# --- turns and branches -----------------------------------------------------------------------------------------------
 
 
 def _check_idle(talk: Talk) -> None:
@@ -103,7 +94,7 @@ async def regenerate(talk: Talk, _: str) -> None:
     turn = _turn(talk)
     if talk.can_ask():
         await talk.accept_best()
-        talk.conversation.ask_instead(turn, turn.question)
+        talk.conversation.ask(turn.question, instead_of=turn)
         await talk.request_answer()
 
 
@@ -117,13 +108,10 @@ async def go_on(talk: Talk, _: str) -> None:
         talk.continue_answer(leaf)
 
 
-@command(
-    "branch",
-    "show the next branch here, or the previous one",
-    argument="[next|previous]",
-    keys={"alt+left": "previous", "alt+right": "next"},
-    shown_key="Alt+← →",
-)
+_BRANCH_KEYS: dict[str, Any] = {"keys": {"alt+left": "previous", "alt+right": "next"}, "shown_key": "Alt+← →"}
+
+
+@command("branch", "show the next branch here, or the previous one", argument="[next|previous]", **_BRANCH_KEYS)
 async def switch_branch(talk: Talk, direction: str) -> None:
     _check_idle(talk)
     conversation, turn = talk.conversation, _turn(talk)
@@ -166,7 +154,7 @@ async def copy(talk: Talk, part: str) -> None:
 
 @command("probabilities", "the answer's tokens by probability", "alt+p")
 async def show_probabilities(talk: Talk, _: str) -> None:
-    from minillm.ui.dialogs.probabilities import ProbabilityScreen
+    from minillm.ui.dialogs import ProbabilityScreen
 
     tokens = _turn(talk).answer.tokens
     if not tokens:
@@ -174,17 +162,14 @@ async def show_probabilities(talk: Talk, _: str) -> None:
     talk.app.push_screen(ProbabilityScreen(tokens))
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
 def _change(talk: Talk, **changes: Any) -> None:
     talk.app.settings = replace(talk.app.settings, **changes)
 
 
-def _ask(talk: Talk, dialog: Dialog[Result], act: Callable[[Result], None]) -> None:
+def _ask(talk: Talk, dialog: ModalScreen[Any], act: Callable[[Any], Any]) -> None:
     """Open a dialog, and act on its result, if it gives one back."""
 
-    def chosen(result: Result | None) -> None:
+    def chosen(result: Any) -> None:
         if result is not None:
             act(result)
 
@@ -193,7 +178,7 @@ def _ask(talk: Talk, dialog: Dialog[Result], act: Callable[[Result], None]) -> N
 
 @command("model", "choose another model", "f2", argument="[NAME]", label="Model")
 async def choose_model(talk: Talk, name: str) -> None:
-    from minillm.ui.dialogs.models import ModelScreen
+    from minillm.ui.dialogs import ModelScreen
 
     if name:
         talk.app.choose_model(name)
@@ -208,7 +193,7 @@ async def reload(talk: Talk, _: str) -> None:
 
 @command("sampling", "temperature, top-p, beams and their like", "f3", label="Sampling")
 async def choose_sampling(talk: Talk, _: str) -> None:
-    from minillm.ui.dialogs.sampling import SamplingScreen
+    from minillm.ui.dialogs import SamplingScreen
 
     _ask(talk, SamplingScreen(talk.app.settings), partial(setattr, talk.app, "settings"))
 
@@ -233,7 +218,7 @@ async def choose_beams(talk: Talk, number: str) -> None:
 
 @command("system", "what the model is told first; its blocks are pinned", "f4", argument="[TEXT]", label="System")
 async def choose_system(talk: Talk, text: str) -> None:
-    from minillm.ui.dialogs.system import SystemScreen
+    from minillm.ui.dialogs import SystemScreen
 
     if text:
         _change(talk, system=text)
@@ -241,8 +226,6 @@ async def choose_system(talk: Talk, text: str) -> None:
     else:
         _ask(talk, SystemScreen(talk.app.settings.system), lambda system: _change(talk, system=system))
 
-
-# --- the memory and the app -------------------------------------------------------------------------------------------
 
 for _view in VIEWS:
 

@@ -1,18 +1,22 @@
-"""A conversation as data: a tree of turns, of which one path is shown. No widget, no engine.
-
-A question that is edited, or asked again, is a sibling of the first one: nothing that was said is lost, and the engine
-finds the blocks that both have in common.
-"""
+"""A conversation as data and on disk: a tree of turns, of which one path is shown. No widget, no engine."""
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
+from minillm.errors import MinillmError, UsageError
+from minillm.paths import data_dir, expanded
 from minillm.service.messages import TokenChoice
+from minillm.text.reading import read_bytes
+from minillm.text.safe import clean_line, parse_json
 
 
 @dataclass
@@ -29,10 +33,9 @@ class Candidate:
 
 @dataclass
 class Answer:
-    """The model's text, not cleaned, and its figures. ``finish_reason`` is None while it goes on.
-
-    ``finish_reason`` is "stop", "length" or "abort" as the engine has it, or "lost" where the engine's process ended.
-    Times are in seconds. With ``candidates`` the text is that of the accepted one, empty before.
+    """The model's text, not cleaned, and its figures. ``finish_reason`` is None while it goes on. ``finish_reason`` is
+    "stop", "length" or "abort" as the engine has it, or "lost" where the engine's process ended. Times are in seconds.
+    With ``candidates`` the text is that of the accepted one, empty before.
     """
 
     request_id: str
@@ -54,7 +57,6 @@ class Answer:
 
     @property
     def is_open(self) -> bool:
-        """Whether the model is still at it."""
         return self.finish_reason is None
 
     def accept(self, index: int) -> None:
@@ -76,7 +78,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """The tree of turns. The engine keeps its blocks under ``conversation_id``."""
+    """The tree of turns. The engine keeps its blocks under ``conversation_id``. An edited question is a branch."""
 
     conversation_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     system: str = ""
@@ -86,11 +88,8 @@ class Conversation:
     leaf: Turn | None = None  # the last turn that is shown
     num_dropped: int = 0  # oldest turns of the path that the model is no longer told
 
-    # --- the path that is shown ---------------------------------------------------------------------------------------
-
     @property
     def turns(self) -> list[Turn]:
-        """The turns that are shown, in order."""
         path = []
         turn = self.leaf
         while turn is not None:
@@ -120,17 +119,9 @@ class Conversation:
         self.num_dropped = 0
         return chosen
 
-    # --- growing ------------------------------------------------------------------------------------------------------
-
-    def ask(self, question: str) -> Answer:
-        """A new turn after the last one; returns its answer, still empty."""
-        return self._grow(self.leaf, question)
-
-    def ask_instead(self, turn: Turn, question: str) -> Answer:
-        """A branch beside ``turn``: another question at its place, or the same one once more."""
-        return self._grow(turn.parent, question)
-
-    def _grow(self, parent: Turn | None, question: str) -> Answer:
+    def ask(self, question: str, instead_of: Turn | None = None) -> Answer:
+        """Add a turn after the last one, or as a branch beside ``instead_of``; returns its answer, still empty."""
+        parent = self.leaf if instead_of is None else instead_of.parent
         turn = Turn(question, Answer(self.new_request_id()), parent)
         self.siblings(turn).append(turn)
         self.leaf = turn
@@ -185,10 +176,7 @@ class Conversation:
                 return f"turn {depth}" + ("" if number == 1 else chr(96 + min(number, 26)))
         return None
 
-    # --- as plain data ------------------------------------------------------------------------------------------------
-
     def to_data(self) -> dict[str, Any]:
-        """Numbers, texts, lists and dictionaries, of which `from_data` makes the conversation again."""
         turns = list(self.all_turns())
         number = {id(turn): i for i, turn in enumerate(turns)}
         return {
@@ -232,3 +220,125 @@ class Conversation:
 
 
 _SAVED = tuple(item.name for item in fields(Answer) if item.name not in ("tokens", "candidates"))
+
+
+@dataclass(frozen=True)
+class SessionSummary:
+    """A conversation in a list."""
+
+    path: Path
+    title: str  # the first question; not cleaned for a terminal
+    num_turns: int
+    saved: float  # seconds since 1970
+    interrupted: bool  # the app ended while an answer was being given
+
+
+@dataclass(frozen=True)
+class SessionStore:
+    """The directory of saved conversations. It is made when the first one is saved."""
+
+    directory: Path
+
+    def save(self, conversation: Conversation) -> None:
+        """Write a conversation. The file is whole at any moment: the old one, or the new one.
+
+        Raises:
+            MinillmError: the disk or the directory does not allow it.
+        """
+        if not conversation.first:
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, name = tempfile.mkstemp(prefix=".saving-", dir=self.directory)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass") as file:
+                    file.write(json.dumps(conversation.to_data(), ensure_ascii=False, indent=1))
+                os.replace(name, self.path_of(conversation))
+            except BaseException:
+                os.unlink(name)
+                raise
+        except OSError as error:
+            raise MinillmError(f"the conversation cannot be saved: {error}") from None
+
+    @classmethod
+    def of_user(cls) -> SessionStore:
+        return cls(data_dir() / "conversations")
+
+    def latest(self) -> Path:
+        """The file that was saved last.
+
+        Raises:
+            UsageError: there is none.
+        """
+        found = self.list()
+        if not found:
+            raise UsageError(f"no conversation is saved in {self.directory}")
+        return found[0].path
+
+    def path_of(self, conversation: Conversation) -> Path:
+        return self.directory / f"{conversation.conversation_id}.json"
+
+    def load(self, path: Path) -> Conversation:
+        """Read a conversation.
+
+        Raises:
+            MinillmError: the file cannot be read, or holds no conversation.
+        """
+        try:
+            return Conversation.from_data(_read(path))
+        except (OSError, ValueError) as error:
+            raise MinillmError(f"{path.name} cannot be opened: {error}") from None
+
+    def delete(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def list(self, search: str = "") -> list[SessionSummary]:
+        """The conversations that hold ``search`` in a question or an answer, the latest first."""
+        found, words = [], search.casefold().split()
+        for path in self.directory.glob("*.json"):
+            try:
+                turns = _read(path)["turns"]
+                whole = "\n".join(turn["question"] + "\n" + turn["answer"]["text"] for turn in turns).casefold()
+                if all(word in whole for word in words):
+                    unfinished = any(turn["answer"]["finish_reason"] is None for turn in turns)
+                    saved = path.stat().st_mtime
+                    found.append(SessionSummary(path, turns[0]["question"], len(turns), saved, unfinished))
+            except (OSError, ValueError, KeyError, TypeError, IndexError):
+                continue  # not ours, or broken: opening it says why
+        return sorted(found, key=lambda summary: -summary.saved)
+
+
+def _read(path: Path) -> Any:
+    return parse_json(read_bytes(path).decode("utf-8", "surrogatepass"))
+
+
+def to_markdown(conversation: Conversation) -> str:
+    turns = conversation.turns
+    lines = [f"# {clean_line(turns[0].question, 80) if turns else 'An empty conversation'}", ""]
+    if conversation.system:
+        lines += [f"> {line}" for line in conversation.system.splitlines()] + [""]
+    for turn in turns:
+        lines += ["## You", "", turn.question, "", f"## {conversation.model or 'The model'}", "", turn.answer.text, ""]
+    return "\n".join(lines)
+
+
+def to_json(conversation: Conversation) -> str:
+    return json.dumps(conversation.to_data(), ensure_ascii=False, indent=2) + "\n"
+
+
+def export(conversation: Conversation, target: Path) -> Path:
+    """Write a conversation to a file: ``.json`` as JSON, anything else as Markdown. An existing file is not touched.
+
+    Raises:
+        MinillmError: the file exists, or cannot be written.
+    """
+    text = to_json(conversation) if target.suffix == ".json" else to_markdown(conversation)
+    target = expanded(str(target), "/export")
+    try:
+        with target.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    except FileExistsError:
+        raise MinillmError(f"{target} exists; choose another name") from None
+    except OSError as error:
+        raise MinillmError(f"{target} cannot be written: {error}") from None
+    return target

@@ -1,10 +1,19 @@
-"""Streaming Markdown of a model: cleaned, without clickable links, cheap while it grows."""
+"""Streaming Markdown of a model: made harmless between the parser and the widgets, cheap while it grows.
+
+Cleaning the source is not enough: the parser itself makes characters, from entities (``&#x202e;``) and from
+percent-encoded addresses, so every text is cleaned again in the tokens. HTML is shown, not interpreted. Links and
+pictures become text with their target beside them: nothing is hidden behind a word, and nothing can be clicked.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 
+from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
+from markdown_it.token import Token
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 from rich.cells import cell_len
@@ -16,9 +25,8 @@ from textual.widget import AwaitMount, Widget
 from textual.widgets import Label, Markdown, Static
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
-from minillm.text.safe import clean
-from minillm.ui.chat.harmless_markdown import harmless_parser
-from minillm.ui.drawn import settle, update_in_place
+from minillm.text.safe import clean, clean_line
+from minillm.ui.drawing import settle, update_in_place
 from minillm.ui.textual_internals import (
     Becoming,
     Growing,
@@ -31,6 +39,57 @@ from minillm.ui.textual_internals import (
 
 _FIRST = "-first"  # the class of a document's first block
 _MOST_HIGHLIGHTED = 20_000  # characters of one code block; more is shown plain, for it is highlighted at every update
+
+
+def harmless_parser() -> MarkdownIt:
+    """CommonMark with tables and strikethrough, and no way to hide or to obey anything."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    parser.core.ruler.push("harmless", _harmless)
+    return parser
+
+
+def _harmless(state: StateCore) -> None:
+    for token in state.tokens:
+        if token.type == "inline":
+            token.children = list(_shown(token.children or []))
+        elif token.type in ("fence", "code_block"):
+            token.content = clean(token.content)
+            token.info = clean_line((token.info.split() or [""])[0], 40)
+
+
+def _shown(children: list[Token]) -> Iterator[Token]:
+    target = ""
+    automatic = False
+    for token in children:
+        if token.type == "link_open":
+            target, automatic = _target(token, "href"), token.info == "auto"
+        elif token.type == "link_close":
+            if automatic:
+                yield _code(target)
+            else:
+                yield from (_text(" "), _code(target))
+            automatic = False
+        elif automatic:
+            continue  # the parser's decoded form of the address; the address itself is shown
+        elif token.type == "image":
+            yield from (_text(f"[image: {clean(token.content)}] "), _code(_target(token, "src")))
+        elif token.type == "softbreak":
+            yield Token("hardbreak", "br", 0)  # models break lines where they mean it
+        else:
+            token.content = clean(token.content)
+            yield token
+
+
+def _target(token: Token, attribute: str) -> str:
+    return clean_line(str(token.attrs.get(attribute, "")), 300)
+
+
+def _text(content: str) -> Token:
+    return Token("text", "", 0, content=content)
+
+
+def _code(content: str) -> Token:
+    return Token("code_inline", "code", 0, content=content)
 
 
 @lru_cache(maxsize=256)
@@ -52,21 +111,19 @@ class Paragraph(Growing, MarkdownParagraph):
 
 
 class GrowingList(Becoming, MarkdownBlock):
-    """A list that grows at its end: the items above the last one stay as they are.
-
-    Textual builds the last block of a document anew when text is added, and a list is one block, however long.
+    """A list that grows at its end: the items above the last one stay as they are. Textual builds the last block of a
+    document anew when text is added, and a list is one block, however long.
     """
 
     async def become(self, block: MarkdownBlock) -> None:
         grown = False
         with suppress(NoMatches):  # its rows are not there yet
-            grown = isinstance(block, type(self)) and await self._grow(block)
+            grown = isinstance(block, GrowingList) and await self._grow(block)
         if not grown:
             await self._replace(block)
 
     @property
     def items(self) -> list[MarkdownListItem]:
-        """The items, before `compose` has made them rows."""
         return [block for block in parts_of(self) if isinstance(block, MarkdownListItem)]
 
     def compose(self) -> ComposeResult:
@@ -101,29 +158,15 @@ class GrowingList(Becoming, MarkdownBlock):
         await self.remove()
 
     def _symbols(self) -> list[str]:
-        """The mark of each item."""
-        raise NotImplementedError
-
-
-class BulletList(GrowingList):
-    """``• one``"""
-
-    def _symbols(self) -> list[str]:
-        return [item.bullet for item in self.items]
-
-
-class OrderedList(GrowingList):
-    """``1. one``, counted from the first item's number."""
-
-    def _symbols(self) -> list[str]:
-        first = int(self.items[0].bullet)
-        words = [f"{number}. " for number in range(first, first + len(self.items))]
+        """``• ``, or ``1. `` counted from the first item's number."""
+        bullets = [item.bullet for item in self.items]
+        if not bullets[0].isdecimal():
+            return bullets
+        words = [f"{number}. " for number in range(int(bullets[0]), int(bullets[0]) + len(bullets))]
         return [word.rjust(len(words[-1]) + 1) for word in words]
 
 
 class Bullet(Static):
-    """The mark of a list's item."""
-
     def __init__(self, symbol: str) -> None:
         super().__init__(Content(symbol))
         self.symbol = symbol
@@ -160,8 +203,8 @@ class ModelMarkdown(Growing, Markdown):
     BLOCKS = {  # noqa: RUF012
         **Markdown.BLOCKS,
         "paragraph_open": Paragraph,
-        "bullet_list_open": BulletList,
-        "ordered_list_open": OrderedList,
+        "bullet_list_open": GrowingList,
+        "ordered_list_open": GrowingList,
         "fence": Fence,
         "code_block": Fence,
     }
@@ -191,17 +234,15 @@ class ModelMarkdown(Growing, Markdown):
     def mount(
         self, *widgets: Widget, before: int | str | Widget | None = None, after: int | str | Widget | None = None
     ) -> AwaitMount:
-        """See `Widget.mount`. Marks the first block, which has no room above it.
-
-        ``:first-child`` and ``:last-child`` would say so, too, but where a rule has one of those Textual finds the
-        styles of all blocks anew whenever one is added.
+        """See `Widget.mount`. Marks the first block, which has no room above it. ``:first-child`` and ``:last-child``
+        would say so, too, but where a rule has one of those Textual finds the styles of all blocks anew whenever one is
+        added.
         """
         if widgets and not self.children:
             widgets[0].add_class(_FIRST, update=False)
         return super().mount(*widgets, before=before, after=after)
 
     def end(self) -> None:
-        """No more will come."""
         if self._last_block is not None:
             settle(self._last_block)
 

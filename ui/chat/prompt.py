@@ -11,7 +11,7 @@ from textual.strip import Strip
 from textual.widgets import TextArea
 
 from minillm.ui.chat.slash import CommandTable
-from minillm.ui.messages import CommandAsked
+from minillm.ui.engine_app import CommandAsked
 from minillm.ui.numbers import count, plural
 
 _LONGEST_PASTE = 4000  # characters that are pasted into the text itself

@@ -34,7 +34,7 @@ class SlashCommand:
 
     @property
     def needs_argument(self) -> bool:
-        return bool(self.argument) and not self.argument.startswith("[")
+        return self.argument[:1] not in ("", "[")
 
     def bindings(self) -> Iterator[Binding]:
         label, priority = self.label or self.name.capitalize(), self.scope != "app"
@@ -43,11 +43,8 @@ class SlashCommand:
             yield Binding(key, action, label, show=bool(self.label), priority=priority)
 
 
-class CommandTable:
+class CommandTable(dict[str, SlashCommand]):
     """The commands by name, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._commands: dict[str, SlashCommand] = {}
 
     def command(self, name: str, summary: str, key: str = "", **options: Any) -> Callable[[Action], Action]:
         """Decorate the function of a command. ``key`` runs it, too; for ``options`` see `SlashCommand`."""
@@ -55,20 +52,14 @@ class CommandTable:
             options = {"keys": {key: ""}, "shown_key": "+".join(map(str.capitalize, key.split("+"))), **options}
 
         def add(action: Action) -> Action:
-            self._commands[name] = SlashCommand(name=name, summary=summary, action=action, **options)
+            self[name] = SlashCommand(name=name, summary=summary, action=action, **options)
             return action
 
         return add
 
-    def __iter__(self) -> Iterator[SlashCommand]:
-        return iter(self._commands.values())
-
-    def __getitem__(self, name: str) -> SlashCommand:
-        return self._commands[name]
-
     def bindings(self, *scopes: Scope) -> list[Binding]:
         """The keys of the commands of these scopes."""
-        return [binding for command in self if command.scope in scopes for binding in command.bindings()]
+        return [binding for command in self.values() if command.scope in scopes for binding in command.bindings()]
 
     def parse(self, text: str) -> tuple[SlashCommand, str]:
         """The command that a line calls, and its argument. A beginning that only one command has is enough.
@@ -77,7 +68,7 @@ class CommandTable:
             UsageError: there is none of that name, or it lacks its argument; names the nearest.
         """
         name, _, argument = text.removeprefix("/").strip().partition(" ")
-        begun = [command for command in self if command.name.startswith(name.lower())] if name else []
+        begun = [command for command in self.values() if command.name.startswith(name.lower())] if name else []
         exact = [command for command in begun if command.name == name.lower()]
         if exact or len(begun) == 1:
             command = (exact or begun)[0]
@@ -86,14 +77,14 @@ class CommandTable:
             return command, argument.strip()
         if begun:
             raise UsageError(f"/{name} may be {', '.join('/' + command.name for command in begun)}")
-        close = nearest(name, list(self._commands))
+        close = nearest(name, list(self))
         raise UsageError(f"there is no /{name}" + (f", did you mean /{close}?" if close else "; /help lists all"))
 
     def completions(self, text: str) -> list[SlashCommand]:
         """The commands that a half-typed line may become; none once its name is complete and an argument begins."""
         if not text.startswith("/") or " " in text or "\n" in text:
             return []
-        return [command for command in self if command.name.startswith(text[1:].lower())]
+        return [command for command in self.values() if command.name.startswith(text[1:].lower())]
 
 
 def is_command(text: str) -> bool:

@@ -13,19 +13,16 @@ from textual.widgets import Static, TextArea
 
 from minillm.errors import MinillmError
 from minillm.service.messages import Command, Forget, Keep, Notice, Pin, Report
-from minillm.ui.bars.loading import LoadingBar
-from minillm.ui.bars.status import FULL, Status, StatusBar
+from minillm.ui.bars import FULL, LoadingBar, Status, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
-from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
+from minillm.ui.chat.conversation import Answer, Candidate, Conversation, SessionStore, Turn
 from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
-from minillm.ui.engine_app import EngineApp
+from minillm.ui.drawing import Drawing
+from minillm.ui.engine_app import CommandAsked, EngineApp, EngineCommand, EngineEvent, EngineState, Phase
 from minillm.ui.memory.pool import Pool
-from minillm.ui.messages import CommandAsked, EngineChanged, EngineCommand, EngineEvent, EngineState, Phase
 from minillm.ui.numbers import count, duration
-from minillm.ui.pacing import Drawing
 
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
 _LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores
@@ -37,10 +34,8 @@ _NOTES = {
 
 
 class Talk(Vertical):
-    """The conversation and its widgets.
-
-    Questions, commands and the engine's events change the conversation. All of them are handled in this widget's own
-    task, one after the other.
+    """The conversation and its widgets. Questions, commands and the engine's events change the conversation. All of
+    them are handled in this widget's own task, one after the other.
     """
 
     app = getters.app(EngineApp)
@@ -79,11 +74,8 @@ class Talk(Vertical):
         self.prompt.focus()
         self.watch(self.app, "settings", self._pin_system)
 
-    # --- the engine ---------------------------------------------------------------------------------------------------
-
-    async def on_engine_changed(self, message: EngineChanged) -> None:
-        before, self.engine = self.engine, message.state
-        state = self.engine
+    async def _take_state(self, state: EngineState) -> None:
+        before, self.engine = self.engine, state
         bar = self.query_one(LoadingBar)
         bar.display = state.phase == "loading"
         bar.progress = state.loading
@@ -109,7 +101,9 @@ class Talk(Vertical):
 
     async def on_engine_event(self, message: EngineEvent) -> None:
         event, run = message.event, self.run
-        if isinstance(event, Notice):
+        if isinstance(event, EngineState):
+            await self._take_state(event)
+        elif isinstance(event, Notice):
             await self.transcript.add_note(event.text)
         elif run is not None and getattr(event, "request_id", None) == run.answer.request_id:
             ending = await run.take(event)
@@ -119,7 +113,6 @@ class Talk(Vertical):
                 self._text.soon()
 
     def _pin_system(self) -> None:
-        """Have the engine keep the system prompt's blocks."""
         system = self.app.settings.system
         if self.engine.phase == "ready" and system != self._pinned_system:
             self._pinned_system = system
@@ -127,8 +120,6 @@ class Talk(Vertical):
 
     def send(self, command: Command) -> None:
         self.post_message(EngineCommand(command))
-
-    # --- questions ----------------------------------------------------------------------------------------------------
 
     @on(PromptInput.Submitted)
     async def _submitted(self, message: PromptInput.Submitted) -> None:
@@ -144,10 +135,7 @@ class Talk(Vertical):
             self.prompt.take()
             editing, self.editing = self.editing, None
             await self.accept_best()
-            if editing is None:
-                self.conversation.ask(unescaped(message.text))
-            else:
-                self.conversation.ask_instead(editing, unescaped(message.text))
+            self.conversation.ask(unescaped(message.text), instead_of=editing)
             await self.request_answer()
 
     async def on_command_asked(self, message: CommandAsked) -> None:
@@ -186,7 +174,6 @@ class Talk(Vertical):
         return not reason
 
     async def request_answer(self) -> None:
-        """Have the conversation's last turn answered."""
         turn, settings = self.conversation.leaf, self.app.settings
         assert turn is not None
         self.conversation.model, self.conversation.system = settings.model, settings.system
@@ -199,7 +186,6 @@ class Talk(Vertical):
         self.save()
 
     def continue_answer(self, turn: Turn) -> None:
-        """Let the model go on where its answer ended."""
         self._begin(turn).go_on()
         self.refresh_status()
 
@@ -209,7 +195,6 @@ class Talk(Vertical):
         return self.run
 
     async def _draw(self) -> None:
-        """Show the text that came since the last time."""
         if self.run is not None:
             ahead = min(_LINES_AHEAD, self.transcript.size.height // 4) if self.beside_model else 0
             await self.run.draw(ahead)
@@ -243,10 +228,7 @@ class Talk(Vertical):
             "the oldest turns will be left out when it is; Ctrl+N begins anew", "warning"
         )  # fmt: skip
 
-    # --- candidates ---------------------------------------------------------------------------------------------------
-
     async def accept(self, turn: Turn, index: int) -> None:
-        """Make a candidate the answer, and have the blocks of the others freed."""
         turn.answer.accept(index)
         self.send(Keep(turn.answer.request_id, index))
         view = self.transcript.view_of(turn)
@@ -261,8 +243,6 @@ class Talk(Vertical):
         if leaf is not None and leaf.answer.candidates and not leaf.answer.is_open:
             self.notify("the first candidate was taken")
             await self.accept(leaf, 0)
-
-    # --- the lines below the transcript -------------------------------------------------------------------------------
 
     def refresh_status(self) -> None:
         """Show the activity. Drawing and reports leave the processor to a model that computes on it."""
@@ -289,7 +269,6 @@ class Talk(Vertical):
 
     @on(TextArea.Changed)
     def _hint(self, message: TextArea.Changed) -> None:
-        """Show the commands that a half-typed one may become."""
         hints = self.query_one("#hints", Static)
         found = self.commands.completions(message.text_area.text)
         hints.display = bool(found)
@@ -297,8 +276,6 @@ class Talk(Vertical):
             words = [f"{command.usage}  {command.summary}" for command in found[:6]]
             more = len(found) - len(words)
             hints.update(Content("\n".join([*words, f"and {more} more: /help lists all"] if more else words)))
-
-    # --- the conversation on disk -------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Save the conversation; an error is said, and nothing else happens."""
@@ -324,12 +301,8 @@ class Talk(Vertical):
 
 
 def _activity(phase: Phase, run: AnswerRun | None, answer: Answer) -> str:
-    if phase in ("failed", "crashed"):
-        return "failed"
     if phase != "ready":
-        return "loading" if phase == "loading" else "no model"
-    if run is None:
-        return "ready"
-    if run.is_stopping:
-        return "stopping"
+        return {"loading": "loading", "off": "no model"}.get(phase, "failed")
+    if run is None or run.is_stopping:
+        return "ready" if run is None else "stopping"
     return "reading" if answer.time_to_first_token is None else "generating"

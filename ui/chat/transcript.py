@@ -1,22 +1,279 @@
-"""The conversation, scrolling: it follows the answer unless the reader has scrolled up."""
+"""The conversation, scrolling: questions, answers with their reasoning, answers to choose from, notes of the app."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING
 
+from textual import events
 from textual.app import ComposeResult
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import Grid, Vertical, VerticalScroll
 from textual.content import Content
-from textual.widgets import Static
+from textual.widgets import Collapsible, Static
 
-from minillm.ui.chat.candidates import CandidatesView
-from minillm.ui.chat.conversation import Conversation, Turn
-from minillm.ui.chat.message import AnswerView, Note, Question
+from minillm.progress import size
+from minillm.text.safe import clean, clean_line
+from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
+from minillm.ui.drawing import update_in_place
+from minillm.ui.engine_app import CommandAsked
+from minillm.ui.numbers import count, duration, plural
 from minillm.ui.textual_internals import Growing
 
+if TYPE_CHECKING:
+    from minillm.ui.chat.markdown import ModelMarkdown
+
+_MOST_SHOWN = 4000  # characters of a question; a pasted book is not laid out again at every resize
+_MOST_LINES = 40
+_NARROWEST = 26  # columns of a candidate's card
+_MOST_ON_CARD = 1500  # characters: the end of a long text, for that is where it grows
 WELCOME = """\
 Ask something and press Enter.
 Ctrl+J begins a new line, Escape stops an answer, F1 lists all keys, / all commands."""
+OPEN, CLOSE = "<think>", "</think>"  # around the reasoning
+
+
+def shortened(text: str) -> str:
+    """The beginning of a long text, and how much more there is."""
+    lines = text[:_MOST_SHOWN].split("\n")[:_MOST_LINES]
+    shown = "\n".join(lines)
+    if len(shown) == len(text):
+        return text
+    return f"{shown}\n… {size(len(text) - len(shown))} more"
+
+
+class Question(Static):
+    def __init__(self, text: str) -> None:
+        super().__init__(Content(shortened(clean(text))))
+
+
+class Note(Static):
+    """A line of the app between the turns. ``kind`` is "info", "warning" or "error"."""
+
+    def __init__(self, text: str, kind: str = "info") -> None:
+        mark = {"info": "·", "warning": "▲", "error": "✖"}[kind]
+        super().__init__(Content(f"{mark} {clean_line(text, 1000)}"), classes=f"-{kind}")
+
+
+def _new_markdown() -> ModelMarkdown:
+    # Its import takes a tenth of the time until the first screen, which needs none.
+    from minillm.ui.chat.markdown import ModelMarkdown
+
+    return ModelMarkdown()
+
+
+@dataclass
+class ReasoningSplitter:
+    """Cuts a stream of text into (is reasoning, text) pieces; the tags themselves are dropped. A piece that may be the
+    beginning of a tag is held back until more comes.
+    """
+
+    inside: bool = False
+    _held: str = ""
+
+    def push(self, text: str) -> list[tuple[bool, str]]:
+        """Take more text; returns the pieces that are certain now."""
+        text = self._held + text
+        self._held = ""
+        pieces: list[tuple[bool, str]] = []
+        while text:
+            tag = CLOSE if self.inside else OPEN
+            at = text.find(tag)
+            if at >= 0:
+                pieces.append((self.inside, text[:at]))
+                self.inside = not self.inside
+                text = text[at + len(tag) :]
+                continue
+            keep = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+            pieces.append((self.inside, text[: len(text) - keep]))
+            self._held = text[len(text) - keep :]
+            break
+        return [(reasoning, piece) for reasoning, piece in pieces if piece]
+
+    def finish(self) -> list[tuple[bool, str]]:
+        """End the text: the part that was held back was no tag."""
+        held, self._held = self._held, ""
+        return [(self.inside, held)] if held else []
+
+
+def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:
+    splitter = ReasoningSplitter(inside)
+    pieces = splitter.push(text) + splitter.finish()
+    return (
+        "".join(piece for reasoning, piece in pieces if reasoning),
+        "".join(piece for reasoning, piece in pieces if not reasoning),
+    )
+
+
+class ReasoningView(Collapsible):
+    """The model's reasoning before its answer, folded: a click or Enter opens it."""
+
+    def __init__(self) -> None:
+        self._markdown = _new_markdown()
+        self._num_words = 0
+        super().__init__(self._markdown, title="reasoning", collapsed=True)
+
+    async def append_text(self, text: str, lines_ahead: int = 0) -> None:
+        self._num_words += len(text.split())
+        self.title = f"reasoning · about {plural(self._num_words, 'word')}"
+        await self._markdown.append_text(text, lines_ahead)
+
+    def end(self) -> None:
+        self._markdown.end()
+
+
+class AnswerView(Growing, Vertical):
+    """The model's answer, growing, and below it one line about its length, speed and end."""
+
+    BLANK = True  # see `TurnView`
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+        self._pending: list[str] = [answer.text] if answer.text else []
+        self._splitter = ReasoningSplitter(answer.in_reasoning)
+        self._part: ReasoningView | ModelMarkdown | None = None  # the one that grows now
+        self._summary = Static(Content("…"), classes="summary")
+
+    def compose(self) -> ComposeResult:
+        yield self._summary
+
+    async def on_mount(self) -> None:
+        if self._pending:  # it was said before it is shown
+            await self.end()
+
+    def begin(self, in_reasoning: bool) -> None:
+        """The prompt is computed; ``in_reasoning``: the template has opened the reasoning already."""
+        self._splitter.inside = in_reasoning
+
+    def add(self, text: str) -> None:
+        """More of the answer; it is shown by the next `flush`, so that many tokens cost one layout."""
+        self._pending.append(text)
+
+    async def flush(self, lines_ahead: int = 0) -> None:
+        """Show the added text. ``lines_ahead``: see `ModelMarkdown.append_text`."""
+        if self._pending:
+            text = "".join(self._pending)
+            self._pending.clear()
+            await self._show(self._splitter.push(text), lines_ahead)
+            self.update_summary()
+
+    async def end(self) -> None:
+        """Show the rest: no more will come."""
+        await self.flush()
+        await self._show(self._splitter.finish(), lines_ahead=0)
+        if self._part is not None:
+            self._part.end()
+        self.update_summary()
+
+    async def _show(self, pieces: list[tuple[bool, str]], lines_ahead: int) -> None:
+        for reasoning, text in pieces:
+            if self._part is None or isinstance(self._part, ReasoningView) != reasoning:
+                text = text.lstrip()
+                if not text:
+                    continue
+                if self._part is not None:
+                    self._part.end()
+                self._part = ReasoningView() if reasoning else _new_markdown()
+                await self.mount(self._part, before=self._summary)
+            await self._part.append_text(text, lines_ahead)
+
+    def update_summary(self) -> None:
+        update_in_place(self._summary, Content(summary(self.answer)))
+
+
+def summary(answer: Answer) -> str:
+    """One line: length, speed, tokens from the cache, and why it ended."""
+    if answer.time_to_first_token is None and answer.finish_reason is None:
+        return "reading the prompt …"
+    words = []
+    if answer.num_output_tokens:
+        words.append(plural(answer.num_output_tokens, "token"))
+    if answer.finish_reason is None:
+        return " · ".join([*words, "…"])
+    if answer.tokens_per_second:
+        words.append(f"{answer.tokens_per_second:.1f} tok/s")
+    if answer.time_to_first_token is not None:
+        words.append(f"first token {duration(answer.time_to_first_token)}")
+    if answer.num_cached_tokens:
+        words.append(f"prompt {count(answer.num_prompt_tokens)}, {count(answer.num_cached_tokens)} cached")
+    if answer.finish_reason != "stop":
+        words.append({"length": "cut at its longest", "abort": "stopped", "lost": "lost"}[answer.finish_reason])
+    return " · ".join(words)
+
+
+class CandidateCard(Static, can_focus=True):
+    """One candidate. Enter or a click accepts it."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(Content("…"))
+        self.index = index
+        self.border_title = str(index + 1)
+
+    def show(self, candidate: Candidate) -> None:
+        reasoning, answer = split_reasoning(candidate.text)
+        text = clean(answer.strip() or reasoning.strip())
+        update_in_place(self, Content(text if len(text) <= _MOST_ON_CARD else "… " + text[-_MOST_ON_CARD:]))
+        self.border_subtitle = candidate_facts(candidate)
+        self.set_class(candidate.finish_reason is not None, "-finished")
+
+    def on_click(self) -> None:
+        self.post_message(CommandAsked("accept", str(self.index + 1)))
+
+    def on_key(self, event: events.Key) -> None:
+        if event.key == "enter":
+            event.stop()
+            self.post_message(CommandAsked("accept", str(self.index + 1)))
+
+
+def candidate_facts(candidate: Candidate) -> str:
+    """``23 tokens · log p -12.3 · score -0.54``."""
+    words = [plural(candidate.num_tokens, "token")]
+    if candidate.logprob is not None:
+        words.append(f"log p {candidate.logprob:.1f}")
+    if candidate.score is not None:
+        words.append(f"score {candidate.score:.2f}")
+    if candidate.finish_reason is not None:
+        words.append("✓" if candidate.finish_reason == "stop" else candidate.finish_reason)
+    return " · ".join(words)
+
+
+class CandidatesView(Vertical):
+    """The candidates of an answer, in columns where there is room, and below them how it goes."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+        self._cards = [CandidateCard(index) for index in range(len(answer.candidates))]
+        self._summary = Static(Content("reading the prompt …"), classes="summary")
+
+    def compose(self) -> ComposeResult:
+        with Grid():
+            yield from self._cards
+        yield self._summary
+
+    async def on_mount(self) -> None:
+        await self.flush()
+
+    def on_resize(self, event: events.Resize) -> None:
+        columns = max(1, min(len(self._cards), event.size.width // _NARROWEST))
+        self.query_one(Grid).styles.grid_size_columns = columns
+
+    async def end(self) -> None:
+        await self.flush()
+
+    async def flush(self, lines_ahead: int = 0) -> None:
+        """Show the candidates as they stand now."""
+        for card, candidate in zip(self._cards, self.answer.candidates, strict=False):
+            card.show(candidate)
+        done = sum(candidate.finish_reason is not None for candidate in self.answer.candidates)
+        if self.answer.time_to_first_token is None and self.answer.is_open:
+            return
+        if self.answer.is_open:
+            text = f"{done} of {len(self._cards)} have ended · 1, 2 … accepts one and stops the others"
+        else:
+            text = f"1 … {min(9, len(self._cards))}, a click, or Tab and Enter accepts one; the others are freed"
+        update_in_place(self._summary, Content(text))
 
 
 class TurnView(Growing, Vertical):
@@ -48,6 +305,10 @@ class TurnView(Growing, Vertical):
         await before.remove()
 
 
+def _welcome() -> Static:
+    return Static(Content(WELCOME), id="welcome")
+
+
 def _view_of(turn: Turn) -> AnswerView | CandidatesView:
     return CandidatesView(turn.answer) if turn.answer.candidates else AnswerView(turn.answer)
 
@@ -62,7 +323,7 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
         self._selected: TurnView | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static(Content(WELCOME), id="welcome")
+        yield _welcome()
 
     def on_mount(self) -> None:
         self.anchor()
@@ -76,14 +337,11 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
 
     async def show_path(self, conversation: Conversation) -> None:
         """Show the conversation's turns; those that are shown already stay as they are."""
-        turns = conversation.turns
-        views = self.turn_views
-        same = next((i for i, (view, turn) in enumerate(zip(views, turns, strict=False)) if view.turn is not turn),
-                    min(len(views), len(turns)))  # fmt: skip
+        turns, views = conversation.turns, self.turn_views
+        same = sum(1 for _ in takewhile(lambda pair: pair[0].turn is pair[1], zip(views, turns, strict=False)))
         if views[same:]:
             # All that stands below the first turn that goes belongs to the branch that is left.
-            below = list(self.children)[list(self.children).index(views[same]) :]
-            await self.remove_children(below)
+            await self.remove_children(self.children[self.children.index(views[same]) :])
         if self._selected not in self.turn_views:
             self.select(None)
         added = [TurnView(turn, "") for turn in turns[same:]]
@@ -104,10 +362,9 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
         await self.mount_all(widgets)
 
     async def clear(self) -> None:
-        """Begin again with the welcome."""
         self._selected = None
         await self.remove_children()
-        await self.mount(Static(Content(WELCOME), id="welcome"))
+        await self.mount(_welcome())
         self.anchor()
 
     @property
@@ -124,9 +381,7 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
 
     def select_next(self, step: int) -> None:
         """Select the turn below (1) or above (-1) the selected one; past the last one, none."""
-        views: Sequence[TurnView] = self.turn_views
-        if not views:
-            return
+        views = self.turn_views
         at = views.index(self._selected) if self._selected in views else len(views)
         at = max(0, at + step)
         self.select(views[at] if at < len(views) else None)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-from rich.segment import Segment
+from itertools import zip_longest
 
 from minillm.progress import size
-from minillm.ui.memory.line_view import LineView
-from minillm.ui.memory.memory import Memory
-from minillm.ui.memory.pool import Pool, PoolFigures
+from minillm.ui.memory.line_view import LineView, Parts
+from minillm.ui.memory.pool import Memory, Pool, PoolFigures
 from minillm.ui.numbers import bar, count, sparkline
 
 _SIDE_BY_SIDE = 76  # cells: from here on the two halves stand beside each other
@@ -23,16 +21,11 @@ _CHART = (
     ("free", "·", "free"),
 )  # from below: component class, letter, meaning
 
-Parts = list[tuple[str, str]]  # text, component class without its prefix
-
 
 class MemoryFigures(LineView):
     """Two halves of figures, and where there is room for it, a chart of the whole pool below them."""
 
-    COMPONENT_CLASSES = {  # noqa: RUF012
-        f"memory-figures--{name}"
-        for name in ("label", "figure", "used", "shared", "cached", "free", "waste", "without")
-    }
+    COMPONENT_CLASSES = {"label", "figure", "used", "shared", "cached", "free", "waste", "without"}  # noqa: RUF012
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
@@ -47,20 +40,20 @@ class MemoryFigures(LineView):
         self.catch_up()
         self.refresh()
 
-    def line(self, row: int, width: int) -> list[Segment]:
-        return [Segment(text, self.part(f"memory-figures--{part}")) for text, part in self._lines[row]]
+    def line(self, row: int, width: int) -> Parts:
+        return self._lines[row]
 
 
 def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
     """All lines for a room of ``width`` and ``height`` cells."""
+    lines: list[Parts] = []
     if width >= _SIDE_BY_SIDE:
         half = (width - 4) // 2
-        first, second = _shares(pool, half), [*_savings(pool, half), *_counts(pool, half, spread=False)]
-        blank: Parts = [(" " * half, "label")]
-        num_lines = max(len(first), len(second))
-        first += [blank] * (num_lines - len(first))
-        second += [blank] * (num_lines - len(second))
-        lines = [[*_fitted(one, half), ("    ", "label"), *two] for one, two in zip(first, second, strict=True)]
+        right = [*_savings(pool, half), *_counts(pool, half, spread=False)]
+        pairs = zip_longest(_shares(pool, half), right, fillvalue=Parts())
+        for one, two in pairs:
+            rest = half + 4 - sum(len(text) for text, _ in one)
+            lines.append([*one, (" " * rest, "label"), *two])
     else:
         rule: Parts = [("", "label")]
         lines = [*_shares(pool, width), rule, *_savings(pool, width), rule, *_counts(pool, width, spread=True)]
@@ -68,12 +61,6 @@ def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
     if room >= _LEAST_CHART:
         lines += [[("", "label")], *_chart(pool, width, min(room, 24))]
     return lines
-
-
-def _fitted(parts: Parts, width: int) -> Parts:
-    """``parts`` and blanks up to ``width``."""
-    used = sum(len(text) for text, _ in parts)
-    return [*parts, (" " * (width - used), "label")] if used < width else parts
 
 
 def _shares(pool: Pool, width: int) -> list[Parts]:
@@ -93,14 +80,8 @@ def _shares(pool: Pool, width: int) -> list[Parts]:
         values = [slots(figures) for figures in history[-room:]]
         now = slots(pool.figures)
         most = pool.num_blocks * pool.block_size if name == "free" else max(1, *values)
-        lines.append(
-            [
-                (f"{name:<7} ", "label"),
-                (sparkline(values, room, most), name),
-                (f" {count(now):>10}", "figure"),
-                (f" {size(now * slot_bytes):>7}", "label"),
-            ]
-        )
+        chart = [(f"{name:<7} ", "label"), (sparkline(values, room, most), name)]
+        lines.append([*chart, (f" {count(now):>10}", "figure"), (f" {size(now * slot_bytes):>7}", "label")])
     return lines
 
 
@@ -120,15 +101,11 @@ def _savings(pool: Pool, width: int) -> list[Parts]:
     ]
     most = max(1, *(slots for _, slots, _ in rows))
     room = max(2, width - label - 20)
-    return [
-        [
-            (f"{name:<{label}} ", "label"),
-            (bar(slots / most, room), part),
-            (f" {count(slots):>10}", "figure"),
-            (f" {size(slots * slot_bytes):>7}", "label"),
-        ]
-        for name, slots, part in rows
-    ]
+    lines = []
+    for name, slots, part in rows:
+        meter = [(f"{name:<{label}} ", "label"), (bar(slots / most, room), part)]
+        lines.append([*meter, (f" {count(slots):>10}", "figure"), (f" {size(slots * slot_bytes):>7}", "label")])
+    return lines
 
 
 def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
@@ -136,11 +113,7 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
     counts = pool.counts
     looked_up, hits = counts.num_looked_up_tokens, counts.num_hit_tokens
     rate = f"{hits / looked_up:.0%}" if looked_up else "none yet"
-    hit_rate: Parts = [
-        ("hit rate ", "label"),
-        (rate, "figure"),
-        (f"  {count(hits)} of {count(looked_up)} tokens", "label"),
-    ]
+    hit_rate = [("hit rate ", "label"), (rate, "figure"), (f"  {count(hits)} of {count(looked_up)} tokens", "label")]
     if spread:
         pairs = [
             ("copied on write", counts.num_copies),
@@ -152,15 +125,11 @@ def _counts(pool: Pool, width: int, *, spread: bool) -> list[Parts]:
         ]
         cells = [[(f"{name:<15} ", "label"), (f"{count(number):<5}", "figure")] for name, number in pairs]
         return [hit_rate, *([*one, *two] for one, two in zip(cells[::2], cells[1::2], strict=True))]
-    happened = (
-        ("copies", counts.num_copies),
-        ("evicted", counts.num_evictions),
-        ("preempted", counts.num_preemptions),
-    )
     swaps = f"{count(counts.num_swapped_out)} out, {count(counts.num_swapped_in)} in"
+    happened = [*_named("copies", counts.num_copies), *_named("evicted", counts.num_evictions)]
     return [
         hit_rate,
-        [part for name, number in happened for part in _named(name, number)],
+        [*happened, *_named("preempted", counts.num_preemptions)],
         [("swapped ", "label"), (f"{swaps}  ", "figure"), *_named("on the host", counts.host_blocks_used)],
     ]
 

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.content import Content
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.strip import Strip
 
 from minillm.service.messages import TableView
-from minillm.ui.memory.memory import Memory
+from minillm.ui.memory.pool import Memory
 from minillm.ui.textual_internals import SteadyScrollView
+
+Parts = list[tuple[str, str]]
+"""A line: texts, each with its component class. " cursor" behind the class adds the style of that one."""
 
 
 @dataclass
@@ -23,10 +27,13 @@ class BlockChosen(Message):
     table: TableView | None = None
 
 
-class LineView(SteadyScrollView, can_focus=True):
-    """Lines that a subclass draws in `line`.
+class FactsChanged(Message):
+    """A key has changed the way that a list is shown: the lines of facts around it are out of date."""
 
-    With ``follows``, the last one stays in view unless the reader has scrolled up.
+
+class LineView(SteadyScrollView, can_focus=True):
+    """Lines that a subclass draws in `line`. With ``follows``, the last one stays in view unless the reader has
+    scrolled up.
     """
 
     follows = False
@@ -36,8 +43,8 @@ class LineView(SteadyScrollView, can_focus=True):
         self.memory = memory
         self._at_end = True
         self._base: Style | None = None
-        self._parts: dict[str, Style] = {}
-        self._drawn: dict[int, list[Segment]] = {}  # the segments of each line of the screen
+        self._styles: dict[str, Style] = {}  # by component class
+        self._drawn: dict[int, Parts] = {}  # each line of the screen
 
     def begin_anew(self) -> None:
         """There is another pool, or none."""
@@ -47,9 +54,13 @@ class LineView(SteadyScrollView, can_focus=True):
         """Show the memory as it stands now."""
         raise NotImplementedError
 
-    def line(self, row: int, width: int) -> list[Segment]:
-        """The segments of line ``row``; the part beyond ``width`` cells is cut."""
+    def line(self, row: int, width: int) -> Parts:
+        """The texts of line ``row``; the part beyond ``width`` cells is cut."""
         raise NotImplementedError
+
+    def headline(self, width: int, height: int) -> Content:
+        """The facts above the lines, for a room of so many cells."""
+        return Content("")
 
     def set_lines(self, num_lines: int, dropped: int = 0) -> None:
         """There are ``num_lines`` now, after the first ``dropped`` ones have gone."""
@@ -71,17 +82,18 @@ class LineView(SteadyScrollView, can_focus=True):
     def refresh_changed(self) -> None:
         """Draw the lines in view that differ from the screen: making a line costs far less than drawing it."""
         width, height = self.scrollable_content_region.width, self.size.height
-        changed = [y for y in range(height) if self._segments(y, width) != self._drawn.get(y)]
+        changed = [y for y in range(height) if self._line_at(y, width) != self._drawn.get(y)]
         if len(changed) > height // 2:
             self.refresh()
         elif changed:
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 
-    def show_line(self, row: int) -> None:
-        """Bring a line into view."""
+    def show_line(self, row: int, *, centred: bool = False) -> None:
+        """Bring a line into view, in the middle or just so."""
         top, height = self.scroll_offset.y, self.size.height
         if height and not top <= row < top + height:
-            self.scroll_to(y=row if row < top else row - height + 1, animate=False, force=True)
+            nearest = row if row < top else row - height + 1
+            self.scroll_to(y=max(0, row - height // 2) if centred else nearest, animate=False, force=True)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
@@ -91,30 +103,30 @@ class LineView(SteadyScrollView, can_focus=True):
         if self.follows and self._at_end:
             self.scroll_to(y=self.max_scroll_y, animate=False, force=True)
 
-    @property
-    def base(self) -> Style:
-        """The style of text without a style: Textual's own property walks the tree at each call."""
-        if self._base is None:
-            self._base = self.rich_style
-        return self._base
-
     def notify_style_update(self) -> None:
         super().notify_style_update()
         self._base = None
-        self._parts.clear()
+        self._styles.clear()
 
-    def part(self, name: str) -> Style:
-        """The style of the component class ``name``."""
-        style = self._parts.get(name)
+    def _style(self, name: str) -> Style:
+        """That of a component class. Textual's own cache takes several times as long."""
+        style = self._styles.get(name)
         if style is None:
-            style = self._parts[name] = self.get_component_rich_style(name)
+            kind, _, cursor = name.partition(" ")
+            style = self.get_component_rich_style(kind) if kind else Style()
+            if cursor:
+                style += self.get_component_rich_style(cursor, partial=True)
+            self._styles[name] = style
         return style
 
     def render_line(self, y: int) -> Strip:
         width = self.scrollable_content_region.width
-        segments = self._drawn[y] = self._segments(y, width)
-        return Strip(segments).adjust_cell_length(width, self.base)
+        parts = self._drawn[y] = self._line_at(y, width)
+        if self._base is None:
+            self._base = self.rich_style  # a property of Textual that walks the tree at each call
+        segments = [Segment(text, self._style(name)) for text, name in parts]
+        return Strip(segments).adjust_cell_length(width, self._base)
 
-    def _segments(self, y: int, width: int) -> list[Segment]:
+    def _line_at(self, y: int, width: int) -> Parts:
         row = y + self.scroll_offset.y
         return self.line(row, width) if 0 <= row < self.virtual_size.height else []

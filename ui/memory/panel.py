@@ -2,37 +2,174 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.message import Message
+from textual.content import Content
 from textual.reactive import reactive
 from textual.timer import Timer
+from textual.widget import Widget
 
-from minillm.service.messages import BlockFacts, CacheChanged, Stepped, TableView
-from minillm.ui.bars.tabs import ViewTabs
-from minillm.ui.drawn import Drawn
-from minillm.ui.memory.event_log import EventLog
-from minillm.ui.memory.line_view import BlockChosen
-from minillm.ui.memory.memory import Memory, Names
-from minillm.ui.memory.pool import Pool
-from minillm.ui.memory.views import PoolView, memory_views
+from minillm.service.messages import BlockFacts, CacheChanged, Inspect, Stepped, TableView
+from minillm.text.safe import clean, clean_line
+from minillm.ui.bars import ViewTabs
+from minillm.ui.drawing import Drawn
+from minillm.ui.engine_app import EngineCommand
+from minillm.ui.memory.figures import MemoryFigures
+from minillm.ui.memory.line_view import BlockChosen, LineView
+from minillm.ui.memory.logs import STEP_HEADING, EventLog, StepList
+from minillm.ui.memory.pool import Memory, Names, Pool
+from minillm.ui.memory.pool_map import PoolMap
+from minillm.ui.memory.tables import HEADING, BlockTableView, ForkTree
+from minillm.ui.numbers import duration, plural
 
+_VISIBLE = str.maketrans({"\n": "↵", "\t": "⇥"})
 _SETTLED = 0.08  # seconds: a block that the cursor only passes over is not asked for
+
+
+class MemoryView(Vertical):
+    """A view of the memory in a box, empty until it is filled."""
+
+    def __init__(self, name: str, title: str, parts: Callable[[], list[Widget]], keys: str = "") -> None:
+        super().__init__(id=f"view-{name}", classes="view box")
+        self.border_title, self.border_subtitle = title, keys
+        self._parts = parts
+
+    async def fill(self) -> None:
+        """Make the widgets. Where the view is not seen on the first screen, that waits."""
+        await self.mount_all(self._parts())
+
+    def begin_anew(self) -> None:
+        for lines in self.query(LineView):
+            lines.begin_anew()
+
+    def catch_up(self) -> None:
+        for lines in self.query(LineView):
+            lines.catch_up()
+        self.update_facts()
+
+    def on_facts_changed(self) -> None:
+        self.update_facts()
+
+    def update_facts(self) -> None:
+        for facts in self.query(Drawn):
+            facts.update()
+
+
+class PoolView(MemoryView):
+    """Every block, and beside the map the current block table, or the block that the reader is at."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__("pool", "", list)
+        self.remove_class("box")
+        self._map, self._table = PoolMap(memory), BlockTableView(memory)
+        self._block_facts = _block_facts("block-facts", memory)
+
+    def compose(self) -> ComposeResult:
+        facts, legend = Drawn(self._map.headline, id="pool-facts"), Drawn(self._map.legend, id="pool-legend")
+        yield _box("pool", "pool", facts, self._map, legend)
+        facts = Drawn(self._table.headline, id="table-facts")
+        yield _box("table", "block table", facts, _line("table-heading", HEADING), self._table)
+        yield _box("block", "block", self._block_facts)
+
+    def blocks_changed(self, blocks: Iterable[int]) -> None:
+        """Draw only the rows of these blocks anew: nothing else was missed."""
+        self._map.blocks_changed(blocks)
+        self._table.catch_up()
+        self.update_facts()
+
+    def update_facts(self) -> None:
+        self.query_one("#pool").border_subtitle = "c: by state" if self._map.by_sequence else "c: by sequence"
+        super().update_facts()
+
+    def on_mount(self) -> None:
+        self.update_facts()
+
+
+def _box(name: str, title: str, *parts: Widget) -> Vertical:
+    box = Vertical(*parts, id=name, classes="box")
+    box.border_title = title
+    return box
+
+
+def _line(name: str, text: str) -> Drawn:
+    return Drawn(lambda width, height: Content(text), id=name)
+
+
+def _block_facts(name: str, memory: Memory) -> Drawn:
+    return Drawn(lambda width, height: block_facts(memory), id=name)
+
+
+def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
+    """The views by name. ``log`` is there from the start, for it learns names."""
+
+    def headed(name: str, lines: LineView, *others: Widget) -> list[Widget]:
+        return [Drawn(lines.headline, id=f"{name}-facts"), *others, lines]
+
+    def tables() -> list[Widget]:
+        return [*headed("tables", BlockTableView(memory, headers=True)), _block_facts("tables-block", memory)]
+
+    def events() -> list[Widget]:
+        return [*headed("events", log), Drawn(log.legend, id="events-legend")]
+
+    def steps() -> list[Widget]:
+        return headed("steps", StepList(memory), _line("steps-heading", f"{STEP_HEADING}▒ host █ device"))
+
+    return {
+        "pool": PoolView(memory),
+        "tables": MemoryView("tables", "block tables", tables, "t: tokens"),
+        "tree": MemoryView("tree", "fork tree", lambda: headed("tree", ForkTree(memory))),
+        "events": MemoryView("events", "events", events),
+        "memory": MemoryView("memory", "memory", lambda: [MemoryFigures(memory)]),
+        "steps": MemoryView("steps", "steps", steps),
+    }
+
+
+def block_facts(memory: Memory) -> Content:
+    """The block that the reader is at: state, fill, owners, place in the prefix cache, age, and its tokens as text."""
+    block, pool, facts = memory.block, memory.pool, memory.facts
+    if block is None or pool is None:
+        return Content("")
+    if memory.on_host is not None:
+        table = memory.on_host
+        waits = f"{plural(table.num_tokens, 'token')} in {plural(len(table.blocks), 'block')}"
+        owner = _fact("owner", f"{memory.table_name(table)} ({table.blocks.index(block)})\n")
+        return Content.assemble((f"host block {block}", "bold"), " · swapped\n", owner, _fact("waits", waits))
+    if facts is None or facts.block != block:
+        return Content(f"block {block} …")
+    state, references = pool.state(block).name.lower(), plural(pool.ref_counts[block], "reference")
+    lines = [
+        Content.assemble((f"block {block}", "bold"), f" · {state} · {references}"),
+        _fact("filled", f"{pool.filled[block]} of {plural(pool.block_size, 'slot')}"),
+    ]
+    if facts.age is not None:
+        lines.append(_fact("age", duration(facts.age)))
+    if holders := pool.holders(block):
+        lines.append(_fact("owners", ", ".join(f"{memory.table_name(table)} ({n})" for table, n in holders)))
+    if facts.tokens:
+        lines.append(Content.assemble(("tokens  ", "$foreground 60%"), token_text(facts.tokens)))
+    if facts.node is not None:
+        after = f" after {clean_line(facts.before, 40)}" if facts.before else ", a first one"
+        lines.append(_fact("hash", f"node {facts.node}{after}"))
+    return Content("\n").join(lines)
+
+
+def token_text(tokens: list[str]) -> Content:
+    """Tokens one after another, with a thin rule where one ends; invisible characters have a sign."""
+    rule = ("│", "$foreground 35%")
+    return Content.assemble(*(part for token in tokens for part in (clean(token).translate(_VISIBLE), rule)))
+
+
+def _fact(name: str, text: str) -> Content:
+    return Content.assemble((f"{name:<8}", "$foreground 60%"), text)
 
 
 class MemoryPanel(Vertical):
     """Only the view that is shown is kept up to date; the others catch up when they are opened."""
 
     view: reactive[str] = reactive("pool", init=False)
-
-    @dataclass
-    class InspectAsked(Message):
-        """The reader wants to know more of a block of the device."""
-
-        block: int
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +197,6 @@ class MemoryPanel(Vertical):
         self._catch_up()
 
     def show_pool(self, pool: Pool | None) -> None:
-        """Another pool, or none."""
         self._memory.pool = pool
         self._changed.clear()  # blocks of the pool before, which may be more
         self._choose(None)
@@ -97,7 +233,7 @@ class MemoryPanel(Vertical):
             self._catch_up()
 
     def show_facts(self, facts: BlockFacts) -> None:
-        """The answer to `InspectAsked`; one that comes too late is not shown."""
+        """The answer to `Inspect`; one that comes too late is not shown."""
         self._memory.facts = facts
         self._update_block()
 
@@ -127,7 +263,6 @@ class MemoryPanel(Vertical):
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Bring the view that is shown up to date."""
         if self.view in self._stale and self.view not in self._empty and self.size.height and self.is_mounted:
             self._stale.discard(self.view)
             self._views[self.view].catch_up()
@@ -153,7 +288,7 @@ class MemoryPanel(Vertical):
     def _post_question(self) -> None:
         self._inspect_timer = None
         if self._memory.block is not None and self._memory.on_host is None:
-            self.post_message(self.InspectAsked(self._memory.block))
+            self.post_message(EngineCommand(Inspect(self._memory.block)))
 
     def _update_block(self) -> None:
         for facts in self.query("#block-facts, #tables-block").results(Drawn):

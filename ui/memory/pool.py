@@ -1,23 +1,22 @@
-"""The engine's pool of blocks as the app knows it: a picture, kept up to date by `CacheChanged` events.
-
-The engine sends the block tables and the ids of cached blocks. The state of every block follows from these.
-"""
+"""The engine's pool of blocks as the app knows it: states of blocks follow from the tables that the engine sends."""
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from msgspec import structs
 
 from minillm.outputs import StepReport
-from minillm.service.messages import CacheChanged, CacheCounts, LogEntry, TableView
+from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableView
+from minillm.text.safe import clean_line
 
 _MOST_LOGGED = 10_000  # events that the log keeps
 _MOST_STEPS = 1_000
+_LONGEST_NAME = 60  # characters
 _HISTORY = 600  # figures over time: a minute at ten a second
 
 
@@ -29,10 +28,6 @@ class BlockState(Enum):
     SHARED = "s"
     CACHED = "c"
     PINNED = "p"
-
-
-_BY_NUMBER = tuple(BlockState)
-_FREE, _OWNED, _SHARED, _CACHED, _PINNED = range(len(_BY_NUMBER))
 
 
 @dataclass
@@ -70,7 +65,7 @@ class Pool:
         self.ref_counts = array("l", bytes(array("l").itemsize * self.num_blocks))
         self.filled = array("l", self.ref_counts)
         self.figures = PoolFigures(free_blocks=self.num_blocks)
-        self._states = bytearray(self.num_blocks)
+        self._states = [BlockState.FREE] * self.num_blocks
         self._cached: set[int] = set()
         self._holders: dict[int, dict[int, int]] = {}  # block -> seq_id -> its number in that table
 
@@ -118,35 +113,35 @@ class Pool:
 
     def _settle(self, block: int, figures: PoolFigures) -> bool:
         """Find how a block stands now, and bring the figures up to date. False where nothing has changed."""
-        holders, state, filled = self._holders.get(block, {}), _FREE, 0
+        holders, state, filled = self._holders.get(block, {}), BlockState.FREE, 0
         if holders:
-            state = _SHARED if len(holders) > 1 else _OWNED
+            state = BlockState.SHARED if len(holders) > 1 else BlockState.OWNED
             for seq_id, number in holders.items():
                 table = self.tables[seq_id]
                 filled = max(filled, self.filled_slots(table, number))
                 if table.state == "pinned":
-                    state = _PINNED
+                    state = BlockState.PINNED
         elif block in self._cached:
-            state, filled = _CACHED, self.block_size
+            state, filled = BlockState.CACHED, self.block_size
         after = (len(holders), filled, state)
         before = (self.ref_counts[block], self.filled[block], self._states[block])
         if after == before:
             return False
         self.ref_counts[block], self.filled[block], self._states[block] = after
-        for sign, (sharers, slots, number) in ((-1, before), (1, after)):
+        for sign, (sharers, slots, kind) in ((-1, before), (1, after)):
             if sharers:
                 figures.shared_blocks += sign * (sharers > 1)
-                figures.pinned_blocks += sign * (number == _PINNED)
+                figures.pinned_blocks += sign * (kind is BlockState.PINNED)
                 figures.logical_blocks += sign * sharers
                 figures.used_slots += sign * slots
-            elif number == _CACHED:
+            elif kind is BlockState.CACHED:
                 figures.cached_blocks += sign
             else:
                 figures.free_blocks += sign
         return True
 
     def state(self, block: int) -> BlockState:
-        return _BY_NUMBER[self._states[block]]
+        return self._states[block]
 
     def holders(self, block: int) -> list[tuple[TableView, int]]:
         """The tables that hold a block of the device, each with the block's number in it."""
@@ -174,3 +169,38 @@ class Pool:
     def filled_slots(self, table: TableView, index: int) -> int:
         """Slots of the table's logical block ``index`` that hold one of its tokens."""
         return max(0, min(self.block_size, table.num_tokens - index * self.block_size))
+
+
+Names = Callable[[str, int], str]
+"""(the request that owns a sequence, the number of the completion) -> "turn 2", "turn 2 · 3", "system prompt"."""
+
+
+@dataclass
+class Memory:
+    """The data of the views. ``current``: the request of the last answer, whose tables come first."""
+
+    pool: Pool | None = None
+    names: Names = lambda owner, index: f"{owner} · {index + 1}"
+    current: str | None = None
+    block: int | None = None
+    on_host: TableView | None = None  # the table that holds ``block`` on the host; None: it is the device's
+    facts: BlockFacts | None = None  # the engine's latest answer
+
+    @property
+    def current_tables(self) -> list[TableView]:
+        return self.pool.tables_of(self.current) if self.pool is not None and self.current is not None else []
+
+    @property
+    def tables(self) -> list[TableView]:
+        """All tables, those of the current request first."""
+        current = self.current_tables
+        others = self.pool.tables.values() if self.pool is not None else ()
+        return [*current, *(table for table in others if self.current is None or table.owner != self.current)]
+
+    def name(self, owner: str, index: int) -> str:
+        """The name of a sequence for people, in one line without anything that a terminal obeys."""
+        return clean_line(self.names(owner, index), _LONGEST_NAME)
+
+    def table_name(self, table: TableView) -> str:
+        """The name of a table; one that is the engine's own goes by its number."""
+        return self.name(table.owner, table.index) if table.owner else f"sequence {table.seq_id}"

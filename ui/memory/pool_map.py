@@ -2,29 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
+from string import ascii_letters
 
-from rich.segment import Segment
-from rich.style import Style
 from textual import events
-from textual.binding import Binding
 from textual.content import Content
 from textual.geometry import Region
-from textual.message import Message
-from textual.reactive import reactive
-from textual.strip import Strip
 
 from minillm.progress import size
-from minillm.ui.drawn import flow
-from minillm.ui.memory.line_view import BlockChosen, LineView
-from minillm.ui.memory.looks import COMPONENT_CLASSES, FREE, Looks
-from minillm.ui.memory.memory import Memory
-from minillm.ui.memory.pool import Pool
+from minillm.service.messages import TableView
+from minillm.ui.bars import hidden_keys
+from minillm.ui.drawing import flow
+from minillm.ui.memory.line_view import BlockChosen, FactsChanged, LineView, Parts
+from minillm.ui.memory.pool import BlockState, Memory, Pool
 from minillm.ui.numbers import count, plural
 
 _GROUP = 8  # blocks between two gaps
+_RISING = "▁▂▃▄▅▆▇"  # how full an owned block is
+_GROWING = "▏▎▍▌▋▊▉"  # and a shared one: another shape, so that it needs no colour
+_NUM_COLOURS = 8  # of sequences; the letters tell 52 of them apart
+_CLASSES = {state: state.name.lower() for state in BlockState}
+_LEGEND = (
+    ("·", "free", "free"),
+    ("o", "owned", "owned"),
+    ("2", "shared", "shared by 2"),
+    ("c", "cached", "cached"),
+    ("p", "pinned", "pinned"),
+    ("▃", "part-owned", "partly filled"),
+    ("▍", "part-shared", "shared"),
+)  # mark, component class, meaning
+_SEQUENCE_CLASSES = tuple(f"sequence-{number}" for number in range(_NUM_COLOURS))
+_COMPONENT_CLASSES = {*_CLASSES.values(), *_SEQUENCE_CLASSES, "part-owned", "part-shared", "swapped"}
+
+
+class Looks:
+    """The mark of every block of a pool, and the component class of its colour."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.host: dict[int, TableView] = {}  # host block -> the table that waits there
+        self._by_state = [("", "")] * pool.num_blocks
+        self._letters: dict[int, int] = {}  # seq_id -> its letter's number, as long as it lives
+        self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + its sequence's letter; 0 where it has none
+
+    def find_all(self, *, by_sequence: bool) -> None:
+        for block in range(self.pool.num_blocks):
+            self.find(block)
+        self.follow_host()
+        if by_sequence:
+            self.follow_sequences()
+
+    def find(self, block: int) -> None:
+        state, size = self.pool.state(block), self.pool.block_size
+        mark, kind = state.value, _CLASSES[state]
+        if state is BlockState.OWNED or state is BlockState.SHARED:
+            filled = self.pool.filled[block]
+            if filled < size:
+                owned = state is BlockState.OWNED
+                levels, kind = (_RISING, "part-owned") if owned else (_GROWING, "part-shared")
+                mark = levels[min(len(levels) - 1, filled * (len(levels) + 1) // size)]
+            elif state is BlockState.SHARED:
+                sharers = self.pool.ref_counts[block]
+                mark = str(sharers) if sharers < 10 else "+"
+        self._by_state[block] = mark, kind
+
+    def on_device(self) -> list[TableView]:
+        return [table for table in self.pool.tables.values() if table.state != "swapped"]
+
+    def follow_host(self) -> None:
+        swapped = [table for table in self.pool.tables.values() if table.state == "swapped"]
+        room = range(self.pool.num_host_blocks)
+        self.host = {block: table for table in swapped for block in table.blocks if block in room}
+
+    def follow_sequences(self) -> bytearray:
+        """Find the sequence of each block; returns those before. A sequence keeps its letter as long as it lives."""
+        pool, before = self.pool, self._sequence_of
+        for seq_id in self._letters.keys() - pool.tables.keys():
+            del self._letters[seq_id]
+        taken = set(self._letters.values())
+        free = (number for number in range(len(pool.tables) + len(taken)) if number not in taken)
+        self._sequence_of = bytearray(pool.num_blocks)
+        for table in pool.tables.values():
+            if table.seq_id not in self._letters:
+                self._letters[table.seq_id] = next(free)
+            if table.state != "swapped":
+                letter = 1 + self._letters[table.seq_id] % len(ascii_letters)
+                for block in table.blocks:
+                    self._sequence_of[block] = letter
+        return before
+
+    def changed_hands(self, before: bytearray, first: int, end: int) -> bool:
+        """Whether a block from ``first`` to ``end`` is another sequence's: it may look the same by its state."""
+        return before[first:end] != self._sequence_of[first:end]
+
+    def cells(self, first: int, end: int, *, on_host: bool, by_sequence: bool) -> list[tuple[str, str]]:
+        """Marks and classes of the device's or the host's blocks from ``first`` to ``end``."""
+        if on_host:
+            return [self._host_look(self.host.get(block), by_sequence) for block in range(first, end)]
+        if by_sequence:
+            return [self._sequence_look(block) for block in range(first, end)]
+        return self._by_state[first:end]
+
+    def _sequence_look(self, block: int) -> tuple[str, str]:
+        letter = self._sequence_of[block]
+        if self.pool.ref_counts[block] > 1:
+            return "*", "shared"
+        if letter:
+            return _letter_look(letter - 1)
+        return (":" if self.pool.state(block) is BlockState.CACHED else "·"), "free"
+
+    def _host_look(self, table: TableView | None, by_sequence: bool) -> tuple[str, str]:
+        if table is None:
+            return "·", "free"
+        return _letter_look(self._letters.get(table.seq_id, 0)) if by_sequence else ("w", "swapped")
+
+    def legend(self, name_of: Callable[[TableView], str], *, by_sequence: bool) -> Iterator[tuple[str, str, str]]:
+        if by_sequence:
+            yield "*", "shared", "several"
+            for seq_id, number in sorted(self._letters.items(), key=lambda item: item[1]):
+                if seq_id in self.pool.tables:
+                    yield (*_letter_look(number), name_of(self.pool.tables[seq_id]))
+            return
+        yield from _LEGEND
+        if self.host:
+            yield "w", "swapped", "swapped"
+
+
+def _letter_look(number: int) -> tuple[str, str]:
+    letter = number % len(ascii_letters)
+    return ascii_letters[letter], _SEQUENCE_CLASSES[letter % _NUM_COLOURS]
 
 
 @dataclass(frozen=True)
@@ -35,22 +144,9 @@ class Grid:
     per_row: int
     label_width: int  # cells before the first block, the blank included
 
-    @classmethod
-    def of(cls, pool: Pool, width: int) -> Grid:
-        """That of a pool in ``width`` cells."""
-        label_width = max(4, len(str(pool.num_blocks - 1))) + 1
-        groups = max(1, (width - label_width + 1) // (_GROUP + 1))
-        # A power of two of groups: then the row's first block is a round number.
-        return cls(pool.num_blocks, _GROUP * (1 << (groups.bit_length() - 1)), label_width)
-
     @property
     def num_rows(self) -> int:
-        """Rows of the device's blocks."""
         return -(-self.num_blocks // self.per_row)
-
-    def host_rows(self, last: int) -> int:
-        """Rows that the host's blocks up to ``last`` need, their heading included."""
-        return 1 - (-(last + 1) // self.per_row)
 
     def block_at(self, x: int, row: int) -> tuple[int, bool] | None:
         """The block of a cell, which may not exist, and whether it is one of the host's; None for a gap."""
@@ -61,42 +157,26 @@ class Grid:
         on_host = row >= self.num_rows
         return (row - on_host * (self.num_rows + 1)) * self.per_row + column, on_host
 
-    def cell_of(self, column: int) -> int:
-        """The cell of a column of blocks."""
-        return self.label_width + column + column // _GROUP
-
 
 class PoolMap(LineView):
-    """A row is the number of its first block, then its cells; rows of the host's memory follow while it holds any.
-
-    A free block is a dot; a full one its letter on its colour, or the number of its sharers; a partly filled one a bar
-    in its colour. Coloured by sequence, a block shows its sequence's letter.
+    """A row is the number of its first block, then its cells; rows of the host's memory follow while it holds any. A
+    free block is a dot; a full one its letter on its colour, or the number of its sharers; a partly filled one a bar in
+    its colour. Coloured by sequence, a block shows its sequence's letter.
     """
 
-    COMPONENT_CLASSES = {*COMPONENT_CLASSES, "pool-map--label"}  # noqa: RUF012
+    COMPONENT_CLASSES = {*_COMPONENT_CLASSES, "label", "cursor"}  # noqa: RUF012
     BINDINGS = [  # noqa: RUF012
-        Binding("left", "move(-1, 0)", "Block", show=False),
-        Binding("right", "move(1, 0)", "Block", show=False),
-        Binding("up", "move(0, -1)", "Row", show=False),
-        Binding("down", "move(0, 1)", "Row", show=False),
-        Binding("home", "move_to(0)", "First block", show=False),
-        Binding("end", "move_to(-1)", "Last block", show=False),
-        Binding("c", "colour", "By sequence", show=False),
+        *hidden_keys({"left": "move(-1, 0)", "right": "move(1, 0)", "up": "move(0, -1)", "down": "move(0, 1)"}),
+        *hidden_keys({"home": "move_to(0)", "end": "move_to(-1)", "c": "colour"}),
     ]
-
-    by_sequence: reactive[bool] = reactive(False, init=False)
-
-    class Recoloured(Message):
-        """Coloured the other way: the legend is another one."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
         self._looks: Looks | None = None  # None while there is no pool
         self._grid = Grid(0, _GROUP, 0)
+        self.by_sequence = False
         self._cursor = 0
         self._hovered: tuple[int, bool] | None = None  # a block, and whether it is one of the host's
-
-    # --- the pool -----------------------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         self._looks = None if self.memory.pool is None else Looks(self.memory.pool)
@@ -127,11 +207,14 @@ class PoolMap(LineView):
         # A reader who has moved into the map looks at it alone.
         in_view = any(top <= row < bottom for row in used)
         if used and not in_view and not self.has_focus and self._hovered is None:
-            self._show_row(used[-1])
+            self.show_line(used[-1], centred=True)
 
     def catch_up(self) -> None:
         if self._looks is not None:
             self._looks.find_all(by_sequence=self.by_sequence)
+        self.on_resize()
+
+    def on_resize(self) -> None:
         self._lay_out()
         if not self.has_focus:
             self._show_last_used()
@@ -144,16 +227,12 @@ class PoolMap(LineView):
         elif seen:
             self.refresh(*(Region(0, y, width, 1) for y in seen))
 
-    def watch_by_sequence(self) -> None:
+    def action_colour(self) -> None:
+        self.by_sequence = not self.by_sequence
         if self._looks is not None and self.by_sequence:
             self._looks.follow_sequences()
         self.refresh()
-        self.post_message(self.Recoloured())
-
-    def action_colour(self) -> None:
-        self.by_sequence = not self.by_sequence
-
-    # --- where the cursor and the mouse are ---------------------------------------------------------------------------
+        self.post_message(FactsChanged())
 
     def action_move(self, blocks: int, rows: int) -> None:
         self._move_to(self._cursor + blocks + rows * self._grid.per_row)
@@ -215,22 +294,10 @@ class PoolMap(LineView):
         elif self._looks is not None and (table := self._looks.host.get(chosen[0])) is not None:
             self.post_message(BlockChosen(chosen[0], table))
 
-    # --- drawing ------------------------------------------------------------------------------------------------------
-
-    def on_resize(self) -> None:
-        self._lay_out()
-        if not self.has_focus:
-            self._show_last_used()
-
     def _show_last_used(self) -> None:
         used = [block for table in self._looks.on_device() for block in table.blocks[-1:]] if self._looks else []
         if used:
-            self._show_row(used[-1] // self._grid.per_row)
-
-    def _show_row(self, row: int) -> None:
-        top, height = self.scroll_offset.y, self.size.height
-        if height and not top <= row < top + height:
-            self.scroll_to(y=max(0, row - height // 2), animate=False, force=True)
+            self.show_line(used[-1] // self._grid.per_row, centred=True)
 
     def _lay_out(self) -> None:
         looks = self._looks
@@ -238,46 +305,35 @@ class PoolMap(LineView):
             self._grid = Grid(0, _GROUP, 0)
             self.set_lines(0)
             return
-        self._grid = Grid.of(looks.pool, self.scrollable_content_region.width)
-        self.set_lines(self._grid.num_rows + (self._grid.host_rows(max(looks.host)) if looks.host else 0))
+        num_blocks = looks.pool.num_blocks
+        label_width = max(4, len(str(num_blocks - 1))) + 1
+        groups = max(1, (self.scrollable_content_region.width - label_width + 1) // (_GROUP + 1))
+        # A power of two of groups: then the row's first block is a round number.
+        grid = self._grid = Grid(num_blocks, _GROUP * (1 << (groups.bit_length() - 1)), label_width)
+        host_rows = 1 + -(-(max(looks.host) + 1) // grid.per_row) if looks.host else 0  # the heading included
+        self.set_lines(grid.num_rows + host_rows)
 
-    def line(self, row: int, width: int) -> list[Segment]:
+    def line(self, row: int, width: int) -> Parts:
         looks, grid = self._looks, self._grid
         if looks is None:
             return []
-        label, pool = self.part("pool-map--label"), looks.pool
+        pool, on_host = looks.pool, row > grid.num_rows
         if row == grid.num_rows:
             words = f"{len(looks.host)} of {count(pool.num_host_blocks)} blocks"
-            return [Segment("host".rjust(grid.label_width - 1) + " " + words, label)]
-        on_host = row > grid.num_rows
+            return [("host".rjust(grid.label_width - 1) + " " + words, "label")]
         first = (row - on_host * (grid.num_rows + 1)) * grid.per_row
         end = min(first + grid.per_row, pool.num_host_blocks if on_host else pool.num_blocks)
-        cells_of = looks.host_cells if on_host else looks.device_cells
-        marks, kinds = cells_of(first, end, by_sequence=self.by_sequence)
-        groups = range(0, len(marks), _GROUP)
-        text = " ".join("".join(marks[start : start + _GROUP]) for start in groups)
-        cells = [kind for start in groups for kind in (*kinds[start : start + _GROUP], FREE)]
-        segments = [Segment(f"{first:>{grid.label_width - 1}} ", label)]
-        at = 0
+        cells = looks.cells(first, end, on_host=on_host, by_sequence=self.by_sequence)
+        if self.has_focus and not on_host and first <= self._cursor < end:
+            mark, kind = cells[self._cursor - first]
+            cells[self._cursor - first] = mark, f"{kind} cursor"
+        for gap in reversed(range(_GROUP, len(cells), _GROUP)):
+            cells.insert(gap, (" ", "free"))
         # Neighbours that look alike are one segment: a row of 128 cells is a handful.
-        for kind, run in groupby(cells[:-1]):
-            end = at + len(list(run))
-            segments.append(Segment(text[at:end], self.part(kind)))
-            at = end
-        return self._with_cursor(segments, self._cursor - first) if self.has_focus and not on_host else segments
-
-    def _with_cursor(self, segments: list[Segment], column: int) -> list[Segment]:
-        """The cell of a column of blocks in reverse, if it is one of this row's."""
-        if not 0 <= column < self._grid.per_row:
-            return segments
-        cell = self._grid.cell_of(column)
-        strip = Strip(segments)
-        reverse = Style(reverse=True)
-        marked = [Segment(text, (style or self.base) + reverse) for text, style, _ in strip.crop(cell, cell + 1)]
-        return [*strip.crop(0, cell), *marked, *strip.crop(cell + 1)]
+        runs = [("".join(mark for mark, _ in run), kind) for kind, run in groupby(cells, key=itemgetter(1))]
+        return [(f"{first:>{grid.label_width - 1}} ", "label"), *runs]
 
     def headline(self, width: int, height: int) -> Content:
-        """How much of the pool is used, in blocks and bytes, and how much of it is shared."""
         pool = self.memory.pool
         if pool is None:
             return Content("no model is loaded")
@@ -290,7 +346,6 @@ class PoolMap(LineView):
         )
 
     def legend(self, width: int, height: int) -> Content:
-        """The meaning of the marks, as far as it fits."""
         if self._looks is None:
             return Content("")
         items = [

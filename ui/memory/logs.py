@@ -1,20 +1,19 @@
-"""The events of the cache, one a line, the newest at the bottom; it can be held still, and filtered by kind."""
+"""The events of the cache and the steps of the engine, one a line, the newest at the bottom."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from rich.segment import Segment
 from textual import events
 from textual.content import Content
-from textual.message import Message
 
+from minillm.outputs import StepReport
 from minillm.service.messages import LogEntry
 from minillm.text.safe import clean_line
-from minillm.ui.drawn import flow
-from minillm.ui.memory.line_view import LineView
-from minillm.ui.memory.memory import Memory
+from minillm.ui.drawing import flow
+from minillm.ui.memory.line_view import FactsChanged, LineView, Parts
+from minillm.ui.memory.pool import Memory
 from minillm.ui.numbers import count, plural, spans
 
 KINDS = {
@@ -27,6 +26,7 @@ KINDS = {
     "s": ("swap_out", "swap_in"),
     "p": ("preempt",),
 }  # by the key that shows and hides them
+_KIND_NAMES = {kind for kinds in KINDS.values() for kind in kinds}
 _TITLES = {"copy": "copy on write", "swap_out": "swap out", "swap_in": "swap in"}
 _SHORT_TITLES = {"allocate": "alloc", "swap_out": "swapout", "swap_in": "swap in"}
 _WORDS = {
@@ -45,21 +45,18 @@ _SPARE = 1_000  # lines that may be too many before they are thrown away at once
 _MOST_SPANS = 3
 _ROOMY = 70  # cells: below, the short wording
 _MOST_NAMES = 20_000
+STEP_HEADING = "  step prefill decode     ms "
+_WINDOW = 5.0  # seconds of work that the rates are taken over
+_LEAST_BAR = 2
+_LONGEST_BAR = 40
 
 
 class EventLog(LineView):
     """Follows the newest event unless the reader has scrolled up. Space holds it still; a kind's letter hides it."""
 
-    COMPONENT_CLASSES = {  # noqa: RUF012
-        *(f"event-log--{kind}" for kinds in KINDS.values() for kind in kinds),
-        "event-log--time",
-        "event-log--text",
-    }
+    COMPONENT_CLASSES = {*_KIND_NAMES, "time", "text"}  # noqa: RUF012
 
     follows = True
-
-    class Changed(Message):
-        """Paused or not, or another filter: the lines above and below the log are out of date."""
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
@@ -69,10 +66,7 @@ class EventLog(LineView):
         self._entries: list[LogEntry] = []
         self._owners: dict[int, tuple[str, int]] = {}  # seq_id -> owner, completion; outlives the sequence
 
-    # --- the events ---------------------------------------------------------------------------------------------------
-
     def begin_anew(self) -> None:
-        """There is another pool, or none."""
         self._last, self._entries = None, []
         self._owners.clear()
         super().begin_anew()
@@ -87,28 +81,20 @@ class EventLog(LineView):
 
     def catch_up(self) -> None:
         """Show the events that came since the last time, unless it is paused."""
-        if self.paused:
-            return
-        fresh, wanted = self._fresh(), self._wanted()
+        fresh = [] if self.paused else self._fresh()
         if fresh:
-            self._last = fresh[0]
+            self._last, wanted = fresh[0], self._wanted()
             self._entries += [entry for entry in reversed(fresh) if entry.kind in wanted]
-        dropped = 0
-        if len(self._entries) > _MOST_LINES + _SPARE:
-            dropped = len(self._entries) - _MOST_LINES
+            dropped = len(self._entries) - _MOST_LINES if len(self._entries) > _MOST_LINES + _SPARE else 0
             del self._entries[:dropped]
-        if fresh:
             self.set_lines(len(self._entries), dropped)
 
     def _wanted(self) -> set[str]:
         return {kind for key, kinds in KINDS.items() if key not in self.hidden for kind in kinds}
 
     def _fresh(self) -> list[LogEntry]:
-        """The events that have not been looked at, the newest first."""
         log, last = self.memory.pool.log if self.memory.pool is not None else (), self._last
         return list(takewhile(lambda entry: entry is not last, reversed(log)))
-
-    # --- keys ---------------------------------------------------------------------------------------------------------
 
     def on_key(self, event: events.Key) -> None:
         key = event.character or event.key
@@ -126,7 +112,7 @@ class EventLog(LineView):
             return
         event.stop()
         event.prevent_default()
-        self.post_message(self.Changed())
+        self.post_message(FactsChanged())
 
     def _filter(self) -> None:
         """Choose anew from the events that have been looked at: a log that is held still stays so."""
@@ -136,20 +122,14 @@ class EventLog(LineView):
             self._entries = [entry for entry in looked_at if entry.kind in wanted]
             self.set_lines(len(self._entries))
 
-    # --- drawing ------------------------------------------------------------------------------------------------------
-
-    def line(self, row: int, width: int) -> list[Segment]:
+    def line(self, row: int, width: int) -> Parts:
         entry = self._entries[row]
         short = width < _ROOMY
         kind = clean_line((_SHORT_TITLES if short else _TITLES).get(entry.kind, entry.kind), 13)
-        style = f"event-log--{entry.kind}"
         return [
-            Segment(f"{entry.time:>6.1f} ", self.part("event-log--time")),
-            Segment(
-                f"{kind:<{7 if short else 13}} ",
-                self.part(style if style in self.COMPONENT_CLASSES else "event-log--text"),
-            ),
-            Segment(event_words(entry, self._who, short=short), self.part("event-log--text")),
+            (f"{entry.time:>6.1f} ", "time"),
+            (f"{kind:<{7 if short else 13}} ", entry.kind if entry.kind in _KIND_NAMES else "text"),
+            (event_words(entry, self._who, short=short), "text"),
         ]
 
     def _who(self, seq_id: int, owner: str = "") -> str:
@@ -157,7 +137,6 @@ class EventLog(LineView):
         return self.memory.name(owner, index) if owner else f"sequence {seq_id}"
 
     def headline(self, width: int, height: int) -> Content:
-        """How many events there are, and whether it is held still."""
         pool = self.memory.pool
         if pool is None:
             return Content("no model is loaded")
@@ -194,3 +173,68 @@ def event_words(entry: LogEntry, name_of: Callable[[int, str], str], *, short: b
         "ends": ("→" if short else " → ").join(map(str, entry.blocks)),
     }
     return _WORDS.get(entry.kind, ("{name}: {where}", "{name}: {where}"))[short].format_map(words)
+
+
+class StepList(LineView):
+    """Number, prefilled tokens (and chunks), decodes, milliseconds, and their split: ▒ the host's own, █ the device.
+    ``!`` counts the groups that were preempted, ``↓`` and ``↑`` the blocks that were swapped out and in.
+    """
+
+    COMPONENT_CLASSES = {"number", "prefill", "decode", "time", "host", "device", "trouble"}  # noqa: RUF012
+
+    follows = True
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory)
+        self._first = 0  # number of the first step that is listed
+
+    def catch_up(self) -> None:
+        first = self._steps[0].number if self._steps else 0
+        dropped, self._first = max(0, first - self._first) if self._first else 0, first
+        self.set_lines(len(self._steps), dropped)
+
+    @property
+    def _steps(self) -> Sequence[StepReport]:
+        return self.memory.pool.steps if self.memory.pool is not None else ()
+
+    def line(self, row: int, width: int) -> Parts:
+        step = self._steps[row]
+        chunks = f"{count(step.num_prefill_tokens)}" + (f"/{step.num_prefills}" if step.num_prefills > 1 else "")
+        marks = (("!", step.num_preempted), ("↓", step.num_swapped_out), ("↑", step.num_swapped_in))
+        trouble = "".join(f" {mark}{number}" for mark, number in marks if number)
+        room = max(_LEAST_BAR, min(_LONGEST_BAR, width - len(STEP_HEADING) - len(trouble)))
+        host, device = split_bar(step, room)
+        return [
+            (f"{step.number:>6}", "number"),
+            (f"{chunks if step.num_prefills else '':>8}", "prefill"),
+            (f"{step.num_decodes or '':>7}", "decode"),
+            (f"{1000 * step.seconds:>7.1f} ", "time"),
+            (host, "host"),
+            (device, "device"),
+            (trouble, "trouble"),
+        ]
+
+    def headline(self, width: int, height: int) -> Content:
+        """Rates over the last seconds of work, on one line of ``width`` cells or on two."""
+        steps: list[StepReport] = []
+        seconds = 0.0
+        for step in reversed(self._steps):
+            steps.append(step)
+            seconds += step.seconds
+            if seconds >= _WINDOW:
+                break
+        if not steps:
+            return Content("no step yet")
+        seconds = max(seconds, 1e-9)
+        decoded = sum(step.num_decodes for step in steps) / seconds
+        prefilled = sum(step.num_prefill_tokens for step in steps) / seconds
+        device = min(1.0, sum(step.device_seconds for step in steps) / seconds)
+        rates = f"{decoded:,.1f} tok/s decoded · {prefilled:,.0f} prefilled"
+        split = f"last {seconds:.1f} s: device █ {device:.0%}, host ▒ {1 - device:.0%}"
+        return Content(rates + (" · " if len(rates) + len(split) + 3 <= width else "\n") + split)
+
+
+def split_bar(step: StepReport, width: int) -> tuple[str, str]:
+    """The step's time as a bar in two parts: the host's own, and the device's."""
+    device = round(width * min(1.0, step.device_seconds / step.seconds)) if step.seconds > 0 else 0
+    return "▒" * (width - device), "█" * device

@@ -1,0 +1,240 @@
+"""The lines at the top and the bottom: the model, the views' names, loading, the activity, the keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from textual import events
+from textual.binding import Binding
+from textual.content import Content
+from textual.message import Message
+from textual.reactive import reactive
+from textual.screen import Screen
+from textual.widget import Widget
+
+from minillm.progress import Progress, size
+from minillm.text.safe import clean_line
+from minillm.ui.engine_app import EngineState
+from minillm.ui.numbers import bar, count, duration
+from minillm.ui.settings import Settings, settings_summary
+
+FULL = 0.8  # of the context: from here on it is shown as a warning
+_PHASES = {"off": "no model loaded", "loading": "loading", "failed": "not loaded", "crashed": "engine ended"}
+_ACTIVITIES = {
+    "no model": ("○", "$text-warning"),
+    "loading": ("◌", "$text-success"),
+    "ready": ("●", "$text-success"),
+    "reading": ("◐", "$text-success"),
+    "generating": ("◉", "$text-success"),
+    "stopping": ("◍", "$text-success"),
+    "failed": ("✖", "$text-error"),
+}
+
+
+def _spread(left: Content, right: Content, width: int) -> Content:
+    """Both on one line, at its two ends."""
+    return Content.assemble(left, " " * max(1, width - left.cell_length - right.cell_length), right)
+
+
+class TitleBar(Widget):
+    """Left: the model. Right: sampling, and whether there is a system prompt. Parts that do not fit are left out."""
+
+    engine_state: reactive[EngineState] = reactive(EngineState())
+    settings: reactive[Settings] = reactive(Settings(""))
+
+    def render(self) -> Content:
+        state, width = self.engine_state, self.content_size.width
+        left = [clean_line(state.model or self.settings.model, 60)]
+        if state.loaded is not None:
+            left += [clean_line(state.loaded.device, 20), clean_line(state.loaded.dtype, 20)]
+        elif state.phase in _PHASES:
+            left.append(_PHASES[state.phase])
+        right = settings_summary(self.settings).split(" · ") + ["system prompt"] * bool(self.settings.system)
+        while right and sum(len(word) + 3 for word in left + right) > width:
+            right.pop()
+        text = Content(" · ").join([Content.styled(left[0], "$text bold"), *map(Content, left[1:])])
+        return _spread(text, Content(" · ".join(right)), width)
+
+
+@dataclass(frozen=True)
+class View:
+    """A view of the memory, and the key that opens it. ``short`` is its name where there is little room."""
+
+    name: str
+    key: str
+    short: str
+    summary: str
+
+
+VIEWS = (
+    View("pool", "f5", "pool", "every block of the cache"),
+    View("tables", "f6", "tables", "the block tables"),
+    View("tree", "f7", "tree", "who shares which blocks with whom"),
+    View("events", "f8", "log", "allocate, fork, copy on write, free, hit, evict, swap"),
+    View("memory", "f9", "mem", "what is used, shared, cached and wasted"),
+    View("steps", "f10", "steps", "what each step did, and where its time went"),
+)
+_MARK = "▸"  # before the current one: to be seen without colour, too
+
+
+class ViewTabs(Widget):
+    """The views by name, with the key that opens each. Names get shorter where there is little room."""
+
+    current: reactive[str] = reactive("pool")
+
+    @dataclass
+    class Picked(Message):
+        """The mouse chose a view."""
+
+        view: str
+
+    def render(self) -> Content:
+        labels, gap = tab_labels(self.content_size.width)
+        parts: list[Content] = []
+        for view, (key, title) in zip(VIEWS, labels, strict=True):
+            if view.name == self.current:
+                part = ((key, "$footer-key-foreground"), (_MARK, "$primary"), (title, "bold $foreground"))
+            else:
+                part = ((key, "$foreground 60%"), (" ", "$primary"), (title, "$foreground 60%"))
+            parts.append(Content.assemble(*part))
+        return Content(" " * gap).join(parts)
+
+    def on_click(self, event: events.Click) -> None:
+        labels, gap = tab_labels(self.content_size.width)
+        start = self.styles.padding.left
+        for view, (key, title) in zip(VIEWS, labels, strict=True):
+            end = start + len(key) + 1 + len(title)
+            if start <= event.x < end:
+                self.post_message(self.Picked(view.name))
+            start = end + gap
+
+
+def tab_labels(width: int) -> tuple[list[tuple[str, str]], int]:
+    """Each view's key and title, and the cells between two of them, for ``width`` cells."""
+    full = [(view.key.upper(), view.name) for view in VIEWS]
+    short = [(view.key.upper(), view.short) for view in VIEWS]
+    for labels, gap in ((full, 3), (full, 2), (full, 1), (short, 1)):
+        if sum(len(key) + 1 + len(title) for key, title in labels) + gap * (len(labels) - 1) <= width:
+            return labels, gap
+    return [short[0], *((key[1:], title) for key, title in short[1:])], 1  # without the F
+
+
+class LoadingBar(Widget):
+    """How far a model's download and loading have come: the work, its progress, its speed."""
+
+    progress: reactive[Progress | None] = reactive(None)
+    _label = ""
+    _began = (0.0, 0)  # when this label was first seen, and how far it was then
+
+    def watch_progress(self, loading: Progress | None) -> None:
+        if loading is not None and loading.label != self._label:
+            self._label = loading.label
+            self._began = (time.monotonic(), loading.done)
+
+    def render(self) -> Content:
+        if self.progress is None:
+            return Content("")
+        elapsed = time.monotonic() - self._began[0]
+        rate = (self.progress.done - self._began[1]) / elapsed if elapsed > 0.5 else 0.0
+        return Content(progress_line(self.progress, rate, self.content_size.width))
+
+
+def progress_line(loading: Progress, rate: float, width: int) -> str:
+    """``rate`` is in units per second, 0 where it is not known yet."""
+    in_bytes, total = loading.unit == "bytes", loading.total
+    shown, unit = (size, "") if in_bytes else (count, f" {clean_line(loading.unit, 20)}")
+    words = [clean_line(loading.label, 60)]
+    if total:
+        done = min(loading.done, total)
+        words += [bar(done / total, max(4, min(24, width - 60))), f"{shown(done)} of {shown(total)}{unit}"]
+        if rate > 0 and in_bytes:
+            words.append(f"{size(rate)}/s")
+            if done < total:
+                words.append(f"{duration((total - done) / rate)} left")
+    elif loading.done:
+        words.append(f"{shown(loading.done)}{unit}")
+    return "  ".join([*words, "esc cancels"])
+
+
+@dataclass(frozen=True)
+class Status:
+    """The content of the line below the prompt. Sizes in tokens and blocks, 0 where they are not known."""
+
+    activity: str = "no model"  # a key of `_ACTIVITIES`
+    tokens_per_second: float = 0.0
+    time_to_first_token: float | None = None
+    context_used: int = 0
+    context_size: int = 0
+    blocks_used: int = 0
+    blocks_total: int = 0
+
+
+class StatusBar(Widget):
+    """Shows a `Status`; parts that do not fit are left out, the least important first."""
+
+    status: reactive[Status] = reactive(Status())
+
+    def render(self) -> Content:
+        status, width, gap = self.status, self.content_size.width, Content("   ")
+        mark, style = _ACTIVITIES[status.activity]
+        left, right = [Content.styled(f"{mark} {status.activity}", style)], []
+        if status.tokens_per_second:
+            left.append(Content(f"{status.tokens_per_second:.1f} tok/s"))
+        if status.time_to_first_token is not None:
+            left.append(Content(f"first token {duration(status.time_to_first_token)}"))
+        if status.context_size:
+            fraction = status.context_used / status.context_size
+            meter = f"{bar(fraction, 10)} " if width >= 96 else ""
+            used = f"context {meter}{count(status.context_used)}/{count(status.context_size)} ({fraction:.0%})"
+            right.append(Content.styled(f"{used} !", "$text-warning bold") if fraction > FULL else Content(used))
+        if status.blocks_total:
+            right.append(Content(f"blocks {count(status.blocks_used)}/{count(status.blocks_total)}"))
+        while len(left) + len(right) > 1 and gap.join(left).cell_length + gap.join(right).cell_length + 1 > width:
+            parts = left if len(left) > 2 or (len(left) > 1 and len(right) < 2) else right
+            parts.pop()
+        return _spread(gap.join(left), gap.join(right), width)
+
+
+def hidden_keys(actions: Mapping[str, str], *, priority: bool = False) -> list[Binding]:
+    """Keys and their actions, which the line of keys does not show."""
+    return [Binding(key, action, show=False, priority=priority) for key, action in actions.items()]
+
+
+class KeyBar(Widget):
+    """Every key of the screen that its binding shows, as far as there is room. A click presses one. Textual's own
+    footer makes a widget of each key, and makes them all again whenever the focus moves: a sixth of the time until the
+    first screen.
+    """
+
+    ALLOW_SELECT = False
+
+    def on_mount(self) -> None:
+        self.screen.bindings_updated_signal.subscribe(self, self._changed)
+
+    def _changed(self, screen: Screen[object]) -> None:
+        if screen.is_current:
+            self.refresh()
+
+    def _keys(self) -> list[tuple[str, Content]]:
+        shown: list[tuple[str, Content]] = []
+        room = self.content_size.width
+        for _, binding, enabled, _ in self.screen.active_bindings.values():
+            key = (f" {self.app.get_key_display(binding)} ", "bold $footer-key-foreground")
+            text = Content.assemble(key, f"{binding.description} ")
+            if binding.show and enabled and text.cell_length <= room:
+                room -= text.cell_length
+                shown.append((binding.key, text))
+        return shown
+
+    def render(self) -> Content:
+        return Content("").join(text for _, text in self._keys())
+
+    def on_click(self, event: events.Click) -> None:
+        end = self.styles.padding.left
+        for key, text in self._keys():
+            end += text.cell_length
+            if event.x < end:
+                self.app.simulate_key(key)
+                return

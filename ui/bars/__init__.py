@@ -1,1 +1,0 @@
-"""The lines at the top and the bottom of the screen."""

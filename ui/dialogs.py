@@ -1,0 +1,355 @@
+"""The dialogs above the chat. Escape closes them and changes nothing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.geometry import Region
+from textual.screen import ModalScreen
+from textual.widget import Widget
+from textual.widgets import Input, Label, OptionList, Static, TextArea
+from textual.widgets.option_list import Option
+
+from minillm.errors import MinillmError, UsageError
+from minillm.progress import size
+from minillm.service.messages import TokenChoice
+from minillm.text.safe import clean, clean_line
+from minillm.ui.bars import hidden_keys
+from minillm.ui.chat.conversation import SessionStore, SessionSummary
+from minillm.ui.chat.slash import CommandTable
+from minillm.ui.numbers import bar, plural
+from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
+from minillm.ui.textual_internals import PatientPalette
+
+Result = TypeVar("Result")
+
+
+class Dialog(ModalScreen[Result]):
+    """A box in the middle; it gives back its result, or None."""
+
+    BINDINGS = [  # noqa: RUF012
+        Binding("escape", "close", "Close", priority=True),
+        Binding("ctrl+c", "close", "Close", priority=True, show=False),
+    ]
+
+    def __init__(self, title: str, hint: str | Content, *parts: Widget, scrolls: bool = False) -> None:
+        super().__init__()
+        self._box = (VerticalScroll if scrolls else Vertical)(*parts, Static(hint, classes="hint"), classes="dialog")
+        self._box.border_title = title
+
+    def compose(self) -> ComposeResult:
+        yield self._box
+
+    def say(self, problem: object) -> None:
+        self.query_one(".problem", Static).update(Content(clean_line(str(problem), 300)))
+
+    def dismiss(self, result: Result | None = None) -> AwaitComplete:
+        """Close. The second Enter or click of two in a moment finds it closed, and does nothing. Textual would close
+        the top screen instead, or end with an error where that is the chat.
+        """
+        return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
+
+    def action_close(self) -> None:
+        self.dismiss(None)
+
+
+class Palette(PatientPalette):
+    """Textual's command palette, which gives one command, however often Enter was pressed."""
+
+    @on(Input.Submitted)
+    @on(OptionList.OptionSelected)
+    def _take_only_one(self, event: Input.Submitted | OptionList.OptionSelected) -> None:
+        if not self.is_active:
+            event.prevent_default()  # it has closed: the screen below would close, too, and the command would run again
+
+
+class SystemScreen(Dialog[str]):
+    """Gives back the new system prompt; the next answer is computed with it, and its blocks are pinned."""
+
+    BINDINGS = [Binding("ctrl+s", "save", "Save", priority=True)]  # noqa: RUF012
+
+    def __init__(self, system: str) -> None:
+        self._area = TextArea(system, compact=True, placeholder="none: the model's template may have its own")
+        hint = "Ctrl+S saves, from the next answer on · Escape keeps the old one"
+        super().__init__("system prompt", hint, self._area)
+
+    def on_mount(self) -> None:
+        self._area.focus()
+        self._area.move_cursor(self._area.document.end)
+
+    def action_save(self) -> None:
+        self.dismiss(self._area.text.strip())
+
+
+class SamplingScreen(Dialog[Settings]):
+    """A line per parameter of sampling and of beam search. Gives back the changed settings; a wrong one is named."""
+
+    BINDINGS = [  # noqa: RUF012
+        Binding("ctrl+s", "save", "Save", priority=True),
+        *hidden_keys({"up": "app.focus_previous", "down": "app.focus_next"}),
+    ]
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        texts = field_texts(settings)
+        self._fields = {name: Input(text, compact=True, select_on_focus=True, id=name) for name, text in texts.items()}
+        rows = [
+            Horizontal(
+                Label(each.name),
+                self._fields[each.name],
+                Static(each.hint, classes="hint", markup=False),
+                classes="row",
+            )
+            for each in (*SAMPLING_FIELDS, *BEAM_FIELDS)
+        ]
+        hint = "Enter saves, from the next answer on · Escape keeps the old ones"
+        area = VerticalScroll(*rows, id="rows", can_focus=False)
+        super().__init__("sampling", hint, area, Static("", classes="problem"))
+
+    def on_mount(self) -> None:
+        self.query(Input).first().focus()
+
+    def on_input_submitted(self) -> None:
+        self.action_save()
+
+    def action_save(self) -> None:
+        try:
+            self.dismiss(with_texts(self._settings, {name: field.value for name, field in self._fields.items()}))
+        except UsageError as error:
+            self.say(error)
+
+
+class ModelScreen(Dialog[str]):
+    """Gives back a name of the manifest, or a path. A model that is not here yet will be downloaded."""
+
+    def __init__(self, current: str) -> None:
+        self._current = current
+        self._options = OptionList()
+        self._input = Input(placeholder="or a name, a directory, a .gguf file", compact=True)
+        hint = "Enter loads it; the conversation stays · Escape closes"
+        super().__init__("model", hint, self._options, Static("", classes="problem"), self._input)
+
+    def on_mount(self) -> None:
+        from minillm.weights.files import find_downloaded  # here, for the other dialogs do not need to wait for it
+        from minillm.weights.manifest import load_manifest
+
+        try:
+            entries = load_manifest().models
+        except MinillmError as error:
+            self.say(error)
+            self._input.focus()
+            return
+        width = max(map(len, entries))
+        for name, entry in entries.items():
+            state = "downloaded" if find_downloaded(name) else "gated" if entry.gated else ""
+            facts = f"{clean_line(entry.parameters, 8):>6}  {size(entry.size):>7}  {clean_line(entry.license, 20):<20}"
+            mark, bold = "▸ " if name == self._current else "  ", f"{clean_line(name, 40):<{width}}"
+            line = Content.assemble(mark, (bold, "bold"), "  ", (f"{facts} {state}", "$text-muted"))
+            self._options.add_option(Option(line, id=name))
+        if self._current in entries:
+            self._options.highlighted = list(entries).index(self._current)
+        self._options.focus()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(event.option_id)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        if event.value.strip():
+            self.dismiss(event.value.strip())
+
+
+class SessionsScreen(Dialog[Path]):
+    """The saved conversations: search, delete. Gives back the file of the one to resume."""
+
+    BINDINGS = [  # noqa: RUF012
+        *hidden_keys({"up": "move('up')", "down": "move('down')"}),
+        Binding("delete", "delete", "Delete", priority=True),
+    ]
+
+    def __init__(self, store: SessionStore, search: str = "") -> None:
+        self._store = store
+        self._found: list[SessionSummary] = []
+        self._doomed: Path | None = None  # Delete was pressed once
+        self._input = Input(search, placeholder="words of a question or an answer", compact=True)
+        self._options = OptionList()
+        hint = "Enter resumes · ↑ ↓ chooses · Delete twice deletes · Escape closes"
+        super().__init__("conversations", hint, self._input, self._options, Static("", classes="problem"))
+
+    def on_mount(self) -> None:
+        self._options.can_focus = False
+        self._input.focus()
+        self._list()
+
+    def _list(self) -> None:
+        options, self._doomed = self._options, None
+        at = options.highlighted or 0
+        self._found = self._store.list(self._input.value)
+        options.clear_options()
+        lines = []
+        for each in self._found:
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.saved))
+            facts = f"{when} · {plural(each.num_turns, 'turn')}{' · interrupted' if each.interrupted else ''}  "
+            lines.append(Content.assemble((facts, "$text-muted"), clean_line(each.title, 100)))
+        options.add_options(lines)
+        if self._found:
+            options.highlighted = min(at, len(self._found) - 1)
+        self.say("" if self._found else "there is none")
+
+    def on_input_changed(self) -> None:
+        self._list()
+
+    def _chosen(self) -> Path | None:
+        at = self._options.highlighted
+        return None if at is None else self._found[at].path
+
+    def on_input_submitted(self) -> None:
+        if (path := self._chosen()) is not None:
+            self.dismiss(path)
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(self._found[event.option_index].path)
+
+    def action_move(self, where: str) -> None:
+        self._doomed = None
+        getattr(self._options, f"action_cursor_{where}")()
+
+    def action_delete(self) -> None:
+        path = self._chosen()
+        if path is not None and path == self._doomed:
+            self._store.delete(path)
+            self._list()
+        elif path is not None:
+            self._doomed = path
+            self.say("Delete once more to delete it for good")
+
+
+# Least probabilities, their words, and the looks of tokens; unlikely ones are underlined, to be seen without colour.
+_LOOKS = (
+    (0.9, "from 90 %", "$text-muted"),
+    (0.5, "from 50 %", "$text-success"),
+    (0.1, "from 10 %", "$text-warning"),
+    (0.0, "less", "$text-error underline"),
+)
+_LONGEST = 2000  # tokens that are laid out at a time
+
+
+class ProbabilityScreen(Dialog[None]):
+    """An answer's tokens, coloured by how probable the model held each, with the alternatives at the cursor."""
+
+    BINDINGS = [  # noqa: RUF012
+        Binding("left", "move(-1)", "Previous token", priority=True),
+        Binding("right", "move(1)", "Next token", priority=True),
+        *hidden_keys({"home": "move(-1000000)", "end": "move(1000000)"}, priority=True),
+        Binding("n", "unlikely", "Next unlikely"),
+    ]
+
+    def __init__(self, tokens: Sequence[TokenChoice]) -> None:
+        self._tokens = tokens[:_LONGEST]
+        self._cursor = 0
+        legend = [part for _, words, look in _LOOKS for part in ((words, look), "  ")]
+        self._text, self._alternatives = Static(), Static(id="alternatives")
+        self._area = VerticalScroll(self._text, id="tokens", can_focus=False)
+        hint = Content.assemble(*legend, "← → move · n: next below one half · Escape closes")
+        super().__init__("probabilities", hint, self._area, self._alternatives)
+
+    def on_mount(self) -> None:
+        self._show()
+
+    def action_move(self, step: int) -> None:
+        self._cursor = max(0, min(len(self._tokens) - 1, self._cursor + step))
+        self._show()
+
+    def action_unlikely(self) -> None:
+        after = range(self._cursor + 1, len(self._tokens))
+        self._cursor = next((i for i in after if self._tokens[i].logprob < math.log(0.5)), self._cursor)
+        self._show()
+
+    def _show(self) -> None:
+        chances = [math.exp(min(0.0, token.logprob)) for token in self._tokens]
+        looks = [next(look for least, _, look in _LOOKS if chance >= least) for chance in chances]
+        looks[self._cursor] += " reverse"
+        # Line breaks are seen and made.
+        texts = [clean(token.text).replace("\n", "⏎\n").replace("\t", "⇥") for token in self._tokens]
+        self._text.update(Content.assemble(*zip(texts, looks, strict=True)))
+        token = self._tokens[self._cursor]
+        lines = [Content(f"token {self._cursor + 1} of {len(self._tokens)} · log p {token.logprob:.2f}")]
+        for text, logprob in zip(token.top_texts, token.top_logprobs, strict=True):
+            figures = f"{math.exp(logprob):>7.1%} {bar(math.exp(logprob), 20)}"
+            lines.append(Content.assemble((_visible(text), "bold" if text == token.text else ""), figures))
+        if token.text not in token.top_texts:
+            lines.append(Content.assemble((_visible(token.text), "bold"), f"{math.exp(token.logprob):>7.1%}"))
+        self._alternatives.update(Content("\n").join(lines))
+        # Roughly where the cursor's line is: as far down as its share of the characters before it.
+        width = max(1, self._area.size.width)
+        line = sum(1 + len(each) // width for each in "".join(texts[: self._cursor]).split("\n")) - 1
+        self._area.scroll_to_region(Region(0, max(0, line - 1), 1, 3), animate=False)
+
+
+def _visible(text: str) -> str:
+    """A token in a column of 20 cells: no character of it is invisible."""
+    shown = clean(text).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
+    return f"  {shown if len(shown) <= 18 else shown[:17] + '…':<18}"
+
+
+# Keys and their meanings, under titles; a command's name in braces stands for its key.
+KEYS = {
+    "Talk": {
+        "Enter": "send",
+        "Ctrl+J, Alt+Enter": "new line; Shift+Enter in some terminals",
+        "↑ ↓": "in the first and last line: what was sent before",
+        "Escape": "stop the answer, cancel the loading or the editing",
+        "Ctrl+C": "copy what is selected; else stop; else quit",
+        "Page Up, Page Down": "scroll by pages; Ctrl+↑ ↓ by lines",
+        "Ctrl+Home, Ctrl+End": "to the beginning, to the end",
+    },
+    "Turns": {
+        "Alt+↑ ↓": "select a turn; without one, keys mean the last",
+        "{edit}": "edit the question and ask again, as a branch",
+        "{regenerate}": "regenerate the answer, as a branch",
+        "{branch}": "switch between branches",
+        "{continue}": "continue the last answer",
+        "{accept}": "accept a candidate, before anything is typed",
+        "{copy}": "copy the answer; /copy code: its last code block",
+        "{probabilities}": "the answer's tokens by probability",
+    },
+    "Conversations and settings": {
+        "{new}, {sessions}": "a new one; a saved one",
+        "{model}, {sampling}, {system}": "model, sampling and beams, system prompt",
+        "{theme}": "light or dark",
+        "Ctrl+P, /": "all commands",
+        "{help}, or ? at first": "this help",
+        "{quit}": "quit",
+    },
+    "Memory": {
+        "{pool}, {tables}, {tree}": "pool, block tables, fork tree; again: hide",
+        "{events}, {memory}, {steps}": "events, figures, steps",
+        "Alt+V": "the view on the whole screen, and back",
+        "Tab": "into the view: arrows move, its keys are shown there",
+    },
+}
+
+
+class HelpScreen(Dialog[None]):
+    """All keys, then all commands."""
+
+    def __init__(self, commands: CommandTable) -> None:
+        keys_of = {name: command.shown_key for name, command in commands.items()}
+        usages = {command.usage: command.summary for command in commands.values()}
+        lines = []
+        for title, keys in {**KEYS, "Commands": usages}.items():
+            lines.append(Content.styled(title, "bold $text-primary"))
+            for key, meaning in keys.items():
+                shown = f"  {key.format_map(keys_of):<25} "
+                lines.append(Content.assemble((shown, "$foreground"), (meaning, "$text-muted")))
+            lines.append(Content(""))
+        super().__init__("keys", "Escape closes", Static(Content("\n").join(lines)), scrolls=True)

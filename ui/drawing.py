@@ -1,0 +1,125 @@
+"""Drawing: text that changes often, drawn where it stands, and how often parts of the screen are drawn.
+
+Where the model computes on the same cores, drawing takes their time from it: on two cores both threads of a matrix
+product wait for the one whose core draws. So the pause after a drawing is as long as its share of a core allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+from textual.content import Content
+from textual.css.styles import RulesMap
+from textual.timer import Timer
+from textual.widget import Widget
+from textual.widgets import Static
+
+_SHORTEST = 0.1  # seconds from one drawing to the next
+_GATHER = 0.005  # seconds in which every widget has told the screen that it changed: one drawing then, not several
+
+
+class Drawn(Widget):
+    """Shows the content that ``make`` returns for a width and a height in cells. `update` draws only a change."""
+
+    def __init__(self, make: Callable[[int, int], Content], **options: str) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self._make = make
+        self._shown = Content("")
+
+    def update(self) -> None:
+        """Show it anew, in the same room."""
+        if not self._content().is_same(self._shown):
+            self.refresh()
+
+    def _content(self) -> Content:
+        width, height = self.content_size
+        return self._make(width, height) if width and height else Content("")
+
+    def render(self) -> Content:
+        self._shown = self._content()
+        return self._shown
+
+
+def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> None:
+    """Show ``content`` in a widget whose width its surroundings set, as ``1fr`` is. The screen is laid out anew only
+    where the widget's height changes: a layout costs several times as much as a drawing. With ``lines_ahead`` a widget
+    that needs a line takes so many more with it, which the next ones find there, until `settle`.
+    """
+    (width, room), rules = widget.content_size, cast(RulesMap, widget.styles)
+    height = content.get_height(rules, width) if width else 0
+    if not width or not lines_ahead:
+        widget.update(content, layout=not width or widget.visual.get_height(rules, width) != height)
+    elif height > room:
+        widget.styles.min_height = height + lines_ahead
+        widget.update(content, layout=True)
+    else:
+        widget.update(content, layout=height < room and not widget.styles.has_rule("min_height"))
+
+
+def settle(widget: Widget) -> None:
+    """The widget needs no lines ahead any more."""
+    if widget.styles.has_rule("min_height"):
+        widget.styles.min_height = None
+
+
+def flow(items: list[Content], width: int, num_lines: int, gap: int = 2) -> Content:
+    """Items side by side on at most ``num_lines`` lines; an item is not broken, and the rest is left out."""
+    lines: list[Content] = []
+    for item in items:
+        if lines and lines[-1].cell_length + gap + item.cell_length <= width:
+            lines[-1] = Content.assemble(lines[-1], " " * gap, item)
+        elif len(lines) == num_lines:
+            return Content.assemble(Content("\n").join(lines), " …" if lines[-1].cell_length + 2 <= width else "")
+        else:
+            lines.append(item)
+    return Content("\n").join(lines)
+
+
+class Drawing:
+    """A part of the screen that is drawn when there is news. Beside a model that computes on the same cores it is drawn
+    no more often than takes ``share`` of one core, but once in ``longest`` seconds.
+    """
+
+    def __init__(self, widget: Widget, draw: Callable[[], Awaitable[None]], *, share: float, longest: float) -> None:
+        self.beside_model = False  # see `pace`
+        self._widget, self._draw = widget, draw
+        self._share, self._longest = share, longest
+        self._interval = _SHORTEST
+        self._timer: Timer | None = None  # until the next drawing
+        self._drawn_at = 0.0
+
+    @property
+    def interval(self) -> float:
+        """Seconds from one drawing to the next."""
+        return self._interval if self.beside_model else _SHORTEST
+
+    def pace(self, beside_model: bool) -> None:
+        """Note whether a model computes on the same cores. If not, a drawing that waits is made soon."""
+        if beside_model == self.beside_model:
+            return
+        self.beside_model = beside_model
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None
+            self.soon()
+
+    def soon(self) -> None:
+        """There is news: draw, when the last time is long enough ago."""
+        if self._timer is None:
+            wait = self._drawn_at + self.interval - time.monotonic()
+            self._timer = self._widget.set_timer(max(0.01, wait), self._run)
+
+    async def _run(self) -> None:
+        self._timer, self._drawn_at = None, time.monotonic()
+        began = time.process_time()
+        with self._widget.app.batch_update():
+            await self._draw()
+            await asyncio.sleep(_GATHER)
+        self._widget.call_after_refresh(self._spent, began)
+
+    def _spent(self, began: float) -> None:
+        wanted = (time.process_time() - began) / self._share
+        self._interval += (min(max(wanted, _SHORTEST), self._longest) - self._interval) / 2

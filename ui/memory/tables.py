@@ -1,0 +1,342 @@
+"""Block tables: as lists, and as a tree of the blocks that several of them share."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from rich.cells import cell_len
+from textual import events
+from textual.content import Content
+
+from minillm.runs import common_length, contiguous_runs
+from minillm.service.messages import TableView
+from minillm.ui.bars import hidden_keys
+from minillm.ui.memory.line_view import BlockChosen, LineView, Parts
+from minillm.ui.memory.pool import Memory
+from minillm.ui.numbers import bar, count, plural, span, spans
+
+_MOST_SPANS = 4
+HEADING = "  logical  physical   filled    ×"
+
+
+class BlockTableView(LineView):
+    """One table or several. The bracket on the left joins blocks that lie side by side in the pool. With several, each
+    has a line of its own above its blocks, and shared blocks name their sharers.
+    """
+
+    COMPONENT_CLASSES = {"run", "index", "block", "owned", "shared", "swapped", "header", "cursor"}  # noqa: RUF012
+    BINDINGS = [  # noqa: RUF012
+        *hidden_keys({"up": "move(-1)", "down": "move(1)", "left": "jump(-1)", "right": "jump(1)"}),
+        *hidden_keys({"home": "move(-1000000000)", "end": "move(1000000000)", "t": "tokens"}),
+    ]
+
+    def __init__(self, memory: Memory, *, headers: bool = False) -> None:
+        super().__init__(memory)
+        self._headers = headers
+        self.follows = not headers  # one table grows at its end
+        self._tables: list[TableView] = []
+        self._starts: list[int] = [0]  # the line of each table's first block or header; then the number of lines
+        self._cursor = (-1, 0)  # seq_id, line within its table
+        self._tells_tokens = False
+
+    def catch_up(self) -> None:
+        self._tables = self.memory.tables if self._headers else self.memory.current_tables[:1]
+        self._starts = [0, *accumulate(self._headers + len(table.blocks) for table in self._tables)]
+        self.set_lines(self._starts[-1])
+
+    def _at(self, line: int) -> tuple[TableView, int]:
+        number = bisect_right(self._starts, line) - 1
+        return self._tables[number], line - self._starts[number] - self._headers
+
+    def on_resize(self) -> None:
+        super().on_resize()
+        self.refresh()
+
+    def action_move(self, lines: int) -> None:
+        self._move_to(self._cursor_line() + lines)
+
+    def action_jump(self, tables: int) -> None:
+        """To the header of a neighbouring table."""
+        line = self._cursor_line()
+        if self._tables and line < self._starts[-1]:
+            number = bisect_right(self._starts, line) - 1
+            if tables > 0 or line == self._starts[number]:
+                number += tables
+            self._move_to(self._starts[max(0, min(number, len(self._tables) - 1))])
+
+    def _cursor_line(self) -> int:
+        for number, table in enumerate(self._tables):
+            if table.seq_id == self._cursor[0]:
+                length = self._starts[number + 1] - self._starts[number]
+                return self._starts[number] + max(0, min(self._cursor[1], length - 1))
+        return 0
+
+    def _move_to(self, line: int) -> None:
+        if not self._starts[-1]:
+            return
+        line = max(0, min(line, self._starts[-1] - 1))
+        table, index = self._at(line)
+        self._cursor = (table.seq_id, index + self._headers)
+        self.show_line(line)
+        self.refresh()
+        if self._tells_tokens:
+            self._ask()
+
+    def watch_has_focus(self, has_focus: bool) -> None:
+        super().watch_has_focus(has_focus)
+        if has_focus:
+            self._move_to(self._cursor_line())
+        self.refresh()
+
+    def on_click(self, event: events.Click) -> None:
+        line = event.y + self.scroll_offset.y
+        if 0 <= line < self._starts[-1]:
+            self._move_to(line)
+
+    def action_tokens(self) -> None:
+        """Tell the tokens of the cursor's block, wherever it goes; or no longer."""
+        self._tells_tokens = not self._tells_tokens
+        if self._tells_tokens:
+            self._ask()
+        else:
+            self.post_message(BlockChosen(None))
+
+    def _ask(self) -> None:
+        line = self._cursor_line()
+        if line >= self._starts[-1]:
+            return
+        table, index = self._at(line)
+        if not table.blocks:
+            return
+        self.post_message(BlockChosen(table.blocks[max(0, index)], table if table.state == "swapped" else None))
+
+    def line(self, row: int, width: int) -> Parts:
+        table, index = self._at(row)
+        parts = self._header(table, width) if index < 0 else self._block(table, index)
+        if self.has_focus and row == self._cursor_line():
+            rest = width - sum(cell_len(text) for text, _ in parts)
+            parts = [*((text, f"{name} cursor") for text, name in parts), (" " * rest, " cursor")]
+        return parts
+
+    def _header(self, table: TableView, width: int) -> Parts:
+        name = self.memory.table_name(table)
+        blocks, runs = len(table.blocks), len(list(contiguous_runs(table.blocks)))
+        sizes = (plural(table.num_tokens, "token"), plural(blocks, "block"), plural(runs, "run"))
+        facts = " · ".join((table.state, *sizes))
+        if len(name) + len(facts) + 3 > width:
+            facts = f"{table.state} {count(table.num_tokens)} tok {count(blocks)} bl {plural(runs, 'run')}"
+        return [(name, "header"), (f"   {facts}", "swapped" if table.state == "swapped" else "index")]
+
+    def _block(self, table: TableView, index: int) -> Parts:
+        pool, block = self.memory.pool, table.blocks[index]
+        assert pool is not None
+        size, filled = pool.block_size, pool.filled_slots(table, index)
+        swapped = table.state == "swapped"
+        holders = [] if swapped else pool.holders(block)
+        fill = "swapped" if swapped else "shared" if len(holders) > 1 else "owned"
+        # "index → block" so that it reads without the heading, too.
+        parts = [
+            (f"{_bracket(table.blocks, index)} ", "run"),
+            (f"{index:>{4 if self._headers else 5}} → ", "index"),
+            (f"{block:<{6 if self._headers else 7}} ", "block"),
+            (bar(filled / size, 4), fill),
+        ]
+        if not self._headers or filled < size:
+            parts.append((f" {filled:>3}/{size:<3}", "index"))
+        parts.append((" on the host" if swapped else f" ×{len(holders)}", fill))
+        if self._headers and len(holders) > 1:
+            others = [other for other, _ in holders if other.seq_id != table.seq_id]
+            parts.append((f" {self._listed(table, others)}", "index"))
+        return parts
+
+    def _listed(self, table: TableView, others: Sequence[TableView]) -> str:
+        """The others by name, the siblings first; of each request the first one, and how many more."""
+        by_owner: dict[str, list[TableView]] = {table.owner: []}
+        for other in others:
+            by_owner.setdefault(other.owner or f"sequence {other.seq_id}", []).append(other)
+        return ", ".join(
+            self.memory.table_name(tables[0]) + (f" +{len(tables) - 1}" if len(tables) > 1 else "")
+            for tables in by_owner.values()
+            if tables
+        )
+
+    def headline(self, width: int, height: int) -> Content:
+        pool = self.memory.pool
+        if self._headers:
+            if pool is None:
+                return Content("no model is loaded")
+            sequences, logical = plural(len(pool.tables), "sequence"), count(pool.figures.logical_blocks)
+            return Content(f"{sequences} · {logical} logical in {plural(pool.used_blocks, 'block')}")
+        if not self._tables:
+            return Content("the conversation holds no block")
+        table, more = self._tables[0], len(self.memory.current_tables) - 1
+        name = self.memory.table_name(table) + (f" (F6: {more} more)" if more else "")
+        facts = f"{table.state} · {plural(table.num_tokens, 'token')} in {plural(len(table.blocks), 'block')}"
+        runs = plural(len(list(contiguous_runs(table.blocks))), "contiguous run")
+        where = runs_line(table.blocks, width - len(runs) - 2)
+        if "→" in where:
+            runs += f": {where}"
+        return Content.assemble((name, "bold $foreground"), f"\n{facts}\n{runs}")
+
+
+def _bracket(blocks: Sequence[int], index: int) -> str:
+    """``╶`` for a block alone, ``┌ │ └`` along a run."""
+    above = index > 0 and blocks[index - 1] + 1 == blocks[index]
+    below = index + 1 < len(blocks) and blocks[index] + 1 == blocks[index + 1]
+    return ("╶", "┌", "└", "│")[2 * above + below]
+
+
+def runs_line(blocks: Sequence[int], width: int) -> str:
+    """All runs in one line: ``0–3 → 12–15, 4 → 90``; the rest is counted."""
+    parts = [f"{span(start, length)} → {span(block, length)}" for start, block, length in contiguous_runs(blocks)]
+    line = ""
+    for number, part in enumerate(parts):
+        rest = len(parts) - number - 1
+        more = f", and {rest} more" if rest else ""
+        longer = f"{line}, {part}" if line else part
+        if len(longer) + len(more) > width:
+            return f"{line}, and {rest + 1} more" if line else f"{rest + 1} runs"
+        line = longer
+    return line
+
+
+# Shared blocks stand once in the tree, above the private ones of each sequence: it is a radix tree over physical block
+# ids. Forks share blocks from the first one on, so a block is shared along an edge or it is private to a leaf;
+# copy-on-write is where two of them part.
+
+
+@dataclass
+class BlockNode:
+    """A run of logical blocks that the same sequences hold. ``blocks`` are physical ids, the logical ones from
+    ``start`` on. ``ends`` are the tables that have no block after them: more than one where a fork has not been written
+    to.
+    """
+
+    start: int
+    blocks: list[int]
+    num_tables: int  # that go through here, those that end here included
+    first: int  # the number of the earliest of them, among all tables
+    ends: list[TableView] = field(default_factory=list)
+    children: list[BlockNode] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TreeLine:
+    """A line of the drawn tree: a node, or one of the tables that end at a shared node (``node`` is None then)."""
+
+    rails: str  # drawn before it: "│  ├─ "
+    node: BlockNode | None
+    table: TableView | None  # whose leaf it is
+
+
+def block_trees(tables: Sequence[TableView]) -> list[BlockNode]:
+    """The trees of all tables that hold a block, in the order in which their first tables come. The host's block ids
+    mean other blocks: swapped tables are leaves of their own.
+    """
+    order = {table.seq_id: number for number, table in enumerate(tables)}
+    # Sorted, the tables of every node stand side by side: all of them share the blocks of the first and the last.
+    device = sorted((table for table in tables if table.blocks and table.state != "swapped"), key=lambda t: t.blocks)
+    top = BlockNode(0, [], len(device), 0)
+    waiting = [(top, 0, len(device), 0)]
+    while waiting:
+        node, begin, end, depth = waiting.pop()
+        while begin < end and len(device[begin].blocks) == depth:
+            node.ends.append(device[begin])
+            begin += 1
+        node.ends.sort(key=lambda table: order[table.seq_id])
+        while begin < end:
+            head = device[begin].blocks[depth]
+            stop = begin + 1
+            while stop < end and device[stop].blocks[depth] == head:
+                stop += 1
+            length = common_length(device[begin].blocks, device[stop - 1].blocks, depth)
+            first = min(order[table.seq_id] for table in device[begin:stop])
+            child = BlockNode(depth, device[begin].blocks[depth:length], stop - begin, first)
+            node.children.append(child)
+            waiting.append((child, begin, stop, length))
+            begin = stop
+        node.children.sort(key=lambda child: child.first)
+    for table in tables:
+        if table.blocks and table.state == "swapped":
+            top.children.append(BlockNode(0, list(table.blocks), 1, order[table.seq_id], [table]))
+    return sorted(top.children, key=lambda root: root.first)
+
+
+def tree_lines(roots: Sequence[BlockNode]) -> list[TreeLine]:
+    """The trees as lines, parents before children."""
+    lines: list[TreeLine] = []
+    waiting: list[tuple[str, str, BlockNode | TableView]] = [("", "", root) for root in reversed(roots)]
+    while waiting:
+        rails, below, item = waiting.pop()
+        if isinstance(item, TableView):
+            lines.append(TreeLine(rails, None, item))
+            continue
+        if item.num_tables == 1:
+            lines.append(TreeLine(rails, item, item.ends[0]))
+            continue
+        lines.append(TreeLine(rails, item, None))
+        parts: list[BlockNode | TableView] = [*item.ends, *item.children]
+        for number in range(len(parts) - 1, -1, -1):
+            last = number == len(parts) - 1
+            waiting.append((below + ("└─ " if last else "├─ "), below + ("   " if last else "│  "), parts[number]))
+    return lines
+
+
+class ForkTree(LineView):
+    """A line per node. ``●`` is a run of blocks that all below it share; a name is a sequence, with its private blocks.
+    A sequence without a block of its own stands where its last block is still shared: it has not been written to.
+    """
+
+    COMPONENT_CLASSES = {"rail", "shared", "name", "owned", "swapped", "fact"}  # noqa: RUF012
+    BINDINGS = [*hidden_keys({"up": "scroll_up", "down": "scroll_down"})]  # noqa: RUF012
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory)
+        self._lines: list[TreeLine] = []
+
+    def catch_up(self) -> None:
+        pool = self.memory.pool
+        self._lines = tree_lines(block_trees(list(pool.tables.values()))) if pool is not None else []
+        self.set_lines(len(self._lines))
+
+    def line(self, row: int, width: int) -> Parts:
+        line = self._lines[row]
+        rails = (line.rails, "rail")
+        if line.table is not None:
+            return [rails, *self._leaf(line.table, line.node)]
+        node = line.node
+        assert node is not None
+        shared = f"● {plural(len(node.blocks), 'block')} ×{node.num_tables}"
+        return [rails, (shared, "shared"), (f"  {spans(node.blocks, _MOST_SPANS)}", "fact")]
+
+    def _leaf(self, table: TableView, node: BlockNode | None) -> Parts:
+        pool = self.memory.pool
+        assert pool is not None
+        swapped = table.state == "swapped"
+        parts = [(self.memory.table_name(table), "name")]
+        if table.state != "idle":
+            parts.append((f" {table.state}", "swapped" if swapped else "fact"))
+        if node is None or not node.blocks:
+            return [*parts, ("  0 own", "fact")]
+        last = pool.filled_slots(table, len(table.blocks) - 1)
+        return [
+            *parts,
+            (f"  {count(len(node.blocks))}{' on the host' if swapped else ' own'} ", "swapped" if swapped else "owned"),
+            (bar(last / pool.block_size, 4), "owned"),
+            (f" {spans(node.blocks, _MOST_SPANS)}", "fact"),
+        ]
+
+    def headline(self, width: int, height: int) -> Content:
+        pool = self.memory.pool
+        if pool is None:
+            return Content("no model is loaded")
+        logical, used = pool.figures.logical_blocks, pool.used_blocks
+        if not used:
+            return Content("no sequence holds a block")
+        num_seqs = sum(1 for table in pool.tables.values() if table.state != "swapped")
+        words = f"{plural(used, 'block')} for {plural(num_seqs, 'sequence')}"
+        instead = f"{count(logical)} without sharing: {max(0, logical - used) / max(1, logical):.0%} saved"
+        return Content(f"{words}, {instead}" if len(words) + len(instead) + 2 <= width else f"{words}\n{instead}")
