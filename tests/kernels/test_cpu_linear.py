@@ -23,6 +23,15 @@ def test_norms_and_activation(dtype: torch.dtype, shape: tuple[int, int]) -> Non
     assert relative_error(kernels.silu_mul(gate_up), gate * gate.sigmoid() * up) < CPU_TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_eps_counts_where_numbers_are_small(rows: int) -> None:
+    x, weight = torch.randn(rows, 64) * 1e-3, torch.randn(64)
+    exact = x.double()
+    expected = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert relative_error(kernels.rms_norm(x, weight, 1e-5), expected) < CPU_TOLERANCE[torch.float32]
+    assert kernels.rms_norm(x * 0, weight, 1e-5).equal(x * 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 5, 16, 40])
 @pytest.mark.parametrize("biased", [False, True])
