@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from minillm.checks import (
-    check_fields,
-    check_integer,
-    check_number,
-    custom,
-    documented,
-    flag,
-    integer,
-    number,
-    shown,
-)
+from minillm.checks import check_fields, check_integer, check_number, custom, documented, flag, integer, number, shown
 from minillm.errors import UsageError
 
 # Bounds that keep one request from starving the machine; each is far above what the methods need.

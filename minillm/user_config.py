@@ -27,7 +27,7 @@ from minillm.checks import check_names, declared, shown
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.paths import config_dir
+from minillm.system import config_dir
 from minillm.text.reading import read_bytes
 from minillm.text.safe import clean_line
 from minillm.weights.manifest import default_model, expanded

@@ -124,10 +124,7 @@ class Beams:
         self._requests.note_nan(group)
 
     def advance(
-        self,
-        step: BeamStep,
-        candidates: list[list[Candidate]],
-        logprobs: dict[tuple[int, int], TokenLogprobs],
+        self, step: BeamStep, candidates: list[list[Candidate]], logprobs: dict[tuple[int, int], TokenLogprobs]
     ) -> list[Delta]:
         """Choose the beams that live on, and fork, append and free accordingly. No K or V moves.
 

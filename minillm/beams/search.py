@@ -51,10 +51,7 @@ class BeamSearch(Generic[Beam]):
         return max(2, 1 + num_end_tokens) * self.width
 
     def advance(
-        self,
-        candidates: Sequence[Candidate],
-        ends: Callable[[Candidate], bool],
-        keep: Callable[[Candidate], Beam],
+        self, candidates: Sequence[Candidate], ends: Callable[[Candidate], bool], keep: Callable[[Candidate], Beam]
     ) -> list[Candidate]:
         """Take a step.
 

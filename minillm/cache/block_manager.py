@@ -72,11 +72,7 @@ class BlockManager:
     # --- the three verbs ----------------------------------------------------------------------------------------------
 
     def allocate(
-        self,
-        seq_id: int,
-        token_ids: Sequence[int] = (),
-        salt: str | None = None,
-        prefix: CachedPrefix | None = None,
+        self, seq_id: int, token_ids: Sequence[int] = (), salt: str | None = None, prefix: CachedPrefix | None = None
     ) -> BlockTable:
         """A table for a new sequence: a fork of what the cache holds of ``token_ids``, of nothing otherwise.
 

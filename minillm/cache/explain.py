@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm.cache.block_manager import BlockManager
-from minillm.runs import common_length
+from minillm.cache.runs import common_length
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from minillm.cache.block_manager import BlockManager, BlockTable
 from minillm.cache.events import CacheEvent
-from minillm.runs import common_length
+from minillm.cache.runs import common_length
 
 
 @dataclass(slots=True)

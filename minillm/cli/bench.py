@@ -12,7 +12,7 @@ from minillm.bench.registry import WORKLOADS, ModelOptions, Subject
 from minillm.cli.options import add_declared, add_model_options, engine_options, given
 from minillm.cli.parser import Parser
 from minillm.errors import UsageError
-from minillm.interrupt import import_torch
+from minillm.system import import_torch
 
 
 def add_workloads(bench: Parser) -> None:

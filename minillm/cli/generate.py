@@ -14,10 +14,10 @@ from minillm.cli.answers import Writer, as_json
 from minillm.cli.options import beam_options, engine_options, sampling_options
 from minillm.cli.prompt_file import Request, read_requests
 from minillm.errors import MinillmError, UsageError
-from minillm.interrupt import import_torch
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import GenerationBar, loading_bar, say
+from minillm.system import import_torch
 from minillm.text.safe import clean
 from minillm.user_config import UserConfig, read_config
 

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from minillm import machine
-from minillm.interrupt import import_torch
+from minillm import system
 from minillm.progress import size
+from minillm.system import import_torch
 from minillm.weights.files import ModelFiles, downloaded, size_on_disk
 from minillm.weights.manifest import ModelEntry, load_manifest
 
@@ -19,7 +19,7 @@ _GPU_SHARE, _GPU_BYTES = 1.1, 2e9
 
 
 def run(arguments: argparse.Namespace) -> int:
-    manifest, memory, gpu = load_manifest(), machine.memory()[1], _gpu_memory()
+    manifest, memory, gpu = load_manifest(), system.memory()[1], _gpu_memory()
     here = {files.name: files for files in downloaded()}
     others = [ModelEntry.unlisted(name) for name in here if name not in manifest.models]
     rows = [row(entry, here.get(entry.name)) for entry in (*manifest.models.values(), *others)]

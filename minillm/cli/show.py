@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from minillm.cli.models import row
-from minillm.interrupt import import_torch
 from minillm.progress import size
+from minillm.system import import_torch
 from minillm.text.safe import clean_line
 from minillm.user_config import read_config
 from minillm.weights.files import ModelFiles, size_on_disk

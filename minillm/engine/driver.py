@@ -16,10 +16,10 @@ from typing import NoReturn, TypeVar
 
 from minillm.engine.engine import Engine
 from minillm.errors import MinillmError, UsageError
-from minillm.interrupt import deferred_interrupt
 from minillm.outputs import Delta, RequestOutput
 from minillm.params import Params
 from minillm.sequence import Sequence, SequenceGroup
+from minillm.system import deferred_interrupt
 from minillm.text.prompts import Prompt, plain_ids
 from minillm.text.tokenizer import Tokenizer
 

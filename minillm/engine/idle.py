@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minillm.cache import BlockManager
+from minillm.cache.runs import common_length
 from minillm.errors import CapacityError
-from minillm.runs import common_length
 from minillm.sequence import Sequence
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from minillm import kernels
 from minillm.cache import HostMoves
-from minillm.runs import contiguous_runs
+from minillm.cache.runs import contiguous_runs
 
 _STAGED_BLOCKS = 256  # moved at a time: the room that it takes on the device
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minillm import machine
+from minillm import system
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError
 from minillm.model.batch import Batch
@@ -31,7 +31,7 @@ def free_bytes(device: torch.device) -> int:
     """Memory that can be taken now: of the GPU, or of this process's machine or container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return machine.memory()[0]
+    return system.memory()[0]
 
 
 def check_weights_fit(model: ModelConfig, device: torch.device, element_size: int) -> None:

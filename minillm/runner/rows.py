@@ -61,12 +61,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        count: int,
-        width: int,
-        block_size: int,
-        sharing: Sharing | None,
-        on_new: Callable[[int, Sequence], None],
+        self, count: int, width: int, block_size: int, sharing: Sharing | None, on_new: Callable[[int, Sequence], None]
     ) -> None:
         self._count, self._width, self._block_size = count, width, block_size
         self._sharing, self._on_new = sharing, on_new

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from minillm.cache import CacheEvent
-from minillm.runs import common_length
+from minillm.cache.runs import common_length
 from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableView
 
 if TYPE_CHECKING:

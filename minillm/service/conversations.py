@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from minillm.cache.runs import common_length
 from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.idle import shared_length
 from minillm.errors import MinillmError, UsageError
-from minillm.runs import common_length
 from minillm.service.cache_view import Owner
 from minillm.service.messages import (
     Abort,

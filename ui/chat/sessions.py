@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minillm.errors import MinillmError, UsageError
-from minillm.paths import data_dir
+from minillm.system import data_dir
 from minillm.text.safe import clean_line, parse_json
 from minillm.ui.chat.conversation import Conversation
 

@@ -12,7 +12,7 @@ from textual import events
 from textual.binding import Binding
 from textual.content import Content
 
-from minillm.runs import contiguous_runs
+from minillm.cache.runs import contiguous_runs
 from minillm.service.messages import TableView
 from minillm.ui.memory.line_view import BlockChosen, LineView
 from minillm.ui.memory.memory import Memory

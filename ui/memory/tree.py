@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from minillm.runs import common_length
+from minillm.cache.runs import common_length
 from minillm.service.messages import TableView
 
 
