@@ -8,11 +8,11 @@ together in one batch (`sample`, `next_logprobs`).
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from types import TracebackType
 from typing import Self
 
 from minillm.engine import held
-from minillm.engine.driver import Driver, Request
+from minillm.engine.driver import Driver
+from minillm.engine.requests import Request
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.params import SamplingParams
@@ -100,9 +100,7 @@ class Branch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.free()
 
 

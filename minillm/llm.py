@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from minillm import branch as branches
@@ -15,8 +14,8 @@ from minillm.checks import check_names
 from minillm.config import EngineConfig
 from minillm.engine import held
 from minillm.engine.asynchronous import in_threads
-from minillm.engine.driver import Driver, Request
-from minillm.engine.engine import Engine
+from minillm.engine.driver import Driver
+from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
 from minillm.load import load_engine
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
@@ -75,7 +74,7 @@ class LLM:
         check_names(options, [field.name for field in fields(EngineConfig)], "option")
         self.config = EngineConfig(**options)
         with loading_bar(on_progress) as report:
-            self.engine: Engine = load_engine(model, self.config, report, on_message)
+            self.engine = load_engine(model, self.config, report, on_message)
         self._driver = Driver(self.engine)
 
     @property
@@ -102,9 +101,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

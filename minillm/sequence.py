@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from minillm.cache import BlockTable, HostMoves
 from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestMetrics, TokenLogprobs
 from minillm.params import Params
 from minillm.text.stop import OutputText
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -52,10 +51,14 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
-    def blocks(self) -> list[int]:
-        """The blocks of its table, which it must have."""
+    def own_table(self) -> BlockTable:
+        """Its table, which it must have."""
         assert self.table is not None, f"sequence {self.seq_id} runs without a block table"
-        return self.table.blocks
+        return self.table
+
+    @property
+    def blocks(self) -> list[int]:
+        return self.own_table.blocks
 
 
 class Stage(Enum):
@@ -114,29 +117,16 @@ class SequenceGroup:
         """The sequences that hold blocks, or would if the group were admitted now."""
         return self.unfinished[:1] if self.stage is Stage.PROMPT else self.unfinished
 
-    def num_tokens_to_compute(self, sequence: Sequence) -> int:
-        """Tokens whose K and V are still missing; before the fork, those of the prompt."""
-        end = self.num_prompt_tokens if self.stage is Stage.PROMPT else sequence.num_tokens
-        return end - sequence.num_computed
-
-    def is_complete(self, sequence: Sequence) -> bool:
-        """Whether the tokens under way are the last ones that the sequence may have."""
-        return sequence.num_tokens - sequence.num_prompt_tokens >= self.max_tokens
-
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """``count`` tokens of one sequence, from ``sequence.num_computed`` on.
-
-    A chunk that ``decodes`` is the last token of its sequence alone. ``row`` numbers the step's rows of logits; it has
-    a meaning for chunks that compute a sequence's last token.
-    """
+    """``count`` tokens of one sequence, from ``sequence.num_computed`` on."""
 
     group: SequenceGroup
     sequence: Sequence
     count: int
-    decodes: bool
-    row: int = -1
+    decodes: bool  # it is the last token of its sequence alone
+    row: int = -1  # of the step's logits, if the chunk computes its sequence's last token
 
     @classmethod
     def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:
@@ -178,7 +168,7 @@ class Method(Protocol):
         """Fork the group where its prompt, computed by ``leader``, is all that was missing."""
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        """Begin to decide how sequences go on whose last token the step computes; ``chunk.row`` is its row."""
+        """Begin to decide how the sequences go on whose last tokens these chunks compute."""
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
         """Everything that a group has generated so far."""

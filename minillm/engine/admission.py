@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minillm.cache import BlockManager
-from minillm.sequence import SequenceGroup
+from minillm.sequence import SequenceGroup, Stage
 
 
 def blocks_at_most(group: SequenceGroup, block_size: int) -> int:
@@ -30,7 +30,8 @@ def blocks_to_finish_prompt(group: SequenceGroup, block_size: int) -> int:
 
 def blocks_promised(group: SequenceGroup, block_size: int) -> int:
     """The blocks that a running group still needs to finish its prompt."""
-    if not any(group.num_tokens_to_compute(sequence) > 1 for sequence in group.computing):
+    prompt = group.num_prompt_tokens if group.stage is Stage.PROMPT else 0
+    if all((prompt or sequence.num_tokens) - sequence.num_computed <= 1 for sequence in group.computing):
         return 0
     tables = [sequence.table for sequence in group.sequences if sequence.table is not None]
     held = len(tables[0].blocks) if len(tables) == 1 else len({b for table in tables for b in table.blocks})

@@ -11,40 +11,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 from minillm.engine.engine import Engine
+from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
 from minillm.outputs import Delta, RequestOutput
-from minillm.params import Params
-from minillm.sequence import Sequence, SequenceGroup
+from minillm.sequence import SequenceGroup
 from minillm.system import deferred_interrupt
 from minillm.text.prompts import Prompt, plain_ids
 from minillm.text.tokenizer import Tokenizer
 
 Key = TypeVar("Key")
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt as token ids, and how to go on from it.
-
-    Attributes:
-        prompt: the text that the ids were made of, for the output.
-        parent, hold, salt: see `minillm.engine.engine.Engine.add_request`.
-        streamed: `Driver.run` gives its deltas as well.
-        request_id: by default the driver makes one.
-    """
-
-    token_ids: list[int]
-    params: Params
-    prompt: str | None = None
-    parent: Sequence | None = None
-    hold: bool = False
-    salt: str | None = None
-    streamed: bool = False
-    request_id: str = ""
 
 
 def raise_error(key: object, error: MinillmError) -> NoReturn:
@@ -154,15 +133,11 @@ class Driver:
         return others
 
     def _add(self, request: Request) -> SequenceGroup:
-        request_id = request.request_id or f"request-{next(self._numbers)}"
+        request = replace(request, request_id=request.request_id or f"request-{next(self._numbers)}")
         with self._lock:
-            group = self.engine.add_request(
-                request_id, request.token_ids, request.params,
-                prompt=request.prompt, parent=request.parent, hold=request.hold, salt=request.salt,
-            )  # fmt: skip
-            group.streamed = request.streamed
+            group = self.engine.add(request)
             if request.streamed:
-                self._deltas[request_id] = deque()
+                self._deltas[request.request_id] = deque()
         return group
 
     def _abort(self, request_ids: Collection[str]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from minillm.engine.admission import blocks_at_most
-from minillm.engine.driver import Driver, Request
+from minillm.engine.driver import Driver
+from minillm.engine.requests import Request
 from minillm.errors import MinillmError
 from minillm.outputs import RequestOutput
 from minillm.sequence import Sequence, SequenceGroup

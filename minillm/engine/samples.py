@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from minillm.engine.requests import Requests
 from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
@@ -14,9 +15,6 @@ from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn
 from minillm.sequence import Chunk, Sequence, SequenceGroup, Stage
 from minillm.text.stop import OutputText
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
 
@@ -29,13 +27,11 @@ class Samples:
     """
 
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0) -> None:
-        self._requests = requests
-        self._runner = runner
-        self._random = random.Random(seed)
+        self.requests, self._runner, self._random = requests, runner, random.Random(seed)
 
     def begin(self, group: SequenceGroup) -> None:
         assert isinstance(group.params, SamplingParams)
-        sequence, seed, tokenizer = group.sequences[0], group.params.seed, self._requests.tokenizer
+        sequence, seed, tokenizer = group.sequences[0], group.params.seed, self.requests.tokenizer
         sequence.seed = self._random.getrandbits(63) if seed is None else seed
         if tokenizer is not None:
             detokenizer = tokenizer.detokenizer(sequence.token_ids)
@@ -64,7 +60,7 @@ class Samples:
             mixed = (leader.seed + index * _SEED_STEP) & ((1 << 64) - 1)
             group.sequences.append(
                 Sequence(
-                    self._requests.new_seq_id(),
+                    self.requests.new_seq_id(),
                     leader.token_ids[: leader.num_prompt_tokens],
                     leader.num_prompt_tokens,
                     index=index,
@@ -72,7 +68,7 @@ class Samples:
                     text=None if leader.text is None else leader.text.copy(),
                 )
             )
-        self._requests.fork_prompt(group, leader)
+        self.requests.fork_prompt(group, leader)
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Draws:
         draws = []
@@ -127,22 +123,8 @@ class Samples:
             if output.matched is not None:
                 reason, sequence.stop_reason = "stop", output.matched
         if reason is not None:
-            self._requests.end_sequence(group, sequence, reason)
+            self.requests.end_sequence(group, sequence, reason)
         return Delta(group.request_id, sequence.index, text, [token_id], reason, sequence.stop_reason)
-
-    def conclude(self, draws: Draws) -> list[Delta]:
-        """Add a step's tokens to their sequences."""
-        deltas = []
-        for draw, token_id, logprobs, is_nan in zip(draws.chunks, *draws.results, strict=True):
-            group, sequence = draw.group, draw.sequence
-            sequence.num_pending -= 1
-            if sequence.finish_reason is not None:
-                continue
-            if is_nan or group.error is not None:
-                self._requests.note_nan(group)
-            else:
-                deltas.append(self.append(group, sequence, token_id, logprobs))
-        return deltas
 
 
 @dataclass(slots=True)
@@ -167,7 +149,17 @@ class Draws:
         self.results = self.drawn.wait()
 
     def conclude(self) -> list[Delta]:
-        return self.samples.conclude(self)
+        deltas = []
+        for draw, token_id, logprobs, is_nan in zip(self.chunks, *self.results, strict=True):
+            group, sequence = draw.group, draw.sequence
+            sequence.num_pending -= 1
+            if sequence.finish_reason is not None:
+                continue
+            if is_nan or group.error is not None:
+                self.samples.requests.note_nan(group)
+            else:
+                deltas.append(self.samples.append(group, sequence, token_id, logprobs))
+        return deltas
 
     def discard(self) -> None:
         for chunk in self.chunks:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from minillm.cache import BlockManager, BlockTable, OutOfBlocks, SwapSpace
+from minillm.cache import BlockManager, OutOfBlocks, SwapSpace
 from minillm.engine.admission import (
     blocks_at_most,
     blocks_promised,
@@ -80,9 +80,9 @@ class Scheduler:
         behind = self._decode(schedule)
         budget = self._prefill(behind, self._budget(schedule), schedule)
         self._admit_waiting(budget, schedule)
-        if schedule.preempted:
-            schedule.decodes = [chunk for chunk in schedule.decodes if chunk.group not in schedule.preempted]
-            schedule.prefills = [chunk for chunk in schedule.prefills if chunk.group not in schedule.preempted]
+        if gone := set(schedule.preempted):
+            schedule.decodes = [chunk for chunk in schedule.decodes if chunk.group not in gone]
+            schedule.prefills = [chunk for chunk in schedule.prefills if chunk.group not in gone]
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
@@ -99,7 +99,7 @@ class Scheduler:
         return behind
 
     def _budget(self, schedule: Schedule) -> int:
-        """Tokens that the step may compute of prompts."""
+        """Tokens of prompts that the step may compute."""
         budget, decoding = self.max_num_batched_tokens - len(schedule.decodes), len(schedule.decodes)
         if decoding and self.prefill_chunk is not None:
             # Those that decode should not wait long for their next token. All tokens of the step count: a multiple of
@@ -136,7 +136,7 @@ class Scheduler:
             for chunk in group.method.due(group):
                 chunk.count = min(chunk.count, budget)
                 if chunk.count > 0:
-                    self.cache.append(_table(chunk.sequence), chunk.count)
+                    self.cache.append(chunk.sequence.own_table, chunk.count)
                     (schedule.decodes if chunk.decodes else schedule.prefills).append(chunk)
                     budget -= chunk.count
             seats -= group.num_seqs
@@ -152,10 +152,9 @@ class Scheduler:
             for sequence in group.sequences:
                 if sequence.seq_id not in self.idle.idle:
                     self.free(sequence)
-        gone = {id(group) for group in groups}
-        self.running = [group for group in self.running if id(group) not in gone]
-        if any(id(group) in gone for group in self.waiting):
-            self.waiting = deque(group for group in self.waiting if id(group) not in gone)
+        gone = set(groups)
+        self.running = [group for group in self.running if group not in gone]
+        self.waiting = deque(group for group in self.waiting if group not in gone)
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -163,7 +162,7 @@ class Scheduler:
         """Append room for a chunk, preempting later groups for it. False where its own group had to go."""
         while True:
             try:
-                self.cache.append(_table(chunk.sequence), chunk.count)
+                self.cache.append(chunk.sequence.own_table, chunk.count)
                 return True
             except OutOfBlocks:
                 if self.idle.evict():
@@ -191,7 +190,10 @@ class Scheduler:
                 return False
             saved = shared // size if shared >= cached.num_tokens else cached.num_held
             needed = blocks_to_finish_prompt(group, size) - saved
-            if needed + promised <= self.cache.num_free and self._peak_fits(group):
+            if needed + promised <= self.cache.num_free and (
+                self.admission == "optimistic"
+                or peak_fits(group, self.running, self.cache, self.idle.num_pinned_blocks)
+            ):
                 break
             if not self.idle.evict(spare=parent):
                 return False
@@ -203,12 +205,3 @@ class Scheduler:
         if not group.metrics.num_preemptions:
             group.num_cached_tokens = sequence.num_computed
         return True
-
-    def _peak_fits(self, group: SequenceGroup) -> bool:
-        pinned = self.idle.num_pinned_blocks
-        return self.admission == "optimistic" or peak_fits(group, self.running, self.cache, pinned)
-
-
-def _table(sequence: Sequence) -> BlockTable:
-    assert sequence.table is not None, f"sequence {sequence.seq_id} runs without a block table"
-    return sequence.table
