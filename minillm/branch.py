@@ -94,8 +94,7 @@ class Branch:
             raise UsageError("this branch has been freed; fork before you free")
 
     def __repr__(self) -> str:
-        state = "freed" if self.freed else f"{len(self.token_ids)} tokens"
-        return f"<Branch: {state}>"
+        return f"<Branch: {'freed' if self.freed else f'{len(self.token_ids)} tokens'}>"
 
     def __enter__(self) -> Self:
         return self
@@ -140,13 +139,9 @@ def _go_on(
         branch.check()
     if len({id(branch) for branch in branches}) != len(branches):
         raise UsageError("the same branch twice in one batch; fork it")
-    results = held.hold(
-        driver,
-        [
-            Request(branch.token_ids, each, parent=branch.sequence, hold=True)
-            for branch, each in zip(branches, params, strict=True)
-        ],
-    )
+    pairs = zip(branches, params, strict=True)
+    requests = [Request(branch.token_ids, each, parent=branch.sequence, hold=True) for branch, each in pairs]
+    results = held.hold(driver, requests)
     for branch in branches:
         if branch.sequence is not None:
             held.release(driver, branch.sequence)

@@ -91,10 +91,7 @@ class LLM:
         return self.tokenizer
 
     def close(self) -> None:
-        """End the other processes of a model that several share; nothing can be generated after that.
-
-        Without it they end with this object, or with this process.
-        """
+        """End the model's other processes, which end with this object otherwise; nothing can be generated then."""
         with self._driver.locked() as engine:
             engine.close()
 
@@ -209,15 +206,13 @@ class LLM:
         """
         several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], list | tuple)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts = [
-            self.tokenizer.apply_chat_template(
-                each,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-            )
-            for each in conversations
-        ]
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
+        prompts = [render(each) for each in conversations]
         return self.generate(prompts, params or sampling_params, use_tqdm=use_tqdm)
 
     def stream(
@@ -264,11 +259,7 @@ class LLM:
         """
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         [(sequence, _)] = held.hold(self._driver, [Request(self.token_ids(prompt), params, hold=True, salt=salt)])
-        try:
-            held.pin(self._driver, sequence)
-        except MinillmError:
-            held.release(self._driver, sequence)
-            raise
+        held.pin(self._driver, sequence)
         return PinnedPrefix(sequence.token_ids[:-1], sequence)
 
     def unpin(self, prefix: PinnedPrefix) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from minillm.bench.hardware import matmul_rate, read_bandwidth
 from minillm.engine.engine import Engine
-from minillm.runner.step import StepWork
+from minillm.runner.step import StepObserver, StepWork
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Ceilings:
 
 
 @dataclass
-class Meter:
+class Meter(StepObserver):
     """Sums over the steps of a run."""
 
     engine: Engine

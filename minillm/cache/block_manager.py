@@ -1,8 +1,7 @@
 """The block manager: who holds which block of the KV cache. Its verbs are fork, append and free.
 
-The KV cache is a pool of fixed-size blocks, a sequence's context is a table of block ids, and blocks are counted by
-the tables that hold them (PagedAttention, Kwon et al. 2023), the way an operating system shares pages between
-processes after ``fork``:
+A sequence's context is a table of block ids, and blocks are counted by the tables that hold them (PagedAttention, Kwon
+et al. 2023), the way an operating system shares pages between processes after ``fork``:
 
 - **fork** shares: the child's table lists the parent's blocks, no bytes move.
 - **append** makes room for more tokens. A last block that others hold too is not written: a fresh one takes its place
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 
 from minillm.cache.events import CacheEvent, Subscriber
 from minillm.cache.free_blocks import FreeBlocks
-from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache, PrefixEntry
+from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache
 
 
 class OutOfBlocks(Exception):
@@ -74,10 +73,7 @@ class BlockManager:
     def allocate(
         self, seq_id: int, token_ids: Sequence[int] = (), salt: str | None = None, prefix: CachedPrefix | None = None
     ) -> BlockTable:
-        """A table for a new sequence: a fork of what the cache holds of ``token_ids``, of nothing otherwise.
-
-        The table then has ``num_tokens`` tokens whose K and V are there already: full blocks only, and never all of
-        ``token_ids``, for the last one's logits are needed.
+        """Make a table for a new sequence. It begins with what the cache holds of ``token_ids``.
 
         Args:
             prefix: what `find_cached` found of them, if nothing has changed since.
@@ -105,12 +101,11 @@ class BlockManager:
         return table
 
     def fork(self, parent: BlockTable, child_id: int, num_tokens: int | None = None) -> BlockTable:
-        """A table for ``child_id`` that shares the blocks of ``parent``'s first ``num_tokens`` tokens (all by default).
+        """Make a table that shares the blocks of ``parent``'s first ``num_tokens`` tokens (all by default).
 
         Rolling a sequence back is a fork at an earlier token, and a free of the original.
         """
-        if num_tokens is None:
-            num_tokens = parent.num_tokens
+        num_tokens = parent.num_tokens if num_tokens is None else num_tokens
         if not 0 <= num_tokens <= parent.num_tokens:
             raise ValueError(f"fork at token {num_tokens} of a sequence of {parent.num_tokens}")
         child = self.allocate(child_id)
@@ -126,7 +121,7 @@ class BlockManager:
         return child
 
     def append(self, table: BlockTable, count: int) -> None:
-        """Room for ``count`` more tokens at the end of ``table``.
+        """Make room for ``count`` more tokens at the end of ``table``.
 
         Raises:
             OutOfBlocks: there is not enough room; nothing has changed.
@@ -152,7 +147,7 @@ class BlockManager:
     # --- the prefix cache ---------------------------------------------------------------------------------------------
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """The K and V of the first ``num_computed`` tokens are there: full blocks of them can be found from now on."""
+        """Make the full blocks of the first ``num_computed`` tokens findable: their K and V are there."""
         size, nodes = self.block_size, table.nodes
         if not self.prefix_caching:
             return
@@ -164,12 +159,8 @@ class BlockManager:
         """Whether no table holds the block, but prompts can still find it."""
         return block in self._cached
 
-    def prefix_entry(self, block: int) -> PrefixEntry | None:
-        """What the prefix cache knows a block by, if it does."""
-        return self.prefixes.entry(block)
-
     def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> CachedPrefix:
-        """What `allocate` would find."""
+        """Look up what `allocate` would find."""
         if not self.prefix_caching:
             return CachedPrefix([], [], 0, 0)
         blocks, nodes = self.prefixes.match(token_ids, salt, len(token_ids) - 1)
@@ -177,7 +168,7 @@ class BlockManager:
         return CachedPrefix(blocks, nodes, len(blocks) * self.block_size, held)
 
     def distrust(self, table: BlockTable) -> None:
-        """What was computed for ``table`` is wrong (NaN, say): nobody may find its blocks."""
+        """Let nobody find the blocks of a table whose K and V are wrong (NaN, say)."""
         for block in table.blocks:
             if block in self.prefixes:
                 self.prefixes.remove(block)
@@ -201,14 +192,6 @@ class BlockManager:
         """Blocks that an append can take now; the cached ones are among them."""
         return len(self._free) + len(self._cached)
 
-    def blocks_needed(self, table: BlockTable, count: int) -> int:
-        """Free blocks that ``append(table, count)`` would take, the copy of a shared last block included."""
-        end = table.num_tokens + count
-        if end <= table.writable:
-            return 0
-        needed = -(-end // self.block_size) - len(table.blocks)
-        return needed + (count > 0 and self._tail_is_shared(table))
-
     def take_copies(self) -> list[tuple[int, int]]:
         """The (source, destination) copies recorded since the last call.
 
@@ -216,8 +199,7 @@ class BlockManager:
         handed out again even where no table holds it any more.
         """
         copies = [(source, destination) for destination, source in self._copies.items()]
-        self._copies.clear()
-        sources, self._copy_sources = self._copy_sources, {}
+        sources, self._copies, self._copy_sources = self._copy_sources, {}, {}
         for source in sources:
             if not self.ref_counts[source]:
                 self._release(source)
@@ -229,17 +211,15 @@ class BlockManager:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _tail_is_shared(self, table: BlockTable) -> bool:
-        return bool(table.num_tokens % self.block_size) and self.ref_counts[table.blocks[-1]] > 1
-
     def _grow(self, table: BlockTable, end: int) -> None:
-        shared = self._tail_is_shared(table)
+        partly_filled = table.num_tokens % self.block_size > 0
+        shared = partly_filled and self.ref_counts[table.blocks[-1]] > 1
         fresh = -(-end // self.block_size) - len(table.blocks)
         if fresh + shared > self.num_free:
             raise OutOfBlocks(f"needs {fresh + shared} blocks, {self.num_free} are free")
         if shared:
             self._copy_on_write(table)
-        elif table.num_tokens % self.block_size and table.blocks[-1] in self.prefixes:
+        elif partly_filled and table.blocks[-1] in self.prefixes:
             self.prefixes.remove(table.blocks[-1])  # its last owner, forked at an earlier token, writes to it
         if fresh > 0:
             taken = self._take(fresh, table.blocks[-1] if table.blocks else None)
@@ -267,8 +247,7 @@ class BlockManager:
 
     def _copy_on_write(self, table: BlockTable) -> None:
         source = table.blocks[-1]
-        # Where the source itself still waits for its copy, its content is that of the first source.
-        origin = self._copies.get(source, source)
+        origin = self.content_of(source)
         destination = self._take(1, table.blocks[-2] if len(table.blocks) > 1 else None)[0]
         self.ref_counts[source] -= 1
         self.ref_counts[destination] = 1

@@ -56,7 +56,7 @@ class Engine:
     Args:
         methods: the way of decoding for each kind of parameters.
         guard: entered around every step; it may turn a failure into another one.
-        on_close: called by `close`, in this order.
+        on_close: called by `close`.
         source: where the weights came from, for people.
         defaults: sampling parameters that the model itself asks for.
     """
@@ -68,7 +68,7 @@ class Engine:
         methods: Mapping[type[Params], Method],
         *,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
-        on_close: SequenceOf[Callable[[], object]] = (),
+        on_close: Callable[[], object] = lambda: None,
         source: str = "",
         defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
@@ -115,8 +115,7 @@ class Engine:
 
     def close(self) -> None:
         """Let go of everything that would outlive the engine; nothing can be computed after that."""
-        for end in self._on_close:
-            end()
+        self._on_close()
 
     # --- the step -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from minillm.engine.admission import blocks_at_most
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
-from minillm.errors import MinillmError
+from minillm.errors import CapacityError, MinillmError
 from minillm.outputs import RequestOutput
 from minillm.sequence import Sequence, SequenceGroup
 
@@ -56,15 +56,19 @@ def release(driver: Driver, sequence: Sequence) -> None:
 
 
 def pin(driver: Driver, sequence: Sequence) -> None:
-    """Keep an idle sequence's blocks under any load: a system prompt's, say. `unpin` lets it go.
+    """Keep an idle sequence's blocks under any load, a system prompt's, say; see `IdleSequences.pin`.
 
     Raises:
-        CapacityError: more than half of the pool would be pinned, or a request could not run any more.
+        CapacityError: it cannot be pinned; its blocks are free then.
     """
     with driver.locked() as engine:
         scheduler = engine.scheduler
         groups, size = (*scheduler.running, *scheduler.waiting), scheduler.cache.block_size
-        scheduler.idle.pin(sequence, (blocks_at_most(group, size) for group in groups))
+        try:
+            scheduler.idle.pin(sequence, (blocks_at_most(group, size) for group in groups))
+        except CapacityError:
+            scheduler.idle.release(sequence)
+            raise
 
 
 def unpin(driver: Driver, sequence: Sequence) -> None:

@@ -160,11 +160,11 @@ class DeviceRunner(Runner):
         penalised = any(draw.group.params.has_penalties for draw in draws)
         tokens, logprobs = self._draws.run((size, penalised), lambda: self._draw(size, penalised))
         self._books.note_drawn(draws)
-        self._end()
-        if len(draws) == draws[-1].row + 1:
-            count = len(draws)
-            return Drawn(draws, tokens[:count], logprobs[:count], logits[:count], may_run_ahead=True)
-        at = self._tensor([draw.row for draw in draws], torch.int64)  # rows of another method lie between
+        for observer in self.observers:
+            observer.end()
+        at: slice | Tensor = slice(len(draws))
+        if len(draws) != draws[-1].row + 1:  # rows of another method lie between
+            at = self._tensor([draw.row for draw in draws], torch.int64)
         return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=True)
 
     def _draw_from(self, logits: Tensor, draws: list[Chunk], hosted: list[int]) -> Drawn:
@@ -182,10 +182,6 @@ class DeviceRunner(Runner):
         kernels.end_decode(self._words, self._counts, self._tensor([row.index for row in rows], torch.int32), tokens)
         self._books.note_drawn(draws)
         return Drawn(draws, tokens, kernels.log_probabilities(raw, tokens), raw, may_run_ahead=not hosted)
-
-    def _end(self) -> None:
-        for observer in self.observers:
-            observer.end()
 
     def rehearsals(self) -> list[Callable[[], object]]:
         """The parts of a first request's work, which do not depend on each other; its numbers are meaningless."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
 
 import torch
 
@@ -19,19 +19,9 @@ _CPU_POOL_TOKENS = 32768
 _CPU_POOL_SHARE = 0.5  # of the memory that is free once the weights are loaded
 
 
-@dataclass(frozen=True)
-class PoolSize:
-    """The pool, and the longest sequence that it serves."""
-
-    num_blocks: int
-    max_model_len: int
-
-
 def free_bytes(device: torch.device) -> int:
     """Memory that can be taken now: of the GPU, or of this process's machine or container."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return system.memory()[0]
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else system.memory()[0]
 
 
 def check_weights_fit(model: ModelConfig, device: torch.device, element_size: int) -> None:
@@ -84,7 +74,7 @@ def size_pool(
     element_size: int,
     reserved: int = 0,
     ranks: Ranks | None = None,
-) -> PoolSize:
+) -> tuple[int, int]:
     """Size the pool by ``config`` and by the memory left once the weights are loaded.
 
     Args:
@@ -92,21 +82,25 @@ def size_pool(
         reserved: bytes that the steps take beside weights and pool.
         ranks: those that share the model: the one with the least room decides for all.
 
+    Returns:
+        The number of blocks, and the tokens of the longest sequence that they serve.
+
     Raises:
         CapacityError: not one block fits, or the pool asked for does not.
     """
-    longest = config.max_model_len or model.max_position_embeddings
-    limit = model.longest_context
+    longest, limit = config.max_model_len or model.max_position_embeddings, model.longest_context
     if longest > limit:
         raise CapacityError(f"max_model_len {longest} is above the model's context of {limit} tokens; lower it")
     block_bytes = model.kv_bytes_per_token(element_size) * config.block_size
-    room = max(0, _bytes_for_pool(config, device) - reserved)
-    num_blocks = config.num_blocks
+    if device.type == "cpu":
+        room = int(free_bytes(device) * _CPU_POOL_SHARE) - reserved
+        most = -(-max(_CPU_POOL_TOKENS, config.max_model_len or 0) // config.block_size)
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        room, most = int(free - total * (1 - config.gpu_memory_utilization)) - reserved, sys.maxsize
+    room, num_blocks = max(0, room), config.num_blocks
     if num_blocks is None:
-        num_blocks = room // block_bytes
-        if device.type == "cpu":
-            wanted = -(-max(_CPU_POOL_TOKENS, config.max_model_len or 0) // config.block_size)
-            num_blocks = min(num_blocks, wanted)
+        num_blocks = min(room // block_bytes, most)
         if ranks is not None:
             num_blocks = ranks.least(num_blocks)
     if num_blocks < 1 or num_blocks * block_bytes > max(room, free_bytes(device)):
@@ -126,14 +120,7 @@ def size_pool(
                 f"tokens and the pool has {num_blocks}; lower max_model_len or raise num_blocks"
             )
         longest = pool_tokens
-    return PoolSize(num_blocks, longest)
-
-
-def _bytes_for_pool(config: EngineConfig, device: torch.device) -> int:
-    if device.type == "cpu":
-        return int(free_bytes(device) * _CPU_POOL_SHARE)
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(free - total * (1 - config.gpu_memory_utilization)))
+    return num_blocks, longest
 
 
 def _gib(size: int) -> str:

@@ -102,24 +102,21 @@ class Runner:
 
     def batch(self, chunks: list[ChunkWork], num_decodes: int) -> Batch:
         """The chunks' tensors; the first ``num_decodes`` chunks decode."""
-        size = self.block_size
+        size, starts = self.block_size, [0]
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        lengths: list[int] = []  # of each context, this step's tokens included
-        starts = [0]
         logit_rows: list[int] = []
         for number, chunk in enumerate(chunks):
-            first, blocks = chunk.first, chunk.blocks
-            end = first + len(chunk.token_ids)
+            first, end, blocks = chunk.first, chunk.end, chunk.blocks
             token_ids += chunk.token_ids
             positions += range(first, end)
             slots += [blocks[i // size] * size + i % size for i in range(first, end)]
-            lengths.append(end)
             if number >= num_decodes:
                 starts.append(starts[-1] + end - first)
             if chunk.wants_logits:
                 logit_rows.append(len(token_ids) - 1)
+        lengths = [chunk.end for chunk in chunks]
         width = max(-(-length // size) for length in lengths)
         tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
         device = self.model.device
@@ -142,8 +139,4 @@ class Runner:
 
 def _rope_lengths(chunks: list[ChunkWork]) -> list[int]:
     """For dynamic rope scaling: a prompt token goes by the prompt's length, a generated one by its own position."""
-    return [
-        max(chunk.num_prompt_tokens, position + 1)
-        for chunk in chunks
-        for position in range(chunk.first, chunk.first + len(chunk.token_ids))
-    ]
+    return [max(chunk.num_prompt_tokens, i + 1) for chunk in chunks for i in range(chunk.first, chunk.end)]

@@ -131,7 +131,7 @@ class CacheView:
                 start = table.blocks.index(block) * cache.block_size
                 held = owner.sequence.token_ids[start : min(start + cache.block_size, table.num_tokens)]
                 token_ids = max(token_ids, held, key=len)
-        entry = cache.prefix_entry(block)
+        entry = cache.prefixes.entry(block)
         if entry is not None and not token_ids:
             token_ids = list(entry.token_ids)
         return BlockFacts(

@@ -258,7 +258,6 @@ class Conversations:
         try:
             held.pin(self._driver, sequence)
         except MinillmError as error:
-            held.release(self._driver, sequence)
             self.send(Notice(f"the system prompt is not pinned: {error}"))
         else:
             self._pinned = sequence
