@@ -1,8 +1,7 @@
 """Branches: fork / append / free for callers. Tree search, best-of-n, agents and roll-outs are made of these.
 
-A branch is a text under way whose K and V stay in the cache. Forking one shares its blocks; going on from it computes
-only new tokens; rolling it back gives blocks up. Nothing is computed before it is needed, and many branches go on
-together in one batch (`sample`, `next_logprobs`).
+A branch is a text under way whose K and V stay in the cache. Nothing is computed before it is needed, and many branches
+go on together in one batch (`sample`, `next_logprobs`).
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Branch:
         """Go on with text or token ids that the caller gives.
 
         Raises:
-            UsageError: the ids are not in the model's vocabulary, or more than its context holds; the branch stays as
-                it was.
+            UsageError: ids beyond the vocabulary, or more than the context holds; the branch stays as it was.
         """
         self.check()
         longer = self.token_ids + self._driver.token_ids(text, add_special_tokens=False)
@@ -50,10 +48,7 @@ class Branch:
         return self
 
     def sample(self, params: SamplingParams | None = None) -> CompletionOutput:
-        """Go on with tokens of the model's. Several branches at once: `LLM.sample`.
-
-        The tokens of the completion become part of the branch, an end-of-sequence token excepted.
-        """
+        """Go on with a completion of the model's, without its end-of-sequence token. Several at once: `LLM.sample`."""
         return sample(self._driver, [self], [params or SamplingParams()])[0]
 
     def logprobs(self, count: int = 20) -> list[tuple[int, float]]:
@@ -61,11 +56,7 @@ class Branch:
         return next_logprobs(self._driver, [self], count)[0]
 
     def rollback(self, num_tokens: int) -> Self:
-        """Take the last tokens back.
-
-        Raises:
-            UsageError: there are fewer, or none would be left.
-        """
+        """Take the last tokens back; raises UsageError where none would be left."""
         self.check()
         if not 0 <= num_tokens < len(self.token_ids):
             raise UsageError(f"cannot roll back {num_tokens} of {len(self.token_ids)} tokens: one must be left")

@@ -85,9 +85,6 @@ def documented(cls: type[T]) -> type[T]:
     return cls
 
 
-# --- kinds of parameters ----------------------------------------------------------------------------------------------
-
-
 def integer(default: int | None, low: int, high: int, *, help: str, metavar: str = "N", cli: bool = True) -> Any:
     """Declare a whole number from ``low`` to ``high``; None is a value where it is the default."""
 
@@ -142,9 +139,6 @@ def custom(
 ) -> Any:
     """Declare a parameter with a check of its own."""
     return field(default=default, metadata={_KEY: Parameter(check, parse, help, metavar, choices, repeats, cli)})
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> int:

@@ -32,7 +32,7 @@ SomeParams = Params | Sequence[Params] | None
 
 @dataclass(frozen=True)
 class PinnedPrefix:
-    """A prefix that `LLM.pin` keeps: for `LLM.unpin`."""
+    """A prefix that `LLM.pin` keeps, for `LLM.unpin`."""
 
     token_ids: list[int]
     sequence: TokenSequence
@@ -79,11 +79,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
-
-        Raises:
-            UsageError: the model has none (``load_format="dummy"``, say).
-        """
+        """The model's tokenizer; raises UsageError where it has none (``load_format="dummy"``, say)."""
         return self._driver.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
@@ -179,10 +175,7 @@ class LLM:
                 yield index, result
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
-        """Complete prompts by beam search; each output's completions are its best beams, the best first.
-
-        `generate` takes BeamSearchParams as well, and mixes them with sampling in one batch.
-        """
+        """`generate`, by beam search: each output's completions are its best beams, the best first."""
         return self.generate(prompts, params or BeamSearchParams())
 
     def chat(
@@ -202,7 +195,6 @@ class LLM:
             messages: see `minillm.text.chat_template.plain_messages`.
             chat_template: a Jinja template in place of the model's own.
             add_generation_prompt, continue_final_message: see `minillm.text.chat_template.ChatTemplate.render`.
-            others: as in `generate`.
         """
         several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], list | tuple)
         conversations: Sequence[Any] = messages if several else [messages]
@@ -277,11 +269,7 @@ class LLM:
     def sample(
         self, branches_: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[CompletionOutput]:
-        """Go on with several branches in one batch; each grows by its completion.
-
-        Args:
-            params: one set for all branches, or one for each; ``n`` must be 1 (fork first).
-        """
+        """Go on with several branches in one batch; ``params`` are one set for all or one for each, with ``n`` 1."""
         each = [p for p in self._params_list(params, len(branches_)) if isinstance(p, SamplingParams)]
         if len(each) != len(branches_):
             raise UsageError("a branch goes on with SamplingParams, not by beam search")
@@ -314,7 +302,6 @@ class LLM:
         if not isinstance(params, Sequence) or not all(isinstance(each, Params) for each in params):
             raise UsageError("sampling parameters are a SamplingParams or BeamSearchParams, or a list of them")
         if len(params) != count:
-            raise UsageError(
-                f"{len(params)} sets of sampling parameters for {count} prompts; give one, or one for each"
-            )
+            sets = f"{len(params)} sets of sampling parameters"
+            raise UsageError(f"{sets} for {count} prompts; give one, or one for each")
         return list(params)

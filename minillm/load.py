@@ -143,7 +143,7 @@ class Followers(StepObserver):
 def _tokens_in_a_stall(config: ModelConfig, device: torch.device) -> int:
     """How many prompt tokens a GPU computes in `_STALL_SECONDS`, roughly: by the chip's data sheet, not by a clock.
 
-    (What was measured would differ from start to start, and with it how prompts are cut, and with that the last bits.)
+    (Measurements would differ from start to start, and with them the cuts of prompts, and with those the last bits.)
     """
     properties = torch.cuda.get_device_properties(device)
     # FLOPs of the matrix units per multiprocessor and cycle, in half precision.

@@ -73,9 +73,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class Delta:
-    """The additions of one step to one completion.
-
-    ``text`` never holds half a character nor the start of a stop string.
+    """The additions of one step to one completion; ``text`` never holds half a character nor part of a stop string.
 
     In a beam search it is the best beam so far, whole; ``replaces`` is True, for the best one may have changed.
     """

@@ -71,11 +71,7 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """The sequences of one request: admitted, preempted and resumed together.
-
-    A preemption that gives the blocks up begins with the prompt again: the group forks once more, and each sequence
-    computes its own output tokens anew.
-    """
+    """The sequences of one request: admitted, preempted and resumed together."""
 
     request_id: str
     params: Params
@@ -131,8 +127,7 @@ class Chunk:
     @classmethod
     def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:
         """The last token of a sequence whose other tokens are computed."""
-        if sequence.decode is None:
-            sequence.decode = cls(group, sequence, 1, True)
+        sequence.decode = sequence.decode or cls(group, sequence, 1, True)
         return sequence.decode
 
     @property

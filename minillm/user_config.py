@@ -41,7 +41,7 @@ _SHARED = (_SAMPLING & _SEARCH) - {"n"}  # what a search takes over from samplin
 
 @dataclass(frozen=True)
 class UserConfig:
-    """What the file says; empty where it says nothing."""
+    """The file's settings; empty where it says nothing."""
 
     model: str = ""
     system: str = ""

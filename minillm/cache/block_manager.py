@@ -9,8 +9,6 @@ et al. 2023), the way an operating system shares pages between processes after `
 - **free** drops a table; a block that no table holds is free again, or, if it is full and its tokens are known, cached:
   found by the next prompt that begins alike (`prefix_cache.py`), until it is needed for something else. The longest
   unused block goes first, and of a table its tail.
-
-Plain Python, no tensor: it says what the device has to copy (`take_copies`) and never launches anything.
 """
 
 from __future__ import annotations
@@ -67,8 +65,6 @@ class BlockManager:
         self._free = FreeBlocks(num_blocks)
         self._copies: dict[int, int] = {}  # destination -> source, recorded and not yet taken
         self._copy_sources: dict[int, int] = {}  # block -> how many recorded copies still read it
-
-    # --- the three verbs ----------------------------------------------------------------------------------------------
 
     def allocate(
         self, seq_id: int, token_ids: Sequence[int] = (), salt: str | None = None, prefix: CachedPrefix | None = None

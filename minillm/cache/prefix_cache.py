@@ -73,7 +73,7 @@ class PrefixCache:
         return blocks, nodes
 
     def add(self, block: int, before: Node, token_ids: Sequence[int]) -> Node:
-        """Make a full block findable after node ``before``; returns its node, or that of a block that holds the same."""
+        """Make a full block findable after node ``before``; returns its node, or that of an equal block."""
         key = (before, tuple(token_ids))
         known = self._blocks.get(key)
         if known is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from minillm.cache.block_manager import BlockManager
@@ -82,17 +83,16 @@ def pool_stats(manager: BlockManager) -> CacheStats:
 
 def check(manager: BlockManager) -> None:
     """Raise AssertionError unless the books balance."""
-    held = [0] * manager.num_blocks
+    held = Counter(block for table in manager.tables.values() for block in table.blocks)
     for table in manager.tables.values():
         assert len(table.blocks) == -(-table.num_tokens // manager.block_size), f"{table} has the wrong length"
         assert len(set(table.blocks)) == len(table.blocks), f"{table} holds a block twice"
-        for block in table.blocks:
-            held[block] += 1
         if table.num_tokens < table.writable:
-            tail = table.blocks[-1] if table.blocks else None
-            assert tail is not None, f"{table} is writable without a block"
-            assert manager.ref_counts[tail] == 1, f"{table} would write to a shared block"
-    assert held == manager.ref_counts, "reference counts differ from what the tables hold"
+            assert table.blocks, f"{table} is writable without a block"
+            assert manager.ref_counts[table.blocks[-1]] == 1, f"{table} would write to a shared block"
+    assert [held[block] for block in range(manager.num_blocks)] == manager.ref_counts, (
+        "reference counts differ from what the tables hold"
+    )
     free = {block for start, length in manager._free.runs() for block in range(start, start + length)}
     assert len(free) == len(manager._free), "the free runs overlap or miscount"
     for block in range(manager.num_blocks):

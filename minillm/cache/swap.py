@@ -6,6 +6,7 @@ the tables share again what they shared before. Only the books are here; the run
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -123,11 +124,8 @@ class SwapSpace:
 
     def check(self) -> None:
         """Raise AssertionError unless the books balance."""
-        held = [0] * self.num_blocks
-        for saved in self.saved.values():
-            for host in saved.blocks:
-                held[host] += 1
-        assert held == self._ref_counts, "reference counts differ from what the saved tables hold"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a host block is free twice"
-        assert all((host in free) == (not count) for host, count in enumerate(held)), "a host block leaked"
+        held = Counter(host for saved in self.saved.values() for host in saved.blocks)
+        counts = [held[host] for host in range(self.num_blocks)]
+        assert counts == self._ref_counts, "reference counts differ from what the saved tables hold"
+        assert len(set(self._free)) == len(self._free), "a host block is free twice"
+        assert set(self._free) == {host for host, count in enumerate(counts) if not count}, "a host block leaked"

@@ -42,9 +42,6 @@ def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: Blo
     """Whether the blocks that the running sequences and those of ``group`` are heading for fit at their peak.
 
     Worst cases rarely come true, so where half of the pool is free the group is admitted in any case.
-
-    Args:
-        num_pinned: blocks that are pinned.
     """
     if not running or 2 * cache.num_free > cache.num_blocks:
         return True
@@ -67,11 +64,7 @@ def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: Blo
 def is_being_computed(
     group: SequenceGroup, prompt: list[int], known: int, running: Sequence[SequenceGroup], block_size: int
 ) -> bool:
-    """Whether a running group computes a block right now that ``group`` would have to compute again.
-
-    Args:
-        known: tokens of ``prompt`` that need not be computed.
-    """
+    """Whether a running group computes a block of ``prompt`` right now that lies behind its ``known`` tokens."""
     end = known + block_size
     if end >= len(prompt):
         return False

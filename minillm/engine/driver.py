@@ -1,7 +1,7 @@
 """The driver: runs one engine for several callers, in any number of threads.
 
-There is one loop, `Driver.run`: hand requests in, step, take out the results that are one's own. Everything that waits
-for answers is a view of it. One thread computes at a time, and each takes the results of its own requests.
+Everything that waits for answers is a view of one loop, `Driver.run`. One thread computes at a time, and each takes the
+results of its own requests.
 """
 
 from __future__ import annotations
@@ -46,15 +46,9 @@ class Driver:
         with self._lock:
             yield self.engine
 
-    # --- prompts ------------------------------------------------------------------------------------------------------
-
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
-
-        Raises:
-            UsageError: the model has none.
-        """
+        """The model's tokenizer; raises UsageError where it has none."""
         if self.engine.tokenizer is None:
             raise UsageError(
                 "this model has no tokenizer (no tokenizer.json, or random weights); give token ids instead of text"
@@ -73,8 +67,6 @@ class Driver:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
         return plain_ids(prompt)
-
-    # --- the loop -----------------------------------------------------------------------------------------------------
 
     def run(
         self,

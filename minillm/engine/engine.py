@@ -1,6 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time.
-
-    schedule -> run -> launch -> (wait) -> conclude
+"""The engine: requests in, tokens out, one step at a time: schedule -> run -> launch -> (wait) -> conclude.
 
 Where the device keeps drawn tokens itself, the next step is launched before the host waits for this one's: the
 scheduler counts a token that is under way (`Sequence.num_pending`) like any other. A sequence that turns out to have
@@ -81,11 +79,9 @@ class Engine:
         self._under_way: Step | None = None
         self._undelivered: list[Delta] = []  # where a failure came between
 
-    # --- requests -----------------------------------------------------------------------------------------------------
-
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self.scheduler.waiting or self.scheduler.running)
 
     def add(self, request: Request) -> SequenceGroup:
         """Queue a request.
@@ -117,8 +113,6 @@ class Engine:
         """Let go of everything that would outlive the engine; nothing can be computed after that."""
         self._on_close()
 
-    # --- the step -----------------------------------------------------------------------------------------------------
-
     def step(self) -> list[Delta]:
         """Compute one step, and perhaps launch the next; returns what it added to each completion.
 
@@ -132,7 +126,7 @@ class Engine:
             if step is None or not step.is_wanted:
                 step = self._launch()
             if step is None:
-                assert not self.scheduler.has_work, "no progress: there is work, and nothing of it can run"
+                assert not self.has_work, "no progress: there is work, and nothing of it can run"
                 return deltas
             try:
                 deltas += self._advance(step)
@@ -200,8 +194,7 @@ class Engine:
         """
         size = self.cache.block_size
         for chunk in schedule.chunks:
-            sequence = chunk.sequence
-            table = sequence.table
+            sequence, table = chunk.sequence, chunk.sequence.table
             assert table is not None
             computed = sequence.num_computed = sequence.num_computed + chunk.count
             if computed // size > len(table.nodes):

@@ -55,10 +55,8 @@ class Requests:
     finished: dict[str, SequenceGroup] = field(default_factory=dict)  # until their outputs are taken
     _next_seq_id: int = 0
 
-    # --- a request becomes a group ------------------------------------------------------------------------------------
-
     def check_prompt(self, token_ids: SequenceOf[int]) -> None:
-        """Raise UsageError unless the prompt can be computed by this model."""
+        """Raise UsageError unless this model can compute the prompt."""
         check_prompt(token_ids, self.vocab_size, self.max_model_len)
 
     def add(self, request: Request, method: Method) -> SequenceGroup:
@@ -115,8 +113,6 @@ class Requests:
                 sequence.table = self.scheduler.cache.fork(leader.own_table, sequence.seq_id, sequence.num_computed)
         group.stage = Stage.SPLIT
 
-    # --- sequences end ------------------------------------------------------------------------------------------------
-
     def end_sequence(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence. Its blocks are free then, or idle if the request holds them."""
         sequence.finish_reason = reason
@@ -161,8 +157,6 @@ class Requests:
             group.metrics.finished_time = time.monotonic()
             del self.groups[group.request_id]
             self.finished[group.request_id] = group
-
-    # --- an output leaves ---------------------------------------------------------------------------------------------
 
     def take(self, request_id: str) -> RequestOutput:
         """The output of a finished request, once."""

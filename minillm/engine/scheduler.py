@@ -14,13 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from minillm.cache import BlockManager, OutOfBlocks, SwapSpace
-from minillm.engine.admission import (
-    blocks_at_most,
-    blocks_promised,
-    blocks_to_finish_prompt,
-    is_being_computed,
-    peak_fits,
-)
+from minillm.engine import admission as need
 from minillm.engine.idle import IdleSequences, shared_length
 from minillm.engine.preemption import Preemption
 from minillm.errors import CapacityError
@@ -45,10 +39,6 @@ class Scheduler:
         self.preemption = Preemption(self.cache, self.idle, self.swap)
 
     @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
-    @property
     def num_free_seats(self) -> int:
         """Sequences that could still be computed at a time."""
         return self.max_num_seqs - sum(group.num_seqs for group in self.running)
@@ -64,7 +54,7 @@ class Scheduler:
             raise CapacityError(
                 f"the request needs {n} sequences at a time (n or beam_width), and max_num_seqs is {self.max_num_seqs}"
             )
-        needed, pinned = blocks_at_most(group, size), self.idle.num_pinned_blocks
+        needed, pinned = need.blocks_at_most(group, size), self.idle.num_pinned_blocks
         if needed > self.cache.num_blocks - pinned:
             raise CapacityError(
                 f"the request can grow to {needed} blocks of {size} tokens ({group.num_prompt_tokens} prompt tokens, "
@@ -127,7 +117,7 @@ class Scheduler:
             if budget < (group.num_seqs if group.stage is Stage.SAVED else 1):
                 break
             if promised is None:
-                promised = sum(blocks_promised(each, size) for each in self.running)
+                promised = sum(need.blocks_promised(each, size) for each in self.running)
             if not self._admit(group, promised, schedule):
                 break
             self.running.append(self.waiting.popleft())
@@ -140,7 +130,7 @@ class Scheduler:
                     (schedule.decodes if chunk.decodes else schedule.prefills).append(chunk)
                     budget -= chunk.count
             seats -= group.num_seqs
-            promised += blocks_promised(group, size)
+            promised += need.blocks_promised(group, size)
 
     def free(self, sequence: Sequence) -> None:
         """Free a sequence's blocks, wherever they are."""
@@ -186,13 +176,13 @@ class Scheduler:
             shared = shared_length(parent, prompt, group.salt)
             cached = self.cache.find_cached(prompt, group.salt)
             known = max(shared, cached.num_tokens)
-            if self.cache.prefix_caching and is_being_computed(group, prompt, known, self.running, size):
+            if self.cache.prefix_caching and need.is_being_computed(group, prompt, known, self.running, size):
                 return False
             saved = shared // size if shared >= cached.num_tokens else cached.num_held
-            needed = blocks_to_finish_prompt(group, size) - saved
+            needed = need.blocks_to_finish_prompt(group, size) - saved
             if needed + promised <= self.cache.num_free and (
                 self.admission == "optimistic"
-                or peak_fits(group, self.running, self.cache, self.idle.num_pinned_blocks)
+                or need.peak_fits(group, self.running, self.cache, self.idle.num_pinned_blocks)
             ):
                 break
             if not self.idle.evict(spare=parent):
