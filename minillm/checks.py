@@ -24,24 +24,15 @@ _LONGEST_SHOWN = 60  # characters of a wrong value that an error repeats
 
 @dataclass(frozen=True)
 class Parameter:
-    """A declared parameter.
+    """A declared parameter."""
 
-    Attributes:
-        check: takes the name and a value, returns the value in its one form, raises `UsageError`.
-        parse: makes a value of the text of a command-line option or of a dialog.
-        help: for people, without the default.
-        choices: all values, where they can be listed.
-        repeats: the command-line option may be given several times; its values make a list.
-        on_command_line: False for parameters that only callers from Python set.
-    """
-
-    check: Callable[[str, Any], Any]
-    parse: Callable[[str], Any]
-    help: str
+    check: Callable[[str, Any], Any]  # takes the name and a value, returns the value in its one form, raises UsageError
+    parse: Callable[[str], Any]  # makes a value of the text of a command-line option or of a dialog
+    help: str  # for people, without the default
     metavar: str
-    choices: tuple[str, ...] = ()
-    repeats: bool = False
-    on_command_line: bool = True
+    choices: tuple[str, ...] = ()  # all values, where they can be listed
+    repeats: bool = False  # the command-line option may be given several times; its values make a list
+    on_command_line: bool = True  # False for parameters that only callers from Python set
 
 
 def declared(cls: type) -> Iterator[tuple[str, Any, Parameter]]:

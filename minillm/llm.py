@@ -40,14 +40,9 @@ class PinnedPrefix:
 
 def _refusal(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
     """The output of a prompt that fails alone."""
-    return RequestOutput(
-        request_id="",
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else [],
-        outputs=[],
-        finished=True,
-        error=str(error),
-    )
+    text = prompt if isinstance(prompt, str) else None
+    ids = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else []
+    return RequestOutput("", text, ids, outputs=[], finished=True, error=str(error))
 
 
 class LLM:

@@ -87,16 +87,9 @@ class Beams:
     def _output(
         self, group: SequenceGroup, index: int, score: float, logprob: float, beam: Hypothesis
     ) -> CompletionOutput:
-        return CompletionOutput(
-            index=index,
-            text=self._text(group, beam),
-            token_ids=beam.token_ids,
-            cumulative_logprob=logprob,
-            logprobs=None if group.params.logprobs is None else beam.logprobs,
-            finish_reason=beam.finish_reason,
-            stop_reason=beam.stop_reason,
-            score=score,
-        )
+        text, logprobs = self._text(group, beam), None if group.params.logprobs is None else beam.logprobs
+        end = beam.finish_reason, beam.stop_reason
+        return CompletionOutput(index, text, beam.token_ids, logprob, logprobs, *end, score)
 
     def _text(self, group: SequenceGroup, beam: Hypothesis) -> str:
         tokenizer = self.requests.tokenizer

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
@@ -24,11 +24,6 @@ from minillm.text.prompts import Prompt, plain_ids
 from minillm.text.tokenizer import Tokenizer
 
 Key = TypeVar("Key")
-
-
-def raise_error(key: object, error: MinillmError) -> NoReturn:
-    """Refuse a request by raising its error: nothing else runs then."""
-    raise error
 
 
 class Driver:
@@ -72,7 +67,7 @@ class Driver:
         self,
         take: Callable[[int], Iterable[tuple[Key, Callable[[], Request]]]],
         *,
-        refuse: Callable[[Key, MinillmError], RequestOutput] = raise_error,
+        refuse: Callable[[Key, MinillmError], RequestOutput] | None = None,
         added: Callable[[Key, SequenceGroup], object] = lambda key, group: None,
     ) -> Generator[tuple[Key, Delta | RequestOutput], None, None]:
         """Run requests; yields (key, delta) of streamed ones and (key, output) of all, as they come.
@@ -83,7 +78,7 @@ class Driver:
             take: given the number of sequences there is room for, returns requests, each as a key and a function that
                 makes it; none when there will be no more. It is asked when none of its requests is left, and when no
                 request waits for its turn.
-            refuse: makes the output of a request that cannot be made or is not taken, or raises.
+            refuse: makes the output of a request that cannot be made or is not taken; without it, that raises.
             added: told the group of each request that is taken.
         """
         mine: dict[str, Key] = {}
@@ -98,6 +93,8 @@ class Driver:
                         try:
                             group = self._add(make())
                         except MinillmError as error:
+                            if refuse is None:
+                                raise
                             yield key, refuse(key, error)
                         else:
                             mine[group.request_id] = key
@@ -112,8 +109,14 @@ class Driver:
                     yield mine.pop(request_id), self.engine.requests.take(request_id)
                 if mine:
                     self.step()
-        finally:
-            self._abort(mine)
+        finally:  # their blocks are back at once, without another step
+            with self._lock:
+                for request_id in mine:
+                    self.engine.abort(request_id)
+                self.engine.carry_out_aborts()
+                for request_id in mine:
+                    self.engine.requests.finished.pop(request_id, None)
+                    self._deltas.pop(request_id, None)
 
     def step(self) -> list[Delta]:
         """Compute one step of the engine, with ctrl-c held back; returns the deltas that no stream waits for."""
@@ -131,13 +134,3 @@ class Driver:
             if request.streamed:
                 self._deltas[request.request_id] = deque()
         return group
-
-    def _abort(self, request_ids: Collection[str]) -> None:
-        """Abort requests and wait until their blocks are back, without computing anything."""
-        with self._lock:
-            for request_id in request_ids:
-                self.engine.abort(request_id)
-            self.engine.carry_out_aborts()
-            for request_id in request_ids:
-                self.engine.requests.finished.pop(request_id, None)
-                self._deltas.pop(request_id, None)

@@ -16,25 +16,20 @@ def hold(driver: Driver, requests: list[Request]) -> list[tuple[Sequence, Reques
     Raises:
         MinillmError: one of them failed; nothing stays then.
     """
-    sequences: dict[int, Sequence] = {}
+    groups: dict[int, SequenceGroup] = {}
     outputs: dict[int, RequestOutput] = {}
     jobs = iter([[(number, lambda each=each: each) for number, each in enumerate(requests)]])
-
-    def note(number: int, group: SequenceGroup) -> None:
-        sequences[number] = group.sequences[0]
-
     try:
-        for number, result in driver.run(lambda room: next(jobs, []), added=note):
-            if not isinstance(result, RequestOutput):
-                continue
+        for number, result in driver.run(lambda room: next(jobs, []), added=groups.__setitem__):
+            assert isinstance(result, RequestOutput), "nothing is streamed"
             if result.error is not None:
                 raise MinillmError(result.error)
             outputs[number] = result
     except BaseException:
-        for sequence in sequences.values():
-            release(driver, sequence)
+        for group in groups.values():
+            release(driver, group.sequences[0])
         raise
-    return [(sequences[number], outputs[number]) for number in range(len(requests))]
+    return [(groups[number].sequences[0], outputs[number]) for number in range(len(requests))]
 
 
 def fork_idle(driver: Driver, sequence: Sequence, num_tokens: int | None = None) -> Sequence:

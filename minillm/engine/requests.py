@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from minillm.engine.admissible import bad_word_ids, check_ids, check_prompt
+from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
 from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
@@ -40,13 +40,10 @@ class Request:
 
 @dataclass
 class Requests:
-    """All groups that have not ended, and those that have until their outputs are taken.
-
-    ``tokenizer`` is None for a model without text (dummy weights): requests are token ids then, and outputs too.
-    """
+    """All groups that have not ended, and those that have until their outputs are taken."""
 
     scheduler: Scheduler
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None without text (dummy weights): requests are token ids then, and outputs too
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]

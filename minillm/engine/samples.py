@@ -58,16 +58,11 @@ class Samples:
     def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
         for index in range(len(group.sequences), group.params.num_sequences):  # the first time: make the others
             mixed = (leader.seed + index * _SEED_STEP) & ((1 << 64) - 1)
-            group.sequences.append(
-                Sequence(
-                    self.requests.new_seq_id(),
-                    leader.token_ids[: leader.num_prompt_tokens],
-                    leader.num_prompt_tokens,
-                    index=index,
-                    seed=mixed - (1 << 64) if mixed >> 63 else mixed,
-                    text=None if leader.text is None else leader.text.copy(),
-                )
-            )
+            prompt = leader.token_ids[: leader.num_prompt_tokens]
+            other = Sequence(self.requests.new_seq_id(), prompt, leader.num_prompt_tokens, index)
+            other.seed = mixed - (1 << 64) if mixed >> 63 else mixed
+            other.text = None if leader.text is None else leader.text.copy()
+            group.sequences.append(other)
         self.requests.fork_prompt(group, leader)
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Draws:
@@ -84,22 +79,17 @@ class Samples:
         return Draws(self, draws, drawn, drawn.may_run_ahead)
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
-        wants_logprobs = group.params.logprobs is not None
-        return [
-            CompletionOutput(
-                index=sequence.index,
-                text="" if sequence.text is None else sequence.text.text,
-                token_ids=sequence.output_token_ids,
-                cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
-                logprobs=sequence.logprobs if wants_logprobs else None,
-                finish_reason=sequence.finish_reason,
-                stop_reason=sequence.stop_reason,
-            )
-            for sequence in group.sequences
-        ]
+        outputs = []
+        for each in group.sequences:
+            text = "" if each.text is None else each.text.text
+            wanted = group.params.logprobs is not None
+            total, logprobs = (each.cumulative_logprob, each.logprobs) if wanted else (None, None)
+            ids, end = each.output_token_ids, each.finish_reason
+            outputs.append(CompletionOutput(each.index, text, ids, total, logprobs, end, each.stop_reason))
+        return outputs
 
     def append(self, group: SequenceGroup, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Delta:
-        """Add a drawn token to its sequence and end the sequence where the token says so."""
+        """Add a drawn token to its sequence, and end the sequence where the token ends it."""
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = time.monotonic()
         sequence.token_ids.append(token_id)

@@ -138,11 +138,7 @@ def build_runner(
 
 
 def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
-    """Compile and load the kernels of a first request side by side: one after another they take most of a first start.
-
-    Args:
-        longest: tokens of the longest sequence.
-    """
+    """Compile and load the kernels of a first request side by side: in a row they take most of a first start."""
     runner = DeviceRunner(
         model, 1, config.block_size, max_num_seqs=config.max_num_seqs, max_model_len=longest, graphs=False, sharing=None
     )

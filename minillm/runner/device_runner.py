@@ -2,16 +2,13 @@
 
 The host sends only changes (`minillm.runner.rows`). A step is three launches, whatever the model's depth: the list of
 rows (where it has changed), a graph from token ids to logits, and a graph from logits to drawn tokens, which go back
-into the rows. The next step can be launched before the host has seen them.
-
-Graphs are captured for padded numbers of sequences, when a number is first met: their shapes are fixed, everything
-else, sharing and lengths included, is data. Padding rows write nowhere.
+into the rows. The next step can be launched before the host has seen them. Graphs are captured for padded numbers of
+sequences, when a number is first met; everything else, sharing and lengths included, is data.
 
 Where several ranks share the model, rank 0 keeps the books and draws; the others hold the same rows, hear of changes
-(`DecodeWork`) and replay graphs of their own. Drawn tokens lie on rank 0's device, perhaps before its host knows them:
-each step begins with a broadcast of its token ids, inside the graph, so that the other ranks need to know nothing of
-sampling. (All ranks could draw the same tokens from the same logits and seeds; then all would need every request's
-parameters, and one differing bit would part them for good.)
+(`DecodeWork`) and replay graphs of their own. Each step begins with a broadcast of its token ids, inside the graph.
+(All ranks could draw the same tokens from the same logits and seeds; then all would need every request's parameters,
+and one differing bit would part them for good.)
 """
 
 from __future__ import annotations
@@ -125,10 +122,7 @@ class DeviceRunner(Runner):
         return logits
 
     def _join(self, work: DecodeWork, prefill: Batch) -> Batch:
-        """Make one batch of decoding sequences and of chunks of prompts, to be computed without a graph.
-
-        The weights are read once for both, which is what a small batch of decodes would cost.
-        """
+        """Make one batch of decoding sequences and of chunks of prompts, without a graph: weights are read once."""
         n, p = work.num_seqs, prefill.context_lens.shape[0]
         self._gather_inputs(self._begin(work))
         inputs = self._inputs.first(n + p)

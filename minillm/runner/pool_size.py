@@ -36,11 +36,7 @@ def check_weights_fit(model: ModelConfig, device: torch.device, element_size: in
 
 @torch.inference_mode()
 def activation_bytes(model: Llama, num_tokens: int, num_logits: int) -> int:
-    """What the largest step takes of a GPU beside weights and pool: measured by running one.
-
-    Args:
-        num_tokens: tokens of a step at most; num_logits: sequences of a step at most.
-    """
+    """The bytes that a step of at most so many tokens and sequences takes beside weights and pool, by running one."""
     device = model.device
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,8 +1,7 @@
-"""From a schedule to logits to drawn tokens: builds the step's tensors and runs the model over the pool.
+"""From a schedule to logits to drawn tokens: a step is first written down as plain data (`StepWork`), then computed.
 
-A step is first written down as plain data (`StepWork`), then computed. This runner sends everything to the device at
-every step, which costs nothing on a CPU. On a GPU, `minillm.runner.device_runner` keeps the state of decoding
-sequences there instead.
+This runner sends everything to the device at every step, which costs nothing on a CPU. On a GPU,
+`minillm.runner.device_runner` keeps the state of decoding sequences there instead.
 """
 
 from __future__ import annotations
@@ -92,12 +91,9 @@ class Runner:
         """Write a chunk down as plain data."""
         sequence, first = chunk.sequence, chunk.sequence.num_computed
         end = first + chunk.count
+        blocks = sequence.blocks[: -(-end // self.block_size)]
         return ChunkWork(
-            token_ids=sequence.token_ids[first:end],
-            first=first,
-            blocks=sequence.blocks[: -(-end // self.block_size)],
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            wants_logits=chunk.reaches_the_end,
+            sequence.token_ids[first:end], first, blocks, sequence.num_prompt_tokens, chunk.reaches_the_end
         )
 
     def batch(self, chunks: list[ChunkWork], num_decodes: int) -> Batch:
@@ -119,7 +115,9 @@ class Runner:
         lengths = [chunk.end for chunk in chunks]
         width = max(-(-length // size) for length in lengths)
         tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
-        device = self.model.device
+        device, rope_lengths = self.model.device, None
+        if self.model.rotary.dynamic:  # a prompt token goes by the prompt's length, a generated one by its own position
+            rope_lengths = [max(each.num_prompt_tokens, i + 1) for each in chunks for i in range(each.first, each.end)]
 
         def tensor(values: list, dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
@@ -133,10 +131,5 @@ class Runner:
             num_decodes=num_decodes,
             cu_seqlens=tensor(starts, torch.int32),
             logit_rows=tensor(logit_rows, torch.int64),
-            rope_lengths=_rope_lengths(chunks) if self.model.rotary.dynamic else None,
+            rope_lengths=rope_lengths,
         )
-
-
-def _rope_lengths(chunks: list[ChunkWork]) -> list[int]:
-    """For dynamic rope scaling: a prompt token goes by the prompt's length, a generated one by its own position."""
-    return [max(chunk.num_prompt_tokens, i + 1) for chunk in chunks for i in range(chunk.first, chunk.end)]
