@@ -241,8 +241,7 @@ class LLM:
     def pin(self, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
         """Compute a prefix, a system prompt say, and keep its blocks under any load until it is unpinned.
 
-        Raises:
-            CapacityError: more than half of the pool would be pinned.
+        Raises CapacityError if more than half of the pool would be pinned.
         """
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         [(sequence, _)] = held.hold(self._driver, [Request(self.token_ids(prompt), params, hold=True, salt=salt)])
@@ -274,14 +273,11 @@ class LLM:
         """The ``count`` most probable next tokens of each branch, in one batch; the branches stay as they are."""
         return branches.next_logprobs(self._driver, branches_, count)
 
-    # --- inside -------------------------------------------------------------------------------------------------------
-
     def token_ids(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """A prompt's ids, special tokens added to text.
 
-        Args:
-            parse_special: control tokens that the text spells are control tokens: for text that you trust. Otherwise
-                they are ordinary text, so that no user can forge the chat format.
+        Control tokens that a text spells are ordinary text, so that no user can forge the chat format, except with
+        ``parse_special``: for text that you trust.
         """
         return self._driver.token_ids(prompt, parse_special=parse_special)
 

@@ -62,9 +62,8 @@ def load_engine(
     if size > 1 and torchrun is not None and torchrun.num_replicas(size) and torchrun.rank % size:
         follow(*join(torchrun, size), name, config, device, torchrun.host())
     if size > 1 and torchrun is None and device.type == "cuda" and size > torch.cuda.device_count():
-        raise UsageError(
-            f"tensor_parallel_size {size} needs {size} GPUs, and this machine has {torch.cuda.device_count()}"
-        )
+        there = torch.cuda.device_count()
+        raise UsageError(f"tensor_parallel_size {size} needs {size} GPUs, and this machine has {there}")
     description = describe(name, config, on_progress, on_message)
     if size == 1:
         runner, limits = build_runner(description, config, device, None, on_progress)

@@ -89,7 +89,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The work of one step, and where its time went. Swapped and copied parts are counted in blocks."""
+    """The work of one step, and where its time went. Swaps are counted in blocks."""
 
     number: int
     num_prefills: int  # chunks of prompts

@@ -54,33 +54,29 @@ def loading_bar(on_progress: OnProgress | None = None, *, enabled: bool | None =
     if on_progress is not None or not _is_shown(enabled):
         yield on_progress or ignore_progress
         return
-    bar: Any = None
-    label = ""
+    bars: dict[str, Any] = {}  # by label; the last one is open
 
     def report(progress: Progress) -> None:
-        nonlocal bar, label
-        if bar is None or progress.label != label:
-            if bar is not None:
-                bar.close()
-            label, in_bytes = progress.label, progress.unit == "bytes"
+        label, in_bytes = progress.label, progress.unit == "bytes"
+        if label not in bars:
+            close()
             unit = "B" if in_bytes else f" {progress.unit}"
-            bar = _bar(progress.total, unit, desc=clean_line(label), unit_scale=in_bytes, unit_divisor=1024)
-        bar.total = progress.total
-        bar.update(progress.done - bar.n)
+            bars[label] = _bar(progress.total, unit, desc=clean_line(label), unit_scale=in_bytes, unit_divisor=1024)
+        bars[label].total = progress.total
+        bars[label].update(progress.done - bars[label].n)
+
+    def close() -> None:
+        while bars:
+            bars.popitem()[1].close()
 
     try:
         yield report
     finally:
-        if bar is not None:
-            bar.close()
+        close()
 
 
 class GenerationBar:
-    """Prompts done out of all, and tokens per second.
-
-    Args:
-        enabled: None shows the bar on terminals and in notebooks, for more than one prompt.
-    """
+    """Prompts done out of all, and tokens per second; None for ``enabled``: on terminals and in notebooks."""
 
     def __init__(self, total: int, *, enabled: bool | None = None) -> None:
         self._tokens = 0

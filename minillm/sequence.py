@@ -47,10 +47,6 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
     def own_table(self) -> BlockTable:
         """Its table, which it must have."""
         assert self.table is not None, f"sequence {self.seq_id} runs without a block table"
@@ -62,8 +58,6 @@ class Sequence:
 
 
 class Stage(Enum):
-    """Where a group stands."""
-
     PROMPT = auto()  # its first unfinished sequence computes the prompt; the others will fork from it
     SPLIT = auto()  # every unfinished sequence has a block table of its own
     SAVED = auto()  # preempted, and its blocks are on the host
@@ -106,7 +100,7 @@ class SequenceGroup:
     @property
     def num_seqs(self) -> int:
         """Sequences that hold blocks at a time, once the prompt is computed."""
-        return self.params.num_sequences - sum(sequence.finished for sequence in self.sequences)
+        return self.params.num_sequences - sum(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
     def computing(self) -> list[Sequence]:

@@ -123,7 +123,5 @@ def token_logprobs(logits: Tensor, wanted: SequenceOf[tuple[int, int]], count: i
         most = logits.shape[1] if count < 0 else min(count, logits.shape[1])
         values, ids = (found.tolist() for found in kernels.top_log_probabilities(chosen, most))
         tops = [tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
-    return [
-        TokenLogprobs(token_id, logprob, top)
-        for (_, token_id), logprob, top in zip(wanted, picked.tolist(), tops, strict=True)
-    ]
+    found = zip(wanted, picked.tolist(), tops, strict=True)
+    return [TokenLogprobs(token_id, logprob, top) for (_, token_id), logprob, top in found]

@@ -87,22 +87,15 @@ class Beams:
     def _output(
         self, group: SequenceGroup, index: int, score: float, logprob: float, beam: Hypothesis
     ) -> CompletionOutput:
-        text, logprobs = self._text(group, beam), None if group.params.logprobs is None else beam.logprobs
-        end = beam.finish_reason, beam.stop_reason
-        return CompletionOutput(index, text, beam.token_ids, logprob, logprobs, *end, score)
-
-    def _text(self, group: SequenceGroup, beam: Hypothesis) -> str:
-        tokenizer = self.requests.tokenizer
-        if beam.text is not None or tokenizer is None:
-            return "" if beam.text is None else beam.text.text
-        ended = beam.finish_reason == "stop" and beam.token_ids[-1:] and beam.token_ids[-1] in group.end_ids
-        text = OutputText(tokenizer.detokenizer(group.sequences[0].token_ids[: group.num_prompt_tokens]))
-        for token_id in beam.token_ids[:-1] if ended else beam.token_ids:
-            text.push(token_id)
-        text.finish()
-        return text.text
-
-    # --- a step -------------------------------------------------------------------------------------------------------
+        text, tokenizer, ids = beam.text, self.requests.tokenizer, beam.token_ids
+        if text is None and tokenizer is not None:
+            text = OutputText(tokenizer.detokenizer(group.sequences[0].token_ids[: group.num_prompt_tokens]))
+            ended = beam.finish_reason == "stop" and ids[-1:] and ids[-1] in group.end_ids
+            for token_id in ids[:-1] if ended else ids:
+                text.push(token_id)
+            text.finish()
+        logprobs, shown = None if group.params.logprobs is None else beam.logprobs, "" if text is None else text.text
+        return CompletionOutput(index, shown, ids, logprob, logprobs, beam.finish_reason, beam.stop_reason, score)
 
     def advance(
         self, step: BeamStep, candidates: list[list[Candidate]], logprobs: dict[tuple[int, int], TokenLogprobs]
@@ -117,10 +110,8 @@ class Beams:
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = time.monotonic()
         choices = [_Choice(group, rows, beams, logprobs) for rows, beams in zip(step.rows, step.beams, strict=True)]
-        survivors = [
-            [] if search.done else search.advance(each, choice.ends, choice.hypothesis)
-            for search, each, choice in zip(state.searches, candidates, choices, strict=True)
-        ]
+        searching = zip(state.searches, candidates, choices, strict=True)
+        survivors = [[] if s.done else s.advance(each, choice.ends, choice.hypothesis) for s, each, choice in searching]
         if state.done:
             for sequence in group.sequences:
                 self.requests.end_sequence(group, sequence, "stop")

@@ -2,8 +2,7 @@
 
 from minillm.cache.block_manager import BlockManager, BlockTable, OutOfBlocks
 from minillm.cache.events import CacheEvent
-from minillm.cache.explain import PrefixReport, explain_miss
-from minillm.cache.stats import CacheStats, check, pool_stats
+from minillm.cache.stats import CacheStats, PrefixReport, check, explain_miss, pool_stats
 from minillm.cache.swap import HostMoves, SwapSpace
 
 __all__ = [

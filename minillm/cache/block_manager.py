@@ -50,8 +50,7 @@ class BlockManager:
     """Reference-counted blocks ``0 … num_blocks - 1`` of ``block_size`` token slots each."""
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = False) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.ref_counts = [0] * num_blocks
         self.tables: dict[int, BlockTable] = {}
         self.subscribers: list[Subscriber] = []
@@ -92,7 +91,7 @@ class BlockManager:
             self.num_hit_tokens += table.num_tokens
             self.num_looked_up_tokens += len(token_ids)
             if table.blocks and self.subscribers:
-                self._emit(CacheEvent("hit", seq_id, tuple(table.blocks)))
+                self.emit(CacheEvent("hit", seq_id, tuple(table.blocks)))
         self.tables[seq_id] = table
         return table
 
@@ -113,7 +112,7 @@ class BlockManager:
         for block in child.blocks:
             self.ref_counts[block] += 1
         if self.subscribers:
-            self._emit(CacheEvent("fork", child_id, tuple(child.blocks), parent.seq_id))
+            self.emit(CacheEvent("fork", child_id, tuple(child.blocks), parent.seq_id))
         return child
 
     def append(self, table: BlockTable, count: int) -> None:
@@ -137,7 +136,7 @@ class BlockManager:
             if not counts[block]:
                 self._drop(block)
         if self.subscribers:
-            self._emit(CacheEvent("free", table.seq_id, tuple(table.blocks)))
+            self.emit(CacheEvent("free", table.seq_id, tuple(table.blocks)))
         table.blocks, table.num_tokens, table.writable, table.nodes = [], 0, 0, []
 
     # --- the prefix cache ---------------------------------------------------------------------------------------------
@@ -205,8 +204,6 @@ class BlockManager:
         """The block whose content ``block`` has on the device now: another one, while its copy waits to be taken."""
         return self._copies.get(block, block)
 
-    # --- inside -------------------------------------------------------------------------------------------------------
-
     def _grow(self, table: BlockTable, end: int) -> None:
         partly_filled = table.num_tokens % self.block_size > 0
         shared = partly_filled and self.ref_counts[table.blocks[-1]] > 1
@@ -223,7 +220,7 @@ class BlockManager:
                 self.ref_counts[block] = 1
             table.blocks += taken
             if self.subscribers:
-                self._emit(CacheEvent("allocate", table.seq_id, tuple(taken)))
+                self.emit(CacheEvent("allocate", table.seq_id, tuple(taken)))
         table.writable = len(table.blocks) * self.block_size
 
     def _take(self, count: int, after: int | None) -> list[int]:
@@ -239,7 +236,7 @@ class BlockManager:
         self._free.put(block)
         self.num_evictions += 1
         if self.subscribers:
-            self._emit(CacheEvent("evict", -1, (block,)))
+            self.emit(CacheEvent("evict", -1, (block,)))
 
     def _copy_on_write(self, table: BlockTable) -> None:
         source = table.blocks[-1]
@@ -252,7 +249,7 @@ class BlockManager:
         self._copy_sources[origin] = self._copy_sources.get(origin, 0) + 1
         self.num_copies += 1
         if self.subscribers:
-            self._emit(CacheEvent("copy", table.seq_id, (source, destination)))
+            self.emit(CacheEvent("copy", table.seq_id, (source, destination)))
 
     def _drop(self, block: int) -> None:
         """No table holds the block any more."""
@@ -273,6 +270,6 @@ class BlockManager:
         else:
             self._free.put(block)
 
-    def _emit(self, event: CacheEvent) -> None:
+    def emit(self, event: CacheEvent) -> None:
         for subscriber in self.subscribers:
             subscriber(event)

@@ -2,8 +2,7 @@
 
 A block is found by the tokens in it and by the block before it, all the way back to the first: a chain. Each link is a
 node with a number of its own, and the key of a block is (node before it, its tokens). Python's dictionary compares keys
-that hash alike, so two chains are taken for one only if every token is the same: a collision costs a comparison and
-never gives a wrong answer. (vLLM's chain of hashes, Kwon et al. 2023, with the tokens in place of their hash.)
+that hash alike: a collision never gives a wrong answer. (vLLM's chain of hashes, Kwon et al. 2023, without the hash.)
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ class SwapSpace:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.saved: dict[int, SavedTable] = {}
-        self.num_swapped_out = 0  # blocks, ever
-        self.num_swapped_in = 0
+        self.num_swapped_out = self.num_swapped_in = 0  # blocks, ever
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
 
@@ -68,8 +67,7 @@ class SwapSpace:
             for host in hosts:
                 self._ref_counts[host] += 1
             self.saved[table.seq_id] = SavedTable(table.seq_id, hosts, tokens, table.salt)
-            for subscriber in cache.subscribers:
-                subscriber(CacheEvent("swap_out", table.seq_id, tuple(blocks)))
+            cache.emit(CacheEvent("swap_out", table.seq_id, tuple(blocks)))
             cache.free(table)
         self.num_swapped_out += len(pairs)
         return pairs
@@ -85,8 +83,8 @@ class SwapSpace:
         """Give sequences their tables back. The caller has seen to it that `blocks_needed` are free.
 
         Returns:
-            The tables, and the (host block, device block) pairs to copy before this step's copies on write: those may
-            read what comes back.
+            The tables, and the (host block, device block) pairs to copy before this step's copies on write, which may
+            read them.
         """
         size = cache.block_size
         restored: dict[int, tuple[SavedTable, BlockTable]] = {}
@@ -107,8 +105,7 @@ class SwapSpace:
         loads: dict[int, int] = {}
         for saved, table in restored.values():
             loads.update(zip(table.blocks, saved.blocks, strict=True))
-            for subscriber in cache.subscribers:
-                subscriber(CacheEvent("swap_in", saved.seq_id, tuple(table.blocks)))
+            cache.emit(CacheEvent("swap_in", saved.seq_id, tuple(table.blocks)))
         for seq_id in seq_ids:
             self.discard(seq_id)
         self.num_swapped_in += len(loads)

@@ -96,10 +96,10 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) 
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise UsageError(f"token id {token_id!r} in the prompt is not from 0 to {vocab_size - 1}")
     if len(token_ids) >= max_model_len:
-        raise UsageError(
-            f"the prompt has {len(token_ids)} tokens and the context holds {max_model_len}, "
-            "one of them for the answer; shorten the prompt or raise max_model_len"
+        found = (
+            f"the prompt has {len(token_ids)} tokens and the context holds {max_model_len}, one of them for the answer"
         )
+        raise UsageError(f"{found}; shorten the prompt or raise max_model_len")
 
 
 def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:

@@ -45,20 +45,12 @@ class Driver:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises UsageError where it has none."""
         if self.engine.tokenizer is None:
-            raise UsageError(
-                "this model has no tokenizer (no tokenizer.json, or random weights); give token ids instead of text"
-            )
+            why = "this model has no tokenizer (no tokenizer.json, or random weights)"
+            raise UsageError(f"{why}; give token ids instead of text")
         return self.engine.tokenizer
 
     def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """A prompt's ids; only text needs a tokenizer, and has special tokens added.
-
-        Args:
-            parse_special: control tokens that the text spells are control tokens; otherwise they are ordinary text.
-
-        Raises:
-            UsageError: it is no prompt, or text for a model without a tokenizer.
-        """
+        """A prompt's ids (see `minillm.llm.LLM.token_ids`); raises UsageError for text without a tokenizer."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
         return plain_ids(prompt)

@@ -2,9 +2,7 @@
 
 Where the device keeps drawn tokens itself, the next step is launched before the host waits for this one's: the
 scheduler counts a token that is under way (`Sequence.num_pending`) like any other. A sequence that turns out to have
-ended costs one wasted token then, which is discarded.
-
-One thread drives it. `Engine.abort` alone may be called from any thread; it takes effect at the next step.
+ended costs one wasted token then, which is discarded. One thread drives all but `Engine.abort`.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -68,7 +65,7 @@ class Engine:
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_close: Callable[[], object] = lambda: None,
         source: str = "",
-        defaults: Mapping[str, Any] = MappingProxyType({}),
+        defaults: Mapping[str, Any] = {},
     ) -> None:
         self.runner, self.requests, self.source, self.defaults = runner, requests, source, defaults
         self.tokenizer, self.max_model_len = requests.tokenizer, requests.max_model_len
@@ -84,12 +81,7 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def add(self, request: Request) -> SequenceGroup:
-        """Queue a request.
-
-        Raises:
-            UsageError: bad prompt, or its ``request_id`` is running already.
-            CapacityError: the request could never fit.
-        """
+        """Queue a request; raises UsageError for a bad prompt or an id in use, CapacityError if it can never fit."""
         return self.requests.add(request, self._methods[type(request.params)])
 
     def add_request(self, request_id: str, token_ids: SequenceOf[int], params: Params, **options: Any) -> SequenceGroup:
@@ -194,7 +186,8 @@ class Engine:
         """
         size = self.cache.block_size
         for chunk in schedule.chunks:
-            sequence, table = chunk.sequence, chunk.sequence.table
+            sequence = chunk.sequence
+            table = sequence.table
             assert table is not None
             computed = sequence.num_computed = sequence.num_computed + chunk.count
             if computed // size > len(table.nodes):

@@ -27,9 +27,8 @@ class Preemption:
         group.metrics.num_preemptions += 1
         schedule.preempted.append(group)
         holders = [sequence for sequence in group.unfinished if sequence.table is not None]
-        for subscriber in self.cache.subscribers:
-            for sequence in holders:
-                subscriber(CacheEvent("preempt", sequence.seq_id, tuple(sequence.blocks)))
+        for sequence in holders:
+            self.cache.emit(CacheEvent("preempt", sequence.seq_id, tuple(sequence.blocks)))
         pairs = self.swap.swap_out(self.cache, [(each.own_table, each.num_computed) for each in holders])
         if pairs:
             schedule.moves.out += pairs

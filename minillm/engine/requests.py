@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -50,7 +52,7 @@ class Requests:
     longest_plain_prompt: int | None = None  # K of longer prompts depends on their length (dynamic rope scaling)
     groups: dict[str, SequenceGroup] = field(default_factory=dict)
     finished: dict[str, SequenceGroup] = field(default_factory=dict)  # until their outputs are taken
-    _next_seq_id: int = 0
+    _seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
     def check_prompt(self, token_ids: SequenceOf[int]) -> None:
         """Raise UsageError unless this model can compute the prompt."""
@@ -92,8 +94,7 @@ class Requests:
         return f"{num_prompt_tokens} tokens {'' if salt is None else salt}"
 
     def new_seq_id(self) -> int:
-        self._next_seq_id += 1
-        return self._next_seq_id - 1
+        return next(self._seq_ids)
 
     def fork(self, parent: Sequence, num_tokens: int) -> Sequence:
         """Another sequence with the first tokens of ``parent`` and a table that shares their blocks."""

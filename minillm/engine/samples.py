@@ -20,11 +20,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
 
 
 class Samples:
-    """The samples of all requests; see `minillm.sequence.Method`.
-
-    Args:
-        seed: of the generator that gives a seed to every request without one.
-    """
+    """The samples of all requests; see `minillm.sequence.Method`. ``seed`` is for requests without one of their own."""
 
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0) -> None:
         self.requests, self._runner, self._random = requests, runner, random.Random(seed)
@@ -71,8 +67,8 @@ class Samples:
             draws.append(chunk)
             if len(chunk.group.sequences) > 1 and chunk.sequence.num_tokens == chunk.sequence.num_prompt_tokens:
                 # The prompt's logits: the others draw their first token from them as well.
-                others = [each for each in chunk.group.unfinished if each is not chunk.sequence]
-                draws += [Chunk(chunk.group, each, 0, False, chunk.row) for each in others]
+                group, leader = chunk.group, chunk.sequence
+                draws += [Chunk(group, each, 0, False, chunk.row) for each in group.unfinished if each is not leader]
         drawn = self._runner.draw(logits, draws)
         for draw in draws:
             draw.sequence.num_pending += 1
@@ -139,7 +135,7 @@ class Draws:
         self.results = self.drawn.wait()
 
     def conclude(self) -> list[Delta]:
-        deltas = []
+        deltas, append = [], self.samples.append
         for draw, token_id, logprobs, is_nan in zip(self.chunks, *self.results, strict=True):
             group, sequence = draw.group, draw.sequence
             sequence.num_pending -= 1
@@ -148,7 +144,7 @@ class Draws:
             if is_nan or group.error is not None:
                 self.samples.requests.note_nan(group)
             else:
-                deltas.append(self.samples.append(group, sequence, token_id, logprobs))
+                deltas.append(append(group, sequence, token_id, logprobs))
         return deltas
 
     def discard(self) -> None:

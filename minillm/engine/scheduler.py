@@ -1,9 +1,8 @@
 """Which sequences run in the next step.
 
 Continuous batching (Orca, Yu et al. 2022) under one budget of tokens per step: every running sequence that only lacks
-its last token decodes, and what is left of the budget goes to chunks of prompts, first come, first served (chunked
-prefill, Agrawal et al. 2023). When blocks run out, the latest group is preempted as a whole (`preemption`). The oldest
-group is never preempted, so every request finishes. `admission` says which group fits.
+its last token decodes, and the rest of the budget goes to chunks of prompts, first come, first served (chunked prefill,
+Agrawal et al. 2023). When blocks run out, the latest group is preempted, never the oldest: every request finishes.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ class Scheduler:
             )
         needed, pinned = need.blocks_at_most(group, size), self.idle.num_pinned_blocks
         if needed > self.cache.num_blocks - pinned:
+            kept = f", {pinned} of them pinned" if pinned else ""
             raise CapacityError(
                 f"the request can grow to {needed} blocks of {size} tokens ({group.num_prompt_tokens} prompt tokens, "
-                f"{n} x {group.max_tokens} new ones) and the cache has {self.cache.num_blocks}"
-                + (f", {pinned} of them pinned" if pinned else "")
-                + "; lower max_tokens or n, or start with more blocks"
+                f"{n} x {group.max_tokens} new ones) and the cache has {self.cache.num_blocks}{kept}; "
+                "lower max_tokens or n, or start with more blocks"
             )
         self.waiting.append(group)
 
@@ -145,8 +144,6 @@ class Scheduler:
         gone = set(groups)
         self.running = [group for group in self.running if group not in gone]
         self.waiting = deque(group for group in self.waiting if group not in gone)
-
-    # --- room ---------------------------------------------------------------------------------------------------------
 
     def _make_room(self, chunk: Chunk, schedule: Schedule) -> bool:
         """Append room for a chunk, preempting later groups for it. False where its own group had to go."""

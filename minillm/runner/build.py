@@ -154,10 +154,7 @@ def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
 
 
 def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:
-    """The device that ``config`` asks for.
-
-    Args:
-        local_rank: of this process among those on this machine; where ``config`` names no GPU it takes that one.
+    """The device that ``config`` asks for; where it names no GPU, that of this process's rank on this machine.
 
     Raises:
         UsageError: a GPU was asked for and there is none, or not that one.

@@ -44,10 +44,8 @@ def attention_shape(model: Llama) -> AttentionShape:
 
 
 def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """Return the bytes that a `DeviceRunner` keeps on the device beside weights and pool.
-
-    They are logits, counts of tokens for penalties, block tables twice, and partial results of attention.
-    """
+    """Return the bytes that a `DeviceRunner` keeps on the device beside weights and pool."""
+    # Logits, counts of tokens for penalties, block tables twice, and partial results of attention.
     rows, width = padded_size(max_num_seqs), -(-max_model_len // block_size)
     partial = attention_shape(model).max_results(rows) * model.local.num_heads * (model.local.head_dim + 1) * 4
     words = 2 * 4 * (Field.TABLE + width)
@@ -239,23 +237,14 @@ class DeviceRunner(Runner):
 
     def _forward(self, size: int, shared: WorkList | None) -> None:
         inputs = self._gather_inputs(size)
-        batch = Batch(
-            token_ids=inputs.token_ids,
-            positions=inputs.positions,
-            slot_mapping=inputs.slot_mapping,
-            block_tables=inputs.block_tables,
-            context_lens=inputs.context_lens,
-            num_decodes=size,
-            cu_seqlens=inputs.context_lens[:0],
-            shared=shared,
-        )
+        tensors = inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables, inputs.context_lens
+        batch = Batch(*tensors, num_decodes=size, cu_seqlens=inputs.context_lens[:0], shared=shared)
         self.model.forward(batch, self.kv_cache, out=self._logits[:size])
 
     def _draw(self, size: int, penalised: bool) -> tuple[Tensor, Tensor]:
         inputs, rows, raw = self._inputs.first(size), self._rows[:size], self._logits[:size]
-        logits = raw
+        logits = torch.empty_like(raw, dtype=torch.float32) if penalised else raw
         if penalised:
-            logits = torch.empty_like(raw, dtype=torch.float32)
             kernels.penalise(raw, self._words, self._counts, rows, logits)
         tokens, logprobs = kernels.sample_with_logprobs(logits, inputs.sampling)
         kernels.end_decode(self._words, self._counts, rows, tokens)

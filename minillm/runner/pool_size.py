@@ -41,15 +41,15 @@ def activation_bytes(model: Llama, num_tokens: int, num_logits: int) -> int:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    lengths = torch.tensor([num_tokens], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     batch = Batch(
         token_ids=zeros,
         positions=zeros,
         slot_mapping=zeros - 1,
         block_tables=torch.zeros(1, -(-num_tokens // 16), dtype=torch.int32, device=device),
-        context_lens=lengths,
+        context_lens=starts[1:],
         num_decodes=0,
-        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        cu_seqlens=starts,
         logit_rows=zeros[:num_logits],
         rope_lengths=[1] * num_tokens if model.rotary.dynamic else None,
     )
@@ -101,12 +101,11 @@ def size_pool(
             num_blocks = ranks.least(num_blocks)
     if num_blocks < 1 or num_blocks * block_bytes > max(room, free_bytes(device)):
         asked = "one block" if config.num_blocks is None else f"num_blocks={num_blocks}"
+        kept = f", {_gib(reserved)} are kept for the steps' own needs" if reserved else ""
         raise CapacityError(
-            f"the KV cache does not fit: {asked} takes {_gib(max(num_blocks, 1) * block_bytes)} "
-            f"({config.block_size} tokens x {model.kv_bytes_per_token(element_size)} bytes a block), "
-            f"{_gib(room)} may be used"
-            + (f", {_gib(reserved)} are kept for the steps' own needs" if reserved else "")
-            + "; take a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
+            f"the KV cache does not fit: {asked} takes {_gib(max(num_blocks, 1) * block_bytes)} ({config.block_size} "
+            f"tokens x {model.kv_bytes_per_token(element_size)} bytes a block), {_gib(room)} may be used{kept}; "
+            "take a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
         )
     pool_tokens = num_blocks * config.block_size
     if longest > pool_tokens:

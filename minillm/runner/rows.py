@@ -1,8 +1,7 @@
-"""The rows of decoding sequences on the device, as the host knows them.
+"""The rows of decoding sequences on the device (`minillm.kernels.decode_rows`), as the host knows them.
 
-A sequence that decodes has a *row* on the device (`minillm.kernels.decode_rows`): its next token, that token's
-position, its sampling parameters and its block table. The host sends only the words that have changed since the last
-step.
+A row has a sequence's next token, that token's position, its sampling parameters and its block table. The host sends
+only the words that have changed since the last step.
 """
 
 from __future__ import annotations

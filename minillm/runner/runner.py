@@ -22,8 +22,7 @@ class Runner:
     """The model and its pool of blocks, allocated once."""
 
     def __init__(self, model: Llama, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
-        self.model = model
-        self.block_size = block_size
+        self.model, self.block_size = model, block_size
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
         self.host_pool = HostPool(self.kv_cache, num_host_blocks)
         self.observers: list[StepObserver] = []
@@ -73,7 +72,8 @@ class Runner:
 
     def prepare(self, work: StepWork) -> None:
         """Move and copy the step's blocks."""
-        self.host_pool.move(work.moves)
+        self.host_pool.save(work.moves.out)
+        self.host_pool.restore(work.moves.back)
         if work.copies:
             kernels.block_copy(self.kv_cache, torch.tensor(work.copies, device=self.model.device))
 

@@ -1,7 +1,4 @@
-"""One step's logits to one step's tokens.
-
-A draw is a `Chunk`: the next token of its sequence, from its row of logits (n samples of a prompt share one row).
-"""
+"""One step's logits to one step's tokens. A draw is a `Chunk`: its sequence's next token, from its row of logits."""
 
 from __future__ import annotations
 

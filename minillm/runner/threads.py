@@ -1,8 +1,7 @@
 """As many threads as cores are free.
 
 The threads of an op wait for each other at its end. Where one of them has lost its core to another program, all others
-spin until it is back, which makes every op as slow as the scheduler's time slices: ten times slower and more. One
-thread fewer costs little. So the load of others is looked at again and again, and torch gets the free cores.
+spin until it is back, and every op becomes as slow as the scheduler's time slices. One thread fewer costs little.
 """
 
 from __future__ import annotations
