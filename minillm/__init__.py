@@ -19,23 +19,21 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "minillm.llm",
-    "BeamSearchParams": "minillm.params",
-    "SamplingParams": "minillm.params",
-    "MinillmError": "minillm.errors",
-    "CompletionOutput": "minillm.outputs",
-    "Delta": "minillm.outputs",
-    "RequestOutput": "minillm.outputs",
+    "minillm.llm": ("LLM",),
+    "minillm.params": ("BeamSearchParams", "SamplingParams"),
+    "minillm.errors": ("MinillmError",),
+    "minillm.outputs": ("CompletionOutput", "Delta", "RequestOutput"),
 }
 __all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "Delta", "MinillmError", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used: ``minillm --help`` must not wait for torch."""
-    if name in _HOMES:
-        import importlib
+    for home, names in _HOMES.items():
+        if name in names:
+            import importlib
 
-        return getattr(importlib.import_module(_HOMES[name]), name)
+            return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module 'minillm' has no attribute {name!r}")
 
 

@@ -1,18 +1,17 @@
 """Branches: fork / append / free for callers. Tree search, best-of-n, agents and roll-outs are made of these.
 
-A branch is a text under way whose K and V stay in the cache. Forking one shares its blocks; going on from it computes
-only new tokens; rolling it back gives blocks up. Nothing is computed before it is needed, and many branches go on
-together in one batch (`sample`, `next_logprobs`).
+A branch is a text under way whose K and V stay in the cache. Nothing is computed before it is needed, and many branches
+go on together in one batch (`sample`, `next_logprobs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from types import TracebackType
 from typing import Self
 
 from minillm.engine import held
-from minillm.engine.driver import Driver, Request
+from minillm.engine.driver import Driver
+from minillm.engine.requests import Request
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.params import SamplingParams
@@ -40,8 +39,7 @@ class Branch:
         """Go on with text or token ids that the caller gives.
 
         Raises:
-            UsageError: the ids are not in the model's vocabulary, or more than its context holds; the branch stays as
-                it was.
+            UsageError: ids beyond the vocabulary, or more than the context holds; the branch stays as it was.
         """
         self.check()
         longer = self.token_ids + self._driver.token_ids(text, add_special_tokens=False)
@@ -50,10 +48,7 @@ class Branch:
         return self
 
     def sample(self, params: SamplingParams | None = None) -> CompletionOutput:
-        """Go on with tokens of the model's. Several branches at once: `LLM.sample`.
-
-        The tokens of the completion become part of the branch, an end-of-sequence token excepted.
-        """
+        """Go on with a completion of the model's, without its end-of-sequence token. Several at once: `LLM.sample`."""
         return sample(self._driver, [self], [params or SamplingParams()])[0]
 
     def logprobs(self, count: int = 20) -> list[tuple[int, float]]:
@@ -61,11 +56,7 @@ class Branch:
         return next_logprobs(self._driver, [self], count)[0]
 
     def rollback(self, num_tokens: int) -> Self:
-        """Take the last tokens back.
-
-        Raises:
-            UsageError: there are fewer, or none would be left.
-        """
+        """Take the last tokens back; raises UsageError where none would be left."""
         self.check()
         if not 0 <= num_tokens < len(self.token_ids):
             raise UsageError(f"cannot roll back {num_tokens} of {len(self.token_ids)} tokens: one must be left")
@@ -94,15 +85,12 @@ class Branch:
             raise UsageError("this branch has been freed; fork before you free")
 
     def __repr__(self) -> str:
-        state = "freed" if self.freed else f"{len(self.token_ids)} tokens"
-        return f"<Branch: {state}>"
+        return f"<Branch: {'freed' if self.freed else f'{len(self.token_ids)} tokens'}>"
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.free()
 
 
@@ -142,13 +130,9 @@ def _go_on(
         branch.check()
     if len({id(branch) for branch in branches}) != len(branches):
         raise UsageError("the same branch twice in one batch; fork it")
-    results = held.hold(
-        driver,
-        [
-            Request(branch.token_ids, each, parent=branch.sequence, hold=True)
-            for branch, each in zip(branches, params, strict=True)
-        ],
-    )
+    pairs = zip(branches, params, strict=True)
+    requests = [Request(branch.token_ids, each, parent=branch.sequence, hold=True) for branch, each in pairs]
+    results = held.hold(driver, requests)
     for branch in branches:
         if branch.sequence is not None:
             held.release(driver, branch.sequence)

@@ -1,6 +1,4 @@
-"""Parameters that are declared once, as fields of a dataclass.
-
-A declaration gives the default, the range and the help of a parameter:
+"""Parameters that are declared once, as fields of a dataclass, with default, range and help:
 
     temperature: float = number(1.0, 0, 1e6, help="0 is greedy")
 
@@ -26,24 +24,15 @@ _LONGEST_SHOWN = 60  # characters of a wrong value that an error repeats
 
 @dataclass(frozen=True)
 class Parameter:
-    """A declared parameter.
+    """A declared parameter."""
 
-    Attributes:
-        check: takes the name and a value, returns the value in its one form, raises `UsageError`.
-        parse: makes a value of the text of a command-line option or of a dialog.
-        help: for people, without the default.
-        choices: all values, where they can be listed.
-        repeats: the command-line option may be given several times; its values make a list.
-        on_command_line: False for parameters that only callers from Python set.
-    """
-
-    check: Callable[[str, Any], Any]
-    parse: Callable[[str], Any]
-    help: str
+    check: Callable[[str, Any], Any]  # takes the name and a value, returns the value in its one form, raises UsageError
+    parse: Callable[[str], Any]  # makes a value of the text of a command-line option or of a dialog
+    help: str  # for people, without the default
     metavar: str
-    choices: tuple[str, ...] = ()
-    repeats: bool = False
-    on_command_line: bool = True
+    choices: tuple[str, ...] = ()  # all values, where they can be listed
+    repeats: bool = False  # the command-line option may be given several times; its values make a list
+    on_command_line: bool = True  # False for parameters that only callers from Python set
 
 
 def declared(cls: type) -> Iterator[tuple[str, Any, Parameter]]:
@@ -54,11 +43,7 @@ def declared(cls: type) -> Iterator[tuple[str, Any, Parameter]]:
 
 
 def check_fields(params: object) -> None:
-    """Check every declared field and bring it into its one form; for ``__post_init__`` of a frozen dataclass.
-
-    Raises:
-        UsageError: a value is of the wrong type or out of range.
-    """
+    """Bring every declared field into its one form, in ``__post_init__`` of a frozen dataclass; raise UsageError."""
     for name, _, parameter in declared(type(params)):
         object.__setattr__(params, name, parameter.check(name, getattr(params, name)))
 
@@ -73,10 +58,7 @@ def check_names(values: Collection[str], known: Collection[str], what: str) -> N
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Add the declared parameters to the docstring of ``cls``; its constructor refuses a keyword by its name.
-
-    (UsageError, where Python raises TypeError.)
-    """
+    """Add the parameters to the docstring of ``cls``; its constructor raises UsageError for an unknown keyword."""
     lines = [f"    {name} ({shown(default)}): {parameter.help}." for name, default, parameter in declared(cls)]
     title = "    Parameters, with their defaults:\n\n"
     cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), "", title + "\n".join(lines), ""])
@@ -94,16 +76,13 @@ def documented(cls: type[T]) -> type[T]:
     return cls
 
 
-# --- kinds of parameters ----------------------------------------------------------------------------------------------
-
-
 def integer(default: int | None, low: int, high: int, *, help: str, metavar: str = "N", cli: bool = True) -> Any:
     """Declare a whole number from ``low`` to ``high``; None is a value where it is the default."""
 
     def check(name: str, value: Any) -> int | None:
         return None if value is None and default is None else check_integer(name, value, low, high)
 
-    return _declare(default, Parameter(check, int, help, metavar, on_command_line=cli))
+    return custom(default, check, help=help, metavar=metavar, parse=int, cli=cli)
 
 
 def number(default: float, low: float, high: float, *, help: str, above: bool = False) -> Any:
@@ -112,7 +91,7 @@ def number(default: float, low: float, high: float, *, help: str, above: bool = 
     def check(name: str, value: Any) -> float:
         return check_number(name, value, low, high, above=above)
 
-    return _declare(default, Parameter(check, float, help, "X"))
+    return custom(default, check, help=help, metavar="X", parse=float)
 
 
 def flag(default: bool, *, help: str) -> Any:
@@ -123,7 +102,7 @@ def flag(default: bool, *, help: str) -> Any:
             raise UsageError(f"{name} must be true or false, not {shown(value)}")
         return value
 
-    return _declare(default, Parameter(check, bool, help, ""))
+    return custom(default, check, help=help, metavar="", parse=bool)
 
 
 def choice(default: str | None, choices: tuple[str, ...], *, help: str, aliases: Mapping[str, str] = {}) -> Any:
@@ -137,7 +116,7 @@ def choice(default: str | None, choices: tuple[str, ...], *, help: str, aliases:
             raise UsageError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
         return str(value)
 
-    return _declare(default, Parameter(check, str, help, "{" + ",".join(choices) + "}", choices))
+    return custom(default, check, help=help, metavar="{" + ",".join(choices) + "}", choices=choices)
 
 
 def custom(
@@ -147,26 +126,16 @@ def custom(
     help: str,
     metavar: str = "TEXT",
     parse: Callable[[str], Any] = str,
+    choices: tuple[str, ...] = (),
     repeats: bool = False,
     cli: bool = True,
 ) -> Any:
     """Declare a parameter with a check of its own."""
-    return _declare(default, Parameter(check, parse, help, metavar, (), repeats, cli))
-
-
-def _declare(default: Any, parameter: Parameter) -> Any:
-    return field(default=default, metadata={_KEY: parameter})
-
-
-# --- checks -----------------------------------------------------------------------------------------------------------
+    return field(default=default, metadata={_KEY: Parameter(check, parse, help, metavar, choices, repeats, cli)})
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> int:
-    """``value`` as an int from ``low`` to ``high``; numpy's integers are taken.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """Return ``value`` as an int from ``low`` to ``high``, numpy's integers too; raise UsageError otherwise."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise UsageError(f"{name} must be a whole number, not {shown(value)}")
     if not low <= int(value) <= high:
@@ -176,11 +145,7 @@ def check_integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def check_number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """``value`` if it is a number from ``low`` to ``high``; ``above`` excludes ``low``, and NaN is never taken.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """Return ``value``, a number from ``low`` (excluded with ``above``) to ``high``; raise UsageError otherwise."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UsageError(f"{name} must be a number, not {shown(value)}")
     plain = value if isinstance(value, int | float) else float(value)

@@ -89,9 +89,7 @@ class EngineConfig:
         for name in ("max_num_batched_tokens", "prefill_chunk"):
             tokens = getattr(self, name)
             if tokens is not None and tokens < self.max_num_seqs:
-                raise UsageError(
-                    f"{name} {tokens} is below max_num_seqs {self.max_num_seqs}: "
-                    "every running sequence needs one token a step; lower max_num_seqs"
-                )
+                why = "every running sequence needs one token a step; lower max_num_seqs"
+                raise UsageError(f"{name} {tokens} is below max_num_seqs {self.max_num_seqs}: {why}")
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise UsageError(f"device {self.device!r}: with tensor_parallel_size each rank takes a GPU; say 'cuda'")

@@ -1,8 +1,6 @@
-"""Errors that a user can cause or repair.
+"""Errors that a user can cause or repair, each raised where the cause is known and printed once, at the edge.
 
-Each is raised where the cause is known, with one line that names the cause and the fix, and is printed once, at the
-edge (``cli.main``, the chat app). ``exit_code`` is what the process ends with. Anything that is not a `MinillmError` is
-a defect of ours.
+Anything that is not a `MinillmError` is a defect of ours.
 """
 
 from __future__ import annotations
@@ -16,13 +14,13 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA out of mem
 
 
 class MinillmError(Exception):
-    """A failure with a message for the user: one line, cause and fix. Exit code 1."""
+    """A failure with a message for the user: one line, cause and fix."""
 
-    exit_code = 1
+    exit_code = 1  # of the process
 
 
 class UsageError(MinillmError):
-    """What was asked for makes no sense as asked: an unknown flag, model or parameter value. Exit code 2."""
+    """A request makes no sense as it stands: an unknown flag, model or parameter value."""
 
     exit_code = 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from minillm import branch as branches
@@ -15,8 +14,8 @@ from minillm.checks import check_names
 from minillm.config import EngineConfig
 from minillm.engine import held
 from minillm.engine.asynchronous import in_threads
-from minillm.engine.driver import Driver, Request
-from minillm.engine.engine import Engine
+from minillm.engine.driver import Driver
+from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
 from minillm.load import load_engine
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
@@ -33,7 +32,7 @@ SomeParams = Params | Sequence[Params] | None
 
 @dataclass(frozen=True)
 class PinnedPrefix:
-    """A prefix that `LLM.pin` keeps: for `LLM.unpin`."""
+    """A prefix that `LLM.pin` keeps, for `LLM.unpin`."""
 
     token_ids: list[int]
     sequence: TokenSequence
@@ -41,14 +40,9 @@ class PinnedPrefix:
 
 def _refusal(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
     """The output of a prompt that fails alone."""
-    return RequestOutput(
-        request_id="",
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else [],
-        outputs=[],
-        finished=True,
-        error=str(error),
-    )
+    text = prompt if isinstance(prompt, str) else None
+    ids = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else []
+    return RequestOutput("", text, ids, outputs=[], finished=True, error=str(error))
 
 
 class LLM:
@@ -75,16 +69,12 @@ class LLM:
         check_names(options, [field.name for field in fields(EngineConfig)], "option")
         self.config = EngineConfig(**options)
         with loading_bar(on_progress) as report:
-            self.engine: Engine = load_engine(model, self.config, report, on_message)
+            self.engine = load_engine(model, self.config, report, on_message)
         self._driver = Driver(self.engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
-
-        Raises:
-            UsageError: the model has none (``load_format="dummy"``, say).
-        """
+        """The model's tokenizer; raises UsageError where it has none (``load_format="dummy"``, say)."""
         return self._driver.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
@@ -92,19 +82,14 @@ class LLM:
         return self.tokenizer
 
     def close(self) -> None:
-        """End the other processes of a model that several share; nothing can be generated after that.
-
-        Without it they end with this object, or with this process.
-        """
+        """End the model's other processes, which end with this object otherwise; nothing can be generated then."""
         with self._driver.locked() as engine:
             engine.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -185,10 +170,7 @@ class LLM:
                 yield index, result
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
-        """Complete prompts by beam search; each output's completions are its best beams, the best first.
-
-        `generate` takes BeamSearchParams as well, and mixes them with sampling in one batch.
-        """
+        """`generate`, by beam search: each output's completions are its best beams, the best first."""
         return self.generate(prompts, params or BeamSearchParams())
 
     def chat(
@@ -208,19 +190,16 @@ class LLM:
             messages: see `minillm.text.chat_template.plain_messages`.
             chat_template: a Jinja template in place of the model's own.
             add_generation_prompt, continue_final_message: see `minillm.text.chat_template.ChatTemplate.render`.
-            others: as in `generate`.
         """
         several = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], list | tuple)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts = [
-            self.tokenizer.apply_chat_template(
-                each,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
-                continue_final_message=continue_final_message,
-            )
-            for each in conversations
-        ]
+        render = partial(
+            self.tokenizer.apply_chat_template,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message,
+        )
+        prompts = [render(each) for each in conversations]
         return self.generate(prompts, params or sampling_params, use_tqdm=use_tqdm)
 
     def stream(
@@ -262,16 +241,11 @@ class LLM:
     def pin(self, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
         """Compute a prefix, a system prompt say, and keep its blocks under any load until it is unpinned.
 
-        Raises:
-            CapacityError: more than half of the pool would be pinned.
+        Raises CapacityError if more than half of the pool would be pinned.
         """
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         [(sequence, _)] = held.hold(self._driver, [Request(self.token_ids(prompt), params, hold=True, salt=salt)])
-        try:
-            held.pin(self._driver, sequence)
-        except MinillmError:
-            held.release(self._driver, sequence)
-            raise
+        held.pin(self._driver, sequence)
         return PinnedPrefix(sequence.token_ids[:-1], sequence)
 
     def unpin(self, prefix: PinnedPrefix) -> None:
@@ -289,11 +263,7 @@ class LLM:
     def sample(
         self, branches_: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[CompletionOutput]:
-        """Go on with several branches in one batch; each grows by its completion.
-
-        Args:
-            params: one set for all branches, or one for each; ``n`` must be 1 (fork first).
-        """
+        """Go on with several branches in one batch; ``params`` are one set for all or one for each, with ``n`` 1."""
         each = [p for p in self._params_list(params, len(branches_)) if isinstance(p, SamplingParams)]
         if len(each) != len(branches_):
             raise UsageError("a branch goes on with SamplingParams, not by beam search")
@@ -303,14 +273,11 @@ class LLM:
         """The ``count`` most probable next tokens of each branch, in one batch; the branches stay as they are."""
         return branches.next_logprobs(self._driver, branches_, count)
 
-    # --- inside -------------------------------------------------------------------------------------------------------
-
     def token_ids(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """A prompt's ids, special tokens added to text.
 
-        Args:
-            parse_special: control tokens that the text spells are control tokens: for text that you trust. Otherwise
-                they are ordinary text, so that no user can forge the chat format.
+        Control tokens that a text spells are ordinary text, so that no user can forge the chat format, except with
+        ``parse_special``: for text that you trust.
         """
         return self._driver.token_ids(prompt, parse_special=parse_special)
 
@@ -326,7 +293,6 @@ class LLM:
         if not isinstance(params, Sequence) or not all(isinstance(each, Params) for each in params):
             raise UsageError("sampling parameters are a SamplingParams or BeamSearchParams, or a list of them")
         if len(params) != count:
-            raise UsageError(
-                f"{len(params)} sets of sampling parameters for {count} prompts; give one, or one for each"
-            )
+            sets = f"{len(params)} sets of sampling parameters"
+            raise UsageError(f"{sets} for {count} prompts; give one, or one for each")
         return list(params)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -26,9 +25,10 @@ from minillm.parallel.launch import Torchrun, begin_to_beat, join, lead
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import OnMessage, OnProgress, ignore_progress
 from minillm.rank import follow
+from minillm.runner import wire
 from minillm.runner.build import Description, Limits, build_runner, choose_device, describe
 from minillm.runner.runner import Runner
-from minillm.runner.step import StepWork
+from minillm.runner.step import StepObserver, StepWork
 from minillm.sequence import Method
 from minillm.weights.manifest import default_model
 
@@ -63,13 +63,12 @@ def load_engine(
     if size > 1 and torchrun is not None and torchrun.num_replicas(size) and torchrun.rank % size:
         follow(*join(torchrun, size), name, config, device, torchrun.host())
     if size > 1 and torchrun is None and device.type == "cuda" and size > torch.cuda.device_count():
-        raise UsageError(
-            f"tensor_parallel_size {size} needs {size} GPUs, and this machine has {torch.cuda.device_count()}"
-        )
+        there = torch.cuda.device_count()
+        raise UsageError(f"tensor_parallel_size {size} needs {size} GPUs, and this machine has {there}")
     description = describe(name, config, on_progress, on_message)
     if size == 1:
         runner, limits = build_runner(description, config, device, None, on_progress)
-        return new_engine(runner, config, limits, description)
+        return new_engine(runner, config, limits, description, nullcontext, runner.close)
     check_size(description.config, size)
     if device.type == "cpu" and torchrun is None:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))
@@ -77,10 +76,11 @@ def load_engine(
     with leader.watched():
         runner, limits = build_runner(description, config, device, ranks, on_progress)
     runner.observers.append(Followers(leader))
-    # The graphs hold the ranks' collectives, so they go first.
-    endings = (leader.close, runner.close, ranks.close)
-    engine = new_engine(runner, config, limits, description, guard=leader.watched, on_close=endings)
-    weakref.finalize(engine, _call_all, endings)  # at the latest when the interpreter ends
+    endings = ExitStack()
+    for end in (ranks.close, runner.close, leader.close):  # the last first: the graphs hold the ranks' collectives
+        endings.callback(end)
+    engine = new_engine(runner, config, limits, description, leader.watched, endings.close)
+    weakref.finalize(engine, endings.close)  # at the latest when the interpreter ends
     return engine
 
 
@@ -89,9 +89,8 @@ def new_engine(
     config: EngineConfig,
     limits: Limits,
     description: Description,
-    *,
-    guard: Callable[[], AbstractContextManager[None]] = nullcontext,
-    on_close: Sequence[Callable[[], object]] = (),
+    guard: Callable[[], AbstractContextManager[None]],
+    on_close: Callable[[], object],
 ) -> Engine:
     """Make an engine of a runner."""
     model, tokenizer = runner.model, description.tokenizer
@@ -101,6 +100,9 @@ def new_engine(
     prefill_chunk = config.prefill_chunk
     if prefill_chunk is None and model.device.type == "cuda":
         prefill_chunk = max(config.max_num_seqs, _tokens_in_a_stall(model.local, model.device))
+    defaults = dict(description.config.generation_defaults)
+    if defaults.pop("do_sample", True) is False:
+        defaults["temperature"] = 0.0
     cache = BlockManager(limits.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
     swap = SwapSpace(limits.num_host_blocks)
     scheduler = Scheduler(cache, config.max_num_seqs, limits.num_tokens, swap, config.admission, prefill_chunk)
@@ -117,18 +119,10 @@ def new_engine(
         requests,
         methods_for(requests, runner, config.seed),
         guard=guard,
-        on_close=on_close or (runner.close,),
+        on_close=on_close,
         source=description.served_by,
-        defaults=sampling_defaults(description.config.generation_defaults),
+        defaults=defaults,
     )
-
-
-def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters that a model's generation_config asks for, under our names."""
-    defaults = dict(generation)
-    if defaults.pop("do_sample", True) is False:
-        defaults["temperature"] = 0.0
-    return defaults
 
 
 def methods_for(requests: Requests, runner: Runner, seed: int = 0) -> dict[type[Params], Method]:
@@ -137,29 +131,19 @@ def methods_for(requests: Requests, runner: Runner, seed: int = 0) -> dict[type[
 
 
 @dataclass(frozen=True)
-class Followers:
+class Followers(StepObserver):
     """The other ranks of a model, as observers of rank 0's runner: they compute the steps that it computes."""
 
     leader: Leader
 
     def begin(self, work: StepWork) -> None:
-        from minillm.runner import wire
-
         self.leader.send(wire.encode(work))
-
-    def end(self) -> None:
-        pass
-
-
-def _call_all(endings: Sequence[Callable[[], object]]) -> None:
-    for end in endings:
-        end()
 
 
 def _tokens_in_a_stall(config: ModelConfig, device: torch.device) -> int:
     """How many prompt tokens a GPU computes in `_STALL_SECONDS`, roughly: by the chip's data sheet, not by a clock.
 
-    (What was measured would differ from start to start, and with it how prompts are cut, and with that the last bits.)
+    (Measurements would differ from start to start, and with them the cuts of prompts, and with those the last bits.)
     """
     properties = torch.cuda.get_device_properties(device)
     # FLOPs of the matrix units per multiprocessor and cycle, in half precision.

@@ -73,9 +73,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class Delta:
-    """The additions of one step to one completion.
-
-    ``text`` never holds half a character nor the start of a stop string.
+    """The additions of one step to one completion; ``text`` never holds half a character nor part of a stop string.
 
     In a beam search it is the best beam so far, whole; ``replaces`` is True, for the best one may have changed.
     """
@@ -91,7 +89,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The work of one step, and where its time went. Swapped and copied parts are counted in blocks."""
+    """The work of one step, and where its time went. Swaps are counted in blocks."""
 
     number: int
     num_prefills: int  # chunks of prompts

@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from minillm.checks import (
-    check_fields,
-    check_integer,
-    check_number,
-    custom,
-    documented,
-    flag,
-    integer,
-    number,
-    shown,
-)
+from minillm.checks import check_fields, check_integer, check_number, custom, documented, flag, integer, number, shown
 from minillm.errors import UsageError
 
 # Bounds that keep one request from starving the machine; each is far above what the methods need.
@@ -97,7 +87,7 @@ def _true_false_or_text(text: str) -> bool | str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Params:
-    """What sampling and beam search have in common."""
+    """Parameters of sampling and of beam search."""
 
     max_tokens: int = custom(
         256, _max_tokens, metavar="N", parse=int, help="longest answer in tokens; None: until the context is full"
@@ -150,7 +140,7 @@ class _Params:
 class SamplingParams(_Params):
     """Parameters of sampling, under the names of the field.
 
-    Temperature comes first, then ``top_k``, ``top_p`` and ``min_p``, each applied to what the one before has left.
+    Temperature comes first, then ``top_k``, ``top_p`` and ``min_p``, each on the tokens that the one before has left.
 
     Raises:
         UsageError: a value of the wrong type or out of range.

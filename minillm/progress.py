@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from minillm.text.safe import clean_line
@@ -27,7 +26,7 @@ OnMessage = Callable[[str], None]
 
 
 def ignore_progress(progress: Progress) -> None:
-    """For callers who do not want to know."""
+    """Do nothing with it."""
 
 
 def size(num_bytes: float) -> str:
@@ -55,56 +54,38 @@ def loading_bar(on_progress: OnProgress | None = None, *, enabled: bool | None =
     if on_progress is not None or not _is_shown(enabled):
         yield on_progress or ignore_progress
         return
-    bar: Any = None
-    label = ""
+    bars: dict[str, Any] = {}  # by label; the last one is open
 
     def report(progress: Progress) -> None:
-        nonlocal bar, label
-        if bar is None or progress.label != label:
-            if bar is not None:
-                bar.close()
-            label = progress.label
-            in_bytes = progress.unit == "bytes"
-            bar = _tqdm()(
-                desc=clean_line(label),
-                total=progress.total,
-                unit="B" if in_bytes else f" {progress.unit}",
-                unit_scale=in_bytes,
-                unit_divisor=1024,
-                file=sys.stderr,
-                leave=False,
-                dynamic_ncols=True,
-            )
-        bar.total = progress.total
-        bar.update(progress.done - bar.n)
+        label, in_bytes = progress.label, progress.unit == "bytes"
+        if label not in bars:
+            close()
+            unit = "B" if in_bytes else f" {progress.unit}"
+            bars[label] = _bar(progress.total, unit, desc=clean_line(label), unit_scale=in_bytes, unit_divisor=1024)
+        bars[label].total = progress.total
+        bars[label].update(progress.done - bars[label].n)
+
+    def close() -> None:
+        while bars:
+            bars.popitem()[1].close()
 
     try:
         yield report
     finally:
-        if bar is not None:
-            bar.close()
+        close()
 
 
 class GenerationBar:
-    """Prompts done out of all, and tokens per second.
-
-    Args:
-        enabled: None shows the bar on terminals and in notebooks, for more than one prompt.
-    """
+    """Prompts done out of all, and tokens per second; None for ``enabled``: on terminals and in notebooks."""
 
     def __init__(self, total: int, *, enabled: bool | None = None) -> None:
-        shown = _is_shown(enabled) and total > 1
         self._tokens = 0
-        self._bar: Any = None
-        if shown:
-            self._bar = _tqdm()(total=total, unit="prompt", file=sys.stderr, leave=False, dynamic_ncols=True)
+        self._bar = _bar(total, "prompt") if _is_shown(enabled) and total > 1 else None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._bar is not None:
             self._bar.close()
 
@@ -118,20 +99,17 @@ class GenerationBar:
             self._bar.refresh()
 
     def advance(self, num_tokens: int) -> None:
-        """One more prompt is done, with ``num_tokens`` generated."""
+        """Count one more prompt, with ``num_tokens`` generated."""
         self._tokens += num_tokens
         if self._bar is not None:
-            elapsed = self._bar.format_dict["elapsed"]
-            if elapsed:
+            if elapsed := self._bar.format_dict["elapsed"]:
                 self._bar.set_postfix_str(f"{self._tokens / elapsed:.0f} tok/s", refresh=False)
             self._bar.update()
 
 
 def _is_shown(enabled: bool | None) -> bool:
-    if enabled is not None and not enabled:
-        return False
     watched = sys.stderr is not None and sys.stderr.isatty()
-    return watched or (_in_notebook() if enabled is None else False)
+    return (watched or _in_notebook()) if enabled is None else (enabled and watched)
 
 
 def _in_notebook() -> bool:
@@ -145,3 +123,7 @@ def _tqdm() -> Any:
     else:
         from tqdm import tqdm
     return tqdm
+
+
+def _bar(total: int | None, unit: str, **options: Any) -> Any:
+    return _tqdm()(total=total, unit=unit, file=sys.stderr, leave=False, dynamic_ncols=True, **options)

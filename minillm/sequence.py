@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from minillm.cache import BlockTable, HostMoves
 from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestMetrics, TokenLogprobs
 from minillm.params import Params
 from minillm.text.stop import OutputText
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -48,19 +47,17 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
+    def own_table(self) -> BlockTable:
+        """Its table, which it must have."""
+        assert self.table is not None, f"sequence {self.seq_id} runs without a block table"
+        return self.table
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks of its table, which it must have."""
-        assert self.table is not None, f"sequence {self.seq_id} runs without a block table"
-        return self.table.blocks
+        return self.own_table.blocks
 
 
 class Stage(Enum):
-    """Where a group stands."""
-
     PROMPT = auto()  # its first unfinished sequence computes the prompt; the others will fork from it
     SPLIT = auto()  # every unfinished sequence has a block table of its own
     SAVED = auto()  # preempted, and its blocks are on the host
@@ -68,11 +65,7 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """The sequences of one request: admitted, preempted and resumed together.
-
-    A preemption that gives the blocks up begins with the prompt again: the group forks once more, and each sequence
-    computes its own output tokens anew.
-    """
+    """The sequences of one request: admitted, preempted and resumed together."""
 
     request_id: str
     params: Params
@@ -107,42 +100,28 @@ class SequenceGroup:
     @property
     def num_seqs(self) -> int:
         """Sequences that hold blocks at a time, once the prompt is computed."""
-        return self.params.num_sequences - sum(sequence.finished for sequence in self.sequences)
+        return self.params.num_sequences - sum(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
     def computing(self) -> list[Sequence]:
         """The sequences that hold blocks, or would if the group were admitted now."""
         return self.unfinished[:1] if self.stage is Stage.PROMPT else self.unfinished
 
-    def num_tokens_to_compute(self, sequence: Sequence) -> int:
-        """Tokens whose K and V are still missing; before the fork, those of the prompt."""
-        end = self.num_prompt_tokens if self.stage is Stage.PROMPT else sequence.num_tokens
-        return end - sequence.num_computed
-
-    def is_complete(self, sequence: Sequence) -> bool:
-        """Whether the tokens under way are the last ones that the sequence may have."""
-        return sequence.num_tokens - sequence.num_prompt_tokens >= self.max_tokens
-
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """``count`` tokens of one sequence, from ``sequence.num_computed`` on.
-
-    A chunk that ``decodes`` is the last token of its sequence alone. ``row`` numbers the step's rows of logits; it has
-    a meaning for chunks that compute a sequence's last token.
-    """
+    """``count`` tokens of one sequence, from ``sequence.num_computed`` on."""
 
     group: SequenceGroup
     sequence: Sequence
     count: int
-    decodes: bool
-    row: int = -1
+    decodes: bool  # it is the last token of its sequence alone
+    row: int = -1  # of the step's logits, if the chunk computes its sequence's last token
 
     @classmethod
     def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:
         """The last token of a sequence whose other tokens are computed."""
-        if sequence.decode is None:
-            sequence.decode = cls(group, sequence, 1, True)
+        sequence.decode = sequence.decode or cls(group, sequence, 1, True)
         return sequence.decode
 
     @property
@@ -178,7 +157,7 @@ class Method(Protocol):
         """Fork the group where its prompt, computed by ``leader``, is all that was missing."""
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        """Begin to decide how sequences go on whose last token the step computes; ``chunk.row`` is its row."""
+        """Begin to decide how the sequences go on whose last tokens these chunks compute."""
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
         """Everything that a group has generated so far."""

@@ -20,14 +20,13 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from minillm.checks import check_names, declared, shown
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.paths import config_dir, expanded
+from minillm.system import config_dir, expanded
 from minillm.text.reading import read_bytes
 from minillm.text.safe import clean_line
 from minillm.weights.manifest import default_model
@@ -41,7 +40,7 @@ _SHARED = (_SAMPLING & _SEARCH) - {"n"}  # what a search takes over from samplin
 
 @dataclass(frozen=True)
 class UserConfig:
-    """What the file says; empty where it says nothing."""
+    """The file's settings; empty where it says nothing."""
 
     model: str = ""
     system: str = ""
@@ -70,21 +69,16 @@ class UserConfig:
         """The parameters of a request: those of BeamSearchParams where one is ``beam_width``, else of SamplingParams.
 
         Args:
-            given: what the caller asks for. A name that belongs to one of the two alone decides between them; without
-                such a name this file does.
+            given: the caller's own. A name that belongs to one of the two alone decides between them; without such a
+                name this file does.
             defaults: the model's own, which this file goes before.
         """
         values = {**defaults, **self.sampling}
-        search = set(given) & (_SEARCH - _SAMPLING)
-        sample = set(given) & (_SAMPLING - _SEARCH)
+        search, sample = set(given) & (_SEARCH - _SAMPLING), set(given) & (_SAMPLING - _SEARCH)
         if search or (int(self.beams.get("beam_width", 1)) > 1 and not sample):
             shared = {name: value for name, value in values.items() if name in _SHARED}
             return {"beam_width": BeamSearchParams.beam_width, **shared, **self.beams, **given}
         return {**values, **given}
-
-
-def config_path() -> Path:
-    return config_dir() / "config.toml"
 
 
 def read_config(file: str | None = None) -> UserConfig:
@@ -93,7 +87,7 @@ def read_config(file: str | None = None) -> UserConfig:
     Raises:
         UsageError: it is no TOML, or says something that is unknown or out of range; the message names the file.
     """
-    path = config_path() if file is None else expanded(file, "--config")
+    path = config_dir() / "config.toml" if file is None else expanded(file, "--config")
     try:
         values = tomllib.loads(read_bytes(path, _MAX_BYTES).decode("utf-8"))
         check_names(values, [each.name for each in fields(UserConfig)], "setting")

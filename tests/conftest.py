@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from minillm.paths import config_dir, data_dir
+from minillm.system import config_dir, data_dir
 
 if TYPE_CHECKING:
     from minillm import LLM

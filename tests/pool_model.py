@@ -67,7 +67,10 @@ class PoolModel:
         if values is not None:
             count = len(values)
         table = self.tables[seq]
-        needed, free = self.manager.blocks_needed(table, count), self.manager.num_free
+        size, free = self.manager.block_size, self.manager.num_free
+        needed = max(0, -(-(table.num_tokens + count) // size) - len(table.blocks))
+        if count and table.num_tokens % size:
+            needed += self.manager.ref_counts[table.blocks[-1]] > 1  # the copy of a shared last block
         before = (list(table.blocks), table.num_tokens, list(self.manager.ref_counts))
         try:
             self.manager.append(table, count)

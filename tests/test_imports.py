@@ -20,8 +20,8 @@ CACHE_MAY_NOT = {"torch", "numpy"}
 # Rooms of the house, a floor a line: a room imports what stands on the lines before its own. A folder is one room, and
 # so is a file that lies flat in minillm/.
 FLOORS = """
-kernels runs errors outputs interrupt machine
-checks paths
+kernels errors outputs
+checks system
 text params config cache
 sequence progress parallel
 model weights

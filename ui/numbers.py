@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from minillm.runs import contiguous_runs
+from minillm.cache.runs import contiguous_runs
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 

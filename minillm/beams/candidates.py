@@ -34,10 +34,6 @@ class BeamStep:
     def searches(self) -> list[BeamSearch]:
         return self.group.state.searches
 
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        return self.group.end_ids
-
 
 @torch.inference_mode()
 def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Candidate]]]:
@@ -52,7 +48,7 @@ def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[li
     owners = [(step, s) for step in steps for group in step.beams for s in group]
     # What a diversity penalty takes away from a group's continuations, at most as many others replace.
     extra = max((step.params.beam_width for step in steps if len(step.searches) > 1), default=0)
-    wanted = max(s.num_candidates(len(step.end_ids)) for step in steps for s in step.searches) + extra
+    wanted = max(s.num_candidates(len(step.group.end_ids)) for step in steps for s in step.searches) + extra
     if rows != list(range(len(logits))):
         logits = logits[torch.tensor(rows, device=logits.device)]
     values, ids = (found.cpu() for found in _best_tokens(logits, owners, min(wanted, logits.shape[1])))
@@ -63,13 +59,13 @@ def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[li
     first = 0
     for number, step in enumerate(steps):
         if len(step.searches) > 1:
-            count = sum(map(len, step.rows))
-            result[number] = _diverse(step, values[first : first + count].tolist(), ids[first : first + count].tolist())
-            first += count
-            continue
-        search, count = step.searches[0], len(step.rows[0])
-        shapes.setdefault((count, search.num_candidates(len(step.end_ids))), []).append((number, first, search))
-        first += count
+            end = first + sum(map(len, step.rows))
+            result[number] = _diverse(step, values[first:end].tolist(), ids[first:end].tolist())
+        else:
+            search, end = step.searches[0], first + len(step.rows[0])
+            keep = search.num_candidates(len(step.group.end_ids))
+            shapes.setdefault((end - first, keep), []).append((number, first, search))
+        first = end
     for (count, keep), members in shapes.items():
         at = torch.tensor([range(first, first + count) for _, first, _ in members])
         so_far = torch.tensor([search.logprobs[:count] for _, _, search in members])
@@ -107,9 +103,9 @@ def _diverse(step: BeamStep, values: list[list[float]], ids: list[list[int]]) ->
         ]
         first += len(rows)
         candidates.sort(key=lambda candidate: -candidate.logprob)
-        result.append(candidates[: search.num_candidates(len(step.end_ids))])
+        result.append(candidates[: search.num_candidates(len(step.group.end_ids))])
         if not search.done:
-            living = [c for c in result[-1] if c.token_id not in step.end_ids][: search.width]
+            living = [c for c in result[-1] if c.token_id not in step.group.end_ids][: search.width]
             chosen.update(candidate.token_id for candidate in living)
     return result
 
@@ -127,7 +123,5 @@ def token_logprobs(logits: Tensor, wanted: SequenceOf[tuple[int, int]], count: i
         most = logits.shape[1] if count < 0 else min(count, logits.shape[1])
         values, ids = (found.tolist() for found in kernels.top_log_probabilities(chosen, most))
         tops = [tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)]
-    return [
-        TokenLogprobs(token_id, logprob, top)
-        for (_, token_id), logprob, top in zip(wanted, picked.tolist(), tops, strict=True)
-    ]
+    found = zip(wanted, picked.tolist(), tops, strict=True)
+    return [TokenLogprobs(token_id, logprob, top) for (_, token_id), logprob, top in found]

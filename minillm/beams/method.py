@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from minillm.beams.candidates import BeamStep, beam_candidates, token_logprobs
 from minillm.beams.search import BeamSearch, Candidate
@@ -17,9 +18,6 @@ from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
 from minillm.params import BeamSearchParams
 from minillm.sequence import Chunk, Sequence, SequenceGroup, Stage
 from minillm.text.stop import OutputText
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass
@@ -49,18 +47,14 @@ class Beams:
     """The beam searches of all requests; see `minillm.sequence.Method`."""
 
     def __init__(self, requests: Requests) -> None:
-        self._requests = requests
+        self.requests = requests
 
     def begin(self, group: SequenceGroup) -> None:
-        params, tokenizer = group.params, self._requests.tokenizer
+        params, tokenizer = group.params, self.requests.tokenizer
         assert isinstance(params, BeamSearchParams)
-        width = params.beam_width // params.num_beam_groups
-        group.state = BeamState(
-            [
-                BeamSearch(width, params.length_penalty, params.early_stopping, group.max_tokens)
-                for _ in range(params.num_beam_groups)
-            ]
-        )
+        options = params.length_penalty, params.early_stopping, group.max_tokens
+        width, count = params.beam_width // params.num_beam_groups, params.num_beam_groups
+        group.state = BeamState([BeamSearch(width, *options) for _ in range(count)])
         if params.stop and tokenizer is not None:
             detokenizer = tokenizer.detokenizer(group.sequences[0].token_ids)
             group.sequences[0].text = OutputText(detokenizer, tuple(params.stop), params.min_tokens)
@@ -77,57 +71,34 @@ class Beams:
 
     def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
         if group.state.beams:  # otherwise the first step of the search makes the other beams
-            self._requests.fork_prompt(group, leader)
+            self.requests.fork_prompt(group, leader)
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Searches:
-        rows: dict[int, dict[int, int]] = {}
-        groups = {id(chunk.group): chunk.group for chunk in chunks}
+        rows: dict[SequenceGroup, dict[int, int]] = {}
         for chunk in chunks:
-            rows.setdefault(id(chunk.group), {})[chunk.sequence.seq_id] = chunk.row
-        return Searches(self, logits, [(group, rows[key]) for key, group in groups.items()])
+            rows.setdefault(chunk.group, {})[chunk.sequence.seq_id] = chunk.row
+        return Searches(self, logits, list(rows.items()))
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
         assert isinstance(group.params, BeamSearchParams)
-        return [
-            self._output(group, index, *entry)
-            for index, entry in enumerate(_best_first(group)[: group.params.n or group.params.beam_width])
-        ]
+        best = _best_first(group)[: group.params.n or group.params.beam_width]
+        return [self._output(group, index, *entry) for index, entry in enumerate(best)]
 
     def _output(
         self, group: SequenceGroup, index: int, score: float, logprob: float, beam: Hypothesis
     ) -> CompletionOutput:
-        return CompletionOutput(
-            index=index,
-            text=self._text(group, beam),
-            token_ids=beam.token_ids,
-            cumulative_logprob=logprob,
-            logprobs=None if group.params.logprobs is None else beam.logprobs,
-            finish_reason=beam.finish_reason,
-            stop_reason=beam.stop_reason,
-            score=score,
-        )
-
-    def _text(self, group: SequenceGroup, beam: Hypothesis) -> str:
-        tokenizer = self._requests.tokenizer
-        if beam.text is not None or tokenizer is None:
-            return "" if beam.text is None else beam.text.text
-        ended = beam.finish_reason == "stop" and beam.token_ids[-1:] and beam.token_ids[-1] in group.end_ids
-        text = OutputText(tokenizer.detokenizer(group.sequences[0].token_ids[: group.num_prompt_tokens]))
-        for token_id in beam.token_ids[:-1] if ended else beam.token_ids:
-            text.push(token_id)
-        text.finish()
-        return text.text
-
-    # --- a step -------------------------------------------------------------------------------------------------------
-
-    def note_nan(self, group: SequenceGroup) -> None:
-        self._requests.note_nan(group)
+        text, tokenizer, ids = beam.text, self.requests.tokenizer, beam.token_ids
+        if text is None and tokenizer is not None:
+            text = OutputText(tokenizer.detokenizer(group.sequences[0].token_ids[: group.num_prompt_tokens]))
+            ended = beam.finish_reason == "stop" and ids[-1:] and ids[-1] in group.end_ids
+            for token_id in ids[:-1] if ended else ids:
+                text.push(token_id)
+            text.finish()
+        logprobs, shown = None if group.params.logprobs is None else beam.logprobs, "" if text is None else text.text
+        return CompletionOutput(index, shown, ids, logprob, logprobs, beam.finish_reason, beam.stop_reason, score)
 
     def advance(
-        self,
-        step: BeamStep,
-        candidates: list[list[Candidate]],
-        logprobs: dict[tuple[int, int], TokenLogprobs],
+        self, step: BeamStep, candidates: list[list[Candidate]], logprobs: dict[tuple[int, int], TokenLogprobs]
     ) -> list[Delta]:
         """Choose the beams that live on, and fork, append and free accordingly. No K or V moves.
 
@@ -139,21 +110,18 @@ class Beams:
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = time.monotonic()
         choices = [_Choice(group, rows, beams, logprobs) for rows, beams in zip(step.rows, step.beams, strict=True)]
-        survivors = [
-            [] if search.done else search.advance(each, choice.ends, choice.hypothesis)
-            for search, each, choice in zip(state.searches, candidates, choices, strict=True)
-        ]
+        searching = zip(state.searches, candidates, choices, strict=True)
+        survivors = [[] if s.done else s.advance(each, choice.ends, choice.hypothesis) for s, each, choice in searching]
         if state.done:
             for sequence in group.sequences:
-                self._requests.end_sequence(group, sequence, "stop")
+                self.requests.end_sequence(group, sequence, "stop")
         else:
             self._replace_beams(group, choices, survivors)
         if not group.streamed:
             return []
         best = self._output(group, 0, *max(_best_first(group), key=lambda entry: entry[0]))
-        return [
-            Delta(group.request_id, 0, best.text, best.token_ids, best.finish_reason, best.stop_reason, replaces=True)
-        ]
+        ended = best.finish_reason, best.stop_reason
+        return [Delta(group.request_id, 0, best.text, best.token_ids, *ended, replaces=True)]
 
     def _replace_beams(self, group: SequenceGroup, choices: list[_Choice], survivors: list[list[Candidate]]) -> None:
         taken: set[int] = set()
@@ -162,45 +130,40 @@ class Beams:
         for choice, chosen in zip(choices, survivors, strict=True):
             beams.append([])
             for candidate in chosen:
-                parent = choice.beams[candidate.beam]
-                sequence = self._fork(parent) if parent.seq_id in taken else parent
+                sequence = parent = choice.beams[candidate.beam]
+                if parent.seq_id in taken:
+                    sequence = self.requests.fork(parent, len(parent.token_ids))
+                    sequence.logprobs = parent.logprobs.copy()
                 taken.add(parent.seq_id)
                 beams[-1].append(sequence)
                 grown.append((sequence, choice, candidate))
         for sequence in group.sequences:
             if sequence.seq_id not in taken:
-                self._requests.scheduler.free(sequence)
+                self.requests.scheduler.free(sequence)
         # Only now: a parent's history must be copied before it grows.
         for index, (sequence, choice, candidate) in enumerate(grown):
             sequence.index = index
             if choice.has_text:
                 sequence.text = choice.text(candidate)
             sequence.token_ids.append(candidate.token_id)
-            if choice.logprobs and (token := choice.token(candidate)) is not None:
-                sequence.logprobs.append(token)
+            if choice.logprobs:
+                sequence.logprobs += choice.token(candidate)
         group.state.beams, group.stage = beams, Stage.SPLIT
         group.sequences = [sequence for sequence, _, _ in grown]
 
-    def _fork(self, parent: Sequence) -> Sequence:
-        child = self._requests.fork(parent, len(parent.token_ids))
-        child.logprobs = parent.logprobs.copy()
-        return child
 
-
+@dataclass
 class _Choice:
     """One search at one step: the rows of logits and the sequences of its beams, and properties of its candidates."""
 
-    def __init__(
-        self,
-        group: SequenceGroup,
-        rows: list[int],
-        beams: list[Sequence],
-        logprobs: dict[tuple[int, int], TokenLogprobs],
-    ) -> None:
-        self.group, self.rows, self.beams, self.logprobs = group, rows, beams, logprobs
-        self.end_ids = group.end_ids
-        self.has_text = beams[0].text is not None
-        self.texts: dict[tuple[int, int], OutputText] = {}  # by beam and token
+    group: SequenceGroup
+    rows: list[int]
+    beams: list[Sequence]
+    logprobs: dict[tuple[int, int], TokenLogprobs]
+    texts: dict[tuple[int, int], OutputText] = field(default_factory=dict)  # by beam and token
+
+    def __post_init__(self) -> None:
+        self.end_ids, self.has_text = self.group.end_ids, self.beams[0].text is not None
 
     def text(self, candidate: Candidate) -> OutputText | None:
         """The text of a continuation, where the request has stop strings."""
@@ -210,12 +173,13 @@ class _Choice:
         key = candidate.beam, candidate.token_id
         if key not in self.texts:
             self.texts[key] = before.copy()
-            if candidate.token_id not in self.group.end_ids:
+            if candidate.token_id not in self.end_ids:
                 self.texts[key].push(candidate.token_id)
         return self.texts[key]
 
-    def token(self, candidate: Candidate) -> TokenLogprobs | None:
-        return self.logprobs.get((self.rows[candidate.beam], candidate.token_id))
+    def token(self, candidate: Candidate) -> list[TokenLogprobs]:
+        found = self.logprobs.get((self.rows[candidate.beam], candidate.token_id))
+        return [] if found is None else [found]
 
     def ends(self, candidate: Candidate) -> bool:
         """Whether an end token or a stop string completes a continuation."""
@@ -226,20 +190,16 @@ class _Choice:
 
     def hypothesis(self, candidate: Candidate) -> Hypothesis:
         """A continuation that has ended, at its last token or because it is as long as it may be."""
-        beam, text, token = self.beams[candidate.beam], self.text(candidate), self.token(candidate)
+        beam, text, token_id = self.beams[candidate.beam], self.text(candidate), candidate.token_id
         stop_reason: str | int | None = None
         if text is not None:
             text.finish()
             stop_reason = text.matched
-        if candidate.token_id in tuple(self.group.params.stop_token_ids):
-            stop_reason = candidate.token_id
-        return Hypothesis(
-            [*beam.output_token_ids, candidate.token_id],
-            [*beam.logprobs, *([] if token is None else [token])],
-            text,
-            "stop" if self.ends(candidate) else "length",
-            stop_reason,
-        )
+        if token_id in tuple(self.group.params.stop_token_ids):
+            stop_reason = token_id
+        reason: FinishReason = "stop" if self.ends(candidate) else "length"
+        logprobs = beam.logprobs + self.token(candidate)
+        return Hypothesis([*beam.output_token_ids, token_id], logprobs, text, reason, stop_reason)
 
 
 @dataclass(slots=True)
@@ -268,7 +228,7 @@ class Searches:
         deltas = []
         for step, candidates in self.found:
             if any(math.isnan(candidate.logprob) for each in candidates for candidate in each):
-                self.beams.note_nan(step.group)
+                self.beams.requests.note_nan(step.group)
             else:
                 deltas += self.beams.advance(step, candidates, self._logprobs(step, candidates))
         return deltas
@@ -281,12 +241,8 @@ class Searches:
         count = step.group.params.logprobs
         if count is None:
             return {}
-        pairs = [
-            (rows[candidate.beam], candidate.token_id)
-            for rows, each in zip(step.rows, candidates, strict=True)
-            for candidate in each
-        ]
-        wanted = list(dict.fromkeys(pairs))
+        found = ((rows, each) for rows, beams in zip(step.rows, candidates, strict=True) for each in beams)
+        wanted = list(dict.fromkeys((rows[each.beam], each.token_id) for rows, each in found))
         return dict(zip(wanted, token_logprobs(self.logits, wanted, count), strict=True))
 
 

@@ -26,7 +26,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Finished(Generic[Beam]):
-    """A finished beam: whatever the caller keeps of it, and its score."""
+    """A finished beam: the caller's record of it, and its score."""
 
     score: float
     logprob: float
@@ -51,10 +51,7 @@ class BeamSearch(Generic[Beam]):
         return max(2, 1 + num_end_tokens) * self.width
 
     def advance(
-        self,
-        candidates: Sequence[Candidate],
-        ends: Callable[[Candidate], bool],
-        keep: Callable[[Candidate], Beam],
+        self, candidates: Sequence[Candidate], ends: Callable[[Candidate], bool], keep: Callable[[Candidate], Beam]
     ) -> list[Candidate]:
         """Take a step.
 
@@ -75,8 +72,7 @@ class BeamSearch(Generic[Beam]):
                 break
             if full or ends(candidate):
                 if rank < self.width:
-                    score = candidate.logprob / self.num_tokens**self.length_penalty
-                    self._finish(score, candidate, keep)
+                    self._finish(candidate, keep)
             else:
                 all_end = False
                 if len(running) < self.width:
@@ -85,7 +81,8 @@ class BeamSearch(Generic[Beam]):
         self.done = all_end or self._cannot_improve()
         return [] if self.done else running
 
-    def _finish(self, score: float, candidate: Candidate, keep: Callable[[Candidate], Beam]) -> None:
+    def _finish(self, candidate: Candidate, keep: Callable[[Candidate], Beam]) -> None:
+        score = candidate.logprob / self.num_tokens**self.length_penalty
         if len(self.finished) == self.width and score <= self.finished[-1].score:
             return
         self.finished.append(Finished(score, candidate.logprob, keep(candidate)))
@@ -93,10 +90,8 @@ class BeamSearch(Generic[Beam]):
         del self.finished[self.width :]
 
     def _cannot_improve(self) -> bool:
-        if len(self.finished) < self.width:
-            return False
-        if self.early_stopping is True:
-            return True
+        if len(self.finished) < self.width or self.early_stopping is True:
+            return len(self.finished) == self.width
         longest = self.early_stopping == "never" and self.length_penalty > 0
         length = self.max_tokens if longest else self.num_tokens
         return self.logprobs[0] / length**self.length_penalty <= self.finished[-1].score

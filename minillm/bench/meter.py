@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from minillm.engine.engine import Engine
-from minillm.runner.step import StepWork
+from minillm.runner.step import StepObserver, StepWork
 
 _COLD_BYTES = 400 << 20  # several times the largest L2
 
@@ -97,7 +97,7 @@ class Ceilings:
 
 
 @dataclass
-class Meter:
+class Meter(StepObserver):
     """Sums over the steps of a run."""
 
     engine: Engine

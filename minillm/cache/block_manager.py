@@ -1,8 +1,7 @@
 """The block manager: who holds which block of the KV cache. Its verbs are fork, append and free.
 
-The KV cache is a pool of fixed-size blocks, a sequence's context is a table of block ids, and blocks are counted by
-the tables that hold them (PagedAttention, Kwon et al. 2023), the way an operating system shares pages between
-processes after ``fork``:
+A sequence's context is a table of block ids, and blocks are counted by the tables that hold them (PagedAttention, Kwon
+et al. 2023), the way an operating system shares pages between processes after ``fork``:
 
 - **fork** shares: the child's table lists the parent's blocks, no bytes move.
 - **append** makes room for more tokens. A last block that others hold too is not written: a fresh one takes its place
@@ -10,8 +9,6 @@ processes after ``fork``:
 - **free** drops a table; a block that no table holds is free again, or, if it is full and its tokens are known, cached:
   found by the next prompt that begins alike (`prefix_cache.py`), until it is needed for something else. The longest
   unused block goes first, and of a table its tail.
-
-Plain Python, no tensor: it says what the device has to copy (`take_copies`) and never launches anything.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from dataclasses import dataclass, field
 
 from minillm.cache.events import CacheEvent, Subscriber
 from minillm.cache.free_blocks import FreeBlocks
-from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache, PrefixEntry
+from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache
 
 
 class OutOfBlocks(Exception):
@@ -53,8 +50,7 @@ class BlockManager:
     """Reference-counted blocks ``0 … num_blocks - 1`` of ``block_size`` token slots each."""
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = False) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.ref_counts = [0] * num_blocks
         self.tables: dict[int, BlockTable] = {}
         self.subscribers: list[Subscriber] = []
@@ -69,19 +65,10 @@ class BlockManager:
         self._copies: dict[int, int] = {}  # destination -> source, recorded and not yet taken
         self._copy_sources: dict[int, int] = {}  # block -> how many recorded copies still read it
 
-    # --- the three verbs ----------------------------------------------------------------------------------------------
-
     def allocate(
-        self,
-        seq_id: int,
-        token_ids: Sequence[int] = (),
-        salt: str | None = None,
-        prefix: CachedPrefix | None = None,
+        self, seq_id: int, token_ids: Sequence[int] = (), salt: str | None = None, prefix: CachedPrefix | None = None
     ) -> BlockTable:
-        """A table for a new sequence: a fork of what the cache holds of ``token_ids``, of nothing otherwise.
-
-        The table then has ``num_tokens`` tokens whose K and V are there already: full blocks only, and never all of
-        ``token_ids``, for the last one's logits are needed.
+        """Make a table for a new sequence. It begins with what the cache holds of ``token_ids``.
 
         Args:
             prefix: what `find_cached` found of them, if nothing has changed since.
@@ -104,17 +91,16 @@ class BlockManager:
             self.num_hit_tokens += table.num_tokens
             self.num_looked_up_tokens += len(token_ids)
             if table.blocks and self.subscribers:
-                self._emit(CacheEvent("hit", seq_id, tuple(table.blocks)))
+                self.emit(CacheEvent("hit", seq_id, tuple(table.blocks)))
         self.tables[seq_id] = table
         return table
 
     def fork(self, parent: BlockTable, child_id: int, num_tokens: int | None = None) -> BlockTable:
-        """A table for ``child_id`` that shares the blocks of ``parent``'s first ``num_tokens`` tokens (all by default).
+        """Make a table that shares the blocks of ``parent``'s first ``num_tokens`` tokens (all by default).
 
         Rolling a sequence back is a fork at an earlier token, and a free of the original.
         """
-        if num_tokens is None:
-            num_tokens = parent.num_tokens
+        num_tokens = parent.num_tokens if num_tokens is None else num_tokens
         if not 0 <= num_tokens <= parent.num_tokens:
             raise ValueError(f"fork at token {num_tokens} of a sequence of {parent.num_tokens}")
         child = self.allocate(child_id)
@@ -126,11 +112,11 @@ class BlockManager:
         for block in child.blocks:
             self.ref_counts[block] += 1
         if self.subscribers:
-            self._emit(CacheEvent("fork", child_id, tuple(child.blocks), parent.seq_id))
+            self.emit(CacheEvent("fork", child_id, tuple(child.blocks), parent.seq_id))
         return child
 
     def append(self, table: BlockTable, count: int) -> None:
-        """Room for ``count`` more tokens at the end of ``table``.
+        """Make room for ``count`` more tokens at the end of ``table``.
 
         Raises:
             OutOfBlocks: there is not enough room; nothing has changed.
@@ -150,13 +136,13 @@ class BlockManager:
             if not counts[block]:
                 self._drop(block)
         if self.subscribers:
-            self._emit(CacheEvent("free", table.seq_id, tuple(table.blocks)))
+            self.emit(CacheEvent("free", table.seq_id, tuple(table.blocks)))
         table.blocks, table.num_tokens, table.writable, table.nodes = [], 0, 0, []
 
     # --- the prefix cache ---------------------------------------------------------------------------------------------
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """The K and V of the first ``num_computed`` tokens are there: full blocks of them can be found from now on."""
+        """Make the full blocks of the first ``num_computed`` tokens findable: their K and V are there."""
         size, nodes = self.block_size, table.nodes
         if not self.prefix_caching:
             return
@@ -168,12 +154,8 @@ class BlockManager:
         """Whether no table holds the block, but prompts can still find it."""
         return block in self._cached
 
-    def prefix_entry(self, block: int) -> PrefixEntry | None:
-        """What the prefix cache knows a block by, if it does."""
-        return self.prefixes.entry(block)
-
     def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> CachedPrefix:
-        """What `allocate` would find."""
+        """Look up what `allocate` would find."""
         if not self.prefix_caching:
             return CachedPrefix([], [], 0, 0)
         blocks, nodes = self.prefixes.match(token_ids, salt, len(token_ids) - 1)
@@ -181,7 +163,7 @@ class BlockManager:
         return CachedPrefix(blocks, nodes, len(blocks) * self.block_size, held)
 
     def distrust(self, table: BlockTable) -> None:
-        """What was computed for ``table`` is wrong (NaN, say): nobody may find its blocks."""
+        """Let nobody find the blocks of a table whose K and V are wrong (NaN, say)."""
         for block in table.blocks:
             if block in self.prefixes:
                 self.prefixes.remove(block)
@@ -205,14 +187,6 @@ class BlockManager:
         """Blocks that an append can take now; the cached ones are among them."""
         return len(self._free) + len(self._cached)
 
-    def blocks_needed(self, table: BlockTable, count: int) -> int:
-        """Free blocks that ``append(table, count)`` would take, the copy of a shared last block included."""
-        end = table.num_tokens + count
-        if end <= table.writable:
-            return 0
-        needed = -(-end // self.block_size) - len(table.blocks)
-        return needed + (count > 0 and self._tail_is_shared(table))
-
     def take_copies(self) -> list[tuple[int, int]]:
         """The (source, destination) copies recorded since the last call.
 
@@ -220,8 +194,7 @@ class BlockManager:
         handed out again even where no table holds it any more.
         """
         copies = [(source, destination) for destination, source in self._copies.items()]
-        self._copies.clear()
-        sources, self._copy_sources = self._copy_sources, {}
+        sources, self._copies, self._copy_sources = self._copy_sources, {}, {}
         for source in sources:
             if not self.ref_counts[source]:
                 self._release(source)
@@ -231,19 +204,15 @@ class BlockManager:
         """The block whose content ``block`` has on the device now: another one, while its copy waits to be taken."""
         return self._copies.get(block, block)
 
-    # --- inside -------------------------------------------------------------------------------------------------------
-
-    def _tail_is_shared(self, table: BlockTable) -> bool:
-        return bool(table.num_tokens % self.block_size) and self.ref_counts[table.blocks[-1]] > 1
-
     def _grow(self, table: BlockTable, end: int) -> None:
-        shared = self._tail_is_shared(table)
+        partly_filled = table.num_tokens % self.block_size > 0
+        shared = partly_filled and self.ref_counts[table.blocks[-1]] > 1
         fresh = -(-end // self.block_size) - len(table.blocks)
         if fresh + shared > self.num_free:
             raise OutOfBlocks(f"needs {fresh + shared} blocks, {self.num_free} are free")
         if shared:
             self._copy_on_write(table)
-        elif table.num_tokens % self.block_size and table.blocks[-1] in self.prefixes:
+        elif partly_filled and table.blocks[-1] in self.prefixes:
             self.prefixes.remove(table.blocks[-1])  # its last owner, forked at an earlier token, writes to it
         if fresh > 0:
             taken = self._take(fresh, table.blocks[-1] if table.blocks else None)
@@ -251,7 +220,7 @@ class BlockManager:
                 self.ref_counts[block] = 1
             table.blocks += taken
             if self.subscribers:
-                self._emit(CacheEvent("allocate", table.seq_id, tuple(taken)))
+                self.emit(CacheEvent("allocate", table.seq_id, tuple(taken)))
         table.writable = len(table.blocks) * self.block_size
 
     def _take(self, count: int, after: int | None) -> list[int]:
@@ -267,12 +236,11 @@ class BlockManager:
         self._free.put(block)
         self.num_evictions += 1
         if self.subscribers:
-            self._emit(CacheEvent("evict", -1, (block,)))
+            self.emit(CacheEvent("evict", -1, (block,)))
 
     def _copy_on_write(self, table: BlockTable) -> None:
         source = table.blocks[-1]
-        # Where the source itself still waits for its copy, its content is that of the first source.
-        origin = self._copies.get(source, source)
+        origin = self.content_of(source)
         destination = self._take(1, table.blocks[-2] if len(table.blocks) > 1 else None)[0]
         self.ref_counts[source] -= 1
         self.ref_counts[destination] = 1
@@ -281,7 +249,7 @@ class BlockManager:
         self._copy_sources[origin] = self._copy_sources.get(origin, 0) + 1
         self.num_copies += 1
         if self.subscribers:
-            self._emit(CacheEvent("copy", table.seq_id, (source, destination)))
+            self.emit(CacheEvent("copy", table.seq_id, (source, destination)))
 
     def _drop(self, block: int) -> None:
         """No table holds the block any more."""
@@ -302,6 +270,6 @@ class BlockManager:
         else:
             self._free.put(block)
 
-    def _emit(self, event: CacheEvent) -> None:
+    def emit(self, event: CacheEvent) -> None:
         for subscriber in self.subscribers:
             subscriber(event)

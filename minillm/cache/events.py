@@ -1,7 +1,4 @@
-"""What happened to the cache, as data: the chat app draws it, tests replay it.
-
-A subscriber is a plain callable. With none, no event object is made.
-"""
+"""Changes of the cache, as data: the chat app draws them, tests replay them."""
 
 from __future__ import annotations
 

@@ -25,9 +25,6 @@ class FreeBlocks:
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, block: int) -> bool:
-        return bool(self._is_free[block])
-
     def take(self, count: int, after: int | None = None) -> list[int]:
         """``count`` free blocks, from ``after + 1`` on if that is free, in as few runs as it finds.
 
@@ -47,7 +44,7 @@ class FreeBlocks:
         return taken
 
     def put(self, block: int) -> None:
-        """Give one block back. Giving back a free block is a defect of the caller."""
+        """Give one block back."""
         if self._is_free[block]:
             raise AssertionError(f"block {block} is freed twice")
         self._is_free[block] = 1

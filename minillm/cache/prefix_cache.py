@@ -1,9 +1,8 @@
-"""Which full blocks hold which tokens: what makes a prompt's beginning free where it was computed before.
+"""Which full blocks hold which tokens: a prompt's beginning costs nothing where it was computed before.
 
 A block is found by the tokens in it and by the block before it, all the way back to the first: a chain. Each link is a
 node with a number of its own, and the key of a block is (node before it, its tokens). Python's dictionary compares keys
-that hash alike, so two chains are taken for one only if every token is the same: a collision costs a comparison and
-never gives a wrong answer. (vLLM's chain of hashes, Kwon et al. 2023, with the tokens in place of their hash.)
+that hash alike: a collision never gives a wrong answer. (vLLM's chain of hashes, Kwon et al. 2023, without the hash.)
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class PrefixEntry:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """What the cache holds of a prompt at this moment, from its beginning."""
+    """The blocks that hold the beginning of a prompt at this moment."""
 
     blocks: list[int]
     nodes: list[Node]  # of these blocks
@@ -34,7 +33,7 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """The index. It neither owns nor counts blocks: the block manager says what becomes findable and what is gone."""
+    """The index. It neither owns nor counts blocks: the block manager says which are findable and which are gone."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -44,9 +43,6 @@ class PrefixCache:
 
     def __contains__(self, block: int) -> bool:
         return block in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def after(self, node: Node) -> Iterator[tuple[int, ...]]:
         """The tokens of every block that can be found after ``node``; looks at all blocks, which takes time."""
@@ -76,11 +72,7 @@ class PrefixCache:
         return blocks, nodes
 
     def add(self, block: int, before: Node, token_ids: Sequence[int]) -> Node:
-        """Make a full block findable after node ``before``.
-
-        Returns:
-            Its node; another block's, if that holds the same already.
-        """
+        """Make a full block findable after node ``before``; returns its node, or that of an equal block."""
         key = (before, tuple(token_ids))
         known = self._blocks.get(key)
         if known is not None:
@@ -92,6 +84,5 @@ class PrefixCache:
         return node
 
     def remove(self, block: int) -> None:
-        """The block's content is about to change: nobody may find it any more."""
-        _, key = self._entries.pop(block)
-        del self._blocks[key]
+        """Let nobody find a block whose content is about to change."""
+        del self._blocks[self._entries.pop(block)[1]]

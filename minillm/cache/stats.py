@@ -1,10 +1,13 @@
-"""Memory figures that count tokens, not promises."""
+"""A look into the books: memory figures in tokens, whether all balances, and why a prompt is cached so far."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minillm.cache.block_manager import BlockManager
+from minillm.cache.runs import common_length
 
 
 @dataclass(frozen=True)
@@ -77,4 +80,72 @@ def pool_stats(manager: BlockManager) -> CacheStats:
         num_evictions=manager.num_evictions,
         num_hit_tokens=manager.num_hit_tokens,
         num_looked_up_tokens=manager.num_looked_up_tokens,
+    )
+
+
+def check(manager: BlockManager) -> None:
+    """Raise AssertionError unless the books balance."""
+    held = Counter(block for table in manager.tables.values() for block in table.blocks)
+    for table in manager.tables.values():
+        assert len(table.blocks) == -(-table.num_tokens // manager.block_size), f"{table} has the wrong length"
+        assert len(set(table.blocks)) == len(table.blocks), f"{table} holds a block twice"
+        if table.num_tokens < table.writable:
+            assert table.blocks, f"{table} is writable without a block"
+            assert manager.ref_counts[table.blocks[-1]] == 1, f"{table} would write to a shared block"
+    assert [held[block] for block in range(manager.num_blocks)] == manager.ref_counts, (
+        "reference counts differ from what the tables hold"
+    )
+    free = {block for start, length in manager._free.runs() for block in range(start, start + length)}
+    assert len(free) == len(manager._free), "the free runs overlap or miscount"
+    for block in range(manager.num_blocks):
+        owned = manager.ref_counts[block] > 0 or block in manager._copy_sources
+        states = owned + (block in free) + (block in manager._cached)
+        assert states == 1, f"block {block} is in {states} of the states owned, free and cached"
+        assert block not in manager._cached or block in manager.prefixes, f"block {block} is cached and cannot be found"
+    for destination, source in manager._copies.items():
+        assert manager.ref_counts[destination] >= 1, f"copy to block {destination}, which nobody holds"
+        assert source in manager._copy_sources, f"copy from block {source}, which may be handed out"
+        assert source not in manager._copies, f"copy from block {source}, which waits for its own copy"
+
+
+@dataclass(frozen=True)
+class PrefixReport:
+    """Why a prompt was found in the prefix cache as far as it was, and no further. Counts are tokens."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int  # in full blocks: a request would not compute them again
+    num_matching_tokens: int  # with the nearest cached prefix; its last block may match only in part
+    expected: int | None  # the cached token at that place, if a cached prefix goes on there
+    found: int | None  # the prompt's token at that place
+
+    def __str__(self) -> str:
+        found = f"{self.num_cached_tokens} of {self.num_prompt_tokens} tokens are cached"
+        if self.found is None:
+            return f"{found}; the whole prompt matches"
+        if self.expected is None:
+            return f"{found}; no cached prefix goes on after token {self.num_matching_tokens}"
+        return (
+            f"{found}; the nearest cached prefix matches {self.num_matching_tokens}, and then has token "
+            f"{self.expected} where the prompt has {self.found}"
+        )
+
+
+def explain_miss(manager: BlockManager, token_ids: Sequence[int], salt: str | None = None) -> PrefixReport:
+    """Compare a prompt with the nearest cached prefix."""
+    size, count, prefixes = manager.block_size, len(token_ids), manager.prefixes
+    blocks, nodes = prefixes.match(token_ids, salt, count)
+    start = len(blocks) * size
+    rest = tuple(token_ids[start : start + size])
+    best, expected = 0, None
+    for tokens in prefixes.after(nodes[-1] if nodes else salt):
+        same = common_length(tokens, rest)
+        if same > best or expected is None:
+            best, expected = same, tokens[same] if same < len(tokens) else None
+    matching = start + best
+    return PrefixReport(
+        num_prompt_tokens=count,
+        num_cached_tokens=min(start, max(0, count - 1) // size * size),
+        num_matching_tokens=matching,
+        expected=expected if matching < count else None,
+        found=token_ids[matching] if matching < count else None,
     )

@@ -6,12 +6,13 @@ the tables share again what they shared before. Only the books are here; the run
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minillm.cache.block_manager import BlockManager, BlockTable
 from minillm.cache.events import CacheEvent
-from minillm.runs import common_length
+from minillm.cache.runs import common_length
 
 
 @dataclass(slots=True)
@@ -38,8 +39,7 @@ class SwapSpace:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.saved: dict[int, SavedTable] = {}
-        self.num_swapped_out = 0  # blocks, ever
-        self.num_swapped_in = 0
+        self.num_swapped_out = self.num_swapped_in = 0  # blocks, ever
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
 
@@ -67,8 +67,7 @@ class SwapSpace:
             for host in hosts:
                 self._ref_counts[host] += 1
             self.saved[table.seq_id] = SavedTable(table.seq_id, hosts, tokens, table.salt)
-            for subscriber in cache.subscribers:
-                subscriber(CacheEvent("swap_out", table.seq_id, tuple(blocks)))
+            cache.emit(CacheEvent("swap_out", table.seq_id, tuple(blocks)))
             cache.free(table)
         self.num_swapped_out += len(pairs)
         return pairs
@@ -84,8 +83,8 @@ class SwapSpace:
         """Give sequences their tables back. The caller has seen to it that `blocks_needed` are free.
 
         Returns:
-            The tables, and the (host block, device block) pairs to copy before this step's copies on write: those may
-            read what comes back.
+            The tables, and the (host block, device block) pairs to copy before this step's copies on write, which may
+            read them.
         """
         size = cache.block_size
         restored: dict[int, tuple[SavedTable, BlockTable]] = {}
@@ -106,8 +105,7 @@ class SwapSpace:
         loads: dict[int, int] = {}
         for saved, table in restored.values():
             loads.update(zip(table.blocks, saved.blocks, strict=True))
-            for subscriber in cache.subscribers:
-                subscriber(CacheEvent("swap_in", saved.seq_id, tuple(table.blocks)))
+            cache.emit(CacheEvent("swap_in", saved.seq_id, tuple(table.blocks)))
         for seq_id in seq_ids:
             self.discard(seq_id)
         self.num_swapped_in += len(loads)
@@ -123,11 +121,8 @@ class SwapSpace:
 
     def check(self) -> None:
         """Raise AssertionError unless the books balance."""
-        held = [0] * self.num_blocks
-        for saved in self.saved.values():
-            for host in saved.blocks:
-                held[host] += 1
-        assert held == self._ref_counts, "reference counts differ from what the saved tables hold"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a host block is free twice"
-        assert all((host in free) == (not count) for host, count in enumerate(held)), "a host block leaked"
+        held = Counter(host for saved in self.saved.values() for host in saved.blocks)
+        counts = [held[host] for host in range(self.num_blocks)]
+        assert counts == self._ref_counts, "reference counts differ from what the saved tables hold"
+        assert len(set(self._free)) == len(self._free), "a host block is free twice"
+        assert set(self._free) == {host for host, count in enumerate(counts) if not count}, "a host block leaked"

@@ -10,7 +10,7 @@ from typing import Any
 
 from minillm.bench.table import WORKLOADS, ModelOptions, NoOptions, Subject, plain, show, weights, workload
 from minillm.cli.options import Parser, add_declared, add_model_options, engine_options, given
-from minillm.interrupt import import_torch
+from minillm.system import import_torch
 
 
 def add_workloads(bench: Parser) -> None:

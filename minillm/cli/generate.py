@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from minillm.cli.options import beam_options, engine_options, sampling_options
 from minillm.cli.prompt_file import Request, read_requests
 from minillm.errors import MinillmError, UsageError
-from minillm.interrupt import import_torch
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
-from minillm.paths import expanded
 from minillm.progress import GenerationBar, loading_bar, say
+from minillm.system import expanded, import_torch
 from minillm.text.safe import clean, json_line
 from minillm.user_config import UserConfig, read_config
 

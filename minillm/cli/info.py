@@ -10,9 +10,9 @@ import sys
 from typing import Any
 
 import minillm
-from minillm import machine
-from minillm.interrupt import import_torch
+from minillm import system
 from minillm.progress import size
+from minillm.system import import_torch
 
 PACKAGES = ("torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "gguf", "jinja2", "textual")
 
@@ -33,7 +33,7 @@ def collect() -> dict[str, dict[str, Any]]:
     import_torch()
     import torch
 
-    from minillm.paths import cache_dir, config_dir, data_dir
+    from minillm.system import cache_dir, config_dir, data_dir
     from minillm.weights.files import downloaded, size_on_disk
 
     versions = {"minillm": minillm.__version__, "python": sys.version.split()[0]}
@@ -42,10 +42,10 @@ def collect() -> dict[str, dict[str, Any]]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    threads, (available, total) = torch.get_num_threads(), machine.memory()
+    threads, (available, total) = torch.get_num_threads(), system.memory()
     devices: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": f"{machine.processor()}, {threads} thread{'' if threads == 1 else 's'}",
+        "cpu": f"{system.processor()}, {threads} thread{'' if threads == 1 else 's'}",
         "memory": f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free",
         "cuda": torch.version.cuda or "torch is built without CUDA",
     }

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minillm import machine
-from minillm.interrupt import import_torch
+from minillm import system
 from minillm.progress import loading_bar, say, size
+from minillm.system import import_torch
 from minillm.text.safe import clean_line
 from minillm.user_config import read_config
 from minillm.weights.files import ModelFiles, downloaded, find_downloaded, remove, size_on_disk, verify
@@ -26,7 +26,7 @@ _GPU_SHARE, _GPU_BYTES = 1.1, 2e9
 
 def models(arguments: argparse.Namespace) -> int:
     """List the models of weights.toml and the downloaded ones, and which of them this machine can hold."""
-    manifest, memory, gpu = load_manifest(), machine.memory()[1], _gpu_memory()
+    manifest, memory, gpu = load_manifest(), system.memory()[1], _gpu_memory()
     here = {files.name: files for files in downloaded()}
     others = [ModelEntry.unlisted(name) for name in here if name not in manifest.models]
     rows = [_row(entry, here.get(entry.name)) for entry in (*manifest.models.values(), *others)]

@@ -1,4 +1,4 @@
-"""How many blocks a group will need: the arithmetic of admission.
+"""Admission: whether a request suits its model, and how many blocks it will need.
 
 A group is admitted when its prompt fits, and when the peak that it and the running ones are heading for does, too, as
 in LightLLM's router: after the i-th of the running sequences to finish, those that are left hold what they hold now and
@@ -8,9 +8,14 @@ i times as many tokens more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import countOf
 
 from minillm.cache import BlockManager
-from minillm.sequence import SequenceGroup
+from minillm.checks import shown
+from minillm.errors import UsageError
+from minillm.params import Params
+from minillm.sequence import SequenceGroup, Stage
+from minillm.text.tokenizer import Tokenizer
 
 
 def blocks_at_most(group: SequenceGroup, block_size: int) -> int:
@@ -30,7 +35,8 @@ def blocks_to_finish_prompt(group: SequenceGroup, block_size: int) -> int:
 
 def blocks_promised(group: SequenceGroup, block_size: int) -> int:
     """The blocks that a running group still needs to finish its prompt."""
-    if not any(group.num_tokens_to_compute(sequence) > 1 for sequence in group.computing):
+    prompt = group.num_prompt_tokens if group.stage is Stage.PROMPT else 0
+    if all((prompt or sequence.num_tokens) - sequence.num_computed <= 1 for sequence in group.computing):
         return 0
     tables = [sequence.table for sequence in group.sequences if sequence.table is not None]
     held = len(tables[0].blocks) if len(tables) == 1 else len({b for table in tables for b in table.blocks})
@@ -41,9 +47,6 @@ def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: Blo
     """Whether the blocks that the running sequences and those of ``group`` are heading for fit at their peak.
 
     Worst cases rarely come true, so where half of the pool is free the group is admitted in any case.
-
-    Args:
-        num_pinned: blocks that are pinned.
     """
     if not running or 2 * cache.num_free > cache.num_blocks:
         return True
@@ -66,11 +69,7 @@ def peak_fits(group: SequenceGroup, running: Sequence[SequenceGroup], cache: Blo
 def is_being_computed(
     group: SequenceGroup, prompt: list[int], known: int, running: Sequence[SequenceGroup], block_size: int
 ) -> bool:
-    """Whether a running group computes a block right now that ``group`` would have to compute again.
-
-    Args:
-        known: tokens of ``prompt`` that need not be computed.
-    """
+    """Whether a running group computes a block of ``prompt`` right now that lies behind its ``known`` tokens."""
     end = known + block_size
     if end >= len(prompt):
         return False
@@ -84,3 +83,46 @@ def is_being_computed(
         if computing and theirs[known:end] == prompt[known:end] and theirs[:known] == prompt[:known]:
             return True
     return False
+
+
+def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
+    """Raise UsageError unless the prompt can be computed by a model with this vocabulary and context."""
+    if not token_ids:
+        raise UsageError("the prompt is empty; give at least one token of text")
+    # On a GPU an id out of range would destroy the whole context, not only this request. The loop finds the one to
+    # name; the lines above it look at long prompts several times as fast.
+    whole = countOf(map(type, token_ids), int) == len(token_ids)
+    if not whole or min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise UsageError(f"token id {shown(token_id)} in the prompt is not from 0 to {vocab_size - 1}")
+    if len(token_ids) >= max_model_len:
+        found = (
+            f"the prompt has {len(token_ids)} tokens and the context holds {max_model_len}, one of them for the answer"
+        )
+        raise UsageError(f"{found}; shorten the prompt or raise max_model_len")
+
+
+def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """The runs of token ids that must not be generated; a text at the start of a line and within one."""
+    runs: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        if not isinstance(word, str):
+            runs[tuple(word)] = None
+        elif tokenizer is None:
+            raise UsageError("bad_words: this model has no tokenizer; give token ids instead of text")
+        else:
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                runs[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    return tuple(runs)
+
+
+def check_ids(params: Params, bad_words: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
+    """Raise UsageError where parameters name token ids beyond the vocabulary."""
+    for name, ids in (
+        ("logit_bias", params.logit_bias or ()),
+        ("stop_token_ids", params.stop_token_ids),
+        ("bad_words", [token_id for word in bad_words for token_id in word]),
+    ):
+        if any(token_id >= vocab_size for token_id in ids):
+            raise UsageError(f"{name}: token id {max(ids)} is not below the vocabulary's size {vocab_size}")

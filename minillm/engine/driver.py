@@ -1,7 +1,7 @@
 """The driver: runs one engine for several callers, in any number of threads.
 
-There is one loop, `Driver.run`: hand requests in, step, take out the results that are one's own. Everything that waits
-for answers is a view of it. One thread computes at a time, and each takes the results of its own requests.
+Everything that waits for answers is a view of one loop, `Driver.run`. One thread computes at a time, and each takes the
+results of its own requests.
 """
 
 from __future__ import annotations
@@ -9,47 +9,21 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 from minillm.engine.engine import Engine
+from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
-from minillm.interrupt import deferred_interrupt
 from minillm.outputs import Delta, RequestOutput
-from minillm.params import Params
-from minillm.sequence import Sequence, SequenceGroup
+from minillm.sequence import SequenceGroup
+from minillm.system import deferred_interrupt
 from minillm.text.prompts import Prompt, plain_ids
 from minillm.text.tokenizer import Tokenizer
 
 Key = TypeVar("Key")
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt as token ids, and how to go on from it.
-
-    Attributes:
-        prompt: the text that the ids were made of, for the output.
-        parent, hold, salt: see `minillm.engine.engine.Engine.add_request`.
-        streamed: `Driver.run` gives its deltas as well.
-        request_id: by default the driver makes one.
-    """
-
-    token_ids: list[int]
-    params: Params
-    prompt: str | None = None
-    parent: Sequence | None = None
-    hold: bool = False
-    salt: str | None = None
-    streamed: bool = False
-    request_id: str = ""
-
-
-def raise_error(key: object, error: MinillmError) -> NoReturn:
-    """Refuse a request by raising its error: nothing else runs then."""
-    raise error
 
 
 class Driver:
@@ -67,42 +41,26 @@ class Driver:
         with self._lock:
             yield self.engine
 
-    # --- prompts ------------------------------------------------------------------------------------------------------
-
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
-
-        Raises:
-            UsageError: the model has none.
-        """
+        """The model's tokenizer; raises UsageError where it has none."""
         if self.engine.tokenizer is None:
-            raise UsageError(
-                "this model has no tokenizer (no tokenizer.json, or random weights); give token ids instead of text"
-            )
+            why = "this model has no tokenizer (no tokenizer.json, or random weights)"
+            raise UsageError(f"{why}; give token ids instead of text")
         return self.engine.tokenizer
 
     def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """A prompt's ids; only text needs a tokenizer, and has special tokens added.
-
-        Args:
-            parse_special: control tokens that the text spells are control tokens; otherwise they are ordinary text.
-
-        Raises:
-            UsageError: it is no prompt, or text for a model without a tokenizer.
-        """
+        """A prompt's ids (see `minillm.llm.LLM.token_ids`); raises UsageError for text without a tokenizer."""
         if isinstance(prompt, str):
             self.tokenizer.check_length(prompt, self.engine.max_model_len)
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
         return plain_ids(prompt)
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
-
     def run(
         self,
         take: Callable[[int], Iterable[tuple[Key, Callable[[], Request]]]],
         *,
-        refuse: Callable[[Key, MinillmError], RequestOutput] = raise_error,
+        refuse: Callable[[Key, MinillmError], RequestOutput] | None = None,
         added: Callable[[Key, SequenceGroup], object] = lambda key, group: None,
     ) -> Generator[tuple[Key, Delta | RequestOutput], None, None]:
         """Run requests; yields (key, delta) of streamed ones and (key, output) of all, as they come.
@@ -113,7 +71,7 @@ class Driver:
             take: given the number of sequences there is room for, returns requests, each as a key and a function that
                 makes it; none when there will be no more. It is asked when none of its requests is left, and when no
                 request waits for its turn.
-            refuse: makes the output of a request that cannot be made or is not taken, or raises.
+            refuse: makes the output of a request that cannot be made or is not taken; without it, that raises.
             added: told the group of each request that is taken.
         """
         mine: dict[str, Key] = {}
@@ -128,6 +86,8 @@ class Driver:
                         try:
                             group = self._add(make())
                         except MinillmError as error:
+                            if refuse is None:
+                                raise
                             yield key, refuse(key, error)
                         else:
                             mine[group.request_id] = key
@@ -142,8 +102,14 @@ class Driver:
                     yield mine.pop(request_id), self.engine.requests.take(request_id)
                 if mine:
                     self.step()
-        finally:
-            self._abort(mine)
+        finally:  # their blocks are back at once, without another step
+            with self._lock:
+                for request_id in mine:
+                    self.engine.abort(request_id)
+                self.engine.carry_out_aborts()
+                for request_id in mine:
+                    self.engine.requests.finished.pop(request_id, None)
+                    self._deltas.pop(request_id, None)
 
     def step(self) -> list[Delta]:
         """Compute one step of the engine, with ctrl-c held back; returns the deltas that no stream waits for."""
@@ -155,23 +121,9 @@ class Driver:
         return others
 
     def _add(self, request: Request) -> SequenceGroup:
-        request_id = request.request_id or f"request-{next(self._numbers)}"
+        request = replace(request, request_id=request.request_id or f"request-{next(self._numbers)}")
         with self._lock:
-            group = self.engine.add_request(
-                request_id, request.token_ids, request.params,
-                prompt=request.prompt, parent=request.parent, hold=request.hold, salt=request.salt,
-            )  # fmt: skip
-            group.streamed = request.streamed
+            group = self.engine.add(request)
             if request.streamed:
-                self._deltas[request_id] = deque()
+                self._deltas[request.request_id] = deque()
         return group
-
-    def _abort(self, request_ids: Collection[str]) -> None:
-        """Abort requests and wait until their blocks are back, without computing anything."""
-        with self._lock:
-            for request_id in request_ids:
-                self.engine.abort(request_id)
-            self.engine.carry_out_aborts()
-            for request_id in request_ids:
-                self.engine.requests.finished.pop(request_id, None)
-                self._deltas.pop(request_id, None)

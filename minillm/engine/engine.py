@@ -1,12 +1,8 @@
-"""The engine: requests in, tokens out, one step at a time.
-
-    schedule -> run -> launch -> (wait) -> conclude
+"""The engine: requests in, tokens out, one step at a time: schedule -> run -> launch -> (wait) -> conclude.
 
 Where the device keeps drawn tokens itself, the next step is launched before the host waits for this one's: the
 scheduler counts a token that is under way (`Sequence.num_pending`) like any other. A sequence that turns out to have
-ended costs one wasted token then, which is discarded.
-
-One thread drives it. `Engine.abort` alone may be called from any thread; it takes effect at the next step.
+ended costs one wasted token then, which is discarded. One thread drives all but `Engine.abort`.
 """
 
 from __future__ import annotations
@@ -17,21 +13,16 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from minillm.cache import BlockManager
+from torch import Tensor
+
 from minillm.engine.figures import Figures
-from minillm.engine.requests import Requests
-from minillm.engine.scheduler import Scheduler
+from minillm.engine.requests import Request, Requests
 from minillm.outputs import Delta, RequestOutput
 from minillm.params import Params
 from minillm.runner.runner import Runner
-from minillm.sequence import Chunk, Flight, Method, Schedule, Sequence, SequenceGroup, Stage
-from minillm.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from minillm.sequence import Chunk, Flight, Method, Schedule, SequenceGroup, Stage
 
 
 @dataclass(slots=True)
@@ -49,6 +40,10 @@ class Step:
     def may_run_ahead(self) -> bool:
         return bool(self.flights) and all(flight.may_run_ahead for flight in self.flights)
 
+    def discard(self) -> None:
+        for flight in self.flights:
+            flight.discard()
+
 
 class Engine:
     """A model, its pool of blocks and the requests that run on it.
@@ -56,7 +51,7 @@ class Engine:
     Args:
         methods: the way of decoding for each kind of parameters.
         guard: entered around every step; it may turn a failure into another one.
-        on_close: called by `close`, in this order.
+        on_close: called by `close`.
         source: where the weights came from, for people.
         defaults: sampling parameters that the model itself asks for.
     """
@@ -68,59 +63,30 @@ class Engine:
         methods: Mapping[type[Params], Method],
         *,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
-        on_close: SequenceOf[Callable[[], object]] = (),
+        on_close: Callable[[], object] = lambda: None,
         source: str = "",
-        defaults: Mapping[str, Any] = MappingProxyType({}),
+        defaults: Mapping[str, Any] = {},
     ) -> None:
         self.runner, self.requests, self.source, self.defaults = runner, requests, source, defaults
-        self.scheduler: Scheduler = requests.scheduler
-        self.cache: BlockManager = requests.scheduler.cache
+        self.tokenizer, self.max_model_len = requests.tokenizer, requests.max_model_len
+        self.scheduler, self.cache = requests.scheduler, requests.scheduler.cache
         self.figures = Figures(self.scheduler)
         self._methods, self._guard, self._on_close = methods, guard, on_close
         self._aborts: deque[str] = deque()
         self._under_way: Step | None = None
         self._undelivered: list[Delta] = []  # where a failure came between
 
-    # --- requests -----------------------------------------------------------------------------------------------------
-
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self.scheduler.waiting or self.scheduler.running)
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.requests.tokenizer
+    def add(self, request: Request) -> SequenceGroup:
+        """Queue a request; raises UsageError for a bad prompt or an id in use, CapacityError if it can never fit."""
+        return self.requests.add(request, self._methods[type(request.params)])
 
-    @property
-    def max_model_len(self) -> int:
-        return self.requests.max_model_len
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: SequenceOf[int],
-        params: Params,
-        *,
-        prompt: str | None = None,
-        parent: Sequence | None = None,
-        hold: bool = False,
-        salt: str | None = None,
-    ) -> SequenceGroup:
-        """Queue a request.
-
-        Args:
-            parent: an idle sequence; the beginning that the prompt has in common with it is not computed again.
-            hold: keep the completions' blocks when they end: the sequences become idle and can be parents.
-            salt: only requests of the same salt find each other's blocks in the prefix cache.
-
-        Raises:
-            UsageError: bad prompt, or ``request_id`` is running already.
-            CapacityError: the request could never fit.
-        """
-        return self.requests.add(
-            request_id, prompt_token_ids, params, self._methods[type(params)],
-            prompt=prompt, parent=parent, hold=hold, salt=salt,
-        )  # fmt: skip
+    def add_request(self, request_id: str, token_ids: SequenceOf[int], params: Params, **options: Any) -> SequenceGroup:
+        """`add`, given the fields of a `Request`."""
+        return self.add(Request(token_ids, params, request_id=request_id, **options))
 
     def abort(self, request_id: str) -> None:
         """End a request at the next step, wherever it is, and keep its output so far. Any thread may call this."""
@@ -128,11 +94,8 @@ class Engine:
 
     def carry_out_aborts(self) -> list[Delta]:
         """End the requests that `abort` named, without computing anything."""
-        named: dict[str, None] = {}
-        while self._aborts:
-            named[self._aborts.popleft()] = None
-        groups = [group for name in named if (group := self.requests.groups.get(name)) is not None]
-        return self.requests.end(groups) if groups else []
+        names = dict.fromkeys(self._aborts.popleft() for _ in range(len(self._aborts)))
+        return self.requests.end([self.requests.groups[name] for name in names if name in self.requests.groups])
 
     def take_finished(self) -> list[RequestOutput]:
         """The requests that have finished since the last call, in the order in which they did."""
@@ -140,10 +103,7 @@ class Engine:
 
     def close(self) -> None:
         """Let go of everything that would outlive the engine; nothing can be computed after that."""
-        for end in self._on_close:
-            end()
-
-    # --- the step -----------------------------------------------------------------------------------------------------
+        self._on_close()
 
     def step(self) -> list[Delta]:
         """Compute one step, and perhaps launch the next; returns what it added to each completion.
@@ -158,7 +118,7 @@ class Engine:
             if step is None or not step.is_wanted:
                 step = self._launch()
             if step is None:
-                assert not self.scheduler.has_work, "no progress: there is work, and nothing of it can run"
+                assert not self.has_work, "no progress: there is work, and nothing of it can run"
                 return deltas
             try:
                 deltas += self._advance(step)
@@ -181,14 +141,14 @@ class Engine:
         except Exception as error:
             for each in (step, self._under_way):
                 if each is not None:
-                    self._fail_step(each, f"{type(error).__name__}: {error}")
+                    self._fail_step(each, error)
             self._under_way = None
             raise
         if failure is not None:
             self._undelivered = deltas
             raise failure
         if self._under_way is not None and not self._under_way.is_wanted:
-            self._discard(self._under_way)
+            self._under_way.discard()
             self._under_way = None
         return deltas
 
@@ -206,7 +166,7 @@ class Engine:
             self.note_computed(schedule)
             self.launch_flights(step, logits, sampled)
         except Exception as error:
-            self._fail_step(step, f"{type(error).__name__}: {error}")
+            self._fail_step(step, error)
             raise
         self.figures.device_seconds += time.monotonic() - began
         return step
@@ -249,28 +209,22 @@ class Engine:
             groups += flight.groups
             deltas += flight.conclude()
         running = [group for group in groups if group.request_id in self.requests.groups]
-        broken = [group for group in running if group.error is not None]
-        if broken:
-            deltas += self.requests.end(broken)
-        ended = [group for group in running if group.finished and group not in broken]
-        if ended:
-            self.requests.retire(ended)
+        deltas += self.requests.end([group for group in running if group.error is not None])
+        self.requests.retire([group for group in running if group.error is None and group.finished])
         return deltas
 
-    def _fail_step(self, step: Step, error: str) -> None:
-        """The device failed: end every request that was part of the step."""
-        self._discard(step)
+    def _fail_step(self, step: Step, error: Exception) -> None:
+        """End every request that was part of a step in which the device failed."""
+        step.discard()
         self.runner.forget()
+        groups: dict[str, SequenceGroup] = {}
         for chunk in step.schedule.chunks:
             if chunk.sequence.table is not None:
                 self.cache.distrust(chunk.sequence.table)
-        for group in {id(chunk.group): chunk.group for chunk in step.schedule.chunks}.values():
-            if group.request_id in self.requests.groups:
-                self.requests.fail(group, error)
+            if chunk.group.request_id in self.requests.groups:
+                groups[chunk.group.request_id] = chunk.group
+                chunk.group.error = f"{type(error).__name__}: {error}"
+        self.requests.end(list(groups.values()))
         for group in step.schedule.preempted:
             if group.stage is Stage.SAVED:
                 self.scheduler.preemption.start_over(group)  # how much of it reached the host is unknown
-
-    def _discard(self, step: Step) -> None:
-        for flight in step.flights:
-            flight.discard()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from minillm.engine.admission import blocks_at_most
-from minillm.engine.driver import Driver, Request
-from minillm.errors import MinillmError
+from minillm.engine.driver import Driver
+from minillm.engine.requests import Request
+from minillm.errors import CapacityError, MinillmError
 from minillm.outputs import RequestOutput
 from minillm.sequence import Sequence, SequenceGroup
 
@@ -15,25 +16,20 @@ def hold(driver: Driver, requests: list[Request]) -> list[tuple[Sequence, Reques
     Raises:
         MinillmError: one of them failed; nothing stays then.
     """
-    sequences: dict[int, Sequence] = {}
+    groups: dict[int, SequenceGroup] = {}
     outputs: dict[int, RequestOutput] = {}
     jobs = iter([[(number, lambda each=each: each) for number, each in enumerate(requests)]])
-
-    def note(number: int, group: SequenceGroup) -> None:
-        sequences[number] = group.sequences[0]
-
     try:
-        for number, result in driver.run(lambda room: next(jobs, []), added=note):
-            if not isinstance(result, RequestOutput):
-                continue
+        for number, result in driver.run(lambda room: next(jobs, []), added=groups.__setitem__):
+            assert isinstance(result, RequestOutput), "nothing is streamed"
             if result.error is not None:
                 raise MinillmError(result.error)
             outputs[number] = result
     except BaseException:
-        for sequence in sequences.values():
-            release(driver, sequence)
+        for group in groups.values():
+            release(driver, group.sequences[0])
         raise
-    return [(sequences[number], outputs[number]) for number in range(len(requests))]
+    return [(groups[number].sequences[0], outputs[number]) for number in range(len(requests))]
 
 
 def fork_idle(driver: Driver, sequence: Sequence, num_tokens: int | None = None) -> Sequence:
@@ -55,15 +51,19 @@ def release(driver: Driver, sequence: Sequence) -> None:
 
 
 def pin(driver: Driver, sequence: Sequence) -> None:
-    """Keep an idle sequence's blocks under any load: a system prompt's, say. `unpin` lets it go.
+    """Keep an idle sequence's blocks under any load, a system prompt's, say; see `IdleSequences.pin`.
 
     Raises:
-        CapacityError: more than half of the pool would be pinned, or a request could not run any more.
+        CapacityError: it cannot be pinned; its blocks are free then.
     """
     with driver.locked() as engine:
         scheduler = engine.scheduler
         groups, size = (*scheduler.running, *scheduler.waiting), scheduler.cache.block_size
-        scheduler.idle.pin(sequence, (blocks_at_most(group, size) for group in groups))
+        try:
+            scheduler.idle.pin(sequence, (blocks_at_most(group, size) for group in groups))
+        except CapacityError:
+            scheduler.idle.release(sequence)
+            raise
 
 
 def unpin(driver: Driver, sequence: Sequence) -> None:

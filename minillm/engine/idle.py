@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from minillm.cache import BlockManager
+from minillm.cache.runs import common_length
 from minillm.errors import CapacityError
-from minillm.runs import common_length
 from minillm.sequence import Sequence
 
 
@@ -48,17 +48,15 @@ class IdleSequences:
             CapacityError: more than half of the pool would be pinned, or a request could not run any more.
         """
         total, num_blocks = self.num_pinned_blocks + len(sequence.blocks), self.cache.num_blocks
+        largest, more = max(groups_at_most, default=0), "or start with more blocks"
         if 2 * total > num_blocks:
-            raise CapacityError(
-                f"{total} of {num_blocks} blocks would be pinned, and half of them may be; "
-                "unpin another prefix, or start with more blocks"
-            )
-        largest = max(groups_at_most, default=0)
+            reason = f"{total} of {num_blocks} blocks would be pinned, and half of them may be"
+            raise CapacityError(f"{reason}; unpin another prefix, {more}")
         if largest > num_blocks - total:
-            raise CapacityError(
-                f"{total} blocks would be pinned, and a request that is under way may need {largest} of "
-                f"{num_blocks}; wait until it has finished, or start with more blocks"
+            reason = (
+                f"{total} blocks would be pinned, and a request that is under way may need {largest} of {num_blocks}"
             )
+            raise CapacityError(f"{reason}; wait until it has finished, {more}")
         self.pinned[sequence.seq_id] = self.idle.pop(sequence.seq_id)
 
     def unpin(self, sequence: Sequence) -> None:

@@ -1,7 +1,6 @@
-"""Preemption: a group gives its blocks up, and comes back later.
+"""Preemption: a group gives its blocks up as a whole, and comes back later.
 
-Its blocks move to the host (swap), or are freed and its tokens computed again (recompute); a group goes and comes back
-as a whole.
+Its blocks move to the host (swap), or are freed and its tokens computed again (recompute).
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ class Preemption:
         group.metrics.num_preemptions += 1
         schedule.preempted.append(group)
         holders = [sequence for sequence in group.unfinished if sequence.table is not None]
-        for subscriber in self.cache.subscribers:
-            for sequence in holders:
-                subscriber(CacheEvent("preempt", sequence.seq_id, tuple(sequence.blocks)))
-        tables = [(s.table, s.num_computed) for s in holders if s.table is not None]
-        pairs = self.swap.swap_out(self.cache, tables)
+        for sequence in holders:
+            self.cache.emit(CacheEvent("preempt", sequence.seq_id, tuple(sequence.blocks)))
+        pairs = self.swap.swap_out(self.cache, [(each.own_table, each.num_computed) for each in holders])
         if pairs:
             schedule.moves.out += pairs
             group.stage = Stage.SAVED

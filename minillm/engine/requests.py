@@ -1,12 +1,14 @@
-"""The requests under way: a request becomes a group of sequences, its sequences end, an output leaves."""
+"""A request becomes a group of sequences, its sequences end, an output leaves."""
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from minillm.engine.admissible import bad_word_ids, check_ids, check_prompt
+from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
 from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
@@ -15,42 +17,50 @@ from minillm.sequence import Method, Sequence, SequenceGroup, Stage
 from minillm.text.tokenizer import Tokenizer
 
 
-@dataclass
-class Requests:
-    """All groups that have not ended, and those that have until their outputs are taken.
+@dataclass(frozen=True)
+class Request:
+    """A prompt as token ids, and how to go on from it.
 
-    ``tokenizer`` is None for a model without text (dummy weights): requests are token ids then, and outputs too.
+    Attributes:
+        prompt: the text that the ids were made of, for the output.
+        parent: an idle sequence; the beginning that the prompt has in common with it is not computed again.
+        hold: keep the completions' blocks when they end: the sequences become idle and can be parents.
+        salt: only requests of the same salt find each other's blocks in the prefix cache.
+        streamed: `Driver.run` gives its deltas as well.
+        request_id: by default the driver makes one.
     """
 
+    token_ids: SequenceOf[int]
+    params: Params
+    prompt: str | None = None
+    parent: Sequence | None = None
+    hold: bool = False
+    salt: str | None = None
+    streamed: bool = False
+    request_id: str = ""
+
+
+@dataclass
+class Requests:
+    """All groups that have not ended, and those that have until their outputs are taken."""
+
     scheduler: Scheduler
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None without text (dummy weights): requests are token ids then, and outputs too
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
     longest_plain_prompt: int | None = None  # K of longer prompts depends on their length (dynamic rope scaling)
     groups: dict[str, SequenceGroup] = field(default_factory=dict)
     finished: dict[str, SequenceGroup] = field(default_factory=dict)  # until their outputs are taken
-    _next_seq_id: int = 0
-
-    # --- a request becomes a group ------------------------------------------------------------------------------------
+    _seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
     def check_prompt(self, token_ids: SequenceOf[int]) -> None:
-        """Raise UsageError unless the prompt can be computed by this model."""
+        """Raise UsageError unless this model can compute the prompt."""
         check_prompt(token_ids, self.vocab_size, self.max_model_len)
 
-    def add(
-        self,
-        request_id: str,
-        token_ids: SequenceOf[int],
-        params: Params,
-        method: Method,
-        *,
-        prompt: str | None = None,
-        parent: Sequence | None = None,
-        hold: bool = False,
-        salt: str | None = None,
-    ) -> SequenceGroup:
-        """Make a group and queue it; see `minillm.engine.engine.Engine.add_request`."""
+    def add(self, request: Request, method: Method) -> SequenceGroup:
+        """Make a group and queue it; see `minillm.engine.engine.Engine.add`."""
+        request_id, token_ids, params = request.request_id, request.token_ids, request.params
         if request_id in self.groups:
             raise UsageError(f"request id {request_id!r} is in use; wait until it has finished or choose another")
         self.check_prompt(token_ids)
@@ -64,12 +74,13 @@ class Requests:
             sequences=[Sequence(self.new_seq_id(), list(token_ids), len(token_ids))],
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             stage=Stage.SPLIT if params.num_sequences == 1 else Stage.PROMPT,
-            prompt=prompt,
-            parent=parent,
-            hold=hold,
-            salt=self.salt_for(len(token_ids), salt),
+            prompt=request.prompt,
+            parent=request.parent,
+            hold=request.hold,
+            salt=self.salt_for(len(token_ids), request.salt),
             end_ids=tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}),
             bad_words=bad_words,
+            streamed=request.streamed,
         )
         method.begin(group)
         self.scheduler.add(group)
@@ -83,27 +94,22 @@ class Requests:
         return f"{num_prompt_tokens} tokens {'' if salt is None else salt}"
 
     def new_seq_id(self) -> int:
-        self._next_seq_id += 1
-        return self._next_seq_id - 1
+        return next(self._seq_ids)
 
     def fork(self, parent: Sequence, num_tokens: int) -> Sequence:
         """Another sequence with the first tokens of ``parent`` and a table that shares their blocks."""
-        assert parent.table is not None
         child = Sequence(self.new_seq_id(), parent.token_ids[:num_tokens], parent.num_prompt_tokens)
         child.num_computed = min(num_tokens, parent.num_computed)
-        child.table = self.scheduler.cache.fork(parent.table, child.seq_id, child.num_computed)
+        child.table = self.scheduler.cache.fork(parent.own_table, child.seq_id, child.num_computed)
         return child
 
     def fork_prompt(self, group: SequenceGroup, leader: Sequence) -> None:
         """Share the prompt that ``leader`` has computed with the group's other sequences."""
-        assert leader.table is not None
         for sequence in group.unfinished:
             if sequence is not leader:
                 sequence.num_computed = leader.num_prompt_tokens
-                sequence.table = self.scheduler.cache.fork(leader.table, sequence.seq_id, sequence.num_computed)
+                sequence.table = self.scheduler.cache.fork(leader.own_table, sequence.seq_id, sequence.num_computed)
         group.stage = Stage.SPLIT
-
-    # --- sequences end ------------------------------------------------------------------------------------------------
 
     def end_sequence(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence. Its blocks are free then, or idle if the request holds them."""
@@ -130,14 +136,9 @@ class Requests:
             if sequence.table is not None:
                 self.scheduler.cache.distrust(sequence.table)
 
-    def fail(self, group: SequenceGroup, error: str) -> None:
-        """End a group with an error."""
-        group.error = error
-        self.end([group])
-
     def end(self, groups: SequenceOf[SequenceGroup]) -> list[Delta]:
         """End all unfinished sequences of ``groups`` now, as aborted."""
-        deltas = []
+        deltas: list[Delta] = []
         for group in groups:
             for sequence in group.unfinished:
                 text = "" if sequence.text is None else sequence.text.cut_off()
@@ -148,13 +149,12 @@ class Requests:
 
     def retire(self, groups: SequenceOf[SequenceGroup]) -> None:
         """Free everything that finished groups still hold; their outputs can be taken."""
-        self.scheduler.remove(groups)
+        if groups:
+            self.scheduler.remove(groups)
         for group in groups:
             group.metrics.finished_time = time.monotonic()
             del self.groups[group.request_id]
             self.finished[group.request_id] = group
-
-    # --- an output leaves ---------------------------------------------------------------------------------------------
 
     def take(self, request_id: str) -> RequestOutput:
         """The output of a finished request, once."""

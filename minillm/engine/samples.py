@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from minillm.engine.requests import Requests
 from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
@@ -15,27 +16,18 @@ from minillm.runner.sampler import Drawn
 from minillm.sequence import Chunk, Sequence, SequenceGroup, Stage
 from minillm.text.stop import OutputText
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 _SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
 
 
 class Samples:
-    """The samples of all requests; see `minillm.sequence.Method`.
-
-    Args:
-        seed: of the generator that gives a seed to every request without one.
-    """
+    """The samples of all requests; see `minillm.sequence.Method`. ``seed`` is for requests without one of their own."""
 
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0) -> None:
-        self._requests = requests
-        self._runner = runner
-        self._random = random.Random(seed)
+        self.requests, self._runner, self._random = requests, runner, random.Random(seed)
 
     def begin(self, group: SequenceGroup) -> None:
         assert isinstance(group.params, SamplingParams)
-        sequence, seed, tokenizer = group.sequences[0], group.params.seed, self._requests.tokenizer
+        sequence, seed, tokenizer = group.sequences[0], group.params.seed, self.requests.tokenizer
         sequence.seed = self._random.getrandbits(63) if seed is None else seed
         if tokenizer is not None:
             detokenizer = tokenizer.detokenizer(sequence.token_ids)
@@ -62,17 +54,12 @@ class Samples:
     def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
         for index in range(len(group.sequences), group.params.num_sequences):  # the first time: make the others
             mixed = (leader.seed + index * _SEED_STEP) & ((1 << 64) - 1)
-            group.sequences.append(
-                Sequence(
-                    self._requests.new_seq_id(),
-                    leader.token_ids[: leader.num_prompt_tokens],
-                    leader.num_prompt_tokens,
-                    index=index,
-                    seed=mixed - (1 << 64) if mixed >> 63 else mixed,
-                    text=None if leader.text is None else leader.text.copy(),
-                )
-            )
-        self._requests.fork_prompt(group, leader)
+            prompt = leader.token_ids[: leader.num_prompt_tokens]
+            other = Sequence(self.requests.new_seq_id(), prompt, leader.num_prompt_tokens, index)
+            other.seed = mixed - (1 << 64) if mixed >> 63 else mixed
+            other.text = None if leader.text is None else leader.text.copy()
+            group.sequences.append(other)
+        self.requests.fork_prompt(group, leader)
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Draws:
         draws = []
@@ -80,30 +67,25 @@ class Samples:
             draws.append(chunk)
             if len(chunk.group.sequences) > 1 and chunk.sequence.num_tokens == chunk.sequence.num_prompt_tokens:
                 # The prompt's logits: the others draw their first token from them as well.
-                others = [each for each in chunk.group.unfinished if each is not chunk.sequence]
-                draws += [Chunk(chunk.group, each, 0, False, chunk.row) for each in others]
+                group, leader = chunk.group, chunk.sequence
+                draws += [Chunk(group, each, 0, False, chunk.row) for each in group.unfinished if each is not leader]
         drawn = self._runner.draw(logits, draws)
         for draw in draws:
             draw.sequence.num_pending += 1
         return Draws(self, draws, drawn, drawn.may_run_ahead)
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
-        wants_logprobs = group.params.logprobs is not None
-        return [
-            CompletionOutput(
-                index=sequence.index,
-                text="" if sequence.text is None else sequence.text.text,
-                token_ids=sequence.output_token_ids,
-                cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
-                logprobs=sequence.logprobs if wants_logprobs else None,
-                finish_reason=sequence.finish_reason,
-                stop_reason=sequence.stop_reason,
-            )
-            for sequence in group.sequences
-        ]
+        outputs = []
+        for each in group.sequences:
+            text = "" if each.text is None else each.text.text
+            wanted = group.params.logprobs is not None
+            total, logprobs = (each.cumulative_logprob, each.logprobs) if wanted else (None, None)
+            ids, end = each.output_token_ids, each.finish_reason
+            outputs.append(CompletionOutput(each.index, text, ids, total, logprobs, end, each.stop_reason))
+        return outputs
 
     def append(self, group: SequenceGroup, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Delta:
-        """Add a drawn token to its sequence and end the sequence where the token says so."""
+        """Add a drawn token to its sequence, and end the sequence where the token ends it."""
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = time.monotonic()
         sequence.token_ids.append(token_id)
@@ -127,22 +109,8 @@ class Samples:
             if output.matched is not None:
                 reason, sequence.stop_reason = "stop", output.matched
         if reason is not None:
-            self._requests.end_sequence(group, sequence, reason)
+            self.requests.end_sequence(group, sequence, reason)
         return Delta(group.request_id, sequence.index, text, [token_id], reason, sequence.stop_reason)
-
-    def conclude(self, draws: Draws) -> list[Delta]:
-        """Add a step's tokens to their sequences."""
-        deltas = []
-        for draw, token_id, logprobs, is_nan in zip(draws.chunks, *draws.results, strict=True):
-            group, sequence = draw.group, draw.sequence
-            sequence.num_pending -= 1
-            if sequence.finish_reason is not None:
-                continue
-            if is_nan or group.error is not None:
-                self._requests.note_nan(group)
-            else:
-                deltas.append(self.append(group, sequence, token_id, logprobs))
-        return deltas
 
 
 @dataclass(slots=True)
@@ -167,7 +135,17 @@ class Draws:
         self.results = self.drawn.wait()
 
     def conclude(self) -> list[Delta]:
-        return self.samples.conclude(self)
+        deltas, append = [], self.samples.append
+        for draw, token_id, logprobs, is_nan in zip(self.chunks, *self.results, strict=True):
+            group, sequence = draw.group, draw.sequence
+            sequence.num_pending -= 1
+            if sequence.finish_reason is not None:
+                continue
+            if is_nan or group.error is not None:
+                self.samples.requests.note_nan(group)
+            else:
+                deltas.append(append(group, sequence, token_id, logprobs))
+        return deltas
 
     def discard(self) -> None:
         for chunk in self.chunks:

@@ -1,9 +1,8 @@
 """Which sequences run in the next step.
 
 Continuous batching (Orca, Yu et al. 2022) under one budget of tokens per step: every running sequence that only lacks
-its last token decodes, and what is left of the budget goes to chunks of prompts, first come, first served (chunked
-prefill, Agrawal et al. 2023). When blocks run out, the latest group is preempted as a whole (`preemption`). The oldest
-group is never preempted, so every request finishes. `admission` says which group fits.
+its last token decodes, and the rest of the budget goes to chunks of prompts, first come, first served (chunked prefill,
+Agrawal et al. 2023). When blocks run out, the latest group is preempted, never the oldest: every request finishes.
 """
 
 from __future__ import annotations
@@ -13,14 +12,8 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from minillm.cache import BlockManager, BlockTable, OutOfBlocks, SwapSpace
-from minillm.engine.admission import (
-    blocks_at_most,
-    blocks_promised,
-    blocks_to_finish_prompt,
-    is_being_computed,
-    peak_fits,
-)
+from minillm.cache import BlockManager, OutOfBlocks, SwapSpace
+from minillm.engine import admission as need
 from minillm.engine.idle import IdleSequences, shared_length
 from minillm.engine.preemption import Preemption
 from minillm.errors import CapacityError
@@ -45,10 +38,6 @@ class Scheduler:
         self.preemption = Preemption(self.cache, self.idle, self.swap)
 
     @property
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
-
-    @property
     def num_free_seats(self) -> int:
         """Sequences that could still be computed at a time."""
         return self.max_num_seqs - sum(group.num_seqs for group in self.running)
@@ -64,13 +53,13 @@ class Scheduler:
             raise CapacityError(
                 f"the request needs {n} sequences at a time (n or beam_width), and max_num_seqs is {self.max_num_seqs}"
             )
-        needed, pinned = blocks_at_most(group, size), self.idle.num_pinned_blocks
+        needed, pinned = need.blocks_at_most(group, size), self.idle.num_pinned_blocks
         if needed > self.cache.num_blocks - pinned:
+            kept = f", {pinned} of them pinned" if pinned else ""
             raise CapacityError(
                 f"the request can grow to {needed} blocks of {size} tokens ({group.num_prompt_tokens} prompt tokens, "
-                f"{n} x {group.max_tokens} new ones) and the cache has {self.cache.num_blocks}"
-                + (f", {pinned} of them pinned" if pinned else "")
-                + "; lower max_tokens or n, or start with more blocks"
+                f"{n} x {group.max_tokens} new ones) and the cache has {self.cache.num_blocks}{kept}; "
+                "lower max_tokens or n, or start with more blocks"
             )
         self.waiting.append(group)
 
@@ -80,9 +69,9 @@ class Scheduler:
         behind = self._decode(schedule)
         budget = self._prefill(behind, self._budget(schedule), schedule)
         self._admit_waiting(budget, schedule)
-        if schedule.preempted:
-            schedule.decodes = [chunk for chunk in schedule.decodes if chunk.group not in schedule.preempted]
-            schedule.prefills = [chunk for chunk in schedule.prefills if chunk.group not in schedule.preempted]
+        if gone := set(schedule.preempted):
+            schedule.decodes = [chunk for chunk in schedule.decodes if chunk.group not in gone]
+            schedule.prefills = [chunk for chunk in schedule.prefills if chunk.group not in gone]
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
@@ -99,7 +88,7 @@ class Scheduler:
         return behind
 
     def _budget(self, schedule: Schedule) -> int:
-        """Tokens that the step may compute of prompts."""
+        """Tokens of prompts that the step may compute."""
         budget, decoding = self.max_num_batched_tokens - len(schedule.decodes), len(schedule.decodes)
         if decoding and self.prefill_chunk is not None:
             # Those that decode should not wait long for their next token. All tokens of the step count: a multiple of
@@ -127,7 +116,7 @@ class Scheduler:
             if budget < (group.num_seqs if group.stage is Stage.SAVED else 1):
                 break
             if promised is None:
-                promised = sum(blocks_promised(each, size) for each in self.running)
+                promised = sum(need.blocks_promised(each, size) for each in self.running)
             if not self._admit(group, promised, schedule):
                 break
             self.running.append(self.waiting.popleft())
@@ -136,11 +125,11 @@ class Scheduler:
             for chunk in group.method.due(group):
                 chunk.count = min(chunk.count, budget)
                 if chunk.count > 0:
-                    self.cache.append(_table(chunk.sequence), chunk.count)
+                    self.cache.append(chunk.sequence.own_table, chunk.count)
                     (schedule.decodes if chunk.decodes else schedule.prefills).append(chunk)
                     budget -= chunk.count
             seats -= group.num_seqs
-            promised += blocks_promised(group, size)
+            promised += need.blocks_promised(group, size)
 
     def free(self, sequence: Sequence) -> None:
         """Free a sequence's blocks, wherever they are."""
@@ -152,18 +141,15 @@ class Scheduler:
             for sequence in group.sequences:
                 if sequence.seq_id not in self.idle.idle:
                     self.free(sequence)
-        gone = {id(group) for group in groups}
-        self.running = [group for group in self.running if id(group) not in gone]
-        if any(id(group) in gone for group in self.waiting):
-            self.waiting = deque(group for group in self.waiting if id(group) not in gone)
-
-    # --- room ---------------------------------------------------------------------------------------------------------
+        gone = set(groups)
+        self.running = [group for group in self.running if group not in gone]
+        self.waiting = deque(group for group in self.waiting if group not in gone)
 
     def _make_room(self, chunk: Chunk, schedule: Schedule) -> bool:
         """Append room for a chunk, preempting later groups for it. False where its own group had to go."""
         while True:
             try:
-                self.cache.append(_table(chunk.sequence), chunk.count)
+                self.cache.append(chunk.sequence.own_table, chunk.count)
                 return True
             except OutOfBlocks:
                 if self.idle.evict():
@@ -187,11 +173,14 @@ class Scheduler:
             shared = shared_length(parent, prompt, group.salt)
             cached = self.cache.find_cached(prompt, group.salt)
             known = max(shared, cached.num_tokens)
-            if self.cache.prefix_caching and is_being_computed(group, prompt, known, self.running, size):
+            if self.cache.prefix_caching and need.is_being_computed(group, prompt, known, self.running, size):
                 return False
             saved = shared // size if shared >= cached.num_tokens else cached.num_held
-            needed = blocks_to_finish_prompt(group, size) - saved
-            if needed + promised <= self.cache.num_free and self._peak_fits(group):
+            needed = need.blocks_to_finish_prompt(group, size) - saved
+            if needed + promised <= self.cache.num_free and (
+                self.admission == "optimistic"
+                or need.peak_fits(group, self.running, self.cache, self.idle.num_pinned_blocks)
+            ):
                 break
             if not self.idle.evict(spare=parent):
                 return False
@@ -203,12 +192,3 @@ class Scheduler:
         if not group.metrics.num_preemptions:
             group.num_cached_tokens = sequence.num_computed
         return True
-
-    def _peak_fits(self, group: SequenceGroup) -> bool:
-        pinned = self.idle.num_pinned_blocks
-        return self.admission == "optimistic" or peak_fits(group, self.running, self.cache, pinned)
-
-
-def _table(sequence: Sequence) -> BlockTable:
-    assert sequence.table is not None, f"sequence {sequence.seq_id} runs without a block table"
-    return sequence.table

@@ -19,7 +19,7 @@ from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
 from minillm.runner.device_runner import DeviceRunner, decode_bytes
-from minillm.runner.pool_size import PoolSize, activation_bytes, check_weights_fit, free_bytes, size_pool
+from minillm.runner.pool_size import activation_bytes, check_weights_fit, free_bytes, size_pool
 from minillm.runner.runner import Runner
 from minillm.runner.threads import FreeCores, follows_free_cores
 from minillm.text.tokenizer import Tokenizer
@@ -57,16 +57,15 @@ def describe(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = lambda message: None,
 ) -> Description:
-    def random_tensors(model: ModelConfig) -> Callable[[torch.device], TensorSource]:
-        return lambda device: RandomTensors(model, device, config.seed)
-
-    if config.load_format == "dummy" and name in SHAPES:
-        return Description(SHAPES[name], random_tensors(SHAPES[name]), "random weights", None)
-    files = resolve(name, on_progress=on_progress, on_message=on_message)
-    checkpoint = open_checkpoint(files)
-    model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config, max_model_len=config.max_model_len)
-    if config.load_format == "dummy":
-        return Description(model, random_tensors(model), "random weights", None)
+    dummy = config.load_format == "dummy"
+    if dummy and name in SHAPES:
+        model = SHAPES[name]
+    else:
+        files = resolve(name, on_progress=on_progress, on_message=on_message)
+        checkpoint = open_checkpoint(files)
+        model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config, max_model_len=config.max_model_len)
+    if dummy:
+        return Description(model, lambda device: RandomTensors(model, device, config.seed), "random weights", None)
     tokenizer = Tokenizer.load(checkpoint.tokenizer_source, model.vocab_size)
     return Description(model, lambda device: checkpoint, files.source, tokenizer)
 
@@ -78,13 +77,10 @@ def build_runner(
     ranks: Ranks | None,
     on_progress: OnProgress = ignore_progress,
 ) -> tuple[Runner, Limits]:
-    """Load the weights, or this rank's part of them, and allocate the pool: what every rank does."""
+    """Load the weights, or this rank's part of them, and allocate the pool."""
     dtype, model_config = choose_dtype(config, device), description.config
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current one
-
-    def layers_loaded(done: int, total: int) -> None:
-        on_progress(Progress("loading weights", done, total, "layers"))
 
     longest = config.max_model_len or model_config.max_position_embeddings
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
@@ -96,7 +92,7 @@ def build_runner(
         dtype=dtype,
         max_positions=longest,
         ranks=ranks,
-        on_progress=layers_loaded,
+        on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
     )
     tokens = config.max_num_batched_tokens
     if tokens is None:
@@ -107,7 +103,7 @@ def build_runner(
             compile_ahead(model, config, longest)
         reserved = activation_bytes(model, tokens, config.max_num_seqs) + _GRAPH_BYTES
         reserved += decode_bytes(model, config.max_num_seqs, longest, config.block_size)
-    pool = size_pool(config, model.local, device, dtype.itemsize, reserved, ranks)
+    num_blocks, max_model_len = size_pool(config, model.local, device, dtype.itemsize, reserved, ranks)
     num_host_blocks = 0
     if config.preemption == "swap":
         space = min(config.swap_space_gb * 1e9, 0.5 * free_bytes(torch.device("cpu")))
@@ -115,13 +111,24 @@ def build_runner(
         num_host_blocks = int(space / (model_config.kv_bytes_per_token(dtype.itemsize) * config.block_size))
         if ranks is not None:
             num_host_blocks = ranks.least(num_host_blocks)
-    limits = Limits(pool.num_blocks, pool.max_model_len, num_host_blocks, tokens)
+    limits = Limits(num_blocks, max_model_len, num_host_blocks, tokens)
     # The angles of dynamic rope scaling are computed by the host at every step. Ranks on a CPU send each other as
     # little as those on GPUs do.
     if model.rotary.dynamic or (device.type == "cpu" and ranks is None):
-        runner = Runner(model, pool.num_blocks, config.block_size, num_host_blocks)
+        runner = Runner(model, num_blocks, config.block_size, num_host_blocks)
     else:
-        runner = _device_runner(model, config, pool, num_host_blocks, ranks)
+        # One plan for all ranks: it fits where they hold as many heads each.
+        even = ranks is None or model.local.num_heads * ranks.size == model.config.num_heads
+        runner = DeviceRunner(
+            model,
+            num_blocks,
+            config.block_size,
+            num_host_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            graphs=device.type == "cuda" and not config.enforce_eager,
+            sharing=Costs() if config.enable_prefix_attention and even else None,
+        )
     if device.type == "cpu":
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -130,29 +137,8 @@ def build_runner(
     return runner, limits
 
 
-def _device_runner(
-    model: Llama, config: EngineConfig, pool: PoolSize, num_host_blocks: int, ranks: Ranks | None
-) -> DeviceRunner:
-    # One plan for all ranks: it fits where they hold as many heads each.
-    even = ranks is None or model.local.num_heads * ranks.size == model.config.num_heads
-    return DeviceRunner(
-        model,
-        pool.num_blocks,
-        config.block_size,
-        num_host_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=pool.max_model_len,
-        graphs=model.device.type == "cuda" and not config.enforce_eager,
-        sharing=Costs() if config.enable_prefix_attention and even else None,
-    )
-
-
 def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
-    """Compile and load the kernels of a first request side by side: one after another they take most of a first start.
-
-    Args:
-        longest: tokens of the longest sequence.
-    """
+    """Compile and load the kernels of a first request side by side: in a row they take most of a first start."""
     runner = DeviceRunner(
         model, 1, config.block_size, max_num_seqs=config.max_num_seqs, max_model_len=longest, graphs=False, sharing=None
     )
@@ -168,10 +154,7 @@ def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:
 
 
 def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:
-    """The device that ``config`` asks for.
-
-    Args:
-        local_rank: of this process among those on this machine; where ``config`` names no GPU it takes that one.
+    """The device that ``config`` asks for; where it names no GPU, that of this process's rank on this machine.
 
     Raises:
         UsageError: a GPU was asked for and there is none, or not that one.
@@ -198,7 +181,7 @@ def choose_device(config: EngineConfig, local_rank: int = 0) -> torch.device:
 def choose_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     """The dtype that ``config`` asks for on ``device``."""
     if config.dtype != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[config.dtype]
+        return getattr(torch, config.dtype)
     if device.type == "cpu":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

@@ -2,16 +2,13 @@
 
 The host sends only changes (`minillm.runner.rows`). A step is three launches, whatever the model's depth: the list of
 rows (where it has changed), a graph from token ids to logits, and a graph from logits to drawn tokens, which go back
-into the rows. The next step can be launched before the host has seen them.
-
-Graphs are captured for padded numbers of sequences, when a number is first met: their shapes are fixed, everything
-else, sharing and lengths included, is data. Padding rows write nowhere.
+into the rows. The next step can be launched before the host has seen them. Graphs are captured for padded numbers of
+sequences, when a number is first met; everything else, sharing and lengths included, is data.
 
 Where several ranks share the model, rank 0 keeps the books and draws; the others hold the same rows, hear of changes
-(`DecodeWork`) and replay graphs of their own. Drawn tokens lie on rank 0's device, perhaps before its host knows them:
-each step begins with a broadcast of its token ids, inside the graph, so that the other ranks need to know nothing of
-sampling. (All ranks could draw the same tokens from the same logits and seeds; then all would need every request's
-parameters, and one differing bit would part them for good.)
+(`DecodeWork`) and replay graphs of their own. Each step begins with a broadcast of its token ids, inside the graph.
+(All ranks could draw the same tokens from the same logits and seeds; then all would need every request's parameters,
+and one differing bit would part them for good.)
 """
 
 from __future__ import annotations
@@ -46,10 +43,8 @@ def attention_shape(model: Llama) -> AttentionShape:
 
 
 def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
-    """Return the bytes that a `DeviceRunner` keeps on the device beside weights and pool.
-
-    They are logits, counts of tokens for penalties, block tables twice, and partial results of attention.
-    """
+    """Return the bytes that a `DeviceRunner` keeps on the device beside weights and pool."""
+    # Logits, counts of tokens for penalties, block tables twice, and partial results of attention.
     rows, width = padded_size(max_num_seqs), -(-max_model_len // block_size)
     partial = attention_shape(model).max_results(rows) * model.local.num_heads * (model.local.head_dim + 1) * 4
     words = 2 * 4 * (Field.TABLE + width)
@@ -124,10 +119,7 @@ class DeviceRunner(Runner):
         return logits
 
     def _join(self, work: DecodeWork, prefill: Batch) -> Batch:
-        """Make one batch of decoding sequences and of chunks of prompts, to be computed without a graph.
-
-        The weights are read once for both, which is what a small batch of decodes would cost.
-        """
+        """Make one batch of decoding sequences and of chunks of prompts, without a graph: weights are read once."""
         n, p = work.num_seqs, prefill.context_lens.shape[0]
         self._gather_inputs(self._begin(work))
         inputs = self._inputs.first(n + p)
@@ -159,11 +151,11 @@ class DeviceRunner(Runner):
         penalised = any(draw.group.params.has_penalties for draw in draws)
         tokens, logprobs = self._draws.run((size, penalised), lambda: self._draw(size, penalised))
         self._books.note_drawn(draws)
-        self._end()
-        if len(draws) == draws[-1].row + 1:
-            count = len(draws)
-            return Drawn(draws, tokens[:count], logprobs[:count], logits[:count], may_run_ahead=True)
-        at = self._tensor([draw.row for draw in draws], torch.int64)  # rows of another method lie between
+        for observer in self.observers:
+            observer.end()
+        at: slice | Tensor = slice(len(draws))
+        if len(draws) != draws[-1].row + 1:  # rows of another method lie between
+            at = self._tensor([draw.row for draw in draws], torch.int64)
         return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=True)
 
     def _draw_from(self, logits: Tensor, draws: list[Chunk], hosted: list[int]) -> Drawn:
@@ -181,10 +173,6 @@ class DeviceRunner(Runner):
         kernels.end_decode(self._words, self._counts, self._tensor([row.index for row in rows], torch.int32), tokens)
         self._books.note_drawn(draws)
         return Drawn(draws, tokens, kernels.log_probabilities(raw, tokens), raw, may_run_ahead=not hosted)
-
-    def _end(self) -> None:
-        for observer in self.observers:
-            observer.end()
 
     def rehearsals(self) -> list[Callable[[], object]]:
         """The parts of a first request's work, which do not depend on each other; its numbers are meaningless."""
@@ -248,23 +236,14 @@ class DeviceRunner(Runner):
 
     def _forward(self, size: int, shared: WorkList | None) -> None:
         inputs = self._gather_inputs(size)
-        batch = Batch(
-            token_ids=inputs.token_ids,
-            positions=inputs.positions,
-            slot_mapping=inputs.slot_mapping,
-            block_tables=inputs.block_tables,
-            context_lens=inputs.context_lens,
-            num_decodes=size,
-            cu_seqlens=inputs.context_lens[:0],
-            shared=shared,
-        )
+        tensors = inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables, inputs.context_lens
+        batch = Batch(*tensors, num_decodes=size, cu_seqlens=inputs.context_lens[:0], shared=shared)
         self.model.forward(batch, self.kv_cache, out=self._logits[:size])
 
     def _draw(self, size: int, penalised: bool) -> tuple[Tensor, Tensor]:
         inputs, rows, raw = self._inputs.first(size), self._rows[:size], self._logits[:size]
-        logits = raw
+        logits = torch.empty_like(raw, dtype=torch.float32) if penalised else raw
         if penalised:
-            logits = torch.empty_like(raw, dtype=torch.float32)
             kernels.penalise(raw, self._words, self._counts, rows, logits)
         tokens, logprobs = kernels.sample_with_logprobs(logits, inputs.sampling)
         kernels.end_decode(self._words, self._counts, rows, tokens)

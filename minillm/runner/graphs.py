@@ -21,8 +21,7 @@ class Graphs:
     """
 
     def __init__(self, rows: Tensor, *, enabled: bool) -> None:
-        self._rows = rows
-        self._enabled = enabled
+        self._rows, self._enabled = rows, enabled
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._stream: torch.cuda.Stream | None = None  # one for all captures: cuBLAS keeps 32 MiB for each that it sees
         self._pool: Any = None
@@ -38,7 +37,7 @@ class Graphs:
         return result
 
     def clear(self) -> None:
-        """Forget all recordings; those that are needed again are made again."""
+        """Forget all recordings."""
         self._recorded.clear()
 
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.cache import HostMoves
-from minillm.runs import contiguous_runs
+from minillm.cache.runs import contiguous_runs
 
 _STAGED_BLOCKS = 256  # moved at a time: the room that it takes on the device
 
@@ -20,14 +19,8 @@ class HostPool:
     """
 
     def __init__(self, kv_cache: Tensor, num_blocks: int) -> None:
-        self._kv_cache = kv_cache
-        self._num_blocks = num_blocks
+        self._kv_cache, self._num_blocks = kv_cache, num_blocks
         self._pool: Tensor | None = None  # [num_blocks, layers, 2, block_size, kv heads, head_dim]
-
-    def move(self, moves: HostMoves) -> None:
-        """Save blocks, then bring blocks back."""
-        self.save(moves.out)
-        self.restore(moves.back)
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
         """Copy (block, host block) pairs to the host."""

@@ -16,12 +16,8 @@ def needs_processing(group: SequenceGroup, sequence: Sequence) -> bool:
 def needs_host(group: SequenceGroup, sequence: Sequence) -> bool:
     """Whether this step needs more than the penalties that `minillm.kernels.penalise` applies on the device."""
     params = group.params
-    return bool(
-        params.logit_bias
-        or group.bad_words
-        or params.no_repeat_ngram_size
-        or sequence.num_output_tokens < params.min_tokens
-    )
+    changes = params.logit_bias or group.bad_words or params.no_repeat_ngram_size
+    return bool(changes) or sequence.num_output_tokens < params.min_tokens
 
 
 def process_logits(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> None:
@@ -57,13 +53,9 @@ def repeating_tokens(token_ids: list[int], size: int) -> list[int]:
         return []
     if size == 1:
         return list(dict.fromkeys(token_ids))
-    tail = token_ids[len(token_ids) - size + 1 :]
-    first = tail[0]
-    return [
-        token_ids[i + size - 1]
-        for i in range(len(token_ids) - size + 1)
-        if token_ids[i] == first and token_ids[i : i + size - 1] == tail
-    ]
+    starts, tail = range(len(token_ids) - size + 1), token_ids[len(token_ids) - size + 1 :]
+    found = [i for i in starts if token_ids[i] == tail[0] and token_ids[i : i + size - 1] == tail]
+    return [token_ids[i + size - 1] for i in found]
 
 
 def completing_tokens(token_ids: list[int], words: tuple[tuple[int, ...], ...]) -> list[int]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
 
 import torch
 
-from minillm import machine
+from minillm import system
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError
 from minillm.model.config import ModelConfig
@@ -19,19 +19,9 @@ _CPU_POOL_TOKENS = 32768
 _CPU_POOL_SHARE = 0.5  # of the memory that is free once the weights are loaded
 
 
-@dataclass(frozen=True)
-class PoolSize:
-    """The pool, and the longest sequence that it serves."""
-
-    num_blocks: int
-    max_model_len: int
-
-
 def free_bytes(device: torch.device) -> int:
     """Memory that can be taken now: of the GPU, or of this process's machine or container."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return machine.memory()[0]
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else system.memory()[0]
 
 
 def check_weights_fit(model: ModelConfig, device: torch.device, element_size: int) -> None:
@@ -46,24 +36,20 @@ def check_weights_fit(model: ModelConfig, device: torch.device, element_size: in
 
 @torch.inference_mode()
 def activation_bytes(model: Llama, num_tokens: int, num_logits: int) -> int:
-    """What the largest step takes of a GPU beside weights and pool: measured by running one.
-
-    Args:
-        num_tokens: tokens of a step at most; num_logits: sequences of a step at most.
-    """
+    """The bytes that a step of at most so many tokens and sequences takes beside weights and pool, by running one."""
     device = model.device
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    lengths = torch.tensor([num_tokens], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     batch = Batch(
         token_ids=zeros,
         positions=zeros,
         slot_mapping=zeros - 1,
         block_tables=torch.zeros(1, -(-num_tokens // 16), dtype=torch.int32, device=device),
-        context_lens=lengths,
+        context_lens=starts[1:],
         num_decodes=0,
-        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        cu_seqlens=starts,
         logit_rows=zeros[:num_logits],
         rope_lengths=[1] * num_tokens if model.rotary.dynamic else None,
     )
@@ -84,7 +70,7 @@ def size_pool(
     element_size: int,
     reserved: int = 0,
     ranks: Ranks | None = None,
-) -> PoolSize:
+) -> tuple[int, int]:
     """Size the pool by ``config`` and by the memory left once the weights are loaded.
 
     Args:
@@ -92,31 +78,34 @@ def size_pool(
         reserved: bytes that the steps take beside weights and pool.
         ranks: those that share the model: the one with the least room decides for all.
 
+    Returns:
+        The number of blocks, and the tokens of the longest sequence that they serve.
+
     Raises:
         CapacityError: not one block fits, or the pool asked for does not.
     """
-    longest = config.max_model_len or model.max_position_embeddings
-    limit = model.longest_context
+    longest, limit = config.max_model_len or model.max_position_embeddings, model.longest_context
     if longest > limit:
         raise CapacityError(f"max_model_len {longest} is above the model's context of {limit} tokens; lower it")
     block_bytes = model.kv_bytes_per_token(element_size) * config.block_size
-    room = max(0, _bytes_for_pool(config, device) - reserved)
-    num_blocks = config.num_blocks
+    if device.type == "cpu":
+        room = int(free_bytes(device) * _CPU_POOL_SHARE) - reserved
+        most = -(-max(_CPU_POOL_TOKENS, config.max_model_len or 0) // config.block_size)
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        room, most = int(free - total * (1 - config.gpu_memory_utilization)) - reserved, sys.maxsize
+    room, num_blocks = max(0, room), config.num_blocks
     if num_blocks is None:
-        num_blocks = room // block_bytes
-        if device.type == "cpu":
-            wanted = -(-max(_CPU_POOL_TOKENS, config.max_model_len or 0) // config.block_size)
-            num_blocks = min(num_blocks, wanted)
+        num_blocks = min(room // block_bytes, most)
         if ranks is not None:
             num_blocks = ranks.least(num_blocks)
     if num_blocks < 1 or num_blocks * block_bytes > max(room, free_bytes(device)):
         asked = "one block" if config.num_blocks is None else f"num_blocks={num_blocks}"
+        kept = f", {size(reserved)} are kept for the steps' own needs" if reserved else ""
         raise CapacityError(
-            f"the KV cache does not fit: {asked} takes {size(max(num_blocks, 1) * block_bytes)} "
-            f"({config.block_size} tokens x {model.kv_bytes_per_token(element_size)} bytes a block), "
-            f"{size(room)} may be used"
-            + (f", {size(reserved)} are kept for the steps' own needs" if reserved else "")
-            + "; take a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
+            f"the KV cache does not fit: {asked} takes {size(max(num_blocks, 1) * block_bytes)} ({config.block_size} "
+            f"tokens x {model.kv_bytes_per_token(element_size)} bytes a block), {size(room)} may be used{kept}; "
+            "take a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
         )
     pool_tokens = num_blocks * config.block_size
     if longest > pool_tokens:
@@ -126,11 +115,4 @@ def size_pool(
                 f"tokens and the pool has {num_blocks}; lower max_model_len or raise num_blocks"
             )
         longest = pool_tokens
-    return PoolSize(num_blocks, longest)
-
-
-def _bytes_for_pool(config: EngineConfig, device: torch.device) -> int:
-    if device.type == "cpu":
-        return int(free_bytes(device) * _CPU_POOL_SHARE)
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(free - total * (1 - config.gpu_memory_utilization)))
+    return num_blocks, longest

@@ -1,8 +1,7 @@
-"""The rows of decoding sequences on the device, as the host knows them.
+"""The rows of decoding sequences on the device (`minillm.kernels.decode_rows`), as the host knows them.
 
-A sequence that decodes has a *row* on the device (`minillm.kernels.decode_rows`): its next token, that token's
-position, its sampling parameters and its block table. The host sends only the words that have changed since the last
-step.
+A row has a sequence's next token, that token's position, its sampling parameters and its block table. The host sends
+only the words that have changed since the last step.
 """
 
 from __future__ import annotations
@@ -41,15 +40,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How blocks that sequences share are found and read once.
+    """How blocks that sequences share are found and read once."""
 
-    Attributes:
-        shape: the attention that is cut up.
-        costs: the least that reading shared blocks once must save.
-    """
-
-    shape: AttentionShape
-    costs: Costs
+    shape: AttentionShape  # the attention that is cut up
+    costs: Costs  # the least that reading shared blocks once must save
 
 
 class Rows:
@@ -61,12 +55,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        count: int,
-        width: int,
-        block_size: int,
-        sharing: Sharing | None,
-        on_new: Callable[[int, Sequence], None],
+        self, count: int, width: int, block_size: int, sharing: Sharing | None, on_new: Callable[[int, Sequence], None]
     ) -> None:
         self._count, self._width, self._block_size = count, width, block_size
         self._sharing, self._on_new = sharing, on_new
@@ -85,8 +74,7 @@ class Rows:
     def work_for(self, chunks: list[Chunk], *, joins: bool) -> DecodeWork:
         """Write down the work of computing one token of each sequence; with ``joins``, beside chunks of prompts."""
         n = len(chunks)
-        rows = self._rows_of(chunks)
-        rows += [-1] * (padded_size(n) - n)
+        rows = self._rows_of(chunks) + [-1] * (padded_size(n) - n)
         plan = self._plan(chunks, rows, n if joins else len(rows))
         places, values = self.take_changes()
         same, self._told = rows == self._told, rows
@@ -152,20 +140,18 @@ class Rows:
         if isinstance(params, SamplingParams):
             if params.has_penalties:
                 self._on_new(row.index, sequence)
-            at = row.index * self._width
-            self._changes.update(
-                {
-                    at + Field.TEMPERATURE: _bits(params.temperature),
-                    at + Field.TOP_K: min(params.top_k, (1 << 31) - 1),
-                    at + Field.TOP_P: _bits(params.top_p),
-                    at + Field.MIN_P: _bits(params.min_p),
-                    at + Field.SEED_LOW: _signed(sequence.seed),
-                    at + Field.SEED_HIGH: _signed(sequence.seed >> 32),
-                    at + Field.REPETITION_PENALTY: _bits(params.repetition_penalty),
-                    at + Field.FREQUENCY_PENALTY: _bits(params.frequency_penalty),
-                    at + Field.PRESENCE_PENALTY: _bits(params.presence_penalty),
-                }
-            )
+            words = {
+                Field.TEMPERATURE: _bits(params.temperature),
+                Field.TOP_K: min(params.top_k, (1 << 31) - 1),
+                Field.TOP_P: _bits(params.top_p),
+                Field.MIN_P: _bits(params.min_p),
+                Field.SEED_LOW: _signed(sequence.seed),
+                Field.SEED_HIGH: _signed(sequence.seed >> 32),
+                Field.REPETITION_PENALTY: _bits(params.repetition_penalty),
+                Field.FREQUENCY_PENALTY: _bits(params.frequency_penalty),
+                Field.PRESENCE_PENALTY: _bits(params.presence_penalty),
+            }
+            self._changes |= {row.index * self._width + field: word for field, word in words.items()}
         return row
 
     def _plan(self, chunks: list[Chunk], rows: list[int], size: int) -> list[list[int]] | None:

@@ -1,8 +1,7 @@
-"""From a schedule to logits to drawn tokens: builds the step's tensors and runs the model over the pool.
+"""From a schedule to logits to drawn tokens: a step is first written down as plain data (`StepWork`), then computed.
 
-A step is first written down as plain data (`StepWork`), then computed. This runner sends everything to the device at
-every step, which costs nothing on a CPU. On a GPU, `minillm.runner.device_runner` keeps the state of decoding
-sequences there instead.
+This runner sends everything to the device at every step, which costs nothing on a CPU. On a GPU,
+`minillm.runner.device_runner` keeps the state of decoding sequences there instead.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ class Runner:
     """The model and its pool of blocks, allocated once."""
 
     def __init__(self, model: Llama, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
-        self.model = model
-        self.block_size = block_size
+        self.model, self.block_size = model, block_size
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
         self.host_pool = HostPool(self.kv_cache, num_host_blocks)
         self.observers: list[StepObserver] = []
@@ -73,7 +71,8 @@ class Runner:
 
     def prepare(self, work: StepWork) -> None:
         """Move and copy the step's blocks."""
-        self.host_pool.move(work.moves)
+        self.host_pool.save(work.moves.out)
+        self.host_pool.restore(work.moves.back)
         if work.copies:
             kernels.block_copy(self.kv_cache, torch.tensor(work.copies, device=self.model.device))
 
@@ -91,37 +90,33 @@ class Runner:
         """Write a chunk down as plain data."""
         sequence, first = chunk.sequence, chunk.sequence.num_computed
         end = first + chunk.count
+        blocks = sequence.blocks[: -(-end // self.block_size)]
         return ChunkWork(
-            token_ids=sequence.token_ids[first:end],
-            first=first,
-            blocks=sequence.blocks[: -(-end // self.block_size)],
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            wants_logits=chunk.reaches_the_end,
+            sequence.token_ids[first:end], first, blocks, sequence.num_prompt_tokens, chunk.reaches_the_end
         )
 
     def batch(self, chunks: list[ChunkWork], num_decodes: int) -> Batch:
         """The chunks' tensors; the first ``num_decodes`` chunks decode."""
-        size = self.block_size
+        size, starts = self.block_size, [0]
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        lengths: list[int] = []  # of each context, this step's tokens included
-        starts = [0]
         logit_rows: list[int] = []
         for number, chunk in enumerate(chunks):
-            first, blocks = chunk.first, chunk.blocks
-            end = first + len(chunk.token_ids)
+            first, end, blocks = chunk.first, chunk.end, chunk.blocks
             token_ids += chunk.token_ids
             positions += range(first, end)
             slots += [blocks[i // size] * size + i % size for i in range(first, end)]
-            lengths.append(end)
             if number >= num_decodes:
                 starts.append(starts[-1] + end - first)
             if chunk.wants_logits:
                 logit_rows.append(len(token_ids) - 1)
+        lengths = [chunk.end for chunk in chunks]
         width = max(-(-length // size) for length in lengths)
         tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
-        device = self.model.device
+        device, rope_lengths = self.model.device, None
+        if self.model.rotary.dynamic:  # a prompt token goes by the prompt's length, a generated one by its own position
+            rope_lengths = [max(each.num_prompt_tokens, i + 1) for each in chunks for i in range(each.first, each.end)]
 
         def tensor(values: list, dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
@@ -135,14 +130,5 @@ class Runner:
             num_decodes=num_decodes,
             cu_seqlens=tensor(starts, torch.int32),
             logit_rows=tensor(logit_rows, torch.int64),
-            rope_lengths=_rope_lengths(chunks) if self.model.rotary.dynamic else None,
+            rope_lengths=rope_lengths,
         )
-
-
-def _rope_lengths(chunks: list[ChunkWork]) -> list[int]:
-    """For dynamic rope scaling: a prompt token goes by the prompt's length, a generated one by its own position."""
-    return [
-        max(chunk.num_prompt_tokens, position + 1)
-        for chunk in chunks
-        for position in range(chunk.first, chunk.first + len(chunk.token_ids))
-    ]

@@ -1,11 +1,9 @@
-"""One step's logits to one step's tokens.
-
-A draw is a `Chunk`: the next token of its sequence, from its row of logits (n samples of a prompt share one row).
-"""
+"""One step's logits to one step's tokens. A draw is a `Chunk`: its sequence's next token, from its row of logits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,31 +13,24 @@ from minillm.kernels import SamplingInputs
 from minillm.outputs import TokenLogprobs
 from minillm.params import SamplingParams
 from minillm.runner.penalties import needs_processing, process_logits
-from minillm.sequence import Chunk, SequenceGroup
+from minillm.sequence import Chunk
 
 
 class Drawn:
     """Tokens that the device has drawn, or is about to; `wait` brings them to the host.
 
-    The log-probabilities are the model's own, before penalties and temperature; NaN where the request asked for none.
+    The log-probabilities are the model's own, before penalties and temperature.
+
+    Args:
+        token_ids: ``[draws]`` int64.
+        logprobs: ``[draws]``, of these tokens: NaN where a logit is NaN.
+        logits: ``[draws, vocab]``, the model's own, for the most probable tokens where they are wanted.
+        may_run_ahead: the next step can be launched before the host has seen these tokens.
     """
 
     def __init__(
-        self,
-        draws: SequenceOf[Chunk],
-        token_ids: Tensor,
-        logprobs: Tensor,
-        logits: Tensor,
-        *,
-        may_run_ahead: bool = False,
+        self, draws: SequenceOf[Chunk], token_ids: Tensor, logprobs: Tensor, logits: Tensor, *, may_run_ahead: bool
     ) -> None:
-        """
-        Args:
-            token_ids: ``[draws]`` int64.
-            logprobs: ``[draws]``, of these tokens: NaN where a logit is NaN.
-            logits: ``[draws, vocab]``, the model's own, for the most probable tokens where they are wanted.
-            may_run_ahead: the next step can be launched before the host has seen these tokens.
-        """
         self.may_run_ahead = may_run_ahead
         self._counts = [draw.group.params.logprobs for draw in draws]
         wanted = [i for i, count in enumerate(self._counts) if count is not None]
@@ -52,10 +43,8 @@ class Drawn:
         self._event: torch.cuda.Event | None = None
         if token_ids.is_cuda:
             # Into pinned memory of this draw's own: the next one may be under way before these are looked at.
-            results = [
-                torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
-                for each in results
-            ]
+            hosts = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in results]
+            results = [host.copy_(each, non_blocking=True) for host, each in zip(hosts, results, strict=True)]
             self._event = torch.cuda.Event()
             self._event.record()
         self._results = results
@@ -90,29 +79,23 @@ def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
                 processed = raw.to(torch.float32, copy=True)
             process_logits(processed[i], draw.group, draw.sequence)
     token_ids = draw_tokens(processed, draws)
-    if all(draw.group.params.logprobs is None for draw in draws):
-        return Drawn(draws, token_ids, raw.amax(-1), raw)  # only whether it is NaN has a meaning
-    return Drawn(draws, token_ids, kernels.log_probabilities(raw, token_ids), raw)
+    wanted = any(draw.group.params.logprobs is not None for draw in draws)  # otherwise only NaN has a meaning
+    logprobs = kernels.log_probabilities(raw, token_ids) if wanted else raw.amax(-1)
+    return Drawn(draws, token_ids, logprobs, raw, may_run_ahead=False)
 
 
 def draw_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Tensor:
     """One token for each row of ``logits [draws, vocab]``, by the requests' parameters: ``[draws]`` int64."""
-    params = [sampling_params(draw.group) for draw in draws]
+    params = [draw.group.params for draw in draws if isinstance(draw.group.params, SamplingParams)]
     if all(p.temperature == 0 for p in params):
         return logits.argmax(-1)
-    device = logits.device
+    numbers = partial(torch.tensor, device=logits.device)
     inputs = SamplingInputs(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        top_k=torch.tensor([p.top_k for p in params], device=device),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        seeds=torch.tensor([draw.sequence.seed for draw in draws], device=device),
-        positions=torch.tensor([draw.sequence.num_tokens for draw in draws], device=device),
+        temperature=numbers([p.temperature for p in params], dtype=torch.float32),
+        top_k=numbers([p.top_k for p in params]),
+        top_p=numbers([p.top_p for p in params], dtype=torch.float32),
+        min_p=numbers([p.min_p for p in params], dtype=torch.float32),
+        seeds=numbers([draw.sequence.seed for draw in draws]),
+        positions=numbers([draw.sequence.num_tokens for draw in draws]),
     )
     return kernels.sample(logits, inputs)
-
-
-def sampling_params(group: SequenceGroup) -> SamplingParams:
-    """The parameters of a group that samples."""
-    assert isinstance(group.params, SamplingParams)
-    return group.params

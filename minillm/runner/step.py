@@ -1,12 +1,8 @@
-"""One step's work as plain data.
-
-The device's part of a step needs token ids, positions and block ids, and nothing of requests.
-"""
+"""One step's work as plain data: token ids, positions and block ids, and nothing of requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from minillm.cache import HostMoves
 
@@ -20,6 +16,10 @@ class ChunkWork:
     blocks: list[int]  # that hold the sequence up to the last of them
     num_prompt_tokens: int
     wants_logits: bool  # of the last of them
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.token_ids)
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class StepWork:
         return decoding + sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
-class StepObserver(Protocol):
+class StepObserver:
     """Hears of every step that a runner computes."""
 
     def begin(self, work: StepWork) -> None:

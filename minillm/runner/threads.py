@@ -1,8 +1,7 @@
 """As many threads as cores are free.
 
 The threads of an op wait for each other at its end. Where one of them has lost its core to another program, all others
-spin until it is back, which makes every op as slow as the scheduler's time slices: ten times slower and more. One
-thread fewer costs little. So the load of others is looked at again and again, and torch gets the free cores.
+spin until it is back, and every op becomes as slow as the scheduler's time slices. One thread fewer costs little.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from minillm.runner.step import StepWork
+from minillm.runner.step import StepObserver, StepWork
 
 _EVERY = 0.25  # seconds between two looks
 _TOLERATED = 0.35  # of a core: less than that may be taken by others from the last thread
@@ -24,18 +23,17 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 
 
-class FreeCores:
-    """Sets torch's number of threads before a step; see `minillm.runner.step.StepObserver`.
+class FreeCores(StepObserver):
+    """Sets torch's number of threads before a step.
 
     It never exceeds the number that torch has when this is made, and a number that somebody else sets stays.
+
+    Args:
+        read: seconds of all cores that this process may use, since the start of the machine, in which they were busy;
+            by default the system's own count.
     """
 
     def __init__(self, read: Callable[[], float] | None = None) -> None:
-        """
-        Args:
-            read: seconds of all cores that this process may use, since the start of the machine, in which they were
-                busy; by default the system's own count.
-        """
         self._read = read or _busy_seconds
         self._most = max(1, min(torch.get_num_threads(), _quota()))
         self._cores = len(os.sched_getaffinity(0))
@@ -45,9 +43,6 @@ class FreeCores:
     def begin(self, work: StepWork) -> None:
         if time.monotonic() - self._seen[0] >= _EVERY:
             self.look()
-
-    def end(self) -> None:
-        pass
 
     def look(self) -> None:
         """Give torch the cores that were free since the last look."""

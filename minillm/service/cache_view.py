@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from minillm.cache import BlockTable, CacheEvent
+from minillm.cache.runs import common_length
 from minillm.cache.swap import SavedTable
 from minillm.engine.engine import Engine
-from minillm.runs import common_length
 from minillm.sequence import Sequence
 from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableView
 
@@ -122,7 +122,7 @@ class CacheView:
                 start = table.blocks.index(block) * cache.block_size
                 held = owner.sequence.token_ids[start : min(start + cache.block_size, table.num_tokens)]
                 token_ids = max(token_ids, held, key=len)
-        entry = cache.prefix_entry(block)
+        entry = cache.prefixes.entry(block)
         if entry is not None and not token_ids:
             token_ids = list(entry.token_ids)
         return BlockFacts(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from minillm.cache.runs import common_length
 from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
@@ -14,7 +15,6 @@ from minillm.engine.idle import shared_length
 from minillm.errors import MinillmError, UsageError
 from minillm.outputs import CompletionOutput, RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
-from minillm.runs import common_length
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
 from minillm.service.cache_view import Owner
@@ -226,7 +226,6 @@ class Conversations:
         try:
             held.pin(self._driver, sequence)
         except MinillmError as error:
-            held.release(self._driver, sequence)
             self.send(messages.Notice(f"the system prompt is not pinned: {error}"))
         else:
             self._pinned = sequence

@@ -20,8 +20,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from minillm.errors import DownloadError, UsageError, WeightsError, nearest
-from minillm.paths import cache_dir
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
+from minillm.system import cache_dir
 from minillm.text.reading import open_regular, read_bytes
 from minillm.text.safe import clean_line, parse_json
 

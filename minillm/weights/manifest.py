@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.errors import UsageError
-from minillm.paths import expanded
+from minillm.system import expanded
 from minillm.text.reading import read_bytes, shown
 from minillm.text.safe import clean_line
 

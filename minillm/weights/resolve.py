@@ -6,8 +6,8 @@ import stat
 from pathlib import Path
 
 from minillm.errors import DownloadError, UsageError, nearest
-from minillm.paths import expanded
 from minillm.progress import OnMessage, OnProgress, ignore_progress
+from minillm.system import expanded
 from minillm.text.safe import clean_line
 from minillm.weights import hub, package
 from minillm.weights.files import ModelFiles, downloading, find_downloaded, place

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from minillm import machine
+from minillm import system
 from minillm.cli.main import main
 from minillm.weights.files import FileRecord, downloading, models_dir, place, sha256_of
 
@@ -94,7 +94,7 @@ def test_show_reads_no_weights(run: Run, tiny_model: Path, tmp_path: Path) -> No
 
 
 def test_models_says_what_fits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "memory", lambda: (1 << 30, 4 << 30))
+    monkeypatch.setattr(system, "memory", lambda: (1 << 30, 4 << 30))
     monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 0)
 
     def fits() -> dict[str, str]:
@@ -108,9 +108,9 @@ def test_models_says_what_fits(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_info_knows_the_machine(run: Run) -> None:
     facts: dict[str, Any] = json.loads(run("info", "--json")[1])
-    assert machine.processor() in facts["devices"]["cpu"]
+    assert system.processor() in facts["devices"]["cpu"]
     assert "1 threads" not in facts["devices"]["cpu"]
-    available, total = machine.memory()
+    available, total = system.memory()
     assert 0 < available <= total
     assert facts["devices"]["memory"].endswith(f"of {total / 2**30:.1f} GiB free")
 

@@ -13,7 +13,7 @@ import torch
 from minillm import LLM, SamplingParams
 from minillm.cache import check
 from minillm.errors import CapacityError, MinillmError, UsageError
-from minillm.interrupt import deferred_interrupt
+from minillm.system import deferred_interrupt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 

@@ -136,7 +136,6 @@ def test_a_pinned_prefix_survives_any_load(model: Llama) -> None:
     large = held([60] * 60)
     with pytest.raises(CapacityError, match="pinned"):
         idle_verbs.pin(Driver(engine), large)
-    idle_verbs.release(Driver(engine), large)
     with pytest.raises(CapacityError, match="5 of them pinned"):
         engine.add_request("z", [4] * 60, SamplingParams(max_tokens=20))
     idle_verbs.unpin(Driver(engine), pinned)

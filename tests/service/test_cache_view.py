@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from minillm.cache import BlockManager, BlockTable, pool_stats
+from minillm.cache import BlockManager, BlockTable, OutOfBlocks, pool_stats
 from minillm.cache.swap import SwapSpace
 from minillm.service.cache_view import CacheView, Owner
 from minillm.service.messages import CacheChanged, decode_event, encode
@@ -70,10 +71,10 @@ class Engine:
             self.pinned ^= {draw.choice(tables).seq_id}
 
     def grow(self, table: BlockTable, count: int) -> None:
-        if self.cache.blocks_needed(table, count) <= self.cache.num_free:
-            tokens = self.tokens[table.seq_id]
-            tokens += [self.random.choice([1, 2]) for _ in range(table.num_tokens + count - len(tokens))]
+        tokens = self.tokens[table.seq_id]
+        with suppress(OutOfBlocks):
             self.cache.append(table, count)
+            tokens += [self.random.choice([1, 2]) for _ in range(table.num_tokens - len(tokens))]
             self.cache.take_copies()
             self.cache.commit(table, tokens, table.num_tokens)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from minillm.errors import MinillmError, UsageError
-from minillm.paths import data_dir, expanded
 from minillm.service.messages import TokenChoice
+from minillm.system import data_dir, expanded
 from minillm.text.reading import read_bytes
 from minillm.text.safe import clean_line, parse_json
 

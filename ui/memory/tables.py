@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from textual import events
 from textual.content import Content
 
-from minillm.runs import common_length, contiguous_runs
+from minillm.cache.runs import common_length, contiguous_runs
 from minillm.service.messages import TableView
 from minillm.ui.bars import hidden_keys
 from minillm.ui.memory.line_view import BlockChosen, LineView, Parts

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from minillm.runs import common_length, contiguous_runs
+from minillm.cache.runs import common_length, contiguous_runs
 
 
 def test_runs_of_consecutive_ids() -> None:

@@ -1,0 +1,126 @@
+"""The system below: our directories, its memory and processor, and its ctrl-c."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from minillm.errors import UsageError
+
+_MAX_PATH = 4096  # bytes
+
+# --- directories ------------------------------------------------------------------------------------------------------
+
+
+def cache_dir() -> Path:
+    """Downloaded models: ``$MINILLM_CACHE``, or the user's cache directory. May not exist yet."""
+    return _directory("cache", "MINILLM_CACHE")
+
+
+def config_dir() -> Path:
+    """The configuration file: ``$MINILLM_CONFIG``, or the user's configuration directory."""
+    return _directory("config", "MINILLM_CONFIG")
+
+
+def data_dir() -> Path:
+    """Conversations: ``$MINILLM_DATA``, or the user's data directory."""
+    return _directory("data", "MINILLM_DATA")
+
+
+def expanded(path: str, where: str) -> Path:
+    """A path in which ~ is a home directory. ``where``: its origin, for the error.
+
+    Raises:
+        UsageError: it is no path, or there is no such home.
+    """
+    try:
+        if "\0" in path or len(os.fsencode(path)) > _MAX_PATH:
+            raise ValueError("this is no path")
+        return Path(path).expanduser()
+    except (RuntimeError, ValueError) as error:  # ~nosuchuser
+        raise UsageError(f"{where}: {path[:60]!r}: {error}") from None
+
+
+def _directory(kind: str, variable: str) -> Path:
+    if value := os.environ.get(variable):
+        return expanded(value, variable)
+    import platformdirs
+
+    try:
+        found = Path(getattr(platformdirs, f"user_{kind}_dir")("minillm", appauthor=False))
+        if found.is_absolute():  # some versions raise, others leave ~ as it is
+            return found
+    except RuntimeError:
+        pass
+    raise UsageError(f"this user has no home directory; say with {variable} where the {kind} directory is")
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def memory() -> tuple[int, int]:
+    """Bytes of memory that can be taken now, and in all: of the machine, or of this process's container."""
+    total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        available = int(_fields(meminfo)["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        total = min(total, int(text))
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available, total
+
+
+def processor() -> str:
+    """The processor's name, as far as the system knows it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    name = _fields(cpuinfo).get("model name", "") if cpuinfo.exists() else ""
+    return name.strip() or platform.processor() or platform.machine()
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """The lines ``name: value`` of a file."""
+    pairs = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    return {name.strip(): value for name, value in pairs}
+
+
+# --- ctrl-c -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Hold KeyboardInterrupt back until the block ends: a half-done step would leave the books out of balance.
+
+    A second ctrl-c inside the block is not held back. Does nothing outside the main thread, and where SIGINT is handled
+    otherwise.
+    """
+    default = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
+        yield
+        return
+    caught = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal caught
+        caught = True
+        signal.signal(signal.SIGINT, default)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, default)
+    if caught:
+        raise KeyboardInterrupt
+
+
+def import_torch() -> None:
+    """Import torch with ctrl-c held back: a KeyboardInterrupt inside its C++ initialisers would abort the process."""
+    with deferred_interrupt():
+        import torch  # noqa: F401
