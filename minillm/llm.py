@@ -141,7 +141,9 @@ class LLM:
         before anything is generated. Leaving the iterator early, or ctrl-c, aborts everything still running.
         """
         found = prompt_list(prompts)
-        jobs = iter([list(zip(range(len(found)), found, self._params_list(params, len(found)), strict=True))])
+        jobs = iter(
+            [list(zip(range(len(found)), found, _params_list(params, len(found), self.default_params), strict=True))]
+        )
 
         def refuse(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
             raise type(error)(f"prompt {index}: {error}" if len(found) > 1 else str(error)) from None
@@ -163,7 +165,10 @@ class LLM:
         """
 
         def make(room: int) -> Iterable[tuple[tuple[int, Prompt], Callable[[], Request]]]:
-            return [((index, prompt), partial(self._request, prompt, params)) for index, prompt, params in take(room)]
+            return [
+                ((index, prompt), partial(_request, self._driver, prompt, params))
+                for index, prompt, params in take(room)
+            ]
 
         for (index, _), result in self._driver.run(make, refuse=lambda key, error: refuse(*key, error)):
             if isinstance(result, RequestOutput):
@@ -206,8 +211,8 @@ class LLM:
         self, prompt: Prompt, params: Params | None = None, *, request_id: str = ""
     ) -> Generator[Delta, None, None]:
         """Complete one prompt, yielding the additions of each step. Leaving the iterator early aborts the request."""
-        [params] = self._params_list(params, 1)
-        jobs = iter([[(0, partial(self._request, prompt, params, streamed=True, request_id=request_id))]])
+        [params] = _params_list(params, 1, self.default_params)
+        jobs = iter([[(0, partial(_request, self._driver, prompt, params, streamed=True, request_id=request_id))]])
         for _, result in self._driver.run(lambda room: next(jobs, [])):
             if isinstance(result, Delta):
                 yield result
@@ -264,7 +269,7 @@ class LLM:
         self, branches_: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[CompletionOutput]:
         """Go on with several branches in one batch; ``params`` are one set for all or one for each, with ``n`` 1."""
-        each = [p for p in self._params_list(params, len(branches_)) if isinstance(p, SamplingParams)]
+        each = [p for p in _params_list(params, len(branches_), self.default_params) if isinstance(p, SamplingParams)]
         if len(each) != len(branches_):
             raise UsageError("a branch goes on with SamplingParams, not by beam search")
         return branches.sample(self._driver, branches_, each)
@@ -281,18 +286,19 @@ class LLM:
         """
         return self._driver.token_ids(prompt, parse_special=parse_special)
 
-    def _request(self, prompt: Prompt, params: Params, *, streamed: bool = False, request_id: str = "") -> Request:
-        text = prompt if isinstance(prompt, str) else None
-        return Request(self.token_ids(prompt), params, text, streamed=streamed, request_id=request_id)
 
-    def _params_list(self, params: SomeParams, count: int) -> list[Params]:
-        if params is None:
-            return [self.default_params()] * count
-        if isinstance(params, Params):
-            return [params] * count
-        if not isinstance(params, Sequence) or not all(isinstance(each, Params) for each in params):
-            raise UsageError("sampling parameters are a SamplingParams or BeamSearchParams, or a list of them")
-        if len(params) != count:
-            sets = f"{len(params)} sets of sampling parameters"
-            raise UsageError(f"{sets} for {count} prompts; give one, or one for each")
-        return list(params)
+def _request(driver: Driver, prompt: Prompt, params: Params, **options: Any) -> Request:
+    return Request(driver.token_ids(prompt), params, prompt if isinstance(prompt, str) else None, **options)
+
+
+def _params_list(params: SomeParams, count: int, default: Callable[[], Params]) -> list[Params]:
+    if params is None:
+        return [default()] * count
+    if isinstance(params, Params):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(each, Params) for each in params):
+        raise UsageError("sampling parameters are a SamplingParams or BeamSearchParams, or a list of them")
+    if len(params) != count:
+        sets = f"{len(params)} sets of sampling parameters"
+        raise UsageError(f"{sets} for {count} prompts; give one, or one for each")
+    return list(params)
