@@ -61,8 +61,8 @@ def _copies(moved: int, *shape: int) -> list[Tensor]:
     return [random(*shape) for _ in range(copies_for_cold_l2(moved))]
 
 
-def _full(count: int, value: float, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.full((count,), value, device=DEVICE, dtype=dtype)
+def _lens(count: int, value: int) -> Tensor:
+    return torch.full((count,), value, device=DEVICE, dtype=torch.int32)
 
 
 def _error(got: Tensor, expected: Tensor) -> float:
@@ -108,7 +108,7 @@ def paged_attention(shape: Heads, seqs: int, context: int, block_size: int = 16,
     num_blocks = copies * seqs * blocks
     q, k, v = random(seqs, heads, dim), *(random(num_blocks, block_size, kv_heads, dim) for _ in range(2))
     ids = torch.randperm(num_blocks, device=DEVICE) if shuffled else torch.arange(num_blocks, device=DEVICE)
-    tables, lens = ids.int().view(copies, seqs, blocks), _full(seqs, context, torch.int32)
+    tables, lens = ids.int().view(copies, seqs, blocks), _lens(seqs, context)
 
     def check(launch: Callable[[], Tensor]) -> float:
         some = slice(0, min(seqs, 4))
@@ -145,7 +145,7 @@ def prefix_attention(shape: Heads, seqs: int, prefix: int, tail: int, *, planned
     assert plan is not None
     work = WorkList.allocate(seqs, attention, DEVICE)
     work.fill(plan)
-    lens = _full(seqs, prefix + tail, torch.int32)
+    lens = _lens(seqs, prefix + tail)
     inputs = [(q, Pages(k, v, each, lens), dim**-0.5, work) for each in tables]
 
     def check(launch: Callable[[], Tensor]) -> float:
@@ -161,7 +161,7 @@ def _prefill_attention(shape: Heads, n: int, chunk: int, cached: int) -> Case:
     blocks = -(-context // _BLOCK_SIZE)
     q, k, v = random(n * chunk, heads, dim), *(random(n * blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
     tables = torch.randperm(n * blocks, device=DEVICE).int().view(n, blocks)
-    pages = Pages(k, v, tables, _full(n, context, torch.int32))
+    pages = Pages(k, v, tables, _lens(n, context))
     starts = torch.arange(0, n * chunk + 1, chunk, device=DEVICE, dtype=torch.int32)
 
     def check(launch: Callable[[], Tensor]) -> float:  # of the first kv head's first query head
@@ -205,7 +205,7 @@ _SETTINGS = {  # temperature, top-k, top-p, min-p
 def _sample(size: tuple[int, int], label: str) -> Case:
     rows, vocab = size
     moved = rows * vocab * 4
-    temperature, top_k, top_p, min_p = (_full(rows, value) for value in _SETTINGS[label])
+    temperature, top_k, top_p, min_p = (torch.full((rows,), value, device=DEVICE) for value in _SETTINGS[label])
     counter = torch.arange(rows, device=DEVICE)
     how = SamplingInputs(temperature, top_k, top_p, min_p, counter, counter)
     inputs = [(torch.randn(size, device=DEVICE) * 3, how) for _ in range(min(8, copies_for_cold_l2(moved)))]
@@ -248,9 +248,7 @@ OPS: dict[str, tuple[Callable[..., Case], Iterable[tuple[Any, ...]]]] = {
     "paged_attention": (paged_attention, _with_heads(_PAGED + _PAGED_APART)),
     "prefix_attention": (prefix_attention, _with_heads(_PREFIX)),
     "prefill_attention": (_prefill_attention, _with_heads(_PREFILL)),
-    "block_copy": (_move_blocks, (("block_copy",),)),
-    "gather_blocks": (_move_blocks, (("gather_blocks",),)),
-    "scatter_blocks": (_move_blocks, (("scatter_blocks",),)),
+    **{op: (_move_blocks, ((op,),)) for op in ("block_copy", "gather_blocks", "scatter_blocks")},
     "sample": (_sample, list(product(((1, 128256), (64, 128256), (64, 49152)), _SETTINGS))),
     "top_log_probabilities": (_top_log_probabilities, ((64, 128256, 8), (64, 128256, 64))),
 }

@@ -31,16 +31,10 @@ WORKLOADS = {
     "beam": ("workloads.measure", "beam search of width 4 over 8 prompts"),
     "stall": ("workloads.measure", "how long running answers wait while a prompt of 8,000 tokens arrives"),
     "serve": ("workloads.serve", "requests that arrive by chance, at a given rate"),
-    "share": (
-        "workloads.share",
-        "the requests of throughput, shared by the replicas that torchrun has started",
-    ),
+    "share": ("workloads.share", "the requests of throughput, shared by the replicas that torchrun has started"),
     "profile": ("profile.measure", "where a decode step's time goes on a GPU, kernel by kernel"),
     "matvec": ("kernels.tiles", "the tiles of the products of one token, or a few, measured anew on a GPU"),
-    "chunk-attention": (
-        "kernels.chunks",
-        "decode attention over a shared prompt: the ChunkAttention paper's table",
-    ),
+    "chunk-attention": ("kernels.chunks", "decode attention over a shared prompt: the ChunkAttention paper's table"),
     "kernels": ("kernels.measure", "every kernel against the copy bandwidth and the matmul rate of this GPU"),
     "memory": ("memory.measure", "what paging and sharing save, and swap against recompute"),
     "host": ("host.measure", "what a step costs beside the device's work"),
@@ -68,7 +62,7 @@ class Subject:
 
         model = self.llm.engine.runner.model
         shared = ranks_of(model)
-        ranks = "" if shared is None else f", {shared.size} ranks"
+        ranks = f", {shared.size} ranks" if shared else ""
         return f"{self.workload}: {self.name}, {model.device}{ranks}, {str(model.dtype).removeprefix('torch.')}"
 
 
