@@ -21,8 +21,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 
-_SEQS, _HEADS = 32, (32, 32, 128)  # of chunk-attention
-_POINTS = 4  # of a generation
+_SEQS, _HEADS, _POINTS = 32, (32, 32, 128), 4  # of chunk-attention; points of a generation
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,6 @@ class KernelOptions(NoOptions):
 
 @dataclass(frozen=True)
 class KernelResult:
-    """One op on one shape."""
-
     op: str = shown("op", width=22)
     shape: str = shown("shape", width=34)
     microseconds: float = shown("us", ".1f", width=7)
@@ -46,12 +43,7 @@ class KernelResult:
 
 
 def measure(options: KernelOptions) -> dict[str, Any]:
-    """Measure the machine's limits, then every op, or the one asked for.
-
-    Raises:
-        MinillmError: there is no GPU.
-        UsageError: there is no such op.
-    """
+    """Measure the machine's limits, then every op or the one asked for. Raises MinillmError where there is none."""
     if options.op is not None and options.op not in OPS:
         raise UsageError(f"unknown op {options.op!r}; known: {', '.join(OPS)}")
     if not torch.cuda.is_available():
@@ -83,7 +75,6 @@ class ChunkAttentionResult:
 
     @computed("speed-up", ".1f")
     def speedup(self) -> float:
-        """Over the paged kernel with copies, as in the paper's headline."""
         return self.copied / self.ours
 
     @computed("over shared", ".1f")
@@ -92,11 +83,7 @@ class ChunkAttentionResult:
 
 
 def chunks(options: NoOptions) -> Iterator[ChunkAttentionResult]:
-    """The table of the ChunkAttention paper (Ye et al. 2024, section 4.1): decode attention, on our kernels.
-
-    Raises:
-        MinillmError: there is no GPU.
-    """
+    """The ChunkAttention paper's table (Ye et al. 2024, section 4.1). Raises MinillmError where there is no GPU."""
     if not torch.cuda.is_available():
         raise MinillmError("bench chunk-attention needs a CUDA GPU, and torch finds none here")
     for prompt, completion in product((1024, 2048, 4096), (512, 2048)):
@@ -139,8 +126,7 @@ class MatvecResult:
 def tiles(options: MatvecOptions) -> Iterator[MatvecResult]:
     """Measure each of the five products of a model, or of a rank's part of it, over all sensible tiles.
 
-    Raises:
-        UsageError: there is no GPU, or our kernel does not take so many tokens.
+    Raises UsageError where there is no GPU, or our kernel does not take so many tokens.
     """
     if not torch.cuda.is_available():
         raise UsageError("bench matvec needs a GPU")
@@ -173,8 +159,8 @@ def _product(op: str, features: int, columns: int, tokens: int, bandwidth: float
     candidates = _tiles(columns, 2 if gated else 1, tokens)
     ours, tile = min((graph_microseconds(partial(launch, tile=tile), launches=12), tile) for tile in candidates)
     cublas = graph_microseconds(lambda i: functional.linear(x, weights[i % copies]))
-    recorded = kernels.matvec.recorded_tile(tokens, features, columns)
-    return MatvecResult(op, features, columns, size / bandwidth * 1e6, cublas, ours, tile, recorded)
+    floor, recorded = size / bandwidth * 1e6, kernels.matvec.recorded_tile(tokens, features, columns)
+    return MatvecResult(op, features, columns, floor, cublas, ours, tile, recorded)
 
 
 def _tiles(columns: int, matrices: int, tokens: int) -> Iterator[tuple[int, int, int]]:

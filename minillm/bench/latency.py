@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,6 +31,7 @@ while os.getppid() == int(sys.argv[1]):
     for _ in range(100_000):
         pass
 """
+Timing = tuple[float, float]  # seconds of one run, from the requests to the first tokens and to the end
 _SAME_NAMES = (  # in our configuration and in transformers'
     "vocab_size", "hidden_size", "head_dim", "intermediate_size", "max_position_embeddings", "tie_word_embeddings",
 )  # fmt: skip
@@ -59,13 +60,6 @@ class LatencyResult:
     fraction_of_floor: float = shown("of floor", ".0%")
     idle_share: float | None = shown("GPU idle", ".1%", default=None)  # between decode steps
     peak_kv_tokens: int | None = None
-
-
-class Timing(NamedTuple):
-    """One run of an engine, in seconds."""
-
-    first_token: float  # from the request to the first token
-    total: float
 
 
 def measure(subject: Subject, options: Options) -> list[LatencyResult]:
@@ -97,10 +91,7 @@ def measure(subject: Subject, options: Options) -> list[LatencyResult]:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Let ``count`` other processes compute inside the ``with``.
-
-    They end with it, and by themselves within milliseconds where this process ends in any other way.
-    """
+    """Let ``count`` other processes compute; within milliseconds none outlives the ``with``, nor this process."""
     command = [sys.executable, "-I", "-S", "-c", _LOOP, str(os.getpid())]
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -121,7 +112,7 @@ def _run(llm: LLM, prompts: list[list[int]], output_len: int) -> Timing:
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     llm.reset_prefix_cache()  # the prompts of the last run would be found there
     seconds, outputs = drive(llm.engine, [(prompt, params) for prompt in prompts])
-    return Timing(max(times_of(output)[0] for output in outputs), seconds)
+    return max(times_of(output)[0] for output in outputs), seconds
 
 
 def _transformers(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
@@ -130,8 +121,7 @@ def _transformers(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int], T
         import transformers
     except ImportError:
         raise UsageError("--peer transformers needs the package transformers; pip install transformers") from None
-    model = llm.engine.runner.model
-    c = model.config
+    model, c = llm.engine.runner.model, llm.engine.runner.model.config
     config = transformers.LlamaConfig(
         num_hidden_layers=c.num_layers,
         num_attention_heads=c.num_heads,
@@ -148,7 +138,7 @@ def _transformers(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int], T
         theirs.generate(inputs, max_new_tokens=count, min_new_tokens=count, **given)
         return time.perf_counter() - began
 
-    return lambda output_len: Timing(seconds(1), seconds(output_len)), f"transformers {transformers.__version__}"
+    return lambda output_len: (seconds(1), seconds(output_len)), f"transformers {transformers.__version__}"
 
 
 def _result(name: str, runs: list[Timing], options: Options, floor_rate: float) -> LatencyResult:

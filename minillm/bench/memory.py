@@ -44,10 +44,8 @@ class Lengths:
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """(prompt tokens, output tokens), each at least 1, together at most `LONGEST`."""
-        prompt, output = (
-            max(1, round(rng.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma)))
-            for mean in (self.prompt_mean, self.output_mean)
-        )
+        places = [math.log(mean) - self.sigma**2 / 2 for mean in (self.prompt_mean, self.output_mean)]
+        prompt, output = (max(1, round(rng.lognormvariate(place, self.sigma))) for place in places)
         prompt = min(prompt, LONGEST - 1)
         return prompt, min(output, LONGEST - prompt)
 
@@ -86,11 +84,7 @@ class Options(NoOptions):
 
 
 def measure(options: Options) -> dict[str, Iterator[Any]]:
-    """The replays on the books, and what swapping costs on the device.
-
-    Raises:
-        UsageError: the shape has no so long context.
-    """
+    """The replays on the books, and swaps on the device. Raises UsageError where the shape has no so long context."""
     longest = SHAPES[options.shape].max_position_embeddings
     if options.num_tokens > longest:
         raise UsageError(f"num_tokens must be at most {longest}, not {options.num_tokens}: {options.shape} has no more")
@@ -118,7 +112,7 @@ def _books(options: Options) -> Iterator[MemoryResult]:
 
 
 def _swaps(options: Options) -> Iterator[SwapResult]:
-    """Swap against recompute (one prefill at block size 16): taking a sequence off the device, and having it back."""
+    """Taking a sequence off the device and back, against computing it again (one prefill at block size 16)."""
     llm = LLM(options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device)
     model, num_tokens = llm.engine.runner.model, options.num_tokens
     tokens = torch.randint(0, model.config.vocab_size, (num_tokens,)).tolist()

@@ -16,8 +16,6 @@ from minillm.bench.table import shown
 from minillm.engine.engine import Engine
 from minillm.runner.step import StepWork
 
-_COLD_BYTES = 400 << 20  # several times the largest L2
-
 
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done its work."""
@@ -41,25 +39,24 @@ def _device_seconds(run: Callable[[], object], repeats: int) -> float:
     """Median seconds of ``run`` by the GPU's clock."""
     times = []
     for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        begin = _now()
         run()
-        end.record()
+        end = _now()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e-3)
     return statistics.median(times)
 
 
 def copies_for_cold_l2(bytes_per_launch: int) -> int:
-    """How many copies of a launch's inputs to rotate through."""
-    return max(1, min(64, -(-_COLD_BYTES // max(1, bytes_per_launch))))
+    """The number of copies of a launch's inputs through which launches should rotate."""
+    cold = 400 << 20  # several times the largest L2
+    return max(1, min(64, -(-cold // max(1, bytes_per_launch))))
 
 
 def graph_microseconds(launch: Callable[[int], object], launches: int = 24) -> float:
-    """Median microseconds of ``launch(i)``, i counting up, over replays of one CUDA graph, with a cold L2.
+    """Median microseconds of ``launch(i)``, i counting up, over replays of one CUDA graph, which hide the host's work.
 
-    A graph of many launches hides what the host costs. Each launch should work on another copy of the inputs: the
-    copies together are several times the L2 (`copies_for_cold_l2`), so that no launch finds its data there.
+    Each launch should use another copy of the inputs (`copies_for_cold_l2`), so that it finds nothing in the L2.
     """
     for i in range(3):
         launch(i)
@@ -115,10 +112,7 @@ class Meter:
         return self.peak_blocks * self.engine.cache.block_size
 
     def begin(self, work: StepWork) -> None:
-        """Count a step: the weights and each block in use are read once, or the prompts' products take longer.
-
-        Where several ranks share the model, rank 0's part of that.
-        """
+        """Count a step: the weights and each block in use (of rank 0) are read once, or the products take longer."""
         model, cache = self.engine.runner.model, self.engine.cache
         config, bytes_read = model.local, model.weight_bytes
         if work.decode is not None or work.num_decodes:

@@ -16,8 +16,7 @@ from minillm.errors import UsageError
 from minillm.params import MAX_TOKENS, SamplingParams
 
 _STEPS = 8
-# In the names of kernels.
-_LINEAR = ("matvec", "gemm", "nvjet", "cutlass", "splitK", "cublas")
+_LINEAR = ("matvec", "gemm", "nvjet", "cutlass", "splitK", "cublas")  # in the names of kernels, as the next
 _ATTENTION = ("paged_attention", "merge_splits")
 
 

@@ -147,9 +147,9 @@ async def _drawing() -> float:
             events.append(CacheChanged([table, sharer], log=log))
         await asyncio.sleep(_CATCH_UP)
         began, used = time.monotonic(), time.process_time()
-        for number, event in enumerate(events):
+        for number, event in enumerate(events, start=1):
             chat.post_message(EngineEvent(event))
-            await asyncio.sleep(max(0.0, began + (number + 1) / FRAMES - time.monotonic()))
+            await asyncio.sleep(max(0.0, began + number / FRAMES - time.monotonic()))
         return (time.process_time() - used) / (time.monotonic() - began)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -53,13 +53,12 @@ class WorkloadResult:
 def measure(subject: Subject, options: ScaleOptions) -> WorkloadResult:
     """Run one of `REQUESTS`, or ``stall``, twice and measure the second run."""
     llm, engine = subject.llm, subject.llm.engine
-    limits = Limits.measure(engine.runner.model.device)
     run = _stall if subject.workload == "stall" else _at_once
     llm.reset_prefix_cache()
     run(subject, random.Random(0), options.scale)
     if subject.workload != "prefix":
         llm.reset_prefix_cache()
-    with metered(engine, limits) as meter:
+    with metered(engine, Limits.measure(engine.runner.model.device)) as meter:
         result = run(subject, random.Random(2), options.scale)
     floor, share = meter.floor, meter.peak_blocks / engine.cache.num_blocks
     result = replace(result, floor_seconds=floor, fraction_of_floor=floor / result.seconds)
@@ -106,8 +105,7 @@ def _scaled(length: int, scale: float) -> int:
 def times_of(output: RequestOutput) -> tuple[float, float, float]:
     """Seconds of a finished request: to its first token, for each later one of its longest completion, and in all.
 
-    Raises:
-        UsageError: the request failed.
+    Raises UsageError where the request failed.
     """
     if output.error is not None:
         raise UsageError(f"a request of the workload failed: {output.error}")
@@ -181,8 +179,8 @@ def _num_tokens(output: RequestOutput) -> int:
 def _result(
     subject: Subject, outputs: list[RequestOutput], seconds: float, first: float, per_token: float
 ) -> WorkloadResult:
-    count, tokens = len(outputs), sum(map(_num_tokens, outputs))
-    return WorkloadResult(subject.workload, subject.name, count, tokens, seconds, tokens / seconds, first, per_token)
+    kind, count, tokens = subject.workload, len(outputs), sum(map(_num_tokens, outputs))
+    return WorkloadResult(kind, subject.name, count, tokens, seconds, tokens / seconds, first, per_token)
 
 
 @dataclass(frozen=True)
@@ -220,14 +218,9 @@ def _serve(llm: LLM, rate: float, num_requests: int, scale: float) -> ServeResul
     first, per_token, whole = zip(*map(times_of, outputs), strict=True)
     counts = [len(output.outputs[0].token_ids) for output in outputs]
     normalised = [each / count for each, count in zip(whole, counts, strict=True)]
-    times = map(_percentiles, (first, per_token, normalised))
-    return ServeResult(rate, num_requests, seconds, sum(counts) / seconds, *times)
-
-
-def _percentiles(values: Iterable[float]) -> tuple[float, float, float]:
-    ordered = sorted(values)
-    p50, p90, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.9, 0.99))
-    return p50, p90, p99
+    places = [min(num_requests - 1, int(num_requests * share)) for share in (0.5, 0.9, 0.99)]
+    times = [[sorted(values)[place] for place in places] for values in (first, per_token, normalised)]
+    return ServeResult(rate, num_requests, seconds, sum(counts) / seconds, *map(tuple, times))
 
 
 @dataclass(frozen=True)
@@ -249,8 +242,7 @@ class ShareResult:
 def share(subject: Subject, options: ShareOptions) -> ShareResult | None:
     """Measure all replicas, after a few requests to warm up; the first one knows the result, the others return None.
 
-    Raises:
-        MinillmError: the first node has died, and with it the store of torchrun.
+    Raises MinillmError where the first node has died, and with it the store of torchrun.
     """
     llm = subject.llm
     try:
