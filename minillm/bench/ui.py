@@ -45,7 +45,7 @@ class UiFigures:
     first_paint: float = shown("ms to the first paint", ".0f", 1e3)
     key_median: float = shown("ms from key to screen, median", ".0f", 1e3)
     key_p95: float = shown("ms from key to screen, p95", ".0f", 1e3)
-    drawing_share: float = shown(f"{NUM_BLOCKS:,} blocks at {FRAMES} Hz: of a core", ".1%")
+    drawing_share: float = shown(f"{NUM_BLOCKS:,} blocks, {FRAMES} Hz: of a core", ".1%")
     tokens_per_second_watched: float = shown("tok/s, watched", ".1f")
     tokens_per_second_held: float = shown("tok/s while the app is held", ".1f")
     # of each cycle, a part of the speed while the app is held
