@@ -33,10 +33,7 @@ def _silu_mul_kernel(out_ptr, gate_up_ptr, stride, size, TILE: tl.constexpr, PDL
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``[rows, size]`` for ``gate_up [rows, 2 * size]``, gate first. Rows may be strided.
-
-    Raises ValueError where the shape or layout is wrong.
-    """
+    """See `reference.silu_mul`; rows may be strided. Raises ValueError where the shape or layout is wrong."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"silu_mul takes [rows, 2 * size] with contiguous rows, not {tuple(gate_up.shape)}")
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2

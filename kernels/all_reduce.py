@@ -1,17 +1,14 @@
 """The sum of tensors on several GPUs, without a ring: each writes to all the others and adds up their words.
 
-For the small sums of a decode step the hops of a ring and its separate flags are all the cost. Here every 8 bytes that
-cross NVLink carry 4 bytes of data and the number of this sum, so a rank that reads the expected number has the data,
-too. 8-byte stores are never torn, hence there is no fence and no barrier. This is the idea of NCCL's LL protocol (Hu et
-al. 2025, "Demystifying NCCL") without the ring.
+Every 8 bytes that cross NVLink carry 4 bytes of data and the number of this sum, so a rank that reads the expected
+number has the data, too. 8-byte stores are never torn, hence there is no fence and no barrier: NCCL's LL protocol (Hu
+et al. 2025, "Demystifying NCCL") without the ring, whose hops and flags are all the cost of a decode step's small sums.
 
 In one shot every rank gets all parts. In two it gets those of its slice, an N-th of the whole, and sends the slice's
-sum to the others: a second hop, and 2 / N of the bytes. So one shot is for the smallest sums and for two ranks, two
-shots for larger ones between more, and a ring for some megabytes.
+sum to the others: a second hop, and 2 / N of the bytes. So one shot is for the smallest sums and for two ranks.
 
-Grid: words / WORDS, in two shots words / N / WORDS. Tile: WORDS words of 4 bytes (two bfloat16 or float16 numbers, or
-one float32). Bytes over NVLink, from each rank: 8 (N - 1) a word in one shot, 16 (N - 1) / N in two; and the same from
-the own inbox, and 8 for x.
+Grid: words / WORDS, in two shots words / N / WORDS. Tile: WORDS words of 4 bytes. Bytes over NVLink, from each rank:
+8 (N - 1) a word in one shot, 16 (N - 1) / N in two; and the same from the own inbox, and 8 for x.
 
 Every rank's *inbox* has a place for each source (in two shots: and each shot) and each of two turns. A turn is free
 again as soon as a rank has heard of the next sum from all others: they begin it only when they have read this one. Each
@@ -39,10 +36,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Exchange:
-    """The memory through which one rank's kernels exchange words with all ranks', for sums in so many shots.
-
-    Every rank launches the same sums in the same order.
-    """
+    """The memory through which all ranks' kernels exchange words; every rank launches the same sums in one order."""
 
     rank: int
     inboxes: Tensor  # [ranks] int64, the address of each rank's inbox: int64 words, zero at first, see `inbox_words`
@@ -200,11 +194,7 @@ def _all_reduce_in_two_kernel(
 
 
 def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
-    """The sum of all ranks' ``x``, in place: see `reference.all_reduce`.
-
-    Raises:
-        ValueError: not a tensor that ``exchange`` takes.
-    """
+    """See `reference.all_reduce`; in place. Raises ValueError where ``exchange`` does not take ``x``."""
     if not exchange.takes(x):
         taken = "one shot takes" if exchange.shots == 1 else "two shots takes slices of"
         raise ValueError(f"a sum in {taken} up to {exchange.capacity} words, contiguous, not {tuple(x.shape)}")

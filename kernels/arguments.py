@@ -42,7 +42,6 @@ class SamplingInputs(NamedTuple):
     positions: Tensor  # [rows] int64, of the drawn token: with the seed the counter of the draw
 
     def rows(self, index: Tensor | slice) -> SamplingInputs:
-        """The chosen rows of each tensor."""
         return SamplingInputs(*(each[index] for each in self))
 
 
@@ -63,15 +62,12 @@ class DecodeInputs(NamedTuple):
         def zeros(dtype: torch.dtype, *columns: int) -> Tensor:
             return torch.zeros(n, *columns, dtype=dtype, device=device)
 
-        tokens, positions, slots = (zeros(torch.int64) for _ in range(3))
         long, real = torch.int64, torch.float32
         sampling = SamplingInputs(*map(zeros, (real, long, real, real, long, long)))
-        return cls(tokens, positions, slots, zeros(torch.int32), zeros(torch.int32, width), sampling)
+        return cls._make((*map(zeros, (long, long, long, torch.int32)), zeros(torch.int32, width), sampling))
 
     def first(self, n: int) -> DecodeInputs:
-        """The first n rows of every buffer."""
-        tokens, positions, slots, lens, tables = (each[:n] for each in self[:5])
-        return DecodeInputs(tokens, positions, slots, lens, tables, self.sampling.rows(slice(n)))
+        return DecodeInputs._make((*(each[:n] for each in self[:5]), self.sampling.rows(slice(n))))
 
 
 class Field:

@@ -59,27 +59,18 @@ def _move(target: Tensor, source: Tensor, target_ids: Tensor | None, source_ids:
 
 
 def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
-    """Copy blocks ``copies [num_copies, 2]`` int64 (source, destination) within the pool, in all layers.
-
-    See `reference.block_copy`. The pool is contiguous; otherwise ValueError is raised.
-    """
+    """Copy blocks within the pool: see `reference.block_copy`. Raises ValueError unless the pool is contiguous."""
     pool = _as_words(kv_cache).flatten(0, 1)
     _move(pool, pool, copies[:, 1], copies[:, 0])
 
 
 def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy blocks ``block_ids [n]`` int64 to ``staging [>= n, num_layers, 2, block_size, kv_heads, head_dim]``.
-
-    Raises ValueError where a shape or layout is wrong.
-    """
+    """See `reference.gather_blocks`. Raises ValueError where a shape or layout is wrong."""
     _move(_planes_of(staging, kv_cache, block_ids), _as_words(kv_cache).flatten(0, 1), None, block_ids)
 
 
 def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy ``staging`` back to blocks ``block_ids`` of the pool: the inverse of `gather_blocks`.
-
-    Raises ValueError where a shape or layout is wrong.
-    """
+    """See `reference.scatter_blocks`. Raises ValueError where a shape or layout is wrong."""
     _move(_as_words(kv_cache).flatten(0, 1), _planes_of(staging, kv_cache, block_ids), block_ids, None)
 
 

@@ -117,10 +117,7 @@ def _prefill_attention_kernel(
 
 
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """See `reference.prefill_attention`. ``q`` may have any token and head stride.
-
-    K and V are contiguous, block_size is a power of two up to 256. Raises ValueError where a shape or layout is wrong.
-    """
+    """See `reference.prefill_attention`; arguments as in `decode_attention.paged_attention`, else ValueError."""
     num_tokens, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens = pages
     num_seqs = lens.shape[0]

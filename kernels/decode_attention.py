@@ -142,10 +142,10 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: t
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
-    """See `reference.paged_attention`. ``q`` may have any sequence and head stride.
+    """See `reference.paged_attention`; ``num_splits`` are the parts of each context (`num_splits_for`).
 
-    K and V are contiguous, block_size is a power of two up to 256. Raises ValueError where a shape or layout is wrong.
-    ``num_splits`` are the parts of each context; by default `num_splits_for` the widest table.
+    ``q`` may have any strides but the last, K and V are contiguous, block_size is a power of two up to 256. Raises
+    ValueError where a shape or layout is wrong.
     """
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens = pages

@@ -1,7 +1,6 @@
 """The device's memory of the decoding sequences: one row of 32-bit words each, read and written by every step.
 
-A row holds, in the order of `Field`, the token to compute, its position, the sampling parameters, and the block table.
-For a step the host sends only the list of rows and the changes since the last one.
+A row holds the words of `Field`. For a step the host sends only the list of rows and the changes since the last one.
 
 - ``begin_decode`` gathers n rows into the tensors that the model and the sampler take, and moves each row's position on
   by one. Grid: (n). Bytes: the used part of each block table, read and written: 8 per block of context.

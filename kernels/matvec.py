@@ -1,10 +1,5 @@
 """A weight matrix times the activations of one token, or a few; the norm before or the addition behind it may be fused.
 
-    matvec             y = W x + b
-    norm_matvec        y = W rms_norm(x) + b
-    norm_gated_matvec  y = silu(G rms_norm(x)) * (U rms_norm(x))     G, U: the halves of the packed projection
-    matvec_add         residual += W x + b
-
 Bytes: the weight, once; the rest is nothing. So a launch is as fast as memory if enough loads are in flight all the
 time, also while one kernel ends and the next one begins: a program asks for its first tile of weights, which depend on
 nothing, *before* it waits for the kernel in front of it (programmatic dependent launch, compute capability 9.0 on).
@@ -161,10 +156,7 @@ def takes(num_tokens: int, weight: Tensor) -> bool:
 
 
 def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``, ``[tokens, out]``, of x ``[tokens, in]`` and weight ``[out, in]``.
-
-    All tensors are contiguous, and at most `MOST_TOKENS` tokens; else this and the next three raise ValueError.
-    """
+    """``x @ weight.T + bias``; as the next three, of at most `MOST_TOKENS` tokens and contiguous, else ValueError."""
     return launch(_target(x, weight), x, weight, bias)
 
 

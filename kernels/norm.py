@@ -34,10 +34,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``[rows, hidden]`` like ``x``, contiguous. Rows of ``x`` may be strided.
-
-    Raises ValueError where a shape, layout or dtype is wrong.
-    """
+    """``[rows, hidden]``, contiguous; rows of ``x`` may be strided. Raises ValueError where an argument is wrong."""
     if x.dim() != 2 or x.stride(1) != 1:
         raise ValueError(f"rms_norm takes [rows, hidden] with contiguous rows, not {tuple(x.shape)} {x.stride()}")
     if weight.shape != x.shape[1:] or weight.dtype != x.dtype or not weight.is_contiguous():

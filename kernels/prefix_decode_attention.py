@@ -204,16 +204,12 @@ def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
 
 
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
-    """`decode_attention.paged_attention`, over the prefix tree that a work list was made from.
-
-    The list is for as many sequences with these tables; contexts may have grown since. Raises ValueError where a shape
-    or layout is wrong.
-    """
+    """See `reference.prefix_attention`; arguments as in `decode_attention.paged_attention`, else ValueError."""
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
-    check_inputs(q, pages, num_seqs)
     shape = work.shape
+    check_inputs(q, pages, num_seqs)
     if (num_heads, num_kv_heads, head_dim) != (shape.num_heads, shape.num_kv_heads, shape.head_dim):
         raise ValueError(f"a work list for {shape} does not fit q {tuple(q.shape)} and {num_kv_heads} kv heads")
     if work.order.shape != (num_seqs,):
@@ -222,9 +218,8 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     if not num_seqs:
         return out
     splits, max_results = shape.tail_splits(num_seqs), shape.max_results(num_seqs)
-    num_results = max_results + num_seqs * splits
-    partial = torch.empty(num_results, num_heads, head_dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(num_results, num_heads, dtype=torch.float32, device=q.device)
+    partial = q.new_empty(max_results + num_seqs * splits, num_heads, head_dim, dtype=torch.float32)
+    lse = q.new_empty(partial.shape[:2], dtype=torch.float32)
     scale, slot_stride = softmax_scale * 1.4426950408889634, num_kv_heads * head_dim
     sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "DIM_TILE": shape.dim_tile, "BLOCK_SIZE": block_size}
     options = pdl_options(q.device)

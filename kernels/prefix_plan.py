@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -178,12 +179,10 @@ class Plan:
 
 
 def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_blocks: int = 1) -> PrefixTree:
-    """The prefix tree of block tables.
+    """The prefix tree of block tables, which hold the ids of each sequence's blocks in logical order.
 
-    Args:
-        tables: block ids of each sequence, logical order.
-        num_full: for each table, how many of its first blocks are full; the others belong to the tail.
-        min_blocks: a run becomes a node if its blocks, times its sequences but one, are at least this many.
+    Only the first ``num_full`` blocks of each are full; the others belong to the tail. A run becomes a node if its
+    blocks, times its sequences but one, are at least ``min_blocks``.
     """
     order: list[int] = []
     tails: list[int] = []
@@ -237,10 +236,7 @@ def plan_attention(
 ) -> Plan | None:
     """Cut up the attention of a batch; None where its sequences share nothing that is worth it.
 
-    Args:
-        tables: block ids of each sequence.
-        context_lens: tokens of each sequence.
-        num_rows: rows of the batch, padding behind the sequences included; by default there is none.
+    ``num_rows`` are those of the batch, padding behind the sequences included; by default there is none.
     """
     num_rows = len(tables) if num_rows is None else num_rows
     total = sum(context_lens) * shape.token_bytes
@@ -250,9 +246,9 @@ def plan_attention(
     min_blocks = max(1, math.ceil(costs.node_bytes / (shape.token_bytes * block_size)))
     while True:
         tree = prefix_tree(tables, num_full, min_blocks)
-        shared = sum((node.end - node.begin) * node.count for node in tree.nodes) * block_size * shape.token_bytes
-        once = sum(node.end - node.begin for node in tree.nodes) * block_size * shape.token_bytes
-        if not tree.nodes or not costs.worth(shared - once, total - shared):
+        lengths = [(node.end - node.begin) * block_size * shape.token_bytes for node in tree.nodes]
+        shared = sum(length * node.count for length, node in zip(lengths, tree.nodes, strict=True))
+        if not tree.nodes or not costs.worth(shared - sum(lengths), total - shared):
             return None
         plan = _cut(tree, block_size, shape, num_rows, total - shared, costs)
         if plan is not None:
@@ -296,9 +292,7 @@ def _cut(
                 items.append((min(begin + step, end) - begin, [*words, results[node.first] + part]))
         results[node.first : last] = [results[node.first] + part + 1] * node.count
     items.sort(key=lambda item: -item[0])  # the longest first, so that none begins when the others end
-    starts = [0]
-    for count in results:
-        starts.append(starts[-1] + count)
+    starts = list(accumulate(results, initial=0))
     padding = num_rows - len(results)
     return Plan(
         order=tree.order + list(range(len(results), num_rows)),

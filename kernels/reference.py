@@ -6,6 +6,8 @@ of several tensors are in `minillm.kernels.arguments`, with their shapes.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -28,10 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` for ``gate_up`` ``[num_tokens, 2 * size]``, gate first (SwiGLU, Shazeer 2020).
-
-    As Llama computes it: silu is rounded to the input's dtype before the product.
-    """
+    """``silu(gate)``, rounded, times ``up`` of ``gate_up [num_tokens, 2 * size]``, gate first (Shazeer 2020)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(_wide(gate)).to(gate_up.dtype) * up
 
@@ -53,17 +52,11 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 
 def all_reduce(parts: list[Tensor]) -> Tensor:
     """The sum of the ranks' ``parts``, of one shape and dtype: added in float32 (or float64) in order, rounded once."""
-    total = _wide(parts[0])
-    for part in parts[1:]:
-        total = total + _wide(part)
-    return total.to(parts[0].dtype)
+    return reduce(torch.add, map(_wide, parts)).to(parts[0].dtype)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first ``2 * cos.shape[1]`` dimensions of each head (Su et al. 2021, half-split layout).
-
-    ``x`` is ``[num_tokens, heads, head_dim]``; ``cos`` and ``sin`` are those of `Places`.
-    """
+    """Rotate the first ``2 * cos.shape[1]`` dimensions of ``x [num_tokens, heads, head_dim]`` (Su et al. 2021)."""
     half = cos.shape[-1]
     wide, cos, sin = _wide(x), cos[:, None], sin[:, None]
     first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
@@ -108,10 +101,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, first_positio
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float) -> Tensor:
     """Decode attention: one query per sequence over its paged context (Kwon et al. 2023).
 
-    Args:
-        q: ``[num_seqs, num_heads, head_dim]``; head ``h`` reads kv head ``h // (num_heads / num_kv_heads)``.
-
-    Returns a tensor like ``q``, zero where the context is empty.
+    Head ``h`` of ``q [num_seqs, num_heads, head_dim]`` reads kv head ``h // (num_heads / num_kv_heads)``. Returns a
+    tensor like ``q``, zero where the context is empty.
     """
     out = torch.zeros_like(q)
     for seq, length in enumerate(pages.lens.tolist()):
@@ -148,7 +139,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
 
 
 def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy blocks ``block_ids [n]`` to ``staging [>= n, num_layers, 2, block_size, num_kv_heads, head_dim]``."""
+    """Copy blocks ``block_ids [n]`` int64 to ``staging [>= n, num_layers, 2, block_size, num_kv_heads, head_dim]``."""
     staging[: len(block_ids)] = kv_cache[:, :, block_ids].movedim(2, 0)
 
 
@@ -158,18 +149,14 @@ def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None
 
 
 def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
-    """Copy whole blocks, K and V, in every layer: the bytes of copy-on-write.
+    """Copy blocks of the pool ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``: copy-on-write.
 
-    Args:
-        kv_cache: ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``, the whole pool.
-        copies: ``[num_copies, 2]`` int64 (source, destination). A destination is no other pair's source or destination.
+    ``copies`` is ``[num_copies, 2]`` int64 (source, destination); a destination is in no other pair.
     """
     kv_cache[:, :, copies[:, 1]] = kv_cache[:, :, copies[:, 0]]
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
-
-_GOLDEN = 0x9E3779B9
 
 
 def _as_signed(value: int, bits: int) -> int:
@@ -194,18 +181,13 @@ def uniform(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """Counter-based uniforms in (0, 1), float32: a pure function of (seed, position, id).
 
     Nothing is carried from draw to draw, so a sequence draws the same numbers alone, in any batch, preempted or not.
-    The finest steps lie near 0 (``2**-32``), where `gumbel` needs them.
-
-    Args:
-        seeds, positions: ``[rows]`` int64.
-        ids: int32, broadcastable to ``[rows, n]``.
+    The finest steps lie near 0 (``2**-32``), where `gumbel` needs them. ``seeds`` and ``positions`` are ``[rows]``
+    int64, ``ids`` int32 and broadcastable to ``[rows, n]``.
     """
     key = _mix64(_mix64(seeds + _as_signed(0x9E3779B97F4A7C15, 64)) ^ positions)
-    low = (key & 0xFFFFFFFF).to(torch.int64)
-    high = (key >> 32) & 0xFFFFFFFF
-    low, high = ((half ^ 0x80000000) - 0x80000000 for half in (low, high))  # to the signed range of int32
-    x = ids * _as_signed(_GOLDEN, 32) + low.to(torch.int32)[:, None]
-    x = _mix32(x, 0x21F0AAAD, 0xD35A2D97) ^ high.to(torch.int32)[:, None]
+    low, high = key.view(torch.int32).view(-1, 2, 1).unbind(1)  # the lower half lies first
+    x = ids * _as_signed(0x9E3779B9, 32) + low
+    x = _mix32(x, 0x21F0AAAD, 0xD35A2D97) ^ high
     x = _mix32(x, 0x7FEB352D, 0x846CA68B) & 0x7FFFFFFF
     return ((x.float() + 0.5) * 2.0**-31).clamp_(max=1 - 2.0**-24)
 
@@ -216,7 +198,7 @@ def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Draw one token per row: temperature, then top-k, then top-p of the rest, then min-p (Hugging Face's order).
+    """Draw one id per row, ``[rows]`` int64: temperature, top-k, top-p of the rest, min-p (Hugging Face's order).
 
     Each cut keeps the upper part of one order: larger logit first, lower id among equals. top-k keeps exactly k; top-p
     the fewest tokens whose probabilities reach it; min-p those at least so probable relative to the first.
@@ -225,9 +207,6 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
         logits: ``[rows, vocab]`` float32; -inf marks a forbidden token, and at least one per row is finite.
         inputs: of as many rows. Temperature 0 takes the largest logit, the lowest id among equals. Seed and position
             are the counter of the draw: see `uniform`.
-
-    Returns:
-        ``[rows]`` int64 token ids.
     """
     temperature, top_k, top_p, min_p, seeds, positions = inputs
     drawn = temperature > 0
@@ -258,10 +237,7 @@ def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` most probable tokens of each row, best first, the lower id first among equals.
-
-    Returns ``(log_probabilities, token_ids)``, each ``[rows, count]``; ids int64.
-    """
+    """Log-probabilities and int64 ids, ``[rows, count]``, of the likeliest tokens: best first, of equals lower ids."""
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     return values[:, :count] - logits.logsumexp(-1, keepdim=True), ids[:, :count]
 

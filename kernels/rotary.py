@@ -75,11 +75,7 @@ def _rotary_write_kv_kernel(
 
 
 def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the blocks. See `reference.rotary_write_kv`.
-
-    ``q``, ``k``, ``v`` ``[tokens, heads, head_dim]`` may be views with any token and head stride. Raises ValueError
-    where a shape or layout is wrong.
-    """
+    """See `reference.rotary_write_kv`; any token, head strides. Raises ValueError where a shape or layout is wrong."""
     cos, sin, slots = places
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, half = k.shape[1], cos.shape[1]

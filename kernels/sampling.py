@@ -9,8 +9,7 @@ Two launches: the scan, grid (rows, pieces of the vocabulary), see `minillm.kern
 (rows), merges the pieces, and goes on by the row:
 
 - nothing cut: the best score of all pieces is the draw.
-- top-k: at least k logits, and usually few more, are collected on chip (`minillm.kernels.top_k`), and cut there by
-  count and by mass.
+- top-k: the largest logits are collected on chip (`minillm.kernels.top_k`), and cut there by count and by mass.
 - no top-k: the best score is the draw if the mass above its token is small enough. If it is not, every token up to that
   one is cut as well, and the best of the rest is tried: the same draw as after a search for the cut, which takes about
   one pass (rejection with a rising pivot, as in FlashInfer's sampler, on fixed noise).
@@ -133,15 +132,14 @@ def _draw_kernel(
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Draw one token per row: see `reference.sample`, and for the arguments `sample_with_logprobs`."""
+    """See `reference.sample`, and for the arguments `sample_with_logprobs`."""
     return sample_with_logprobs(logits, inputs)[0]
 
 
 def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
-    """Draw one token per row: see `reference.sample_with_logprobs`.
+    """See `reference.sample_with_logprobs`; raises ValueError where a shape or layout is wrong.
 
-    ``logits [rows, vocab]`` are float32, bfloat16 or float16, rows may be strided; vocab is below 2^24; ``inputs`` are
-    contiguous. Raises ValueError where a shape or layout is wrong.
+    ``logits`` are float32, bfloat16 or float16, rows may be strided; vocab is below 2^24; ``inputs`` are contiguous.
     """
     rows, vocab = check_logits(logits)
     for name, tensor in zip(inputs._fields, inputs, strict=True):

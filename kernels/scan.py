@@ -123,7 +123,7 @@ class Scratch(NamedTuple):
 def scan(logits: Tensor, inputs: SamplingInputs) -> Scratch:
     """Launch the scan of ``logits [rows, vocab]``."""
     rows, vocab = logits.shape
-    num_pieces, num_groups = triton.cdiv(vocab, PIECE), triton.cdiv(vocab, _GROUP)
+    num_pieces, num_groups = counts = triton.cdiv(vocab, PIECE), triton.cdiv(vocab, _GROUP)
     groups_tile = triton.next_power_of_2(num_groups)
 
     def room(columns: int, dtype: torch.dtype) -> Tensor:
@@ -136,20 +136,15 @@ def scan(logits: Tensor, inputs: SamplingInputs) -> Scratch:
         PIECE=PIECE, GROUP=_GROUP, PARTS=_PARTS, num_warps=8, **pdl_options(logits.device),
     )  # fmt: skip
     candidates = room(_CANDIDATES, torch.float32), room(_CANDIDATES, torch.int32)
-    tiles = {"PIECES_TILE": triton.next_power_of_2(num_pieces), "GROUPS_TILE": groups_tile}
-    return Scratch(
-        (room(groups_tile, torch.int32), *candidates, parts, maxima),
-        (num_pieces, num_groups),
-        {**tiles, "GROUP": _GROUP, "PARTS": _PARTS, "CANDIDATES": _CANDIDATES},
-    )
+    tiles = {"PIECES_TILE": triton.next_power_of_2(num_pieces), "GROUPS_TILE": groups_tile, "GROUP": _GROUP}
+    tiles |= {"PARTS": _PARTS, "CANDIDATES": _CANDIDATES}
+    return Scratch((room(groups_tile, torch.int32), *candidates, parts, maxima), counts, tiles)
 
 
 def check_logits(logits: Tensor) -> tuple[int, int]:
     """The shape of ``logits``; ValueError where the scan cannot read them."""
     rows, vocab = logits.shape
     if not logits.is_floating_point() or logits.stride(1) != 1 or vocab >= 1 << 24:
-        raise ValueError(
-            "logits must be floating point [rows, vocab < 2^24], rows contiguous, "
-            f"not {logits.dtype} {tuple(logits.shape)}"
-        )
+        taken = "floating point [rows, vocab < 2^24], rows contiguous"
+        raise ValueError(f"logits must be {taken}, not {logits.dtype} {tuple(logits.shape)}")
     return rows, vocab

@@ -186,26 +186,24 @@ def _top_kernel(
 
 
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` most probable tokens of each row: see `reference.top_log_probabilities`.
+    """See `reference.top_log_probabilities`; logits as in `sampling.sample_with_logprobs`, ``count`` from 1 to vocab.
 
-    ``logits [rows, vocab]`` are float32, bfloat16 or float16, rows may be strided; vocab is below 2^24. Where ``count``
-    is above 256 torch sorts the rows. Raises ValueError unless it is from 1 to vocab, and the layout right.
+    Raises ValueError where they are not. Where ``count`` is above 256 torch sorts the rows.
     """
     rows, vocab = check_logits(logits)
     if not 1 <= count <= vocab:
         raise ValueError(f"count must be from 1 to {vocab}, not {count}")
     if count > _MOST:
         return reference.top_log_probabilities(logits.float(), count)
-    device = logits.device
-    logprobs = torch.empty(rows, count, dtype=torch.float32, device=device)
-    ids = torch.empty(rows, count, dtype=torch.int64, device=device)
+    logprobs = logits.new_empty(rows, count, dtype=torch.float32)
+    ids = logits.new_empty(rows, count, dtype=torch.int64)
     if rows:
-        ones = torch.ones(rows, dtype=torch.float32, device=device)
-        counts = torch.full((rows,), count, dtype=torch.int64, device=device)
+        ones = logits.new_ones(rows, dtype=torch.float32)
+        counts = logits.new_full((rows,), count, dtype=torch.int64)
         scratch = scan(logits, SamplingInputs(ones, counts, ones, ones, counts, counts))
         _top_kernel[(rows,)](
             logprobs, ids, *scratch.tensors, logits, logits.stride(0), vocab, *scratch.counts, count,
             **scratch.tiles, COUNT_TILE=max(16, triton.next_power_of_2(count)), ROW_TILE=PIECE,
-            num_warps=8, **pdl_options(device),
+            num_warps=8, **pdl_options(logits.device),
         )  # fmt: skip
     return logprobs, ids

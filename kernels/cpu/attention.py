@@ -7,6 +7,7 @@ usual case; several of similar lengths go through one call that gathers K only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -57,15 +58,11 @@ class HostPlan:
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan:
     """Work out once for all layers the facts that depend on where the tokens, and the decodes' in any layer, lie."""
-    padded = bool((places.slots < 0).any())
-    return HostPlan(padded=padded, turn=_turn(places), decodes=_plan_decodes(decodes, num_heads))
+    return HostPlan(bool((places.slots < 0).any()), _turn(places), _plan_decodes(decodes, num_heads))
 
 
 def _turn(places: Places) -> tuple[Tensor, Tensor]:
-    """Multipliers of a head's halves, and of the swapped halves, that rotate it.
-
-    ``[tokens, 1, 1, half]`` and ``[tokens, 1, 2, half]``: first * cos - second * sin, second * cos + first * sin.
-    """
+    """Multipliers of a head's halves ``[tokens, 1, 1, half]``, and of the swapped ``[tokens, 1, 2, half]``."""
     return places.cos[:, None, None], torch.stack((-places.sin, places.sin), dim=1)[:, None]
 
 
@@ -204,9 +201,8 @@ def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale:
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
     """See `reference.prefill_attention`."""
     out = torch.empty_like(q)
-    starts = cu_seqlens.tolist()
-    for row, span in enumerate(_spans(pages, pages.lens.tolist())):
-        begin, end = starts[row], starts[row + 1]
+    chunks = pairwise(cu_seqlens.tolist())
+    for (begin, end), span in zip(chunks, _spans(pages, pages.lens.tolist()), strict=True):
         if begin == end:
             continue
         k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)

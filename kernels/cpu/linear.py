@@ -1,8 +1,4 @@
-"""Linear layers on a CPU, and the norm and the activation around them.
-
-A weight is read at memory speed only from a blocked layout, and in half the bytes where float16 holds it as well
-(`packed_linear`).
-"""
+"""Linear layers on a CPU, and the norm and the activation around them."""
 
 from __future__ import annotations
 
@@ -25,19 +21,16 @@ _CHECKED_AT_ONCE = 1 << 18  # weights
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A linear layer in the layout from which it is read fastest."""
-
     apply: Callable[[Tensor], Tensor]  # x [rows, in] -> x @ weight.T + bias [rows, out], float32
     itemsize: int  # bytes of a weight
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
-    """The fastest layout for ``weight [out, in]`` and ``bias [out]``.
+    """The layout from which ``weight [out, in]`` is read fastest, with ``bias [out]``; arithmetic is float32.
 
-    Arithmetic, ``x`` and the result are float32. The weight is kept in float16, half the bytes, where float32 could not
-    tell the difference (`float16_scales`): so it is with every checkpoint that was published in bfloat16 or float16.
-    None where nothing is faster than `torch.nn.functional.linear`: weights that are not float32 on a CPU, or a torch
-    without these libraries.
+    The weight is kept in float16, half the bytes, where float32 could not tell the difference (`float16_scales`): so it
+    is with every checkpoint that was published in bfloat16 or float16. None where nothing is faster than torch's own
+    `linear`: weights that are not float32 on a CPU, or a torch without these libraries.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
         return None

@@ -1,7 +1,4 @@
-"""``host``: the cost of a step beside the device's work, on one core: scheduler, cache, beams.
-
-There is no device: tokens and candidates are made up beforehand, at random.
-"""
+"""``host``: the cost of a step beside the device's work, on one core, with random tokens and candidates."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ from minillm.load import methods_for
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.sequence import Chunk, Schedule
 
-_VOCAB = 49152
-_STEPS = 200
+_VOCAB, _STEPS = 49152, 200
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,8 @@ class _Runner:
 
 def measure(options: NoOptions) -> list[HostResult]:
     """Both figures, and their parts."""
-    return [*_decode_step(256), *_beam_step(32, 4)]
+    times = {**_decode_step(256), **_beam_step(32, 4)}
+    return [HostResult(what, 1e6 * statistics.median(seconds)) for what, seconds in times.items()]
 
 
 def _engine(runner: Any, num_seqs: int, num_requests: int, params: Params) -> Engine:
@@ -69,24 +66,19 @@ def _books(engine: Engine) -> tuple[float, Schedule, list[Chunk]]:
     began = time.perf_counter()
     schedule = engine.scheduler.schedule()
     engine.cache.take_copies()
-    scheduled = time.perf_counter()
+    seconds = time.perf_counter() - began
     sampled = [chunk for chunk in schedule.chunks if chunk.reaches_the_end]
     for row, chunk in enumerate(sampled):
         chunk.row = row
-    noting = time.perf_counter()
+    began = time.perf_counter()
     engine.note_computed(schedule)
-    return scheduled - began + time.perf_counter() - noting, schedule, sampled
+    return seconds + time.perf_counter() - began, schedule, sampled
 
 
-def _result(what: str, seconds: list[float]) -> HostResult:
-    return HostResult(what, 1e6 * statistics.median(seconds))
-
-
-def _decode_step(num_seqs: int) -> list[HostResult]:
+def _decode_step(num_seqs: int) -> dict[str, list[float]]:
     rng, runner = random.Random(1), _Runner()
     engine = _engine(runner, num_seqs, num_seqs, SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True))
-    books: list[float] = []
-    rest: list[float] = []
+    books, rest = list[float](), list[float]()
     while len(books) < _STEPS:
         seconds, schedule, sampled = _books(engine)
         runner.tokens = [rng.randrange(3, _VOCAB) for _ in sampled]
@@ -99,10 +91,10 @@ def _decode_step(num_seqs: int) -> list[HostResult]:
             books.append(seconds)
             rest.append(done - noted)
     name = f"decode, {num_seqs} sequences"
-    return [_result(f"{name}: scheduler and cache", books), _result(f"{name}: draws, tokens to sequences", rest)]
+    return {f"{name}: scheduler and cache": books, f"{name}: draws, tokens to sequences": rest}
 
 
-def _beam_step(num_groups: int, width: int) -> list[HostResult]:
+def _beam_step(num_groups: int, width: int) -> dict[str, list[float]]:
     params = BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True)
     rng, engine = random.Random(1), _engine(None, num_groups * width, num_groups, params)
     times: list[float] = []
@@ -132,4 +124,4 @@ def _beam_step(num_groups: int, width: int) -> list[HostResult]:
         done = time.perf_counter()
         if len(schedule.decodes) == num_groups * width:
             times.append(seconds + launched - launching + done - choosing)
-    return [_result(f"beam step, {num_groups} groups of width {width}", times)]
+    return {f"beam step, {num_groups} groups of width {width}": times}

@@ -1,24 +1,11 @@
-"""``kernels``, ``chunk-attention``, ``matvec``: ops on a GPU, without a model.
-
-For each op and shape, ``kernels`` gives microseconds (see `graph_microseconds`), the bytes and FLOPs that the op must
-move, the part of the copy bandwidth or of the matmul rate measured in the same run that this amounts to, and the error
-against the float64 reference. bfloat16, random data, shuffled block tables. The cases are in `minillm.bench.ops`.
-
-``chunk-attention`` is the table of the ChunkAttention paper (Ye et al. 2024, section 4.1) on our kernels: 32 sequences
-whose prompts are one and the same generate 512 or 2,048 tokens each. 32 heads of 128, no grouped queries, blocks of 16,
-bfloat16. Only decode attention is measured, at points spread evenly over the generation; a figure is their mean. The
-work list is the one that was made before the first token, as in the engine. The paper compares with a paged kernel over
-tables of which each has its own copy of the prompt (its PagedAttn), and with the same kernel over tables that share the
-prompt's blocks, so that the L2 helps (its PagedAttn*).
-
-``matvec`` measures the tiles that `minillm.kernels.matvec.TILES` records, against cuBLAS.
-"""
+"""``kernels``, ``chunk-attention``, ``matvec``: ops on a GPU, without a model, in bfloat16 on random data."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -26,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from minillm import kernels
-from minillm.bench.meter import copies_for_cold_l2, graph_microseconds, matmul_rate, read_bandwidth
+from minillm.bench.meter import Limits, copies_for_cold_l2, graph_microseconds, read_bandwidth
 from minillm.bench.ops import DEVICE, DTYPE, OPS, Case, paged_attention, prefix_attention, random
 from minillm.bench.table import NoOptions, computed, shape, shown, word
 from minillm.checks import integer
@@ -34,8 +21,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 
-_SEQS, _HEADS = 32, (32, 32, 128)  # of chunk-attention
-_POINTS = 4  # of a generation
+_SEQS, _HEADS, _POINTS = 32, (32, 32, 128), 4  # of chunk-attention; points of a generation
 
 
 @dataclass(frozen=True)
@@ -45,8 +31,6 @@ class KernelOptions(NoOptions):
 
 @dataclass(frozen=True)
 class KernelResult:
-    """One op on one shape."""
-
     op: str = shown("op", width=22)
     shape: str = shown("shape", width=34)
     microseconds: float = shown("us", ".1f", width=7)
@@ -58,26 +42,13 @@ class KernelResult:
     error: float | None = shown("error", ".1e", width=8)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The ceilings of this machine, measured."""
-
-    copy_bandwidth: float = shown("copy, TB/s", ".2f", 1e-12)  # bytes per second, read and written
-    matmul_rate: float = shown("bfloat16 products, TFLOP/s", ".0f", 1e-12)  # FLOPs per second
-
-
 def measure(options: KernelOptions) -> dict[str, Any]:
-    """Measure the ceilings, then every op, or the one asked for.
-
-    Raises:
-        MinillmError: there is no GPU.
-        UsageError: there is no such op.
-    """
+    """Measure the machine's limits, then every op or the one asked for. Raises MinillmError where there is none."""
     if options.op is not None and options.op not in OPS:
         raise UsageError(f"unknown op {options.op!r}; known: {', '.join(OPS)}")
     if not torch.cuda.is_available():
         raise MinillmError("bench kernels needs a CUDA GPU, and torch finds none here")
-    limits = Limits(read_bandwidth(DEVICE, 1 << 32), matmul_rate(DEVICE))
+    limits = Limits.measure(DEVICE, 1 << 32)
     torch.manual_seed(0)
     cases = ((op, make(*sizes)) for op, (make, each) in OPS.items() if options.op in (None, op) for sizes in each)
     return {"limits": limits, "results": (_measure(op, case, limits) for op, case in cases)}
@@ -86,10 +57,10 @@ def measure(options: KernelOptions) -> dict[str, Any]:
 def _measure(op: str, case: Case, limits: Limits) -> KernelResult:
     error = case.error()
     microseconds = graph_microseconds(case.launch, case.launches)
-    memory = case.bytes / (microseconds * 1e-6) / limits.copy_bandwidth
-    compute = case.flops / (microseconds * 1e-6) / limits.matmul_rate
-    bound = "compute" if compute > memory else "memory"
-    return KernelResult(op, case.shape, microseconds, case.bytes, case.flops, bound, max(memory, compute), error)
+    needed = {"memory": case.bytes / limits.copy_bandwidth, "compute": case.flops / limits.matmul_rate}  # seconds
+    bound = max(needed, key=needed.__getitem__)
+    fraction = needed[bound] / (microseconds * 1e-6)
+    return KernelResult(op, case.shape, microseconds, case.bytes, case.flops, bound, fraction, error)
 
 
 @dataclass(frozen=True)
@@ -104,7 +75,6 @@ class ChunkAttentionResult:
 
     @computed("speed-up", ".1f")
     def speedup(self) -> float:
-        """Over the paged kernel with copies, as in the paper's headline."""
         return self.copied / self.ours
 
     @computed("over shared", ".1f")
@@ -113,11 +83,7 @@ class ChunkAttentionResult:
 
 
 def chunks(options: NoOptions) -> Iterator[ChunkAttentionResult]:
-    """Measure all rows of the table.
-
-    Raises:
-        MinillmError: there is no GPU.
-    """
+    """The ChunkAttention paper's table (Ye et al. 2024, section 4.1). Raises MinillmError where there is no GPU."""
     if not torch.cuda.is_available():
         raise MinillmError("bench chunk-attention needs a CUDA GPU, and torch finds none here")
     for prompt, completion in product((1024, 2048, 4096), (512, 2048)):
@@ -160,16 +126,13 @@ class MatvecResult:
 def tiles(options: MatvecOptions) -> Iterator[MatvecResult]:
     """Measure each of the five products of a model, or of a rank's part of it, over all sensible tiles.
 
-    Raises:
-        UsageError: there is no GPU, or our kernel does not take so many tokens.
+    Raises UsageError where there is no GPU, or our kernel does not take so many tokens.
     """
     if not torch.cuda.is_available():
         raise UsageError("bench matvec needs a GPU")
-    from minillm.kernels import matvec  # which imports Triton
-
-    whole = SHAPES[options.shape]
-    if options.tokens > matvec.MOST_TOKENS:
-        raise UsageError(f"tokens must be at most {matvec.MOST_TOKENS}, not {options.tokens}: cuBLAS multiplies more")
+    whole, most = SHAPES[options.shape], kernels.matvec.MOST_TOKENS
+    if options.tokens > most:
+        raise UsageError(f"tokens must be at most {most}, not {options.tokens}: cuBLAS multiplies more")
     c = shard_of(whole, 0, options.tensor_parallel_size).local(whole)
     bandwidth = read_bandwidth(DEVICE)
     for op, features, columns in (
@@ -183,8 +146,6 @@ def tiles(options: MatvecOptions) -> Iterator[MatvecResult]:
 
 
 def _product(op: str, features: int, columns: int, tokens: int, bandwidth: float) -> MatvecResult:
-    from minillm.kernels import matvec
-
     size = features * columns * DTYPE.itemsize
     copies = copies_for_cold_l2(size)
     weights = [random(features, columns) * 0.02 for _ in range(copies)]
@@ -192,16 +153,14 @@ def _product(op: str, features: int, columns: int, tokens: int, bandwidth: float
     norm = None if add else (random(columns), 1e-5)
     out = random(tokens, features // 2 if gated else features)
 
-    def microseconds(tile: tuple[int, int, int]) -> float:
-        def launch(i: int) -> None:
-            matvec.launch(out, x, weights[i % copies], None, norm, gated=gated, add=add, tile=tile)
+    def launch(i: int, tile: tuple[int, int, int]) -> None:
+        kernels.matvec.launch(out, x, weights[i % copies], None, norm, gated=gated, add=add, tile=tile)
 
-        return graph_microseconds(launch, launches=12)
-
-    ours, tile = min((microseconds(tile), tile) for tile in _tiles(columns, 2 if gated else 1, tokens))
+    candidates = _tiles(columns, 2 if gated else 1, tokens)
+    ours, tile = min((graph_microseconds(partial(launch, tile=tile), launches=12), tile) for tile in candidates)
     cublas = graph_microseconds(lambda i: functional.linear(x, weights[i % copies]))
-    recorded = matvec.recorded_tile(tokens, features, columns)
-    return MatvecResult(op, features, columns, size / bandwidth * 1e6, cublas, ours, tile, recorded)
+    floor, recorded = size / bandwidth * 1e6, kernels.matvec.recorded_tile(tokens, features, columns)
+    return MatvecResult(op, features, columns, floor, cublas, ours, tile, recorded)
 
 
 def _tiles(columns: int, matrices: int, tokens: int) -> Iterator[tuple[int, int, int]]:

@@ -1,27 +1,21 @@
-"""``latency``: how fast a few sequences decode together.
-
-Protocol: random weights in a model's shape (or real ones with ``--model``), ``batch_size`` prompts of ``input_len``
-random tokens, greedy, end-of-sequence ignored, ``output_len`` tokens each, one warm-up run, then ``RUNS`` runs of which
-the median counts. With a peer, its runs alternate with ours in the same process. With ``--busy N``, so do runs beside
-which N other processes compute.
-
-The floor is the time to read the weights once per step at the bandwidth measured in the same run; where several ranks
-share the model, rank 0's part of them.
-"""
+"""``latency``: how fast a few sequences decode together; protocol: see README.md. The floor is that of the weights."""
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from minillm.bench.busy import busy
-from minillm.bench.meter import Ceilings, metered, read_bandwidth
+from minillm.bench.meter import Limits, metered, read_bandwidth
 from minillm.bench.table import ModelOptions, Subject, shown
 from minillm.bench.workloads import drive, times_of
 from minillm.checks import choice, integer
@@ -30,6 +24,14 @@ from minillm.llm import LLM
 from minillm.params import MAX_TOKENS, SamplingParams
 
 RUNS = 3
+_LOOP = """
+import os, sys
+print(flush=True)
+while os.getppid() == int(sys.argv[1]):
+    for _ in range(100_000):
+        pass
+"""
+Timing = tuple[float, float]  # seconds of one run, from the requests to the first tokens and to the end
 _SAME_NAMES = (  # in our configuration and in transformers'
     "vocab_size", "hidden_size", "head_dim", "intermediate_size", "max_position_embeddings", "tie_word_embeddings",
 )  # fmt: skip
@@ -60,13 +62,6 @@ class LatencyResult:
     peak_kv_tokens: int | None = None
 
 
-class Timing(NamedTuple):
-    """One run of an engine, in seconds."""
-
-    first_token: float  # from the request to the first token
-    total: float
-
-
 def measure(subject: Subject, options: Options) -> list[LatencyResult]:
     """Measure the model and the peer on the same prompts, each on a quiet machine and, if asked for, on a busy one."""
     llm, model = subject.llm, subject.llm.engine.runner.model
@@ -87,32 +82,46 @@ def measure(subject: Subject, options: Options) -> list[LatencyResult]:
                     label += f", {others} busy" if others else ""
                     timings.setdefault(label, []).append(run(options.output_len))
     bandwidth = read_bandwidth(model.device)
-    with metered(llm.engine, Ceilings(bandwidth, None)) as meter:
+    with metered(llm.engine, Limits(bandwidth)) as meter:
         _run(llm, prompts, options.output_len)
     floor_rate = options.batch_size * bandwidth / model.weight_bytes
     first, *rest = (_result(label, runs, options, floor_rate) for label, runs in timings.items())
     return [replace(first, idle_share=meter.idle_share, peak_kv_tokens=meter.peak_tokens), *rest]
 
 
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Let ``count`` other processes compute; within milliseconds none outlives the ``with``, nor this process."""
+    command = [sys.executable, "-I", "-S", "-c", _LOOP, str(os.getpid())]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        processes.extend(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(count)
+        )
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()  # from now on it computes
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
 def _run(llm: LLM, prompts: list[list[int]], output_len: int) -> Timing:
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     llm.reset_prefix_cache()  # the prompts of the last run would be found there
     seconds, outputs = drive(llm.engine, [(prompt, params) for prompt in prompts])
-    return Timing(max(times_of(output)[0] for output in outputs), seconds)
+    return max(times_of(output)[0] for output in outputs), seconds
 
 
 def _transformers(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
-    """Hugging Face transformers' ``generate`` with random weights in the shape of ``llm``.
-
-    Returns:
-        A function that generates so many tokens for ``prompts``, and the peer's name.
-    """
+    """A function that lets transformers, with random weights in the shape of ``llm``, generate; and the peer's name."""
     try:
         import transformers
     except ImportError:
         raise UsageError("--peer transformers needs the package transformers; pip install transformers") from None
-    model = llm.engine.runner.model
-    c = model.config
+    model, c = llm.engine.runner.model, llm.engine.runner.model.config
     config = transformers.LlamaConfig(
         num_hidden_layers=c.num_layers,
         num_attention_heads=c.num_heads,
@@ -122,15 +131,14 @@ def _transformers(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int], T
     with torch.device(model.device):
         theirs: Any = transformers.LlamaForCausalLM(config).to(model.dtype).eval()
     inputs = torch.tensor(prompts, device=model.device)
-    mask = torch.ones_like(inputs)
+    given = {"attention_mask": torch.ones_like(inputs), "do_sample": False, "pad_token_id": 0}
 
     def seconds(count: int) -> float:
-        length: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count}
         began = time.perf_counter()
-        theirs.generate(inputs, attention_mask=mask, do_sample=False, pad_token_id=0, **length)
+        theirs.generate(inputs, max_new_tokens=count, min_new_tokens=count, **given)
         return time.perf_counter() - began
 
-    return lambda output_len: Timing(seconds(1), seconds(output_len)), f"transformers {transformers.__version__}"
+    return lambda output_len: (seconds(1), seconds(output_len)), f"transformers {transformers.__version__}"
 
 
 def _result(name: str, runs: list[Timing], options: Options, floor_rate: float) -> LatencyResult:

@@ -1,14 +1,4 @@
-"""``memory``: what paging and sharing save, replayed on the books of the cache alone.
-
-Lengths look like those of Kwon et al. 2023, figure 11: means of 19.3 prompt and 58.5 output tokens for Alpaca, 161.3
-and 338.0 for ShareGPT. The figure gives means only; the spread is an assumption: log-normal with sigma 0.8 for Alpaca
-and 1.1 for ShareGPT, cut to 1 … 2048 tokens together. A batch of sequences at all stages of their lives runs for some
-thousand steps, and slots are counted at every one.
-
-How beams die is simulated: the next token's log-probabilities of each beam fall as those of a Zipf distribution with
-exponent 1.5, with Gumbel noise of scale 0.5, and the best ``width`` of all continuations live on. With a model it is
-the model's own choice, on prompts of `INSTRUCTIONS` cut to the same lengths.
-"""
+"""``memory``: what paging and sharing save, replayed on the books of the cache alone."""
 
 from __future__ import annotations
 
@@ -36,14 +26,16 @@ from minillm.runner.runner import Runner
 from minillm.runner.step import ChunkWork, StepWork
 
 LONGEST = 2048
-_BATCH = 48
-_STEPS = 1500
+_BATCH, _STEPS = 48, 1500
 _BLOCK_SIZE = 16  # of the replays that share
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A log-normal distribution of prompt and output lengths, by their means."""
+    """A log-normal distribution of prompt and output lengths, by their means.
+
+    The means are those of Kwon et al. 2023, figure 11, which says nothing about the spread: sigma is an assumption.
+    """
 
     name: str
     prompt_mean: float
@@ -52,10 +44,8 @@ class Lengths:
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """(prompt tokens, output tokens), each at least 1, together at most `LONGEST`."""
-        prompt, output = (
-            max(1, round(rng.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma)))
-            for mean in (self.prompt_mean, self.output_mean)
-        )
+        places = [math.log(mean) - self.sigma**2 / 2 for mean in (self.prompt_mean, self.output_mean)]
+        prompt, output = (max(1, round(rng.lognormvariate(place, self.sigma))) for place in places)
         prompt = min(prompt, LONGEST - 1)
         return prompt, min(output, LONGEST - prompt)
 
@@ -94,11 +84,7 @@ class Options(NoOptions):
 
 
 def measure(options: Options) -> dict[str, Iterator[Any]]:
-    """The replays on the books, and what swapping costs on the device.
-
-    Raises:
-        UsageError: the shape has no so long context.
-    """
+    """The replays on the books, and swaps on the device. Raises UsageError where the shape has no so long context."""
     longest = SHAPES[options.shape].max_position_embeddings
     if options.num_tokens > longest:
         raise UsageError(f"num_tokens must be at most {longest}, not {options.num_tokens}: {options.shape} has no more")
@@ -107,28 +93,26 @@ def measure(options: Options) -> dict[str, Iterator[Any]]:
 
 def _books(options: Options) -> Iterator[MemoryResult]:
     both, counts = (ALPACA, SHAREGPT), (2, 4, 6)
+    replays: list[tuple[Lengths, str, Iterator[BlockManager]]] = []
     for lengths in both:
+        replays += [(lengths, f"{n} samples", samples(lengths, n)) for n in counts]
+        replays += [(lengths, f"{width} beams", beams(lengths, width)) for width in counts]
         for block_size in BLOCK_SIZES:
             yield MemoryResult("waste", lengths.name, f"block size {block_size}", paged_waste(lengths, block_size))
         for name, reserve in RESERVATIONS.items():
             yield MemoryResult("waste", lengths.name, f"contiguous, {name}", contiguous_waste(lengths, reserve))
-    for lengths in both:
-        for n in counts:
-            yield MemoryResult("saved by sharing", lengths.name, f"{n} samples", saved(samples(lengths, n)))
-        for width in counts:
-            yield MemoryResult("saved by sharing", lengths.name, f"{width} beams", saved(beams(lengths, width)))
     for prefix in (1024, 2048, 4096):
-        value = saved(shared_prefix(SHAREGPT, prefix, 32))
-        yield MemoryResult("saved by sharing", SHAREGPT.name, f"shared prefix of {prefix}, batch 32", value)
+        replays.append((SHAREGPT, f"shared prefix of {prefix}, batch 32", shared_prefix(SHAREGPT, prefix, 32)))
     if options.model is not None:
-        chooser = LLM(options.model, device=options.device)
+        llm = LLM(options.model, device=options.device)
         for lengths, width in product(both, counts):
-            value = saved(_model_beams(chooser, lengths, width))
-            yield MemoryResult("saved by sharing", lengths.name, f"{width} beams of {options.model}", value)
+            replays.append((lengths, f"{width} beams of {options.model}", _model_beams(llm, lengths, width)))
+    for lengths, setting, replay in replays:
+        yield MemoryResult("saved by sharing", lengths.name, setting, saved(replay))
 
 
 def _swaps(options: Options) -> Iterator[SwapResult]:
-    """Swap against recompute (one prefill at block size 16): taking a sequence off the device, and having it back."""
+    """Taking a sequence off the device and back, against computing it again (one prefill at block size 16)."""
     llm = LLM(options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device)
     model, num_tokens = llm.engine.runner.model, options.num_tokens
     tokens = torch.randint(0, model.config.vocab_size, (num_tokens,)).tolist()
@@ -143,28 +127,26 @@ def _swaps(options: Options) -> Iterator[SwapResult]:
     for block_size in BLOCK_SIZES:
         num_blocks = -(-num_tokens // block_size)
         pool = Runner(model, 4 * num_blocks, block_size, num_host_blocks=num_blocks).host_pool
-        where = torch.randperm(4 * num_blocks)[:num_blocks].tolist()
-        out = [(block, host) for host, block in enumerate(where)]
-        back = [(host, block) for block, host in out]
-        swap_out = milliseconds(pool.save, out)  # whose first call, which does not count, allocates the host's pool
+        back = list(enumerate(torch.randperm(4 * num_blocks)[:num_blocks].tolist()))
+        # The first call, which does not count, allocates the host's pool.
+        swap_out = milliseconds(pool.save, [(block, host) for host, block in back])
         yield SwapResult(block_size, num_tokens, swap_out, milliseconds(pool.restore, back), recompute)
 
 
 def paged_waste(lengths: Lengths, block_size: int) -> float:
-    """Slots of allocated blocks that hold no token, as a part of all of them, over a run."""
+    """Slots of allocated blocks that hold no token, as a part of all, while sequences of all ages run together."""
     rng = random.Random(1)
     manager = BlockManager(_BATCH * -(-LONGEST // block_size), block_size)
     running: list[tuple[BlockTable, int]] = []
-    ids = 0
+    ids = count()
     filled = allocated = 0
     for _ in range(_STEPS):
         while len(running) < _BATCH:
             prompt, output = lengths.draw(rng)
-            table = manager.allocate(ids)
+            table = manager.allocate(next(ids))
             # The first ones are met in mid-life, so that they do not all begin at once.
-            manager.append(table, prompt + (rng.randrange(output) if ids < _BATCH else 0))
+            manager.append(table, prompt + (rng.randrange(output) if table.seq_id < _BATCH else 0))
             running.append((table, prompt + output))
-            ids += 1
         for table, _ in running:
             manager.append(table, 1)
         filled += sum(table.num_tokens for table, _ in running)
@@ -198,10 +180,8 @@ def contiguous_waste(lengths: Lengths, reserve: Callable[[int, int], int]) -> fl
 
 def saved(replay: Iterable[BlockManager]) -> float:
     """Blocks that are saved by sharing, as a part of those that the sequences would take apart, over a replay."""
-    used = logical = 0
-    for manager in replay:
-        stats = pool_stats(manager)
-        used, logical = used + stats.used_blocks, logical + stats.logical_blocks
+    counts = [(stats.used_blocks, stats.logical_blocks) for stats in map(pool_stats, replay)]
+    used, logical = map(sum, zip(*counts, strict=True))
     return 1 - used / logical
 
 
@@ -223,7 +203,10 @@ def samples(lengths: Lengths, n: int) -> Iterator[BlockManager]:
 
 
 def beams(lengths: Lengths, width: int) -> Iterator[BlockManager]:
-    """Beam searches, one after the other, whose continuations are simulated."""
+    """Beam searches, one after the other, whose continuations are simulated.
+
+    Each beam's next tokens follow a Zipf distribution with exponent 1.5, with Gumbel noise of scale 0.5.
+    """
     rng = random.Random(3)
     ranks = [-1.5 * math.log(rank) for rank in range(1, 2 * width + 1)]
     for _ in range(60):
@@ -231,8 +214,7 @@ def beams(lengths: Lengths, width: int) -> Iterator[BlockManager]:
         manager = BlockManager(2 * width * (-(-LONGEST // _BLOCK_SIZE) + 1), _BLOCK_SIZE)
         first = manager.allocate(0)
         manager.append(first, prompt)
-        beams = [(0.0, first)]
-        ids = count(1)
+        beams, ids = [(0.0, first)], count(1)
         for step in range(output):
             found = []
             for score, table in beams:

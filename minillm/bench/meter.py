@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +12,9 @@ from itertools import pairwise
 
 import torch
 
+from minillm.bench.table import shown
 from minillm.engine.engine import Engine
 from minillm.runner.step import StepObserver, StepWork
-
-_COLD_BYTES = 400 << 20  # several times the largest L2
 
 
 def synchronize(device: torch.device) -> None:
@@ -39,25 +39,24 @@ def _device_seconds(run: Callable[[], object], repeats: int) -> float:
     """Median seconds of ``run`` by the GPU's clock."""
     times = []
     for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        begin = _now()
         run()
-        end.record()
+        end = _now()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e-3)
     return statistics.median(times)
 
 
 def copies_for_cold_l2(bytes_per_launch: int) -> int:
-    """How many copies of a launch's inputs to rotate through."""
-    return max(1, min(64, -(-_COLD_BYTES // max(1, bytes_per_launch))))
+    """The number of copies of a launch's inputs through which launches should rotate."""
+    cold = 400 << 20  # several times the largest L2
+    return max(1, min(64, -(-cold // max(1, bytes_per_launch))))
 
 
 def graph_microseconds(launch: Callable[[int], object], launches: int = 24) -> float:
-    """Median microseconds of ``launch(i)``, i counting up, over replays of one CUDA graph, with a cold L2.
+    """Median microseconds of ``launch(i)``, i counting up, over replays of one CUDA graph, which hide the host's work.
 
-    A graph of many launches hides what the host costs. Each launch should work on another copy of the inputs: the
-    copies together are several times the L2 (`copies_for_cold_l2`), so that no launch finds its data there.
+    Each launch should use another copy of the inputs (`copies_for_cold_l2`), so that it finds nothing in the L2.
     """
     for i in range(3):
         launch(i)
@@ -78,22 +77,22 @@ def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:
     return 2 * size / seconds_of(lambda: target.copy_(data), device, 7)
 
 
-def matmul_rate(device: torch.device, size: int = 8192) -> float:
-    """FLOPs per second of a square bfloat16 product on random data; the median."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / _device_seconds(lambda: a @ b, 10)
-
-
 @dataclass(frozen=True)
-class Ceilings:
+class Limits:
     """The best rates of the machine, measured."""
 
-    bandwidth: float  # bytes per second
-    flops: float | None  # per second; None where it was not measured (on a CPU the bytes decide)
+    copy_bandwidth: float = shown("copy, TB/s", ".2f", 1e-12)  # bytes per second, see `read_bandwidth`
+    # FLOPs per second of a large bfloat16 product; infinite where it was not measured (on a CPU the bytes decide)
+    matmul_rate: float = shown("bfloat16 products, TFLOP/s", ".0f", 1e-12, default=math.inf)
 
     @classmethod
-    def measure(cls, device: torch.device) -> Ceilings:
-        return cls(read_bandwidth(device), matmul_rate(device) if device.type == "cuda" else None)
+    def measure(cls, device: torch.device, size: int = 1 << 29) -> Limits:
+        """Copy ``size`` bytes, and on a GPU multiply; medians."""
+        bandwidth = read_bandwidth(device, size)
+        if device.type != "cuda":
+            return cls(bandwidth)
+        a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+        return cls(bandwidth, 2 * 8192**3 / _device_seconds(lambda: a @ b, 10))
 
 
 @dataclass
@@ -101,7 +100,7 @@ class Meter(StepObserver):
     """Sums over the steps of a run."""
 
     engine: Engine
-    ceilings: Ceilings
+    limits: Limits
     floor: float = 0.0  # seconds
     idle_share: float | None = None  # of the time between the first and the last of successive decode steps
     peak_blocks: int = 0
@@ -113,19 +112,14 @@ class Meter(StepObserver):
         return self.peak_blocks * self.engine.cache.block_size
 
     def begin(self, work: StepWork) -> None:
-        """Count a step: the weights and each block in use are read once, or the prompts' products take longer.
-
-        Where several ranks share the model, rank 0's part of that.
-        """
+        """Count a step: the weights and each block in use (of rank 0) are read once, or the products take longer."""
         model, cache = self.engine.runner.model, self.engine.cache
         config, bytes_read = model.local, model.weight_bytes
         if work.decode is not None or work.num_decodes:
             used = cache.num_blocks - cache.num_free
             bytes_read += used * cache.block_size * config.kv_bytes_per_token(model.dtype.itemsize)
-        seconds = bytes_read / self.ceilings.bandwidth
-        if self.ceilings.flops is not None:
-            seconds = max(seconds, 2 * config.num_parameters * work.num_tokens / self.ceilings.flops)
-        self.floor += seconds
+        flops = 2 * config.num_parameters * work.num_tokens
+        self.floor += max(bytes_read / self.limits.copy_bandwidth, flops / self.limits.matmul_rate)
         if model.device.type == "cuda":
             self._marks.append([_now()] if work.decode is not None and not work.chunks else [])
 
@@ -136,6 +130,8 @@ class Meter(StepObserver):
 
     def conclude(self) -> None:
         """Read the device's clock: gaps between the end of one decode step and the start of the next."""
+        if self._marks:
+            torch.cuda.synchronize()
         pairs = [(before, after) for before, after in pairwise(self._marks) if before and after]
         idle = sum(max(0.0, before[1].elapsed_time(after[0])) for before, after in pairs)
         total = sum(before[0].elapsed_time(after[0]) for before, after in pairs)
@@ -149,16 +145,14 @@ def _now() -> torch.cuda.Event:
 
 
 @contextmanager
-def metered(engine: Engine, ceilings: Ceilings) -> Iterator[Meter]:
+def metered(engine: Engine, limits: Limits) -> Iterator[Meter]:
     """Measure every step that ``engine`` takes inside the ``with``."""
-    meter = Meter(engine, ceilings)
+    meter = Meter(engine, limits)
     engine.figures.reset_peaks()
     engine.runner.observers.append(meter)
     try:
         yield meter
-        if meter._marks:
-            torch.cuda.synchronize()
-            meter.conclude()
+        meter.conclude()
     finally:
         engine.runner.observers.remove(meter)
         meter.peak_blocks = engine.figures.cache_stats().peak_used_blocks

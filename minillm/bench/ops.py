@@ -15,8 +15,7 @@ from minillm.bench.meter import copies_for_cold_l2
 from minillm.kernels import AttentionShape, Pages, Places, SamplingInputs, WorkList, plan_attention, reference
 from minillm.kernels.prefix_plan import FREE
 
-DEVICE = torch.device("cuda")
-DTYPE = torch.bfloat16
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 _BLOCK_SIZE = 16
 
 Heads = tuple[int, int, int]  # query heads, kv heads, head dimension
@@ -25,26 +24,22 @@ _HEADS: tuple[Heads, ...] = ((32, 8, 128), (32, 8, 64), (32, 32, 128))
 
 @dataclass(frozen=True)
 class Case:
-    """One op of `minillm.kernels` on one shape.
-
-    Attributes:
-        inputs: several copies, through which the launches rotate.
-        check: runs a launch of the first inputs, and returns its relative error against float64. By default the whole
-            result is compared with that of `minillm.kernels.reference`.
-    """
+    """One op of `minillm.kernels` on one shape."""
 
     op: str
     shape: str
-    inputs: list[tuple[Any, ...]]
+    inputs: list[tuple[Any, ...]]  # several copies, through which the launches rotate
     bytes: int
     flops: int = 0
     launches: int = 24
+    # takes a launch of the first inputs, returns its relative error; by default that of the whole result
     check: Callable[[Callable[[], Any]], float] | None = None
 
     def launch(self, i: int = 0) -> Any:
         return getattr(kernels, self.op)(*self.inputs[i % len(self.inputs)])
 
     def error(self) -> float:
+        """The relative error of a launch against `minillm.kernels.reference` in float64."""
         if self.check is not None:
             return self.check(self.launch)
         double = (each.double() if isinstance(each, Tensor) else each for each in self.inputs[0])
@@ -59,10 +54,6 @@ def random(*shape: int) -> Tensor:
 def _copies(moved: int, *shape: int) -> list[Tensor]:
     """Random inputs, as often as a cold L2 needs where a launch moves so many bytes."""
     return [random(*shape) for _ in range(copies_for_cold_l2(moved))]
-
-
-def _full(count: int, value: float, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.full((count,), value, device=DEVICE, dtype=dtype)
 
 
 def _error(got: Tensor, expected: Tensor) -> float:
@@ -108,7 +99,7 @@ def paged_attention(shape: Heads, seqs: int, context: int, block_size: int = 16,
     num_blocks = copies * seqs * blocks
     q, k, v = random(seqs, heads, dim), *(random(num_blocks, block_size, kv_heads, dim) for _ in range(2))
     ids = torch.randperm(num_blocks, device=DEVICE) if shuffled else torch.arange(num_blocks, device=DEVICE)
-    tables, lens = ids.int().view(copies, seqs, blocks), _full(seqs, context, torch.int32)
+    tables, lens = ids.int().view(copies, seqs, blocks), torch.full((seqs,), context, device=DEVICE, dtype=torch.int32)
 
     def check(launch: Callable[[], Tensor]) -> float:
         some = slice(0, min(seqs, 4))
@@ -124,11 +115,7 @@ def paged_attention(shape: Heads, seqs: int, context: int, block_size: int = 16,
 
 
 def prefix_attention(shape: Heads, seqs: int, prefix: int, tail: int, *, planned_tail: int | None = None) -> Case:
-    """``seqs`` sequences of ``prefix`` shared tokens and ``tail`` of their own.
-
-    Args:
-        planned_tail: tokens of the tails when the plan was made; by default as now.
-    """
+    """``seqs`` sequences of ``prefix`` shared and ``tail`` own tokens; with a plan for ``planned_tail`` own ones."""
     heads, kv_heads, dim = shape
     shared, own = prefix // _BLOCK_SIZE, -(-tail // _BLOCK_SIZE)
     blocks = shared + seqs * own
@@ -138,14 +125,14 @@ def prefix_attention(shape: Heads, seqs: int, prefix: int, tail: int, *, planned
     ids = torch.randperm(copies * blocks, device=DEVICE).int().view(copies, blocks)
     prefixes = ids[:, None, :shared].expand(copies, seqs, shared)
     tables = torch.cat((prefixes, ids[:, shared:].view(copies, seqs, own)), dim=2)
-    processors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    attention = AttentionShape(heads, kv_heads, dim, DTYPE.itemsize, processors)
+    chip = torch.cuda.get_device_properties(DEVICE)
+    attention = AttentionShape(heads, kv_heads, dim, DTYPE.itemsize, chip.multi_processor_count)
     then = prefix + (tail if planned_tail is None else planned_tail)
     plan = plan_attention(tables[0].tolist(), [then] * seqs, _BLOCK_SIZE, attention, costs=FREE)
     assert plan is not None
     work = WorkList.allocate(seqs, attention, DEVICE)
     work.fill(plan)
-    lens = _full(seqs, prefix + tail, torch.int32)
+    lens = torch.full((seqs,), prefix + tail, device=DEVICE, dtype=torch.int32)
     inputs = [(q, Pages(k, v, each, lens), dim**-0.5, work) for each in tables]
 
     def check(launch: Callable[[], Tensor]) -> float:
@@ -161,7 +148,7 @@ def _prefill_attention(shape: Heads, n: int, chunk: int, cached: int) -> Case:
     blocks = -(-context // _BLOCK_SIZE)
     q, k, v = random(n * chunk, heads, dim), *(random(n * blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
     tables = torch.randperm(n * blocks, device=DEVICE).int().view(n, blocks)
-    pages = Pages(k, v, tables, _full(n, context, torch.int32))
+    pages = Pages(k, v, tables, torch.full((n,), context, device=DEVICE, dtype=torch.int32))
     starts = torch.arange(0, n * chunk + 1, chunk, device=DEVICE, dtype=torch.int32)
 
     def check(launch: Callable[[], Tensor]) -> float:  # of the first kv head's first query head
@@ -205,7 +192,7 @@ _SETTINGS = {  # temperature, top-k, top-p, min-p
 def _sample(size: tuple[int, int], label: str) -> Case:
     rows, vocab = size
     moved = rows * vocab * 4
-    temperature, top_k, top_p, min_p = (_full(rows, value) for value in _SETTINGS[label])
+    temperature, top_k, top_p, min_p = (torch.full((rows,), value, device=DEVICE) for value in _SETTINGS[label])
     counter = torch.arange(rows, device=DEVICE)
     how = SamplingInputs(temperature, top_k, top_p, min_p, counter, counter)
     inputs = [(torch.randn(size, device=DEVICE) * 3, how) for _ in range(min(8, copies_for_cold_l2(moved)))]
@@ -236,21 +223,15 @@ _PREFIX = ((32, 1024, 64), (32, 2048, 64), (32, 4096, 64), (256, 1024, 128), (25
 _PREFILL = ((1, 8192, 0), (1, 2048, 0), (1, 2048, 6144), (16, 512, 0), (32, 64, 2048))
 
 
-def _with_heads(sizes: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    return [(heads, *size) for heads, size in product(_HEADS, sizes)]
-
-
 # By the op's name: a function that makes a case, and the arguments of each.
 OPS: dict[str, tuple[Callable[..., Case], Iterable[tuple[Any, ...]]]] = {
     "rms_norm": (_rms_norm, ((1, 4096), (64, 4096), (8192, 4096))),
     "silu_mul": (_silu_mul, ((1, 14336), (64, 14336), (8192, 4096))),
     "rotary_write_kv": (_rotary_write_kv, ((1,), (64,), (8192,))),
-    "paged_attention": (paged_attention, _with_heads(_PAGED + _PAGED_APART)),
-    "prefix_attention": (prefix_attention, _with_heads(_PREFIX)),
-    "prefill_attention": (_prefill_attention, _with_heads(_PREFILL)),
-    "block_copy": (_move_blocks, (("block_copy",),)),
-    "gather_blocks": (_move_blocks, (("gather_blocks",),)),
-    "scatter_blocks": (_move_blocks, (("scatter_blocks",),)),
+    "paged_attention": (paged_attention, [(heads, *size) for heads in _HEADS for size in _PAGED + _PAGED_APART]),
+    "prefix_attention": (prefix_attention, [(heads, *size) for heads in _HEADS for size in _PREFIX]),
+    "prefill_attention": (_prefill_attention, [(heads, *size) for heads in _HEADS for size in _PREFILL]),
+    **{op: (_move_blocks, ((op,),)) for op in ("block_copy", "gather_blocks", "scatter_blocks")},
     "sample": (_sample, list(product(((1, 128256), (64, 128256), (64, 49152)), _SETTINGS))),
     "top_log_probabilities": (_top_log_probabilities, ((64, 128256, 8), (64, 128256, 64))),
 }

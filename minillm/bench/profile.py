@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -15,8 +16,7 @@ from minillm.errors import UsageError
 from minillm.params import MAX_TOKENS, SamplingParams
 
 _STEPS = 8
-# In the names of kernels.
-_LINEAR = ("matvec", "gemm", "nvjet", "cutlass", "splitK", "cublas")
+_LINEAR = ("matvec", "gemm", "nvjet", "cutlass", "splitK", "cublas")  # in the names of kernels, as the next
 _ATTENTION = ("paged_attention", "merge_splits")
 
 
@@ -47,14 +47,9 @@ class Profile:
 
 
 def measure(subject: Subject, options: Options) -> Profile:
-    """Profile decode steps of ``batch_size`` sequences of about ``context`` tokens.
-
-    Raises:
-        UsageError: the model is not on a GPU, or has no room for so much.
-    """
+    """Profile decode steps; UsageError where the model is not on a GPU, or has no room for so much."""
     llm, batch_size, context = subject.llm, options.batch_size, options.context
-    engine = llm.engine
-    model = engine.runner.model
+    engine, model = llm.engine, llm.engine.runner.model
     if batch_size > engine.scheduler.max_num_seqs or context + 64 > engine.max_model_len:
         raise UsageError(f"at most {engine.scheduler.max_num_seqs} sequences of {engine.max_model_len - 64} tokens")
     if model.device.type != "cuda":
@@ -83,7 +78,8 @@ def measure(subject: Subject, options: Options) -> Profile:
     times = defaultdict[str, list[float]](list)
     for event in events:
         if begins[0] <= event.time_range.start < begins[-1]:
-            times[_short(event.name)].append(event.time_range.elapsed_us())
+            name = re.sub(r"void |at::native::|at_cuda_detail::|[<(].*", "", event.name)[:48]
+            times[name].append(event.time_range.elapsed_us())
     steps = len(begins) - 1
 
     def share(kernel: str, times: list[float], traffic: int | None = None) -> KernelShare:
@@ -101,9 +97,3 @@ def measure(subject: Subject, options: Options) -> Profile:
         all_times = [each for name in times if any(part in name for part in parts) for each in times[name]]
         rows.append(share(f"all {title}", all_times, traffic))
     return Profile(batch_size, tokens // batch_size, (begins[-1] - begins[0]) / steps, rows)
-
-
-def _short(name: str) -> str:
-    for prefix in ("void ", "at::native::", "at_cuda_detail::"):
-        name = name.replace(prefix, "")
-    return name.split("<")[0].split("(")[0][:48]

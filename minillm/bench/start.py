@@ -1,8 +1,4 @@
-"""``start``: seconds from a fresh process to its first answer.
-
-Each run is a process of its own. The first one finds no compiled kernel (an empty Triton cache); the later ones find
-those of the first.
-"""
+"""``start``: seconds from a fresh process to its first answer."""
 
 from __future__ import annotations
 
@@ -58,11 +54,7 @@ class Options(NoOptions):
 
 
 def measure(options: Options) -> Iterator[StartResult]:
-    """Start a first process, then ``runs`` later ones.
-
-    Raises:
-        MinillmError: a process failed; its last line says why.
-    """
+    """Start a first process, which finds no compiled kernel, then later ones. Raises MinillmError where one fails."""
     model = json.dumps({**weights(options.shape, options.model), "device": options.device})
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "TRITON_CACHE_DIR": directory}

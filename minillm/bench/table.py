@@ -31,16 +31,10 @@ WORKLOADS = {
     "beam": ("workloads.measure", "beam search of width 4 over 8 prompts"),
     "stall": ("workloads.measure", "how long running answers wait while a prompt of 8,000 tokens arrives"),
     "serve": ("workloads.serve", "requests that arrive by chance, at a given rate"),
-    "share": (
-        "workloads.share",
-        "the requests of throughput, shared by the replicas that torchrun has started",
-    ),
+    "share": ("workloads.share", "the requests of throughput, shared by the replicas that torchrun has started"),
     "profile": ("profile.measure", "where a decode step's time goes on a GPU, kernel by kernel"),
     "matvec": ("kernels.tiles", "the tiles of the products of one token, or a few, measured anew on a GPU"),
-    "chunk-attention": (
-        "kernels.chunks",
-        "decode attention over a shared prompt: the ChunkAttention paper's table",
-    ),
+    "chunk-attention": ("kernels.chunks", "decode attention over a shared prompt: the ChunkAttention paper's table"),
     "kernels": ("kernels.measure", "every kernel against the copy bandwidth and the matmul rate of this GPU"),
     "memory": ("memory.measure", "what paging and sharing save, and swap against recompute"),
     "host": ("host.measure", "what a step costs beside the device's work"),
@@ -68,7 +62,7 @@ class Subject:
 
         model = self.llm.engine.runner.model
         shared = ranks_of(model)
-        ranks = "" if shared is None else f", {shared.size} ranks"
+        ranks = f", {shared.size} ranks" if shared else ""
         return f"{self.workload}: {self.name}, {model.device}{ranks}, {str(model.dtype).removeprefix('torch.')}"
 
 
@@ -112,25 +106,17 @@ class ModelOptions(NoOptions):
 
 @dataclass(frozen=True)
 class ScaleOptions(ModelOptions):
-    """Options of a workload whose lengths are given."""
-
     scale: float = number(1.0, 0, 1, above=True, help="shorten all prompts and answers")
 
 
 @dataclass(frozen=True)
 class Column:
-    """How one figure of a result is shown.
-
-    Attributes:
-        spec: its format. A figure without one is text, and stands flush left in a table.
-        scale: what a number is multiplied by first: 1e3 shows seconds as milliseconds.
-        width: the least in a table, in characters; the title may need more.
-    """
+    """How one figure of a result is shown."""
 
     title: str
-    spec: str = ""
-    scale: float | None = None
-    width: int = 9
+    spec: str = ""  # its format; a figure without one is text, and stands flush left in a table
+    scale: float | None = None  # multiplies a number first: 1e3 shows seconds as milliseconds
+    width: int = 9  # characters in a table; the title may need more
 
     def text(self, value: Any) -> str:
         """``value`` formatted; the parts of a tuple or list one by one; nothing for None."""
@@ -162,12 +148,10 @@ def computed(title: str, spec: str) -> Callable[[Callable[[Any], Any]], property
 
 def figures(result: Any) -> Iterator[tuple[Column, str]]:
     """Every column of a result, with its text."""
-    for each in fields(result):
-        if "column" in each.metadata:
-            column = each.metadata["column"]
-            yield column, column.text(getattr(result, each.name))
-    for name, member in vars(type(result)).items():
-        column = getattr(getattr(member, "fget", None), "column", None)
+    columns = [(each.name, each.metadata.get("column")) for each in fields(result)]
+    methods = ((name, getattr(member, "fget", None)) for name, member in vars(type(result)).items())
+    columns += [(name, getattr(method, "column", None)) for name, method in methods]
+    for name, column in columns:
         if column is not None:
             yield column, column.text(getattr(result, name))
 

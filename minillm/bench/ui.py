@@ -1,12 +1,4 @@
-"""``minillm bench ui``: the cost of the app, measured on the real app and the real engine.
-
-- *first paint*: from the start of the process to the first whole screen, on a pseudo-terminal.
-- *key to screen*: from a key to the screen that shows it, while a model generates on the same machine.
-- *drawing*: the processor time of the app's process with a pool of 20,000 blocks that changes ten times a second.
-- *generation*: tokens per second while the app shows such a pool, against those while the app is held. The machine's
-  speed drifts by more than the difference, so the app is held for some seconds again and again within one answer, and
-  these are compared with the seconds just before and just after; the slow-down is the mean.
-"""
+"""``minillm bench ui``: the cost of the app, measured on the real app and the real engine."""
 
 from __future__ import annotations
 
@@ -37,15 +29,13 @@ from minillm.ui.settings import Settings
 from minillm.weights.manifest import default_model
 
 NUM_BLOCKS = 20_000
-FRAMES = 10  # a second
-_SECONDS = 6.0  # of drawing
+FRAMES, _SECONDS = 10, 6.0  # of drawing: a second, and in all
 _KEYS = 40
-_TOKENS = 6000  # of an answer, at most
 _CYCLES, _CYCLES_EACH = 20, 4  # in which the app is held once; of one answer, whose context grows
 _WATCHED, _HELD = 6.0, 3.0  # seconds
 _CATCH_UP = 1.0  # seconds in which the app makes up for missed drawings: not counted
 _QUESTION = "Tell me a long story about a lighthouse."
-_PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": _TOKENS, "ignore_eos": True}
+_PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": 6000, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,7 @@ class UiFigures:
     first_paint: float = shown("ms to the first paint", ".0f", 1e3)
     key_median: float = shown("ms from key to screen, median", ".0f", 1e3)
     key_p95: float = shown("ms from key to screen, p95", ".0f", 1e3)
-    drawing_share: float = shown(f"{NUM_BLOCKS:,} blocks at {FRAMES} Hz: of a core", ".1%")
+    drawing_share: float = shown(f"{NUM_BLOCKS:,} blocks, {FRAMES} Hz: of a core", ".1%")
     tokens_per_second_watched: float = shown("tok/s, watched", ".1f")
     tokens_per_second_held: float = shown("tok/s while the app is held", ".1f")
     # of each cycle, a part of the speed while the app is held
@@ -77,31 +67,23 @@ async def _app(engine: Mapping[str, object]) -> AsyncIterator[Pilot[None]]:
             yield pilot
 
 
-class _Terminal:
-    """`minillm chat` in a process of its own, on a pseudo-terminal."""
-
-    def __init__(self, master: int) -> None:
-        self._master, self._shown = master, b""
-
-    async def until(self, text: str, seconds: float = 120) -> float:
-        """Wait until the screen has been sent ``text`` since the last call; returns the seconds that took."""
-        began = time.monotonic()
-        while text.encode() not in self._shown:
-            try:
-                self._shown += os.read(self._master, 1 << 16)
-            except BlockingIOError:
-                await asyncio.sleep(0.001)
-            if time.monotonic() - began > seconds:
-                raise MinillmError(f"the app did not show {text!r} within {seconds:.0f} s")
-        self._shown = b""
-        return time.monotonic() - began
-
-    def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
+async def _until(terminal: int, text: str, typed: str = "") -> float:
+    """Type, and wait until the terminal has shown ``text`` since the last call; returns the seconds that took."""
+    began, shown = time.monotonic(), b""
+    os.write(terminal, typed.encode())
+    while text.encode() not in shown:
+        try:
+            shown += os.read(terminal, 1 << 16)
+        except BlockingIOError:
+            await asyncio.sleep(0.001)
+        if time.monotonic() - began > 120:
+            raise MinillmError(f"the app did not show {text!r} within 120 s")
+    return time.monotonic() - began
 
 
 @asynccontextmanager
-async def _terminal() -> AsyncIterator[_Terminal]:
+async def _terminal() -> AsyncIterator[int]:
+    """`minillm chat` in a process of its own, on the pseudo-terminal of this number."""
     import pty
 
     master, slave = pty.openpty()
@@ -117,7 +99,7 @@ async def _terminal() -> AsyncIterator[_Terminal]:
         )  # fmt: skip
         os.close(slave)
         try:
-            yield _Terminal(master)
+            yield master
         finally:
             process.kill()
             await process.wait()
@@ -125,60 +107,57 @@ async def _terminal() -> AsyncIterator[_Terminal]:
 
 
 async def _first_paint() -> float:
-    """Of a fresh process: until the footer, the last line, is drawn."""
+    """Seconds from the start of a process until the footer, the last line, is drawn."""
     began = time.monotonic()
     async with _terminal() as terminal:
-        await terminal.until("Help")
+        await _until(terminal, "Help")
         return time.monotonic() - began
 
 
 async def _keys() -> list[float]:
     """Seconds from a key to the screen that shows it, while an answer is generated."""
     async with _terminal() as terminal:
-        await terminal.until("ready in")
-        terminal.type(f"{_QUESTION}\r")
-        await terminal.until("tok/s")
+        await _until(terminal, "ready in")
+        await _until(terminal, "tok/s", typed=f"{_QUESTION}\r")
         taken = []
-        for number in range(_KEYS):
-            key = chr(0x4E00 + number)  # which the model does not write
-            terminal.type(key)
-            taken.append(await terminal.until(key))
+        for key in map(chr, range(0x4E00, 0x4E00 + _KEYS)):  # which the model does not write
+            taken.append(await _until(terminal, key, typed=key))
             await asyncio.sleep(0.05)
         return taken
 
 
 async def _drawing() -> float:
     """Part of one core that the app takes for a pool of `NUM_BLOCKS` that changes `FRAMES` times a second."""
-    blocks_of = 64  # sequences share the pool
+    sequences = 64  # share the pool
     async with _app({"num_blocks": 64}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
         chat.show_pool(Pool(NUM_BLOCKS, 16, 1 << 20))
-        starts = range(0, NUM_BLOCKS, NUM_BLOCKS // blocks_of)
         tables = [
             TableView(number, "another", 0, "running", 16 * 300, list(range(start, start + 300)))
-            for number, start in enumerate(starts[:blocks_of])
+            for number, start in enumerate(range(0, NUM_BLOCKS, NUM_BLOCKS // sequences)[:sequences])
         ]
         chat.post_message(EngineEvent(CacheChanged(tables)))
         events = []
         for frame in range(int(FRAMES * _SECONDS)):
             # 100 blocks are shared now that were not, and 100 are no longer.
             shared = [(frame * 211 + number * 97) % NUM_BLOCKS for number in range(100)]
-            sharer = TableView(blocks_of, "another", 1, "running", 16 * 100, shared)
-            table = tables[frame % blocks_of]
+            sharer = TableView(sequences, "another", 1, "running", 16 * 100, shared)
+            table = tables[frame % sequences]
             log = [LogEntry(frame / FRAMES, "allocate", table.seq_id, "another", table.blocks[:1])]
             events.append(CacheChanged([table, sharer], log=log))
         await asyncio.sleep(_CATCH_UP)
         began, used = time.monotonic(), time.process_time()
-        for number, event in enumerate(events):
+        for number, event in enumerate(events, start=1):
             chat.post_message(EngineEvent(event))
-            await asyncio.sleep(max(0.0, began + (number + 1) / FRAMES - time.monotonic()))
+            await asyncio.sleep(max(0.0, began + number / FRAMES - time.monotonic()))
         return (time.process_time() - used) / (time.monotonic() - began)
 
 
 async def _cycles() -> list[tuple[float, float]]:
-    """Tokens per second of one answer in a pool of `NUM_BLOCKS`, while the app shows it and while it is held.
+    """Tokens per second of one answer in a pool of `NUM_BLOCKS`: shown, and for each time that the app is held.
 
-    Of each time that the app is held; shown, on the mean of just before and just after.
+    The machine's speed drifts by more than the difference, so the figure of an app that shows the answer is the mean of
+    just before and just after.
     """
     async with _app({"num_blocks": NUM_BLOCKS, "block_size": 1, "device": "cpu"}) as pilot:
         chat = pilot.app.chat  # type: ignore[attr-defined]
@@ -186,7 +165,7 @@ async def _cycles() -> list[tuple[float, float]]:
         await pilot.press("enter")
         await asyncio.sleep(_CATCH_UP)
         ended: dict[int, float] = {}  # when each step did, by its number
-        turns: list[tuple[float, float, float]] = []  # when it began to be watched, to be held, and when that ended
+        turns: list[tuple[float, float, float]] = []  # the begin of being watched, the begin and end of being held
         while not chat.talk.conversation.num_answers and len(turns) <= _CYCLES_EACH:
             await asyncio.sleep(_CATCH_UP)
             began = time.monotonic()
@@ -214,27 +193,15 @@ def _rate(ended: Mapping[int, float], begin: float, end: float) -> float:
     return float(last - first) / (end - begin)
 
 
-async def _measure() -> UiFigures:
-    await _first_paint()  # compiles the modules
-    paints = [await _first_paint() for _ in range(5)]
-    keys = await _keys()
-    drawing = await _drawing()
-    cycles: list[tuple[float, float]] = []
-    while len(cycles) < _CYCLES:
-        cycles += await _cycles()
-    slowdowns = tuple(1 - watched / held for watched, held in cycles)
-    return UiFigures(
-        first_paint=statistics.median(paints),
-        key_median=statistics.median(keys),
-        key_p95=sorted(keys)[int(0.95 * len(keys))],
-        drawing_share=drawing,
-        tokens_per_second_watched=statistics.median(watched for watched, _ in cycles),
-        tokens_per_second_held=statistics.median(held for _, held in cycles),
-        slowdowns=slowdowns,
-        slowdown=statistics.mean(slowdowns),
-    )
-
-
 def measure(options: NoOptions) -> UiFigures:
     """All of it; takes about five minutes on a CPU."""
-    return asyncio.run(_measure())
+    paints = [asyncio.run(_first_paint()) for _ in range(6)][1:]  # the first one compiles the modules
+    keys = sorted(asyncio.run(_keys()))
+    drawing = asyncio.run(_drawing())
+    cycles: list[tuple[float, float]] = []
+    while len(cycles) < _CYCLES:
+        cycles += asyncio.run(_cycles())
+    slowdowns = tuple(1 - watched / held for watched, held in cycles)
+    watched, held = map(statistics.median, zip(*cycles, strict=True))
+    paint, key, late_key = statistics.median(paints), statistics.median(keys), keys[int(0.95 * len(keys))]
+    return UiFigures(paint, key, late_key, drawing, watched, held, slowdowns, statistics.mean(slowdowns))

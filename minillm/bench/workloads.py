@@ -1,23 +1,6 @@
 """``throughput``, ``parallel``, ``prefix``, ``beam``, ``stall``, ``serve``, ``share``: workloads through the engine.
 
-Protocol: random tokens, end-of-sequence ignored, random weights in a model's shape (or real ones with ``--model``), one
-warm-up run of the whole workload, then the measured one. The prefix cache starts empty, but for what ``prefix`` warms.
-
-==========  =========================================================================================
-throughput  256 requests, prompts and answers uniform from 100 to 1,024 tokens, temperature 0.6
-parallel    n = 8 samples of each of 32 prompts of 512 tokens, 128 tokens each
-prefix      128 requests that share 2,048 tokens, cached, with 64 of their own, 128 tokens each, greedy
-beam        width 4, 8 prompts of 256 tokens, 128 tokens; the tokens of the best beam count
-stall       16 sequences decode while a prompt of 8,000 tokens arrives: the longest wait for a token
-serve       the requests of throughput, arriving by chance (a Poisson process), as a server's users do
-share       the requests of throughput, which the replicas that torchrun has started share
-==========  =========================================================================================
-
-``serve``: the engine runs in this process; between steps, requests whose time has come are added. A request's
-normalised latency is its time from arrival to end over its tokens (Orca, Yu et al. 2022).
-
-``share`` does as `minillm generate --data-parallel`, with ``num_requests`` for each replica: with twice the replicas
-there is twice the work, and at best it takes as long. ``serve`` and ``share`` compute 32 requests first, to warm up.
+Protocol: see README.md. The prefix cache starts empty, but for what ``prefix`` warms.
 """
 
 from __future__ import annotations
@@ -25,13 +8,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from torch.distributed import DistError
 
-from minillm.bench.meter import Ceilings, metered, synchronize
+from minillm.bench.meter import Limits, metered, synchronize
 from minillm.bench.table import ScaleOptions, Subject, shown
 from minillm.checks import integer, number
 from minillm.engine.engine import Engine
@@ -57,7 +41,7 @@ class WorkloadResult:
     rate: float = shown("output tokens per second", ",.0f")
     time_to_first_token: float = shown("ms to the first token, median", ",.0f", 1e3)
     time_per_output_token: float = shown("ms per output token, median", ".2f", 1e3)
-    floor_seconds: float = shown("seconds of the floor", ".2f", default=0.0)  # of bytes and FLOPs at the ceilings
+    floor_seconds: float = shown("seconds of the floor", ".2f", default=0.0)  # of bytes and FLOPs at the limits
     fraction_of_floor: float = shown("of it reached", ".0%", default=0.0)
     idle_share: float | None = shown("GPU idle between decode steps", ".1%", default=None)
     peak_kv_tokens: int = shown("peak KV use, token slots", ",", default=0)
@@ -68,34 +52,27 @@ class WorkloadResult:
 
 def measure(subject: Subject, options: ScaleOptions) -> WorkloadResult:
     """Run one of `REQUESTS`, or ``stall``, twice and measure the second run."""
-    llm, cache, scale = subject.llm, subject.llm.engine.cache, options.scale
-    ceilings = Ceilings.measure(llm.engine.runner.model.device)
+    llm, engine = subject.llm, subject.llm.engine
     run = _stall if subject.workload == "stall" else _at_once
     llm.reset_prefix_cache()
-    run(subject, random.Random(0), scale)
+    run(subject, random.Random(0), options.scale)
     if subject.workload != "prefix":
         llm.reset_prefix_cache()
-    with metered(llm.engine, ceilings) as meter:
-        result = run(subject, random.Random(2), scale)
-    return replace(
-        result,
-        floor_seconds=meter.floor,
-        fraction_of_floor=meter.floor / result.seconds,
-        idle_share=meter.idle_share,
-        peak_kv_tokens=meter.peak_tokens,
-        peak_kv_share=meter.peak_blocks / cache.num_blocks,
-    )
+    with metered(engine, Limits.measure(engine.runner.model.device)) as meter:
+        result = run(subject, random.Random(2), options.scale)
+    floor, share = meter.floor, meter.peak_blocks / engine.cache.num_blocks
+    result = replace(result, floor_seconds=floor, fraction_of_floor=floor / result.seconds)
+    return replace(result, idle_share=meter.idle_share, peak_kv_tokens=meter.peak_tokens, peak_kv_share=share)
 
 
 def throughput(rng: random.Random, vocab: int, scale: float, count: int = 256) -> list[Request]:
     low, high = _scaled(100, scale), _scaled(1024, scale)
-    return [
-        (
-            _prompt(rng, vocab, rng.randint(low, high)),
-            SamplingParams(temperature=0.6, max_tokens=rng.randint(low, high), ignore_eos=True, seed=i % 256),
-        )
-        for i in range(count)
-    ]
+
+    def request(number: int) -> Request:
+        prompt, max_tokens = _prompt(rng, vocab, rng.randint(low, high)), rng.randint(low, high)
+        return prompt, SamplingParams(temperature=0.6, max_tokens=max_tokens, ignore_eos=True, seed=number % 256)
+
+    return [request(number) for number in range(count)]
 
 
 def _alike(count: int, length: int, params: Params, *, shared: int = 0) -> MakeRequests:
@@ -128,18 +105,14 @@ def _scaled(length: int, scale: float) -> int:
 def times_of(output: RequestOutput) -> tuple[float, float, float]:
     """Seconds of a finished request: to its first token, for each later one of its longest completion, and in all.
 
-    Raises:
-        UsageError: the request failed.
+    Raises UsageError where the request failed.
     """
     if output.error is not None:
         raise UsageError(f"a request of the workload failed: {output.error}")
-    metrics = output.metrics
-    assert metrics is not None
-    assert metrics.first_token_time is not None
-    assert metrics.finished_time is not None
+    metrics: Any = output.metrics  # of a finished request: nothing is None
+    began, first, ended = metrics.arrival_time, metrics.first_token_time, metrics.finished_time
     later = max(len(completion.token_ids) for completion in output.outputs) - 1
-    per_token = (metrics.finished_time - metrics.first_token_time) / max(1, later)
-    return metrics.first_token_time - metrics.arrival_time, per_token, metrics.finished_time - metrics.arrival_time
+    return first - began, (ended - first) / max(1, later), ended - began
 
 
 def drive(
@@ -174,7 +147,7 @@ def _at_once(subject: Subject, rng: random.Random, scale: float) -> WorkloadResu
 
 
 def _stall(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult:
-    """Sequences that decode, and a long prompt that comes between: the time to its first token is told."""
+    """Sequences that decode, and a long prompt that comes between: the result has the time to its first token."""
     engine, vocab = subject.llm.engine, subject.llm.engine.runner.model.config.vocab_size
     params = SamplingParams(temperature=0, max_tokens=max(40, int(200 * scale)), ignore_eos=True)
     began = time.perf_counter()
@@ -199,11 +172,15 @@ def _stall(subject: Subject, rng: random.Random, scale: float) -> WorkloadResult
     return replace(_result(subject, outputs, seconds, first, seconds / params.max_tokens), longest_wait=longest)
 
 
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(completion.token_ids) for completion in output.outputs)
+
+
 def _result(
     subject: Subject, outputs: list[RequestOutput], seconds: float, first: float, per_token: float
 ) -> WorkloadResult:
-    count, tokens = len(outputs), sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    return WorkloadResult(subject.workload, subject.name, count, tokens, seconds, tokens / seconds, first, per_token)
+    kind, count, tokens = subject.workload, len(outputs), sum(map(_num_tokens, outputs))
+    return WorkloadResult(kind, subject.name, count, tokens, seconds, tokens / seconds, first, per_token)
 
 
 @dataclass(frozen=True)
@@ -222,11 +199,12 @@ class ServeResult:
     output_rate: float = shown("tokens per second", ",.0f")
     time_to_first_token: tuple[float, float, float] = shown("ms to first token, p50/p90/p99", ".1f", 1e3)
     time_per_output_token: tuple[float, float, float] = shown("ms per output token", ".1f", 1e3)
+    # from arrival to end, over the tokens (Orca, Yu et al. 2022)
     normalised_latency: tuple[float, float, float] = shown("ms of normalised latency", ".1f", 1e3)
 
 
 def serve(subject: Subject, options: ServeOptions) -> ServeResult:
-    """Warm up with a few requests at once, then offer them at the rate asked for."""
+    """Warm up with a few requests at once, then offer them at the rate asked for: added between steps, when due."""
     _serve(subject.llm, 1e6, min(32, options.num_requests), options.scale)
     return _serve(subject.llm, options.rate, options.num_requests, options.scale)
 
@@ -240,14 +218,9 @@ def _serve(llm: LLM, rate: float, num_requests: int, scale: float) -> ServeResul
     first, per_token, whole = zip(*map(times_of, outputs), strict=True)
     counts = [len(output.outputs[0].token_ids) for output in outputs]
     normalised = [each / count for each, count in zip(whole, counts, strict=True)]
-    times = map(_percentiles, (first, per_token, normalised))
-    return ServeResult(rate, num_requests, seconds, sum(counts) / seconds, *times)
-
-
-def _percentiles(values: Iterable[float]) -> tuple[float, float, float]:
-    ordered = sorted(values)
-    p50, p90, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.9, 0.99))
-    return p50, p90, p99
+    places = [min(num_requests - 1, int(num_requests * share)) for share in (0.5, 0.9, 0.99)]
+    times = [[sorted(values)[place] for place in places] for values in (first, per_token, normalised)]
+    return ServeResult(rate, num_requests, seconds, sum(counts) / seconds, *map(tuple, times))
 
 
 @dataclass(frozen=True)
@@ -267,33 +240,28 @@ class ShareResult:
 
 
 def share(subject: Subject, options: ShareOptions) -> ShareResult | None:
-    """Measure all replicas; the first one knows the result, and the others return None.
+    """Measure all replicas, after a few requests to warm up; the first one knows the result, the others return None.
 
-    Raises:
-        MinillmError: the first node has died, and with it the store of torchrun.
+    Raises MinillmError where the first node has died, and with it the store of torchrun.
     """
+    llm = subject.llm
     try:
-        return _share(subject.llm, options.num_requests, options.scale)
+        replicas = Replicas.find(llm.config.tensor_parallel_size)
+        total, vocab = options.num_requests * replicas.count, llm.engine.runner.model.config.vocab_size
+        rng = random.Random(0)
+        llm.generate(*zip(*throughput(rng, vocab, options.scale)[:32], strict=True))
+        requests = throughput(rng, vocab, options.scale, total)
+        llm.reset_prefix_cache()
+        replicas.meet("ready")
+        began = time.perf_counter()
+        finished = llm.work_off(lambda room: [(i, *requests[i]) for i in replicas.take(total, room)])
+        replicas.store.add("tokens", sum(_num_tokens(output) for _, output in finished))
+        replicas.arrive("done")
+        if replicas.index:
+            return None
+        replicas.wait_for_all("done")
+        seconds = time.perf_counter() - began
+        count = replicas.store.add("tokens", 0)
+        return ShareResult(replicas.count, total, count, seconds, count / seconds)
     except DistError:
         raise MinillmError("the first node is gone, and what the others measured with it") from None
-
-
-def _share(llm: LLM, num_requests: int, scale: float) -> ShareResult | None:
-    replicas = Replicas.find(llm.config.tensor_parallel_size)
-    total, vocab = num_requests * replicas.count, llm.engine.runner.model.config.vocab_size
-    rng = random.Random(0)
-    llm.generate(*zip(*throughput(rng, vocab, scale)[:32], strict=True))
-    requests = throughput(rng, vocab, scale, total)
-    llm.reset_prefix_cache()
-    replicas.meet("ready")
-    began = time.perf_counter()
-    finished = llm.work_off(lambda room: [(i, *requests[i]) for i in replicas.take(total, room)])
-    count = sum(len(completion.token_ids) for _, output in finished for completion in output.outputs)
-    replicas.store.add("tokens", count)
-    replicas.arrive("done")
-    if replicas.index:
-        return None
-    replicas.wait_for_all("done")
-    seconds = time.perf_counter() - began
-    count = replicas.store.add("tokens", 0)
-    return ShareResult(replicas.count, total, count, seconds, count / seconds)

@@ -29,9 +29,8 @@ def command_parser() -> Parser:
     parser = Parser(prog="minillm", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (summary, runs, *options) in _COMMANDS.items():
+    for name, (summary, _, *options) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        command.set_defaults(runs=runs)
         command.fill = options
     return parser
 
@@ -207,7 +206,7 @@ def _run(argv: Sequence[str]) -> int:
         os.getcwd()
     except OSError:  # libraries that torch loads end the process
         raise UsageError("the current directory does not exist any more; change to another one") from None
-    file, function = arguments.runs.split(".")
+    file, function = _COMMANDS[arguments.command][1].split(".")
     return int(getattr(importlib.import_module(f"minillm.cli.{file}"), function)(arguments))
 
 

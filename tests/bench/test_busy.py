@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from minillm.bench.busy import busy
+from minillm.bench.latency import busy
 
 _HOLDS = """
 import time
-from minillm.bench.busy import busy
+from minillm.bench.latency import busy
 with busy(2):
     print("begun", flush=True)
     time.sleep(600)

@@ -220,6 +220,7 @@ MISTAKES = [
     (["bench"], "WORKLOAD"),
     (["bench", "latency", "--batch-size", "0"], "batch_size must be from 1"),
     (["bench", "latency", "--shape", "llama-8b", "--model", "x"], "not both"),
+    (["bench", "start", "--shape", "llama-8b", "--model", "x", "--runs", "1"], "not both"),
 ]
 
 
