@@ -28,7 +28,8 @@ from minillm.ui.dialogs.palette import Palette
 from minillm.ui.engine_app import EngineApp
 from minillm.ui.messages import EngineEvent
 from minillm.ui.settings import Settings
-from minillm.ui.terminal import TerminalDriver, check_terminal, ending_on_signals
+from minillm.ui.terminal import check_terminal, ending_on_signals
+from minillm.ui.textual_internals import TerminalDriver
 
 _SETTLED = 2.0  # seconds after which the first screen is there
 _SOON = 0.01  # seconds between two looks whether a screen has its widgets
