@@ -37,12 +37,8 @@ def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) 
         return 1
     conversations.show_cache(now=True)
     while True:
-        idle = not conversations.engine.has_work
-        try:
-            command = commands.get(block=idle)
-        except queue.Empty:
-            pass
-        else:
+        if not (conversations.engine.has_work and commands.empty()):
+            command = commands.get()
             if command is None:
                 return 0
             conversations.handle(command)

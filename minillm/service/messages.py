@@ -43,8 +43,8 @@ class Load(Command):
 class Generate(Command):
     """Answer a conversation.
 
-    Its blocks stay when it ends, until `Drop`, `Forget` or pressure: the next question of the ``conversation`` computes
-    only the tokens that it shares with no answer. So a branch is cheap.
+    The answer's blocks stay until `Drop`, `Forget` or pressure: the next question of the ``conversation`` computes only
+    the tokens that it shares with no answer. So a branch is cheap.
     """
 
     request_id: str
@@ -56,64 +56,46 @@ class Generate(Command):
 
 
 class Abort(Command):
-    """End an answer; its text so far stays."""
-
-    request_id: str
+    request_id: str  # of the answer that ends; its text so far stays
 
 
 class Keep(Command):
-    """Keep the blocks of candidate number ``index`` of an answer, and free those of the others."""
+    """Free the blocks of all candidates of an answer but number ``index``."""
 
     request_id: str
     index: int
 
 
 class Drop(Command):
-    """Free the blocks that one answer keeps."""
-
-    request_id: str
+    request_id: str  # of the answer whose blocks are freed
 
 
 class Forget(Command):
-    """Free the blocks that a conversation holds."""
-
-    conversation: str
+    conversation: str  # its blocks are freed
 
 
 class Pin(Command):
-    """Compute a system prompt and keep its blocks under any load, instead of the one before. Empty: none."""
-
-    system: str
+    system: str  # prompt that is computed, and stays under any load in place of the one before; empty: none
 
 
 class Pace(Command):
-    """Take at most so many steps a second, so that people can watch; 0: as many as the machine can."""
-
-    steps_per_second: float
+    steps_per_second: float  # at most, so that people can watch; 0: as many as the machine can
 
 
 class Report(Command):
-    """Send texts, beams and pictures of the pool at most once in ``every`` seconds; an answer's ends do not wait."""
-
-    every: float
+    every: float  # seconds between two reports of texts, beams and the pool, at least; an answer's ends do not wait
 
 
 class Inspect(Command):
-    """Ask about a block: `BlockFacts` answers."""
-
-    block: int
+    block: int  # that `BlockFacts` shall describe
 
 
 class Loading(Event):
-    """How far the start has come."""
-
     progress: Progress
 
 
 class Notice(Event):
-    """A line for the user: which source failed and which one served, say. Not cleaned for a terminal."""
-
-    text: str
+    text: str  # a line for the user: which source failed and which one served, say; not cleaned for a terminal
 
 
 class Loaded(Event):
@@ -180,10 +162,8 @@ class BeamView(_Record):
 
 
 class BeamsChanged(Event):
-    """The beams of a search, the best first: sent a few times a second while it goes on, and when it ends."""
-
     request_id: str
-    beams: list[BeamView]
+    beams: list[BeamView]  # the best first; sent a few times a second while the search goes on, and when it ends
 
 
 class Finished(Event):
@@ -268,9 +248,7 @@ class CacheChanged(Event):
 
 
 class Stepped(Event):
-    """The steps since the last such event."""
-
-    steps: list[StepReport]
+    steps: list[StepReport]  # since the last such event
 
 
 class BlockFacts(Event):
