@@ -62,7 +62,6 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
         Loaded(
             model=command.model,
             source=engine.source,
-            num_parameters=model.config.num_parameters,
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=engine.max_model_len,

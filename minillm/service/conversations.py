@@ -80,7 +80,8 @@ class Conversations:
             command.messages, add_generation_prompt=not command.continues, continue_final_message=command.continues
         )
         if len(token_ids) + command.room > engine.max_model_len:
-            return self.send(messages.ContextFull(command.request_id, len(token_ids), engine.max_model_len))
+            self.send(messages.ContextFull(command.request_id, len(token_ids), engine.max_model_len))
+            return
         params = replace(params, max_tokens=max(1, min(params.max_tokens, self._fitting(len(token_ids), params))))
         parent = self._nearest(command.conversation, token_ids)
         group = engine.add_request(command.request_id, token_ids, params, parent=parent, hold=True)

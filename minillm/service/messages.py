@@ -103,7 +103,6 @@ class Loaded(Event):
 
     model: str
     source: str  # it was served by: a directory, the hub, a package
-    num_parameters: int
     device: str
     dtype: str
     max_model_len: int
