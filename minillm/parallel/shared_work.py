@@ -1,8 +1,7 @@
 """Replicas share a list of requests, and an answer that is finished stays so.
 
-A replica takes the next requests whenever it has room. Each writes the answers that it has finished to a part file of
-its own, line by line; when all have come to the end, the first one merges the parts in the order of the requests.
-If a replica dies, the next run reads the parts and computes the answers that are missing.
+Each replica writes its answers to a part file, line by line. When all have come to the end, the first one merges the
+parts in the order of the requests. If a replica dies, the next run computes only the answers that no part has.
 """
 
 from __future__ import annotations
