@@ -47,7 +47,8 @@ class Job:
 
     def params(self, defaults: Mapping[str, Any] = {}) -> list[Params]:
         """The parameters of each request; ``defaults`` are the model's own. Raises UsageError."""
-        flags, found = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams)}, []
+        flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams)}
+        found: list[Params] = []
         for request in self.requests:
             values = self.config.request_values({**flags, **request.params}, defaults)
             try:
@@ -122,18 +123,13 @@ def _check_replicas(arguments: argparse.Namespace, tensor_parallel_size: int) ->
 
 @dataclass
 class Writer:
-    """Writes outputs in the order of their prompts, each as soon as those before it are written.
-
-    Attributes:
-        several: there is more than one text, so each gets a heading.
-        written: answers so far, failures not counted.
-    """
+    """Writes outputs in the order of their prompts, each as soon as those before it are written."""
 
     job: Job
     write_line: Callable[[str], None]
     tokenizer: Tokenizer | None
-    several: bool
-    written: int = 0
+    several: bool  # there is more than one text, so each gets a heading
+    written: int = 0  # answers so far, failures not counted
     _waiting: dict[int, RequestOutput] = field(default_factory=dict)
     _next: int = 0
 
@@ -153,8 +149,7 @@ class Writer:
         request = self.job.requests[index]
         if self.job.arguments.json:
             in_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
-            line = _as_json(index, request, output, self.tokenizer)
-            self.write_line(json_line(line, ascii_only=not in_utf8))
+            self.write_line(json_line(_as_json(index, request, output, self.tokenizer), ascii_only=not in_utf8))
             return
         if output.error is not None:
             say(f"{request.where or 'prompt'}: {output.error}")
@@ -249,13 +244,12 @@ def _as_json(index: int, request: Request, output: RequestOutput, tokenizer: Tok
     result["request_id"] = f"request-{index}" if request.name is None else request.name
     if output.prompt is None and isinstance(request.prompt, str):
         result["prompt"] = request.prompt
-    metrics = result.pop("metrics")
-    if metrics is not None and metrics["finished_time"] is not None:
-        began = metrics["arrival_time"]
+    del result["metrics"]
+    if (metrics := output.metrics) is not None and metrics.finished_time is not None:
         result["metrics"] = {
-            "time_to_first_token": metrics["first_token_time"] and metrics["first_token_time"] - began,
-            "time": metrics["finished_time"] - began,
-            "num_preemptions": metrics["num_preemptions"],
+            "time_to_first_token": metrics.time_to_first_token,
+            "time": metrics.finished_time - metrics.arrival_time,
+            "num_preemptions": metrics.num_preemptions,
         }
     if tokenizer is not None:
         for completion in result["outputs"]:

@@ -124,10 +124,7 @@ class Leader:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Around all that may wait for another rank. If one dies, the block ends within seconds, or the process does.
-
-        Raises RankDied where a rank has died, inside the block or before it.
-        """
+        """Around all that may wait for another rank: if one dies, the process ends, or raises RankDied, in seconds."""
         lines = self._lines
         if lines.ended.is_set():
             self._raise_failure()
@@ -184,13 +181,11 @@ def end_process(reason: str) -> NoReturn:
 
 
 def _exit_status(process: subprocess.Popen | None) -> str:
-    if process is None:
-        return ""
-    try:
-        status = process.wait(1)
-    except subprocess.TimeoutExpired:
-        return ""
-    return f" of signal {-status}" if status < 0 else f" with exit code {status}"
+    if process is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(1)
+            return f" of signal {-status}" if status < 0 else f" with exit code {status}"
+    return ""
 
 
 class Follower:
@@ -257,10 +252,7 @@ class Listener:
         self._looked_at = time.monotonic()
 
     def check(self, ranks: Iterable[int]) -> None:
-        """Look whether ``ranks`` are there. Cheap: looks no more often than they beat.
-
-        Raises RankDied where one of them has not been heard of for too long.
-        """
+        """Raise RankDied where one of ``ranks`` is silent for too long. Cheap: looks no more often than they beat."""
         now = time.monotonic()
         if now - self._looked_at < self._every:
             return

@@ -138,10 +138,7 @@ def begin_to_beat(torchrun: Torchrun) -> None:
 
 
 def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
-    """Bring the ranks of ``model`` together, as rank 0: start the others, unless torchrun has.
-
-    Raises RankDied where another rank ended before it was ready.
-    """
+    """Bring the ranks of ``model`` together, as rank 0. Raises RankDied where one ended before it was ready."""
     from torch.distributed import PrefixStore, TCPStore
 
     from minillm.parallel.collectives import Ranks
@@ -183,10 +180,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
 
 
 def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
-    """Connect to this replica's rank 0; returns the connection, the replica's store, and this process's rank in it.
-
-    Raises RankDied where rank 0 is gone.
-    """
+    """The line to this replica's rank 0, the replica's store and this process's rank. Raises RankDied."""
     from torch.distributed import PrefixStore
 
     rank = torchrun.rank % size

@@ -35,7 +35,7 @@ def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) 
     except Exception as error:
         send(LoadFailed(f"{type(error).__name__}: {error}", 1))
         return 1
-    conversations.show_cache(now=True)
+    conversations.teller.show_cache(now=True)
     while True:
         if not (conversations.engine.has_work and commands.empty()):
             command = commands.get()
@@ -45,7 +45,7 @@ def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) 
             if not commands.empty():
                 continue
         conversations.step()
-        conversations.show_cache(now=not conversations.engine.has_work)
+        conversations.teller.show_cache(now=not conversations.engine.has_work)
 
 
 def _load(command: Load, send: Callable[[Event], None]) -> Conversations:

@@ -32,7 +32,7 @@ class Conversations:
 
     def __post_init__(self) -> None:
         self._driver = Driver(self.engine)
-        self._teller = Teller(self.engine, self.send)
+        self.teller = Teller(self.engine, self.send, self._owners)
         self._pause = self._next_step = 0.0  # seconds from one step to the next, at least; the time of the next one
         self._pinning: SequenceGroup | None = None  # a system prompt that is being computed
         self._pinned: Sequence | None = None
@@ -63,9 +63,9 @@ class Conversations:
             case messages.Pace(steps_per_second):
                 self._pause = 1 / steps_per_second if steps_per_second > 0 else 0.0
             case messages.Report(every):
-                self._teller.set_interval(every)
+                self.teller.set_interval(every)
             case messages.Inspect(block) if 0 <= block < self.engine.cache.num_blocks:
-                self.send(self._teller.view.facts(block))
+                self.send(self.teller.view.facts(block))
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Conversations:
 
     def step(self) -> None:
         """Compute one step, if there is work, and send its results."""
-        engine, teller = self.engine, self._teller
+        engine, teller = self.engine, self.teller
         if self._pause:
             time.sleep(max(0.0, min(self._pause, self._next_step - time.monotonic())))
             self._next_step = time.monotonic() + self._pause
@@ -128,20 +128,16 @@ class Conversations:
     def _finish(self, answer: Answer, output: RequestOutput) -> None:
         if output.error is not None:
             for sequence in answer.group.sequences:
-                self._teller.send_text(output.request_id, sequence.index)
+                self.teller.send_text(output.request_id, sequence.index)
             self.send(messages.RequestFailed(output.request_id, output.error))
         elif answer.searches:
-            self._teller.end_beams(answer, output)
+            self.teller.end_beams(answer, output)
         answer.sequences = [sequence for sequence in answer.group.sequences if sequence.table is not None]
         answer.outputs = sorted(output.outputs, key=by_score) if answer.searches else output.outputs
         if answer.stays and answer.sequences:
             self.kept[output.request_id] = answer
         else:
             self._release(answer)
-
-    def show_cache(self, *, now: bool = False) -> None:
-        """Send the steps and the changes in the pool, unless the last picture is too recent."""
-        self._teller.show_cache(self._owners, now=now)
 
     def _owners(self) -> dict[int, Owner]:
         found = [(name, "idle", each) for name, kept in self.kept.items() for each in kept.sequences]

@@ -217,10 +217,7 @@ class CacheCounts(_Record):
 
 
 class LogEntry(_Record):
-    """One event of the cache, see `minillm.cache.CacheEvent`, with its time and its meaning in numbers.
-
-    ``detail``: of a copy, how many others still hold the source; of a hit, the tokens that it saved.
-    """
+    """One event of the cache, see `minillm.cache.CacheEvent`, with its time and its meaning in numbers."""
 
     time: float  # seconds since the model was loaded
     kind: str
@@ -228,7 +225,7 @@ class LogEntry(_Record):
     owner: str
     blocks: list[int]
     parent_id: int | None = None
-    detail: int = 0
+    detail: int = 0  # of a copy, how many others still hold the source; of a hit, the tokens that it saved
 
 
 class CacheChanged(Event):

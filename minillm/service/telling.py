@@ -38,10 +38,12 @@ class Answer:
 class Teller:
     """Gathers texts, beams, steps and changes of the pool, and sends them when the last time is long enough ago."""
 
-    def __init__(self, engine: Engine, send: Callable[[messages.Event], None]) -> None:
+    def __init__(
+        self, engine: Engine, send: Callable[[messages.Event], None], owners: Callable[[], Mapping[int, Owner]]
+    ) -> None:
         self.send = send
         self.view = CacheView(engine)
-        self._engine = engine
+        self._engine, self._owners = engine, owners
         self._interval, self._text_interval = _INTERVAL, 0.0
         self._last_picture = self._last_text = 0.0
         self._unsent: dict[tuple[str, int], messages.TextDelta] = {}  # by request and completion
@@ -130,11 +132,11 @@ class Teller:
         for each in output.outputs:
             self._send_end(answer, each.index, each.finish_reason or "abort", len(each.token_ids))
 
-    def show_cache(self, owners: Callable[[], Mapping[int, Owner]], *, now: bool = False) -> None:
+    def show_cache(self, *, now: bool = False) -> None:
         """Send the steps and the changes in the pool, unless the last picture is too recent."""
         moment = time.monotonic()
         if now or moment - self._last_picture >= self._interval:
-            picture = self.view.changes(owners())
+            picture = self.view.changes(self._owners())
             if self._steps:
                 self.send(messages.Stepped(self._steps[-_MOST_STEPS:]))
                 self._steps = []
