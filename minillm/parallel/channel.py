@@ -124,7 +124,10 @@ class Leader:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Around all that may wait for another rank: if one dies, the process ends, or raises RankDied, in seconds."""
+        """Around all that may wait for another rank. If one dies, the block ends within seconds, or the process does.
+
+        Raises RankDied where a rank has died, inside the block or before it.
+        """
         lines = self._lines
         if lines.ended.is_set():
             self._raise_failure()

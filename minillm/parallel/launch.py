@@ -180,7 +180,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
 
 
 def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
-    """The line to this replica's rank 0, the replica's store and this process's rank. Raises RankDied."""
+    """The line to rank 0, the replica's store and this process's rank in it. Raises RankDied where rank 0 is gone."""
     from torch.distributed import PrefixStore
 
     rank = torchrun.rank % size

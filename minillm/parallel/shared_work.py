@@ -111,7 +111,7 @@ class PartFiles:
         return {index: line for index, line in self._lines().items() if json.loads(line).get("error") is None}
 
     def failures(self, total: int) -> int | None:
-        """How many requests failed; None where there is no output yet. Raises UsageError where it holds others."""
+        """How many requests failed; None where there is no output yet. Raises UsageError where it is another job's."""
         try:
             with open_regular(self._output) as stream:
                 answers = [(line["job"], line["error"] is not None) for line in map(parse_json, stream)]
@@ -148,7 +148,10 @@ class PartFiles:
             data = data[os.write(self._stream, data) :]
 
     def merge(self, total: int) -> int:
-        """Replace the parts by the output, in order and at once; returns how many failed, or raises UsageError."""
+        """Replace the parts by the output, in order and at once; returns how many requests failed.
+
+        Raises UsageError where some are missing.
+        """
         lines = self._lines()
         if missing := total - len(lines):
             raise UsageError(f"{missing} of {total} prompts are not finished; run the same command again")
