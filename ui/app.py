@@ -32,7 +32,8 @@ from minillm.ui.engine_app import EngineApp, EngineEvent, EngineState
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
 from minillm.ui.settings import Settings
-from minillm.ui.terminal import TerminalDriver, check_terminal, ending_on_signals
+from minillm.ui.terminal import check_terminal, ending_on_signals
+from minillm.ui.textual_internals import TerminalDriver
 
 _SETTLED = 2.0  # seconds after which the first screen is there
 _SOON = 0.01  # seconds between two looks whether a screen has its widgets

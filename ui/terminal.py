@@ -11,19 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import selectors
 import signal
 import sys
 import termios
 import threading
-from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from textual.drivers.linux_driver import LinuxDriver
-
 from minillm.errors import UsageError
-from minillm.ui.textual_internals import parser_of
 
 _PATIENCE = 2.0  # seconds from a signal to the forced end
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,29 +52,6 @@ def check_terminal() -> None:
 def _draws_lines_only() -> bool:
     """Whether the terminal cannot move its cursor, or does not name its kind."""
     return os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
-
-
-class TerminalDriver(LinuxDriver):
-    """Textual's driver, but bytes that are no UTF-8 do not end the app, and the end of input does."""
-
-    def run_input_thread(self) -> None:
-        decode = getincrementaldecoder("utf-8")("replace").decode
-        parser = parser_of(self)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.fileno, selectors.EVENT_READ)
-            while not self.exit_event.is_set():
-                if selector.select(0.1):
-                    try:
-                        data = os.read(self.fileno, 4096)
-                    except OSError:  # the terminal was hung up
-                        data = b""
-                    if not data:
-                        os.kill(os.getpid(), signal.SIGHUP)
-                        return
-                    for event in parser.feed(decode(data)):
-                        self.process_message(event)
-                for event in parser.tick():
-                    self.process_message(event)
 
 
 @contextlib.contextmanager

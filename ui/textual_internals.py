@@ -5,6 +5,10 @@ Written for and tested with Textual 8.2.8. After an update, look here first.
 
 from __future__ import annotations
 
+import os
+import selectors
+import signal
+from codecs import getincrementaldecoder
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +118,24 @@ class PatientPalette(CommandPalette):
             super()._action_command_list(action)
 
 
-def parser_of(driver: LinuxDriver) -> XTermParser:
-    """A parser that makes events of the bytes that a driver reads."""
-    return XTermParser(driver._debug)
+class TerminalDriver(LinuxDriver):
+    """Textual's driver, but bytes that are no UTF-8 do not end the app, and the end of input does."""
+
+    def run_input_thread(self) -> None:
+        decode = getincrementaldecoder("utf-8")("replace").decode
+        parser = XTermParser(self._debug)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.fileno, selectors.EVENT_READ)
+            while not self.exit_event.is_set():
+                if selector.select(0.1):
+                    try:
+                        data = os.read(self.fileno, 4096)
+                    except OSError:  # the terminal was hung up
+                        data = b""
+                    if not data:
+                        os.kill(os.getpid(), signal.SIGHUP)
+                        return
+                    for event in parser.feed(decode(data)):
+                        self.process_message(event)
+                for event in parser.tick():
+                    self.process_message(event)

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from minillm.bench.table import WORKLOADS, ModelOptions, NoOptions, Subject, plain, show, weights, workload
-from minillm.cli.options import Parser, add_declared, add_model_options, engine_options, given
+from minillm.cli.options import Parser, add_declared, add_model_options, given
+from minillm.config import EngineConfig
 from minillm.system import import_torch
 
 
@@ -38,18 +39,16 @@ def _add_options(name: str, parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     measure, kind = _workload(arguments.workload)
     options = kind(**given(arguments, kind))
-    subject = _subject(arguments, options) if isinstance(options, ModelOptions) else None
+    subject = None
+    if isinstance(options, ModelOptions):
+        engine = given(arguments, EngineConfig) | weights(options.shape, arguments.model)
+        from minillm.llm import LLM
+        from minillm.progress import say
+
+        subject = Subject(LLM(on_message=say, **engine), engine["model"], arguments.workload)
     result = measure(options) if subject is None else measure(subject, options)
     if result is not None and arguments.json:
         print(json.dumps(plain(result)))
     elif result is not None:
         show(result, str(subject or ""))
     return 0
-
-
-def _subject(arguments: argparse.Namespace, options: ModelOptions) -> Subject:
-    engine = engine_options(arguments) | weights(options.shape, arguments.model)
-    from minillm.llm import LLM
-    from minillm.progress import say
-
-    return Subject(LLM(on_message=say, **engine), engine["model"], arguments.workload)

@@ -7,29 +7,23 @@ import gc
 import tempfile
 from pathlib import Path
 
-from minillm.cli.options import beam_options, engine_options, sampling_options
+from minillm.cli.options import given
+from minillm.config import EngineConfig
 from minillm.errors import UsageError
+from minillm.params import BeamSearchParams, SamplingParams
 from minillm.user_config import read_config
 
 
 def chat(arguments: argparse.Namespace) -> int:
-    """Talk to a model."""
-    gc.disable()  # all objects of the first screen stay: to look for garbage among them takes a tenth of its time
-    try:
-        return _chat(arguments)
-    finally:
-        gc.enable()
-
-
-def _chat(arguments: argparse.Namespace) -> int:
-    # Wrong options are named before the terminal changes.
+    """Talk to a model. Wrong options are named before the terminal changes."""
     from minillm.ui.chat.conversation import SessionStore
     from minillm.ui.settings import Settings, load_settings
     from minillm.ui.terminal import check_terminal, is_plain_only
 
     config = read_config(arguments.config)
-    model, engine = config.choose_model(arguments.model), engine_options(arguments)
-    sampling, beams = sampling_options(arguments), beam_options(arguments)
+    model, engine = config.choose_model(arguments.model), given(arguments, EngineConfig)
+    sampling = given(arguments, SamplingParams)
+    beams = {name: value for name, value in given(arguments, BeamSearchParams).items() if name not in sampling}
     flags = Settings(model, engine, sampling, beams, arguments.system or "", arguments.theme or "")
     settings = load_settings(config, flags)
     store = SessionStore.of_user()
@@ -39,15 +33,17 @@ def _chat(arguments: argparse.Namespace) -> int:
         from minillm.progress import loading_bar, say
         from minillm.ui.plain import run as run_plain
 
-        gc.enable()
         with loading_bar() as report:
             llm = LLM(settings.model, on_progress=report, on_message=say, **settings.engine)
         return run_plain(llm, settings, store, resumed, arguments.question or "")
     check_terminal()
+    gc.disable()  # all objects of the first screen stay: to look for garbage among them takes a tenth of its time
+    try:
+        from minillm.ui.app import ChatApp, run
 
-    from minillm.ui.app import ChatApp, run
-
-    return run(ChatApp(settings, store, resumed, question=arguments.question or ""))
+        return run(ChatApp(settings, store, resumed, question=arguments.question or ""))
+    finally:
+        gc.enable()
 
 
 def demo(arguments: argparse.Namespace) -> int:

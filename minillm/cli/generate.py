@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minillm.cli.options import beam_options, engine_options, sampling_options
+from minillm.cli.options import given
 from minillm.cli.prompt_file import Request, read_requests
+from minillm.config import EngineConfig
 from minillm.errors import MinillmError, UsageError
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
@@ -29,52 +30,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """The command line, read once.
+    """The requests, and all that the command line and the configuration say of them."""
 
-    Attributes:
-        given: parameters that the command line names; each request may name others.
-        output: the file for the answers; None: standard output.
-    """
-
-    model: str
-    engine: Mapping[str, Any]
+    arguments: argparse.Namespace
     config: UserConfig
-    given: Mapping[str, Any]
     requests: list[Request]
-    chat: bool
-    system: str | None
-    parse_special: bool
-    as_json: bool
-    quiet: bool
-    output: Path | None
 
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Job:
-        """Read the configuration and the prompts. Raises UsageError."""
-        config = read_config(arguments.config)
-        engine = {**config.engine, **engine_options(arguments)}
-        _check_replicas(arguments, int(engine.get("tensor_parallel_size", 1)))
-        if arguments.parse_special and (arguments.chat or arguments.system):
-            raise UsageError("--parse-special is for raw prompts; in a chat only the template makes control tokens")
-        return cls(
-            model=config.choose_model(arguments.model),
-            engine=engine,
-            config=config,
-            given={**sampling_options(arguments), **beam_options(arguments)},
-            requests=read_requests(arguments.prompts, arguments.file, arguments.form),
-            chat=bool(arguments.chat or arguments.system),
-            system=arguments.system,
-            parse_special=arguments.parse_special,
-            as_json=arguments.json,
-            quiet=arguments.quiet,
-            output=expanded(arguments.output, "--output") if arguments.output else None,
-        )
+    @property
+    def model(self) -> str:
+        return self.config.choose_model(self.arguments.model)
+
+    @property
+    def chat(self) -> bool:
+        return bool(self.arguments.chat or self.arguments.system)
 
     def params(self, defaults: Mapping[str, Any] = {}) -> list[Params]:
         """The parameters of each request; ``defaults`` are the model's own. Raises UsageError."""
+        flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams)}
         found: list[Params] = []
         for request in self.requests:
-            values = self.config.request_values({**self.given, **request.params}, defaults)
+            values = self.config.request_values({**flags, **request.params}, defaults)
             try:
                 found.append((BeamSearchParams if "beam_width" in values else SamplingParams)(**values))
             except UsageError as error:
@@ -83,42 +58,49 @@ class Job:
 
     def name(self) -> str:
         """The name of these answers, by which they are told from those to other requests: 16 hexadecimal digits."""
-        about = [self.model, self.chat, self.system, self.parse_special, self.requests, self.params()]
+        system, parse_special = self.arguments.system, self.arguments.parse_special
+        about = [self.model, self.chat, system, parse_special, self.requests, self.params()]
         return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
     def prompt(self, request: Request, llm: LLM) -> str | list[int]:
         """Text or token ids; the ids of a conversation, by the model's template."""
-        messages = request.messages
+        messages, system = request.messages, self.arguments.system
         if messages is None and self.chat:
             if not isinstance(request.prompt, str):
                 raise UsageError(f"{request.where}: --chat needs text, not token ids")
             messages = [{"role": "user", "content": request.prompt}]
-        if messages is not None and self.system and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system}, *messages]
+        if messages is not None and system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
         if messages is not None:
             return llm.tokenizer.apply_chat_template(messages)
         assert request.prompt is not None
-        return llm.token_ids(request.prompt, parse_special=True) if self.parse_special else request.prompt
+        return llm.token_ids(request.prompt, parse_special=True) if self.arguments.parse_special else request.prompt
 
 
 def run(arguments: argparse.Namespace) -> int:
-    job = Job.of(arguments)
+    config = read_config(arguments.config)
+    engine = {**config.engine, **given(arguments, EngineConfig)}
+    _check_replicas(arguments, int(engine.get("tensor_parallel_size", 1)))
+    if arguments.parse_special and (arguments.chat or arguments.system):
+        raise UsageError("--parse-special is for raw prompts; in a chat only the template makes control tokens")
+    job = Job(arguments, config, read_requests(arguments.prompts, arguments.file, arguments.form))
     job.params()  # everything that can be wrong with the requests is said before the model is loaded
-    if job.output is not None:
+    output = expanded(arguments.output, "--output") if arguments.output else None
+    if output is not None:
         from minillm.parallel.shared_work import PartFiles
 
-        PartFiles.check(job.output)
-        failed = None if arguments.force else PartFiles(job.output, job.name()).failures(len(job.requests))
+        PartFiles.check(output)
+        failed = None if arguments.force else PartFiles(output, job.name()).failures(len(job.requests))
         if failed is not None:
-            say(f"{job.output} is finished: {_prompts(len(job.requests))}, {failed} failed; --force computes all again")
+            say(f"{output} is finished: {_prompts(len(job.requests))}, {failed} failed; --force computes all again")
             return 1 if failed else 0
     import_torch()
     from minillm.llm import LLM
 
-    with loading_bar(enabled=not job.quiet) as report:
-        llm = LLM(job.model, on_progress=report, on_message=say, **job.engine)
+    with loading_bar(enabled=not arguments.quiet) as report:
+        llm = LLM(job.model, on_progress=report, on_message=say, **engine)
     params = job.params(llm.engine.defaults)
-    return _to_stdout(job, llm, params) if job.output is None else _to_file(job, llm, params, job.output)
+    return _to_stdout(job, llm, params) if output is None else _to_file(job, llm, params, output)
 
 
 def _check_replicas(arguments: argparse.Namespace, tensor_parallel_size: int) -> None:
@@ -140,18 +122,13 @@ def _check_replicas(arguments: argparse.Namespace, tensor_parallel_size: int) ->
 
 @dataclass
 class Writer:
-    """Writes outputs in the order of their prompts, each as soon as those before it are written.
-
-    Attributes:
-        several: there is more than one text, so each gets a heading.
-        written: answers so far, failures not counted.
-    """
+    """Writes outputs in the order of their prompts, each as soon as those before it are written."""
 
     job: Job
     write_line: Callable[[str], None]
     tokenizer: Tokenizer | None
-    several: bool
-    written: int = 0
+    several: bool  # there is more than one text, so each gets a heading
+    written: int = 0  # answers so far, failures not counted
     _waiting: dict[int, RequestOutput] = field(default_factory=dict)
     _next: int = 0
 
@@ -169,10 +146,9 @@ class Writer:
     def _write(self, index: int, output: RequestOutput) -> None:
         self.written += output.error is None
         request = self.job.requests[index]
-        if self.job.as_json:
+        if self.job.arguments.json:
             in_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
-            line = _as_json(index, request, output, self.tokenizer)
-            self.write_line(json_line(line, ascii_only=not in_utf8))
+            self.write_line(json_line(_as_json(index, request, output, self.tokenizer), ascii_only=not in_utf8))
             return
         if output.error is not None:
             say(f"{request.where or 'prompt'}: {output.error}")
@@ -186,12 +162,12 @@ class Writer:
 
 def _to_stdout(job: Job, llm: LLM, params: list[Params]) -> int:
     prompts = [job.prompt(request, llm) for request in job.requests]
-    if len(prompts) == 1 and not job.as_json and isinstance(params[0], SamplingParams) and params[0].n == 1:
+    if len(prompts) == 1 and not job.arguments.json and isinstance(params[0], SamplingParams) and params[0].n == 1:
         for delta in llm.stream(prompts[0], params[0]):
             print(clean(delta.text), end="", flush=True)
         print()
         return 0
-    with GenerationBar(len(prompts), enabled=not job.quiet) as bar:
+    with GenerationBar(len(prompts), enabled=not job.arguments.quiet) as bar:
         several = len(prompts) > 1 or params[0].num_sequences > 1
         writer = Writer(job, bar.print, llm.engine.tokenizer, several)
         try:
@@ -239,7 +215,7 @@ def _share(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
 
     replicas.meet("ready")
     began, count = time.monotonic(), 0
-    with GenerationBar(len(left), enabled=not job.quiet and replicas.count == 1) as bar:
+    with GenerationBar(len(left), enabled=not job.arguments.quiet and replicas.count == 1) as bar:
         for index, output in llm.work_off(take):
             parts.add(_as_json(index, job.requests[index], output, llm.engine.tokenizer))
             count += _num_tokens(output)
@@ -267,13 +243,12 @@ def _as_json(index: int, request: Request, output: RequestOutput, tokenizer: Tok
     result["request_id"] = f"request-{index}" if request.name is None else request.name
     if output.prompt is None and isinstance(request.prompt, str):
         result["prompt"] = request.prompt
-    metrics = result.pop("metrics")
-    if metrics is not None and metrics["finished_time"] is not None:
-        began = metrics["arrival_time"]
+    del result["metrics"]
+    if (metrics := output.metrics) is not None and metrics.finished_time is not None:
         result["metrics"] = {
-            "time_to_first_token": metrics["first_token_time"] and metrics["first_token_time"] - began,
-            "time": metrics["finished_time"] - began,
-            "num_preemptions": metrics["num_preemptions"],
+            "time_to_first_token": metrics.time_to_first_token,
+            "time": metrics.finished_time - metrics.arrival_time,
+            "num_preemptions": metrics.num_preemptions,
         }
     if tokenizer is not None:
         for completion in result["outputs"]:

@@ -18,18 +18,18 @@ PACKAGES = ("torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "
 
 
 def run(arguments: argparse.Namespace) -> int:
-    facts = collect()
+    facts = _collect()
     if arguments.json:
         print(json.dumps(facts, indent=2))
-    else:
-        for section, values in facts.items():
-            print(section)
-            for name, value in values.items():
-                print(f"  {name:<17} {value}")
+        return 0
+    for section, values in facts.items():
+        print(section)
+        for name, value in values.items():
+            print(f"  {name:<17} {value}")
     return 0
 
 
-def collect() -> dict[str, dict[str, Any]]:
+def _collect() -> dict[str, dict[str, Any]]:
     import_torch()
     import torch
 

@@ -14,11 +14,10 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from operator import methodcaller
-from typing import Any, TextIO
+from typing import Any
 
 import minillm
-from minillm.cli.options import MODEL_NAMES, Parser, add_model_option, add_model_options, add_sampling_options
+from minillm.cli.options import MODEL_NAMES, Parser, add_model_option, add_model_options, add_sampling_options, option
 from minillm.errors import MinillmError, UsageError, memory_errors
 from minillm.text.safe import clean_line
 
@@ -27,7 +26,9 @@ def command_parser() -> Parser:
     """The parser of the whole command."""
     about = "Llama models on your own machine: chat, batch generation, and a view of the KV cache."
     parser = Parser(prog="minillm", description=about, allow_abbrev=False)
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument(
+        "--version", action="version", version=f"minillm {minillm.__version__}", help="print the version and exit"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (summary, _, *options) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
@@ -48,23 +49,22 @@ def _add_workloads(bench: Parser) -> None:
     add_workloads(bench)
 
 
-_option = partial(methodcaller, "add_argument")  # makes a function that adds this option to a parser
-_switch = partial(_option, action="store_true")
-_file = partial(_option, metavar="FILE")
+_switch = partial(option, action="store_true")
+_file = partial(option, metavar="FILE")
 
 _CONFIG = _file("--config", help="settings (default: config.toml in the user's directory)")
 _JSON = _switch("--json", help="write JSON")
-_NAME = _option("model", nargs="?", metavar="NAME", help=f"{MODEL_NAMES} (default: the default model)")
-_THEME = _option("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
+_NAME = option("model", nargs="?", metavar="NAME", help=f"{MODEL_NAMES} (default: the default model)")
+_THEME = option("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
 
 # Of each command: its summary, the function here that runs it, and the functions that add its options.
 _COMMANDS: dict[str, tuple[Any, ...]] = {
     "chat": (
         "talk to a model in the terminal, and watch its block tables",
         "chat.chat",
-        _option("question", nargs="?", metavar="QUESTION", help="ask this first"),
+        option("question", nargs="?", metavar="QUESTION", help="ask this first"),
         add_model_options,
-        _option("-s", "--system", metavar="TEXT", help="system prompt"),
+        option("-s", "--system", metavar="TEXT", help="system prompt"),
         _switch("--plain", help="line by line: for pipes and screen readers"),
         _switch("--resume", help="go on with the latest saved conversation"),
         *(_THEME, _CONFIG, add_sampling_options),
@@ -72,13 +72,13 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
     "demo": (
         "a guided tour of the cache on the real engine, in the terminal",
         "chat.demo",
-        _option("--speed", type=float, default=1.0, metavar="X", help="above 1: faster (1)"),
+        option("--speed", type=float, default=1.0, metavar="X", help="above 1: faster (1)"),
         *(add_model_option, _CONFIG, _THEME),
     ),
     "generate": (
         "complete prompts: arguments, a file, or standard input",
         "generate.run",
-        _option(
+        option(
             "prompts",
             nargs="*",
             metavar="PROMPT",
@@ -88,7 +88,7 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         _file("-f", "--file", help="read prompts from FILE ('-': standard input)"),
         _add_form,
         _switch("--chat", help="wrap each prompt as a user's message of a chat"),
-        _option("-s", "--system", metavar="TEXT", help="system prompt; implies --chat"),
+        option("-s", "--system", metavar="TEXT", help="system prompt; implies --chat"),
         _switch(
             "--parse-special",
             help="control tokens that a raw prompt spells (<|im_end|>) are control tokens: for text that you trust",
@@ -115,15 +115,15 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
     "rm": (
         "delete downloaded models",
         "models.rm",
-        _option("downloaded", nargs="+", metavar="NAME", help="downloaded models"),
+        option("downloaded", nargs="+", metavar="NAME", help="downloaded models"),
     ),
     "info": ("versions, devices and directories: the first thing to put into a bug report", "info.run", _JSON),
     "bench": ("measure speed: as its flags say, without config.toml", "bench.run", _add_workloads),
     "completions": (
         "a script that completes this command's words in bash, zsh or fish",
         "completions.run",
-        _option("shell", choices=("bash", "zsh", "fish"), help="print what this shell's startup file sources"),
-        _option("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),  # print candidates for the last one
+        option("shell", choices=("bash", "zsh", "fish"), help="print what this shell's startup file sources"),
+        option("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS),  # print candidates for the last one
     ),
 }
 
@@ -136,7 +136,10 @@ def main(argv: list[str] | None = None) -> int:
     settle_streams()
     code = _guarded(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        _let_go(stream)
+        try:
+            stream.flush()
+        except OSError:  # the rest is dropped: Python would try again at its end, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
 
 
@@ -156,14 +159,6 @@ def settle_streams() -> None:
     for output in (sys.stdout, sys.stderr):
         if hasattr(output, "reconfigure"):
             output.reconfigure(errors="backslashreplace")
-
-
-def _let_go(stream: TextIO) -> None:
-    """Write the rest, or drop it where that fails: Python would try again at its end, and complain."""
-    try:
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _guarded(argv: Sequence[str]) -> int:
@@ -194,10 +189,7 @@ def _guarded(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     try:
         arguments = command_parser().parse_args(argv)
-    except SystemExit:  # --help
-        return 0
-    if arguments.version:
-        print(f"minillm {minillm.__version__}")
+    except SystemExit:  # --help, --version
         return 0
     if arguments.command is None:
         command_parser().print_help()

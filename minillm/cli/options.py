@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from operator import methodcaller
 from typing import Any, NoReturn, Self
 
 from minillm.checks import declared
@@ -12,6 +14,8 @@ from minillm.errors import UsageError, nearest
 from minillm.params import BeamSearchParams, SamplingParams
 
 MODEL_NAMES = "name from `minillm models`, repository of the hub (org/name), model directory, or .gguf file"
+option = partial(methodcaller, "add_argument")  # makes a function that adds this option to a parser
+add_model_option = option("-m", "--model", metavar="NAME", help=MODEL_NAMES)
 _SHORT = {"n": "-n", "temperature": "-t"}
 _NO = "enable_"  # a switch that is on by default, enable_x, becomes --no-x
 
@@ -67,11 +71,6 @@ def _meant(word: str, words: Iterable[str]) -> str:
     return f", did you mean {close}?" if close else ""
 
 
-def add_model_option(parser: argparse._ActionsContainer) -> None:
-    """Add ``--model``."""
-    parser.add_argument("-m", "--model", metavar="NAME", help=MODEL_NAMES)
-
-
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--model``, and an option for each of EngineConfig's."""
     group = parser.add_argument_group("model and memory")
@@ -85,22 +84,6 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add_declared(parser.add_argument_group("sampling", says), SamplingParams)
     shared = {name for name, _, _ in declared(SamplingParams)}
     add_declared(parser.add_argument_group("beam search, instead of sampling"), BeamSearchParams, shared)
-
-
-def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of EngineConfig that were given."""
-    return given(arguments, EngineConfig)
-
-
-def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The parameters of SamplingParams that were given."""
-    return given(arguments, SamplingParams)
-
-
-def beam_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The parameters that only BeamSearchParams has and that were given."""
-    shared = {name for name, _, _ in declared(SamplingParams)}
-    return {name: value for name, value in given(arguments, BeamSearchParams).items() if name not in shared}
 
 
 def add_declared(group: argparse._ActionsContainer, cls: type, skip: Collection[str] = ()) -> None:

@@ -30,16 +30,13 @@ class Request:
 
 
 def read_requests(prompts: Sequence[str], file: str | None, form: str | None) -> list[Request]:
-    """All requests, in their order.
+    """All requests, in their order. Raises UsageError, naming the line, where one is wrong or there is none.
 
     Args:
         prompts: of the command line. Piped text is put after each, with a blank line between.
         file: a path; "-" is standard input, which is waited for however long it takes.
         form: "lines": every line of the file is a prompt; "jsonl": every line is a JSON object; None: the whole file is
             a prompt, unless it is called ``*.jsonl``.
-
-    Raises:
-        UsageError: a request is wrong, or there is none; the message names its line.
     """
     if prompts:
         if file not in (None, "-"):

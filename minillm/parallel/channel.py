@@ -1,12 +1,10 @@
 """The line between rank 0 and the others: each step's work goes down it, and each end sees at once when the other dies.
 
-Plain TCP connections, one for each rank; a message is its length and so many bytes. Nobody answers a step: the others
-send only the reason why they give up. A process that dies closes its connection, by whatever means it dies, and so the
-others learn of it: a collective would wait for ever.
+Each rank has a plain TCP connection, which is closed by whatever death the process dies: a collective would wait for
+ever. A message is its length and so many bytes. Nobody answers a step: the others send only why they give up.
 
-Of processes on several nodes, torchrun ends those of one node when one of them dies, and learns nothing of another
-node's end. So each adds to a count of its own, in the store that all see, and those that wait for it look whether its
-count still grows (`beat`, `Listener`).
+torchrun learns nothing of another node's end. So each process adds to a count of its own, in the store that all see,
+and those that wait for it look whether the count still grows (`beat`, `Listener`).
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _LENGTH = struct.Struct("<I")
+_BEATS = "beats/{}"  # of the rank
 _GRACE = 5.0  # seconds that a process which waits for a dead one is given to notice
 EVERY = 2.0  # seconds from one beat to the next
 SILENCE = 60.0  # seconds without one after which a process is taken for dead: loading may hold up a thread for some
@@ -43,11 +42,10 @@ class RankDied(MinillmError):
 
 def set_up(connection: socket.socket) -> None:
     """Send small messages at once, and notice a host that is cut off within half a minute, as a dead process is."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}  # s, s, times, ms
-    for name, value in limits.items():  # not every system has all of them
-        if hasattr(socket, name):
+    for name, value in {"TCP_NODELAY": 1, **limits}.items():
+        if hasattr(socket, name):  # not every system has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
@@ -186,13 +184,11 @@ def end_process(reason: str) -> NoReturn:
 
 
 def _exit_status(process: subprocess.Popen | None) -> str:
-    if process is None:
-        return ""
-    try:
-        status = process.wait(1)
-    except subprocess.TimeoutExpired:
-        return ""
-    return f" of signal {-status}" if status < 0 else f" with exit code {status}"
+    if process is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(1)
+            return f" of signal {-status}" if status < 0 else f" with exit code {status}"
+    return ""
 
 
 class Follower:
@@ -230,23 +226,21 @@ def beat(store: Store, rank: int, every: float = EVERY, silence: float = SILENCE
     If the store does not answer for ``silence`` seconds, this is the node that is cut off, and the process ends: it may
     be waiting for the store itself.
     """
-    answered, gone = threading.Event(), threading.Event()
+    answers: queue.SimpleQueue[int] = queue.SimpleQueue()  # beats so far; 0 where there is no store any more
 
     def go_on() -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone, as those that need it will see
             while True:
-                store.add(_key(rank), 1)
-                answered.set()
+                answers.put(store.add(_BEATS.format(rank), 1))
                 time.sleep(every)
-        gone.set()
-        answered.set()
+        answers.put(0)
 
     def watch() -> None:
-        while answered.wait(silence):
-            if gone.is_set():
-                return
-            answered.clear()
-        end_process(f"the first node has not answered for {silence:.0f} s: it or the network is gone")
+        try:
+            while answers.get(timeout=silence):
+                pass
+        except queue.Empty:
+            end_process(f"the first node has not answered for {silence:.0f} s: it or the network is gone")
 
     for each in (go_on, watch):
         threading.Thread(target=each, name="beats", daemon=True).start()
@@ -261,24 +255,15 @@ class Listener:
         self._looked_at = time.monotonic()
 
     def check(self, ranks: Iterable[int]) -> None:
-        """Look whether ``ranks`` are there. Cheap: looks no more often than they beat.
-
-        Raises RankDied where one of them has not been heard of for too long.
-        """
+        """Raise RankDied where one of ``ranks`` is silent for too long. Cheap: looks no more often than they beat."""
         now = time.monotonic()
         if now - self._looked_at < self._every:
             return
         self._looked_at = now
         for rank in ranks:
-            beats = self._store.add(_key(rank), 0)
+            beats = self._store.add(_BEATS.format(rank), 0)
             if rank not in self._heard or self._heard[rank][0] != beats:
                 self._heard[rank] = beats, now
-            since = self._heard[rank][1]
-            if now - since >= self._silence:
-                raise RankDied(
-                    f"rank {rank} has not been heard of for {now - since:.0f} s: it, its node or the network is gone"
-                )
-
-
-def _key(rank: int) -> str:
-    return f"beats/{rank}"
+            if (silent := now - self._heard[rank][1]) >= self._silence:
+                gone = "it, its node or the network is gone"
+                raise RankDied(f"rank {rank} has not been heard of for {silent:.0f} s: {gone}")

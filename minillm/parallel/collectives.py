@@ -36,9 +36,8 @@ _LAZY_ENABLE_PEER_ACCESS = 1  # of CUDA
 class Ranks:
     """This process among the ``size`` that share a model. All of them make the same calls in the same order.
 
-    The process group is this object's own: nothing of `torch.distributed`'s global state is used, so a program may have
-    one of its own, or several models one after another. All tensors lie on ``device``; the others reach this process
-    by ``host``, where the group is gloo's.
+    It uses nothing of `torch.distributed`'s global state: a program may have a group of its own, or several models one
+    after another. All tensors lie on ``device``; the others reach this process by ``host``, where the group is gloo's.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str) -> None:

@@ -1,8 +1,6 @@
-"""How the processes that share a model find each other.
+"""Brings the processes that share a model together: rank 0 starts the others, or `torchrun` has started all of them.
 
-Rank 0 starts the others, or `torchrun` has started all of them. Either way rank 0 listens, the others connect
-(`minillm.parallel.channel`), and then all of them join a process group (`minillm.parallel.collectives`). Under torchrun
-with more processes than a model takes, every ``tensor_parallel_size`` successive ones are a *replica*.
+Where torchrun starts more than a model takes, every ``tensor_parallel_size`` successive ones are a *replica*.
 """
 
 from __future__ import annotations
@@ -53,11 +51,7 @@ class Torchrun:
 
     @classmethod
     def from_environment(cls) -> Torchrun | None:
-        """None where this process was started otherwise.
-
-        Raises:
-            UsageError: the environment says that torchrun has started it, and not what torchrun says.
-        """
+        """None where this process was started otherwise. Raises UsageError where the environment is not torchrun's."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
         found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
@@ -72,10 +66,8 @@ class Torchrun:
     def num_replicas(self, tensor_parallel_size: int) -> int:
         """How many models all processes make. Raises UsageError where some processes would be left over."""
         if self.world_size % tensor_parallel_size:
-            raise UsageError(
-                f"torchrun has started {self.world_size} processes, which is no multiple of tensor_parallel_size "
-                f"{tensor_parallel_size}; start another number of them"
-            )
+            wrong = f"{self.world_size} processes, which is no multiple of tensor_parallel_size {tensor_parallel_size}"
+            raise UsageError(f"torchrun has started {wrong}; start another number of them")
         return self.world_size // tensor_parallel_size
 
     @property
@@ -84,11 +76,7 @@ class Torchrun:
         return self.local_world_size < self.world_size
 
     def store(self) -> Store:
-        """The store that all processes see, by a connection of its own.
-
-        Raises:
-            UsageError: nothing answers at the address of the environment.
-        """
+        """The store that all processes see, by a connection of its own. Raises UsageError where it does not answer."""
         from torch.distributed import rendezvous
 
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -96,11 +84,10 @@ class Torchrun:
             from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             if from_torchrun or self.rank:
                 _knock(host, int(port), _TORCHRUN_SECONDS if from_torchrun else _RANK_SECONDS)
-            store: Store = next(rendezvous("env://", timeout=PATIENCE))[0]
+            return next(rendezvous("env://", timeout=PATIENCE))[0]
         except (OSError, ValueError, OverflowError, RuntimeError) as error:
             where = f"MASTER_ADDR {host[:100]!r}, MASTER_PORT {port[:40]!r}"
             raise UsageError(f"torchrun's store does not answer ({where}): {error}; start this with torchrun") from None
-        return store
 
     def listener(self, store: Store) -> Listener | None:
         """Hears, from that `store`, whether ranks are still there; None where torchrun itself sees to that."""
@@ -151,10 +138,7 @@ def begin_to_beat(torchrun: Torchrun) -> None:
 
 
 def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
-    """Bring the ranks of ``model`` together, as rank 0: start the others, unless torchrun has.
-
-    Raises RankDied where another rank ended before it was ready.
-    """
+    """Bring the ranks of ``model`` together, as rank 0. Raises RankDied where one ended before it was ready."""
     from torch.distributed import PrefixStore, TCPStore
 
     from minillm.parallel.collectives import Ranks
@@ -196,10 +180,7 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
 
 
 def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
-    """Connect to this replica's rank 0; returns the connection, the replica's store, and this process's rank in it.
-
-    Raises RankDied where rank 0 is gone.
-    """
+    """The line to rank 0, the replica's store and this process's rank in it. Raises RankDied where rank 0 is gone."""
     from torch.distributed import PrefixStore
 
     rank = torchrun.rank % size

@@ -1,8 +1,7 @@
 """Replicas share a list of requests, and an answer that is finished stays so.
 
-A replica takes the next requests whenever it has room. Each writes the answers that it has finished to a part file of
-its own, line by line; when all have come to the end, the first one merges the parts in the order of the requests.
-If a replica dies, the next run reads the parts and computes the answers that are missing.
+Each replica writes its answers to a part file, line by line. When all have come to the end, the first one merges the
+parts in the order of the requests. If a replica dies, the next run computes only the answers that no part has.
 """
 
 from __future__ import annotations
@@ -28,17 +27,13 @@ _POLL = 0.02  # seconds
 
 @dataclass(frozen=True)
 class Replicas:
-    """This process among ``count`` replicas; only rank 0 of each replica has one of these.
+    """This process among ``count`` replicas; only rank 0 of each replica has one of these."""
 
-    ``store`` is common to all of them. A replica that dies takes the others of its node with it: torchrun sees to that.
-    Those of other nodes learn of it by ``listener``, when they wait for it.
-    """
-
-    store: Store
+    store: Store  # common to all of them
     index: int
     count: int
     size: int = 1  # ranks of each
-    listener: Listener | None = None
+    listener: Listener | None = None  # for the death of those on other nodes; torchrun ends those of its own node
 
     @classmethod
     def find(cls, tensor_parallel_size: int) -> Replicas:
@@ -116,10 +111,7 @@ class PartFiles:
         return {index: line for index, line in self._lines().items() if json.loads(line).get("error") is None}
 
     def failures(self, total: int) -> int | None:
-        """How many requests failed, where the output is finished; None where there is none yet.
-
-        Raises UsageError where the output is there, and holds something else.
-        """
+        """How many requests failed; None where there is no output yet. Raises UsageError where it is another job's."""
         try:
             with open_regular(self._output) as stream:
                 answers = [(line["job"], line["error"] is not None) for line in map(parse_json, stream)]
@@ -131,10 +123,8 @@ class PartFiles:
             return None
         except (OSError, ValueError, KeyError, TypeError):
             pass  # no file, or none of ours
-        raise UsageError(
-            f"{self._output} holds something other than these answers; choose another --output, or say --force to "
-            "overwrite it"
-        )
+        way_out = "choose another --output, or say --force to overwrite it"
+        raise UsageError(f"{self._output} holds something other than these answers; {way_out}")
 
     def open(self, replica: int) -> None:
         """Begin, or go on with, the part of this replica. Raises UsageError where the file cannot be written."""
@@ -158,7 +148,7 @@ class PartFiles:
             data = data[os.write(self._stream, data) :]
 
     def merge(self, total: int) -> int:
-        """Write all lines to the output, in order and at once, and remove the parts. Returns how many failed.
+        """Replace the parts by the output, in order and at once; returns how many requests failed.
 
         Raises UsageError where some are missing.
         """

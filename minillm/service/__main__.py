@@ -35,21 +35,17 @@ def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) 
     except Exception as error:
         send(LoadFailed(f"{type(error).__name__}: {error}", 1))
         return 1
-    conversations.show_cache(now=True)
+    conversations.teller.show_cache(now=True)
     while True:
-        idle = not conversations.engine.has_work
-        try:
-            command = commands.get(block=idle)
-        except queue.Empty:
-            pass
-        else:
+        if not (conversations.engine.has_work and commands.empty()):
+            command = commands.get()
             if command is None:
                 return 0
             conversations.handle(command)
             if not commands.empty():
                 continue
         conversations.step()
-        conversations.show_cache(now=not conversations.engine.has_work)
+        conversations.teller.show_cache(now=not conversations.engine.has_work)
 
 
 def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
@@ -66,7 +62,6 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
         Loaded(
             model=command.model,
             source=engine.source,
-            num_parameters=model.config.num_parameters,
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=engine.max_model_len,

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from minillm.service.messages import Command, Event, decode_event, encode
@@ -17,21 +18,16 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service")
 _LINE_LIMIT = 64 << 20  # bytes of one event; a picture of a million blocks stays below
 
 
+@dataclass(frozen=True)
 class EngineProcess:
     """A running engine process. Made by `start`; ended by `stop`, or with the app's own end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        self._process = process
-        self.log = log  # the process's stderr
+    _process: asyncio.subprocess.Process
+    log: Path  # the process's stderr
 
     @classmethod
     async def start(cls, log: Path, command: Sequence[str] = ENGINE_COMMAND) -> EngineProcess:
-        """Start the process; it says nothing until it is told to load a model.
-
-        Args:
-            log: file that takes the process's stderr, which must not reach the app's screen.
-            command: the program that speaks the messages.
-        """
+        """Start a program that speaks the messages. Its stderr goes to ``log``, not to the app's screen."""
         # The process looks for minillm where this one has it, then in the user's PYTHONPATH.
         places = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         with log.open("wb") as errors:

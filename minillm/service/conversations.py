@@ -13,7 +13,7 @@ from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.engine.idle import shared_length
 from minillm.errors import MinillmError, UsageError
-from minillm.outputs import CompletionOutput, RequestOutput
+from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
@@ -22,26 +22,17 @@ from minillm.service.telling import Answer, Teller, by_score
 
 
 @dataclass
-class KeptAnswer:
-    """A finished request whose blocks stay: one idle sequence, or as many as it has candidates."""
-
-    conversation: str
-    sequences: list[Sequence]
-    outputs: list[CompletionOutput]
-
-
-@dataclass
 class Conversations:
     """Drives one engine for the app: answers to conversations, whose blocks stay so that branches can begin there."""
 
     engine: Engine
     send: Callable[[messages.Event], None]
-    answers: dict[str, Answer] = field(default_factory=dict)
-    kept: dict[str, KeptAnswer] = field(default_factory=dict)  # by request
+    answers: dict[str, Answer] = field(default_factory=dict)  # under way, by request
+    kept: dict[str, Answer] = field(default_factory=dict)  # ended, and with blocks that stay
 
     def __post_init__(self) -> None:
         self._driver = Driver(self.engine)
-        self._teller = Teller(self.engine, self.send)
+        self.teller = Teller(self.engine, self.send, self._owners)
         self._pause = self._next_step = 0.0  # seconds from one step to the next, at least; the time of the next one
         self._pinning: SequenceGroup | None = None  # a system prompt that is being computed
         self._pinned: Sequence | None = None
@@ -61,10 +52,9 @@ class Conversations:
             case messages.Drop(request_id):
                 self._drop(request_id)
             case messages.Forget(conversation):
-                names = [name for name, answer in self.answers.items() if answer.command.conversation == conversation]
-                names += [name for name, kept in self.kept.items() if kept.conversation == conversation]
-                for name in names:
-                    self._drop(name)
+                for answer in (*self.answers.values(), *self.kept.values()):
+                    if answer.command.conversation == conversation:
+                        self._drop(answer.command.request_id)
             case messages.Pin(system):
                 try:
                     self._pin(system)
@@ -73,9 +63,9 @@ class Conversations:
             case messages.Pace(steps_per_second):
                 self._pause = 1 / steps_per_second if steps_per_second > 0 else 0.0
             case messages.Report(every):
-                self._teller.set_interval(every)
+                self.teller.set_interval(every)
             case messages.Inspect(block) if 0 <= block < self.engine.cache.num_blocks:
-                self.send(self._teller.view.facts(block))
+                self.send(self.teller.view.facts(block))
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -93,9 +83,8 @@ class Conversations:
             self.send(messages.ContextFull(command.request_id, len(token_ids), engine.max_model_len))
             return
         params = replace(params, max_tokens=max(1, min(params.max_tokens, self._fitting(len(token_ids), params))))
-        group = engine.add_request(
-            command.request_id, token_ids, params, parent=self._nearest(command.conversation, token_ids), hold=True
-        )
+        parent = self._nearest(command.conversation, token_ids)
+        group = engine.add_request(command.request_id, token_ids, params, parent=parent, hold=True)
         opened = engine.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
         self.answers[command.request_id] = Answer(command, group, opened)
 
@@ -109,21 +98,15 @@ class Conversations:
 
     def _nearest(self, conversation: str, token_ids: list[int]) -> Sequence | None:
         """The kept sequence that has the most tokens in common with a prompt; the pinned system prompt is one."""
-        sequences = [
-            sequence
-            for each in self.kept.values()
-            if each.conversation == conversation
-            for sequence in each.sequences
-            if sequence.table is not None
-        ]
+        kept = [answer for answer in self.kept.values() if answer.command.conversation == conversation]
+        sequences = [each for answer in kept for each in answer.sequences if each.table is not None]
         if self._pinned is not None:
             sequences.append(self._pinned)
         return max(sequences, key=lambda sequence: shared_length(sequence, token_ids), default=None)
 
     def step(self) -> None:
         """Compute one step, if there is work, and send its results."""
-        engine, teller = self.engine, self._teller
-        before = engine.figures.last_step
+        engine, teller = self.engine, self.teller
         if self._pause:
             time.sleep(max(0.0, min(self._pause, self._next_step - time.monotonic())))
             self._next_step = time.monotonic() + self._pause
@@ -132,13 +115,10 @@ class Conversations:
         except Exception as error:  # the engine has freed the step's blocks, and goes on
             deltas = []
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
-        if engine.figures.last_step is not None and engine.figures.last_step is not before:
-            teller.steps.append(engine.figures.last_step)
         for delta in deltas:
             if (answer := self.answers.get(delta.request_id)) is not None:
                 teller.add_delta(answer, delta)
-        teller.flush_texts()
-        teller.send_beams(self.answers.values())
+        teller.end_step(self.answers.values())
         for output in engine.take_finished():
             if self._pinning is not None and output.request_id == self._pinning.request_id:
                 self._finish_pin()
@@ -148,21 +128,16 @@ class Conversations:
     def _finish(self, answer: Answer, output: RequestOutput) -> None:
         if output.error is not None:
             for sequence in answer.group.sequences:
-                self._teller.send_text(output.request_id, sequence.index)
+                self.teller.send_text(output.request_id, sequence.index)
             self.send(messages.RequestFailed(output.request_id, output.error))
         elif answer.searches:
-            self._teller.end_beams(answer, output)
-        sequences = [sequence for sequence in answer.group.sequences if sequence.table is not None]
-        outputs = sorted(output.outputs, key=by_score) if answer.searches else output.outputs
-        kept = KeptAnswer(answer.command.conversation, sequences, outputs)
-        if answer.kept and sequences:
-            self.kept[output.request_id] = kept
+            self.teller.end_beams(answer, output)
+        answer.sequences = [sequence for sequence in answer.group.sequences if sequence.table is not None]
+        answer.outputs = sorted(output.outputs, key=by_score) if answer.searches else output.outputs
+        if answer.stays and answer.sequences:
+            self.kept[output.request_id] = answer
         else:
-            self._release(kept)
-
-    def show_cache(self, *, now: bool = False) -> None:
-        """Send the steps and the changes in the pool, unless the last picture is too recent."""
-        self._teller.show_cache(self._owners, now=now)
+            self._release(answer)
 
     def _owners(self) -> dict[int, Owner]:
         found = [(name, "idle", each) for name, kept in self.kept.items() for each in kept.sequences]
@@ -186,12 +161,12 @@ class Conversations:
 
     def _drop(self, request_id: str) -> None:
         if (answer := self.answers.get(request_id)) is not None:
-            answer.kept = False
+            answer.stays = False
             self.engine.abort(request_id)
         if (kept := self.kept.pop(request_id, None)) is not None:
             self._release(kept)
 
-    def _release(self, kept: KeptAnswer, spared: Sequence | None = None) -> None:
+    def _release(self, kept: Answer, spared: Sequence | None = None) -> None:
         for sequence in kept.sequences:
             if sequence is not spared:
                 held.release(self._driver, sequence)
@@ -206,11 +181,9 @@ class Conversations:
         if not system or engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             return
         # The beginning that all conversations with this system prompt share, whatever their question.
+        first = {"role": "system", "content": system}
         one, other = (
-            engine.tokenizer.apply_chat_template(
-                [{"role": "system", "content": system}, {"role": "user", "content": question}]
-            )
-            for question in ("a", "b")
+            engine.tokenizer.apply_chat_template([first, {"role": "user", "content": question}]) for question in "ab"
         )
         common = common_length(one, other)
         if not 0 < common < min(len(one), len(other)):  # all of it: the template leaves the question out
@@ -221,11 +194,9 @@ class Conversations:
     def _finish_pin(self) -> None:
         assert self._pinning is not None
         sequence, self._pinning = self._pinning.sequences[0], None
-        if sequence.table is None:
-            return
-        try:
-            held.pin(self._driver, sequence)
-        except MinillmError as error:
-            self.send(messages.Notice(f"the system prompt is not pinned: {error}"))
-        else:
-            self._pinned = sequence
+        if sequence.table is not None:
+            try:
+                held.pin(self._driver, sequence)
+                self._pinned = sequence
+            except MinillmError as error:
+                self.send(messages.Notice(f"the system prompt is not pinned: {error}"))

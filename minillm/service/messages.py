@@ -43,8 +43,8 @@ class Load(Command):
 class Generate(Command):
     """Answer a conversation.
 
-    Its blocks stay when it ends, until `Drop`, `Forget` or pressure: the next question of the ``conversation`` computes
-    only the tokens that it shares with no answer. So a branch is cheap.
+    The answer's blocks stay until `Drop`, `Forget` or pressure: the next question of the ``conversation`` computes only
+    the tokens that it shares with no answer. So a branch is cheap.
     """
 
     request_id: str
@@ -56,64 +56,46 @@ class Generate(Command):
 
 
 class Abort(Command):
-    """End an answer; its text so far stays."""
-
-    request_id: str
+    request_id: str  # of the answer that ends; its text so far stays
 
 
 class Keep(Command):
-    """Keep the blocks of candidate number ``index`` of an answer, and free those of the others."""
+    """Free the blocks of all candidates of an answer but number ``index``."""
 
     request_id: str
     index: int
 
 
 class Drop(Command):
-    """Free the blocks that one answer keeps."""
-
-    request_id: str
+    request_id: str  # of the answer whose blocks are freed
 
 
 class Forget(Command):
-    """Free the blocks that a conversation holds."""
-
-    conversation: str
+    conversation: str  # its blocks are freed
 
 
 class Pin(Command):
-    """Compute a system prompt and keep its blocks under any load, instead of the one before. Empty: none."""
-
-    system: str
+    system: str  # prompt that is computed, and stays under any load in place of the one before; empty: none
 
 
 class Pace(Command):
-    """Take at most so many steps a second, so that people can watch; 0: as many as the machine can."""
-
-    steps_per_second: float
+    steps_per_second: float  # at most, so that people can watch; 0: as many as the machine can
 
 
 class Report(Command):
-    """Send texts, beams and pictures of the pool at most once in ``every`` seconds; an answer's ends do not wait."""
-
-    every: float
+    every: float  # seconds between two reports of texts, beams and the pool, at least; an answer's ends do not wait
 
 
 class Inspect(Command):
-    """Ask about a block: `BlockFacts` answers."""
-
-    block: int
+    block: int  # that `BlockFacts` shall describe
 
 
 class Loading(Event):
-    """How far the start has come."""
-
     progress: Progress
 
 
 class Notice(Event):
-    """A line for the user: which source failed and which one served, say. Not cleaned for a terminal."""
-
-    text: str
+    text: str  # a line for the user: which source failed and which one served, say; not cleaned for a terminal
 
 
 class Loaded(Event):
@@ -121,7 +103,6 @@ class Loaded(Event):
 
     model: str
     source: str  # it was served by: a directory, the hub, a package
-    num_parameters: int
     device: str
     dtype: str
     max_model_len: int
@@ -180,10 +161,8 @@ class BeamView(_Record):
 
 
 class BeamsChanged(Event):
-    """The beams of a search, the best first: sent a few times a second while it goes on, and when it ends."""
-
     request_id: str
-    beams: list[BeamView]
+    beams: list[BeamView]  # the best first; sent a few times a second while the search goes on, and when it ends
 
 
 class Finished(Event):
@@ -238,10 +217,7 @@ class CacheCounts(_Record):
 
 
 class LogEntry(_Record):
-    """One event of the cache, see `minillm.cache.CacheEvent`, with its time and its meaning in numbers.
-
-    ``detail``: of a copy, how many others still hold the source; of a hit, the tokens that it saved.
-    """
+    """One event of the cache, see `minillm.cache.CacheEvent`, with its time and its meaning in numbers."""
 
     time: float  # seconds since the model was loaded
     kind: str
@@ -249,7 +225,7 @@ class LogEntry(_Record):
     owner: str
     blocks: list[int]
     parent_id: int | None = None
-    detail: int = 0
+    detail: int = 0  # of a copy, how many others still hold the source; of a hit, the tokens that it saved
 
 
 class CacheChanged(Event):
@@ -268,9 +244,7 @@ class CacheChanged(Event):
 
 
 class Stepped(Event):
-    """The steps since the last such event."""
-
-    steps: list[StepReport]
+    steps: list[StepReport]  # since the last such event
 
 
 class BlockFacts(Event):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minillm.engine.engine import Engine
 from minillm.outputs import CompletionOutput, Delta, RequestOutput, StepReport, TokenLogprobs
-from minillm.sequence import SequenceGroup
+from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
 from minillm.service.cache_view import CacheView, Owner
 
@@ -19,14 +19,16 @@ _IMPOSSIBLE = -1e4  # the least log-probability that is sent: JSON has no infini
 
 @dataclass
 class Answer:
-    """A request under way."""
+    """A request under way, or one that has ended and whose blocks stay."""
 
     command: messages.Generate
     group: SequenceGroup
     in_reasoning: bool
     started: bool = False  # `Started` is sent
     beams_sent_at: float = 0.0
-    kept: bool = True  # its blocks stay when it ends
+    stays: bool = True  # its blocks do, when it ends
+    sequences: list[Sequence] = field(default_factory=list)  # that stay: idle, one or as many as it has candidates
+    outputs: list[CompletionOutput] = field(default_factory=list)  # of the answer that has ended
 
     @property
     def searches(self) -> bool:
@@ -36,14 +38,17 @@ class Answer:
 class Teller:
     """Gathers texts, beams, steps and changes of the pool, and sends them when the last time is long enough ago."""
 
-    def __init__(self, engine: Engine, send: Callable[[messages.Event], None]) -> None:
+    def __init__(
+        self, engine: Engine, send: Callable[[messages.Event], None], owners: Callable[[], Mapping[int, Owner]]
+    ) -> None:
         self.send = send
         self.view = CacheView(engine)
-        self._engine = engine
+        self._engine, self._owners = engine, owners
         self._interval, self._text_interval = _INTERVAL, 0.0
         self._last_picture = self._last_text = 0.0
         self._unsent: dict[tuple[str, int], messages.TextDelta] = {}  # by request and completion
-        self.steps: list[StepReport] = []  # that are not sent yet
+        self._steps: list[StepReport] = []  # that are not sent yet
+        self._last_step = engine.figures.last_step
 
     def set_interval(self, seconds: float) -> None:
         self._interval = self._text_interval = seconds
@@ -84,49 +89,57 @@ class Teller:
         if text is not None:
             self.send(text)
 
-    def flush_texts(self) -> None:
-        """Send all texts, unless the last time is too recent."""
+    def end_step(self, answers: Iterable[Answer]) -> None:
+        """Note the step; send all texts, and the beams of every search, unless the last time is too recent."""
+        if (step := self._engine.figures.last_step) is not None and step is not self._last_step:
+            self._steps.append(step)
+            self._last_step = step
         now = time.monotonic()
         if self._unsent and now - self._last_text >= self._text_interval:
             self._last_text = now
             for key in list(self._unsent):
                 self.send_text(*key)
-
-    def _send_end(self, answer: Answer, index: int, reason: str, num_tokens: int) -> None:
-        self.send_text(answer.command.request_id, index)
-        elapsed = time.monotonic() - (answer.group.metrics.first_token_time or time.monotonic())
-        rate = (num_tokens - 1) / elapsed if elapsed > 0 and num_tokens else 0.0
-        num_context_tokens = answer.group.num_prompt_tokens + num_tokens
-        name = answer.command.request_id
-        self.send(messages.Finished(name, index, reason, num_tokens, rate, num_context_tokens))
-
-    def send_beams(self, answers: Iterable[Answer]) -> None:
-        """Send the beams of every search that has some, unless the last time is too recent."""
-        now = time.monotonic()
         for answer in answers:
             has_beams = answer.searches and answer.group.metrics.first_token_time is not None
             if has_beams and now - answer.beams_sent_at >= self._interval:
-                self._send_start(answer)
                 answer.beams_sent_at = now
-                outputs = self._engine.requests.output_of(answer.group).outputs
-                self.send(messages.BeamsChanged(answer.command.request_id, _beam_views(outputs)))
+                self._send_beams(answer, self._engine.requests.output_of(answer.group))
+
+    def _send_end(self, answer: Answer, index: int, reason: str, num_tokens: int) -> None:
+        name, group = answer.command.request_id, answer.group
+        self.send_text(name, index)
+        elapsed = time.monotonic() - (group.metrics.first_token_time or time.monotonic())
+        rate = (num_tokens - 1) / elapsed if elapsed > 0 and num_tokens else 0.0
+        self.send(messages.Finished(name, index, reason, num_tokens, rate, group.num_prompt_tokens + num_tokens))
+
+    def _send_beams(self, answer: Answer, output: RequestOutput) -> None:
+        self._send_start(answer)
+        beams = [
+            messages.BeamView(
+                text=each.text,
+                score=each.score or 0.0,
+                logprob=each.cumulative_logprob or 0.0,
+                num_tokens=len(each.token_ids),
+                finished=each.finish_reason is not None,
+            )
+            for each in sorted(output.outputs, key=by_score)
+        ]
+        self.send(messages.BeamsChanged(answer.command.request_id, beams))
 
     def end_beams(self, answer: Answer, output: RequestOutput) -> None:
         """Send the beams of a search that has ended, and their ends."""
-        self._send_start(answer)
-        self.send(messages.BeamsChanged(output.request_id, _beam_views(output.outputs)))
-        for completion in output.outputs:
-            reason = completion.finish_reason or "abort"
-            self._send_end(answer, completion.index, reason, len(completion.token_ids))
+        self._send_beams(answer, output)
+        for each in output.outputs:
+            self._send_end(answer, each.index, each.finish_reason or "abort", len(each.token_ids))
 
-    def show_cache(self, owners: Callable[[], Mapping[int, Owner]], *, now: bool = False) -> None:
+    def show_cache(self, *, now: bool = False) -> None:
         """Send the steps and the changes in the pool, unless the last picture is too recent."""
         moment = time.monotonic()
         if now or moment - self._last_picture >= self._interval:
-            picture = self.view.changes(owners())
-            if self.steps:
-                self.send(messages.Stepped(self.steps[-_MOST_STEPS:]))
-                self.steps = []
+            picture = self.view.changes(self._owners())
+            if self._steps:
+                self.send(messages.Stepped(self._steps[-_MOST_STEPS:]))
+                self._steps = []
             if picture is not None:
                 self.send(picture)
             self._last_picture = moment
@@ -135,16 +148,3 @@ class Teller:
 def by_score(output: CompletionOutput) -> float:
     """Sorts the best beam first."""
     return -(output.score or 0.0)
-
-
-def _beam_views(outputs: list[CompletionOutput]) -> list[messages.BeamView]:
-    return [
-        messages.BeamView(
-            text=output.text,
-            score=output.score or 0.0,
-            logprob=output.cumulative_logprob or 0.0,
-            num_tokens=len(output.token_ids),
-            finished=output.finish_reason is not None,
-        )
-        for output in sorted(outputs, key=by_score)
-    ]

@@ -51,7 +51,6 @@ HOSTILE = (
 LOADED = Loaded(
     model="fake",
     source="a script",
-    num_parameters=1000,
     device="cpu",
     dtype="float32",
     max_model_len=1000,

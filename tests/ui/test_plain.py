@@ -60,6 +60,21 @@ def test_a_question_of_the_command_line_is_asked_first(tiny_model: Path, tmp_pat
     assert [turn.question for turn in store.load(store.latest()).turns] == ["the first", "the second"]
 
 
+def test_a_chat_line_by_line_needs_no_textual(tiny_model: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.modules['textual'] = None; from minillm.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "MINILLM_DATA": str(tmp_path), "MINILLM_CONFIG": str(tmp_path)}
+
+    options = ("--plain", "--model", str(tiny_model), "--device", "cpu", "--max-tokens", "3", "--ignore-eos")
+    done = subprocess.run(
+        [sys.executable, "-c", code, "chat", *options],
+        input="hello\n", capture_output=True, text=True, env=environment, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout) > 1
+    store = SessionStore(tmp_path / "conversations")
+    assert [turn.question for turn in store.load(store.latest()).turns] == ["hello"]
+
+
 class Dialogue:
     """A chat in this process, and what it prints."""
 

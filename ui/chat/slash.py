@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from textual.binding import Binding
+from typing import TYPE_CHECKING, Any, Literal
 
 from minillm.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from textual.binding import Binding
 
 Action = Callable[[Any, str], Awaitable[None]]
 """Carries a command out for the talk that it was given to, with its argument."""
@@ -37,6 +38,8 @@ class SlashCommand:
         return self.argument[:1] not in ("", "[")
 
     def bindings(self) -> Iterator[Binding]:
+        from textual.binding import Binding  # not at the top: a chat line by line needs no Textual
+
         label, priority = self.label or self.name.capitalize(), self.scope != "app"
         for key, argument in self.keys.items():
             action = f"command({self.name!r}, {argument!r})"
