@@ -4,8 +4,6 @@ Each public op has one contract, stated in `minillm.kernels.reference`. The devi
 `minillm.kernels.gpu` or `minillm.kernels.cpu` computes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar

@@ -17,8 +17,6 @@ of ranks: the same bits on each. A rank that waits looks at `Exchange.stop`, too
 the wait; the sum is worthless.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -6,8 +6,6 @@ host's link when the staging buffer lies there). Grid: (blocks, 2 * layers, piec
 thread and load, as 32-bit words whatever the dtype. Offsets are 64-bit.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -10,8 +10,6 @@ Grid: (heads, tiles of queries over all chunks). The number of tiles follows fro
 of a tile see need no mask: only the last tile or two compare positions.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ The interpreter keeps bfloat16 as raw 16-bit integers: casts work, arithmetic do
 kernels is float32 anyway; matrix products go through `dot`.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any

@@ -14,8 +14,6 @@ Block ids are widened to 64 bits before they are multiplied. Lanes behind the en
 slots may hold NaN.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -11,8 +11,6 @@ A row holds the words of `Field`. For a step the host sends only the list of row
 Row -1 is padding: its slot is -1, its context empty, and nothing is written for it.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -10,8 +10,6 @@ Arithmetic is float32 throughout, without the matrix unit, so several tokens com
 (`takes`). `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

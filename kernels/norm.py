@@ -7,8 +7,6 @@ separate ops move 8. Memory-bound. Grid: (rows). Tile: the whole row, padded to 
 nothing. The cast order is Llama's: normalise in float32, round to the input's dtype, then multiply by the weight.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -20,8 +20,6 @@ Bytes: each node's blocks once for every 64 rows (from the L2 but for the first 
 for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Written to be read, and to run in float64: arithmetic happens in the wider of fl
 of several tensors are in `minillm.kernels.arguments`, with their shapes.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 
 import torch

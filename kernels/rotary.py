@@ -8,8 +8,6 @@ make five. Grid: (tokens, groups of q heads + 1); the last program of a token do
 both halves. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -18,8 +18,6 @@ Two launches: the scan, grid (rows, pieces of the vocabulary), see `minillm.kern
 Bytes: the logits once, at memory speed; the second kernel reads from L2.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ the maximum of every 32 neighbours. Bytes: the logits once, at memory speed. A s
 with E = -log(1 - uniform): see `minillm.kernels.sampling`. The uniforms are those of `reference.uniform`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

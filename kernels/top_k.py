@@ -6,8 +6,6 @@ large for that, or too many logits are equal, the bisection runs over the whole 
 order of their ids, the lower first. Grid: (rows). Bytes: the scan's, and its groups that are searched again, from L2.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ From it come the check (`check_fields`), the docstring and the refusal of other 
 the command line (`minillm.cli.options`), the key in config.toml and the line in the chat's dialog.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import wraps

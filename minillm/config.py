@@ -1,7 +1,5 @@
 """How the engine runs: explicit, and checked once, here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 Anything that is not a `MinillmError` is a defect of ours.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """`LLM`: the public face, for scripts."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial

@@ -1,7 +1,5 @@
 """From a model's name to a running engine: the one place where all parts are put together."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable

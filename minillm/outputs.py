@@ -1,7 +1,5 @@
 """The outputs of requests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The parameters of a request, checked once, when they are made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice

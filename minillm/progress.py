@@ -1,7 +1,5 @@
 """Progress of long operations: as plain data, and as bars on terminals and in notebooks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

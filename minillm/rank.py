@@ -3,8 +3,6 @@
 Rank 0 starts it as ``python -m minillm.rank``, with its task as JSON on standard input, or torchrun has started it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The system below: our directories, its memory and processor, and its ctrl-c."""
 
-from __future__ import annotations
-
 import os
 import platform
 import signal

@@ -14,8 +14,6 @@ beam_width = 4
 num_blocks = 2000
 """
 
-from __future__ import annotations
-
 import os
 import tomllib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """``minillm chat`` as an app: its start, its keys, its end; its screen with the talk and the memory beside it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

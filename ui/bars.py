@@ -1,7 +1,5 @@
 """The lines at the top and the bottom: the model, the views' names, loading, the activity, the keys."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The dialogs above the chat. Escape closes them and changes nothing."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Where the model computes on the same cores, drawing takes their time from it: on
 product wait for the one whose core draws. So the pause after a drawing is as long as its share of a core allows.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

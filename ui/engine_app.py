@@ -1,7 +1,5 @@
 """The app as its screens know it: the engine's process, the settings, notifications, and the messages between them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile

@@ -4,8 +4,6 @@ Questions come from standard input, a line each; answers go to standard output, 
 terminal a prompt asks for each line. ctrl-c stops an answer, and ends the chat where none is being given.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

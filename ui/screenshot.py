@@ -1,7 +1,5 @@
 """The picture of the README, made by the app itself: ``python -m minillm.ui.screenshot ui/picture.svg``."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile

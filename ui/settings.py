@@ -1,7 +1,5 @@
 """The chat's settings: the model, sampling or beam search, the system prompt, the theme."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

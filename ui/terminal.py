@@ -6,8 +6,6 @@ itself; where it cannot within `_PATIENCE` (it hangs, or the terminal is gone), 
 the process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

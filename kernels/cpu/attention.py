@@ -4,8 +4,6 @@ Attention of one sequence needs no gather when its blocks happen to be consecuti
 usual case; several of similar lengths go through one call that gathers K only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Linear layers on a CPU, and the norm and the activation around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """The sampler on a CPU: it looks at the likeliest thousand tokens first, and sorts all only where it has to."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

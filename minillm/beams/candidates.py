@@ -1,7 +1,5 @@
 """The best continuations of all beams of all requests, found on the device together."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ end tokens) * width`` continuations, the best ``width`` that do not end live on;
 follow by fork and free in the engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """``kernels``, ``chunk-attention``, ``matvec``: ops on a GPU, without a model, in bfloat16 on random data."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``latency``: how fast a few sequences decode together; protocol: see README.md. The floor is that of the weights."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess

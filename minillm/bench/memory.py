@@ -1,7 +1,5 @@
 """``memory``: what paging and sharing save, replayed on the books of the cache alone."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The cases of ``kernels``: how to run and check each op on a shape, and the bytes and FLOPs that it needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product

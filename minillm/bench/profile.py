@@ -1,7 +1,5 @@
 """``profile``: where one decode step's time goes on a GPU, kernel by kernel (torch's profiler)."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """``start``: seconds from a fresh process to its first answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """``minillm bench ui``: the cost of the app, measured on the real app and the real engine."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import statistics

@@ -3,8 +3,6 @@
 Protocol: see README.md. The prefix cache starts empty, but for what ``prefix`` warms.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

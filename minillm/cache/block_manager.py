@@ -11,8 +11,6 @@ et al. 2023), the way an operating system shares pages between processes after `
   unused block goes first, and of a table its tail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Changes of the cache, as data: the chat app draws them, tests replay them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

@@ -6,8 +6,6 @@ the middle of the longest run: its neighbours and itself keep room to grow. Runs
 as in the TLSF allocator (Masmano et al. 2004): every call is O(1) per block.
 """
 
-from __future__ import annotations
-
 
 class FreeBlocks:
     """The free blocks among ``0 … num_blocks - 1``; all are free at first."""

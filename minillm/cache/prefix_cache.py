@@ -5,8 +5,6 @@ node with a number of its own, and the key of a block is (node before it, its to
 that hash alike: a collision never gives a wrong answer. (vLLM's chain of hashes, Kwon et al. 2023, without the hash.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Lists of ids, of blocks or of tokens: the beginning that two of them share, and runs of consecutive ids."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 

@@ -1,7 +1,5 @@
 """A look into the books: memory figures in tokens, whether all balances, and why a prompt is cached so far."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A group leaves as a whole: each of its blocks is saved once, however many of its
 the tables share again what they shared before. Only the books are here; the runner moves the bytes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """``minillm bench``: a table of what was measured, or JSON."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

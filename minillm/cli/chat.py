@@ -1,7 +1,5 @@
 """``minillm chat`` and ``demo``: the app, a chat line by line, a guided tour. No other file here names `ui`."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import tempfile

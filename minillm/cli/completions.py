@@ -3,8 +3,6 @@
 So the offered words never fall behind the parser, nor behind the models that there are.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

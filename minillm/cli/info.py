@@ -1,7 +1,5 @@
 """``minillm info``: versions, devices and directories."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

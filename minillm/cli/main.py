@@ -4,8 +4,6 @@ The subcommands live in the other files here; this one only knows their options,
 Exit codes: 0 done, 1 failed, 2 asked for wrongly, 130 stopped with ctrl-c.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """``minillm models``, ``show``, ``pull`` and ``rm``: models that have a name, and those that are downloaded."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """The prompts of ``minillm generate``: from the command line, a file or standard input; as text, lines or JSON."""
 
-from __future__ import annotations
-
 import os
 import select
 import stat

@@ -5,8 +5,6 @@ in LightLLM's router: after the i-th of the running sequences to finish, those t
 i times as many tokens more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import countOf
 

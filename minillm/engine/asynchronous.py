@@ -1,7 +1,5 @@
 """A stream for asyncio, made of one that blocks."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator

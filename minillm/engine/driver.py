@@ -4,8 +4,6 @@ Everything that waits for answers is a view of one loop, `Driver.run`. One threa
 results of its own requests.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections import deque

@@ -5,8 +5,6 @@ scheduler counts a token that is under way (`Sequence.num_pending`) like any oth
 ended costs one wasted token then, which is discarded. One thread drives all but `Engine.abort`.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Mapping

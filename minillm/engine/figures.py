@@ -1,7 +1,5 @@
 """Figures about an engine: its pool, and the work of its steps."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Sequences whose blocks stay when their request has ended: the verbs of branches, pinned prefixes and the chat."""
 
-from __future__ import annotations
-
 from minillm.engine.admission import blocks_at_most
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request

@@ -1,7 +1,5 @@
 """Sequences that nothing computes, kept because their blocks may be forked from again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Its blocks move to the host (swap), or are freed and its tokens computed again (recompute).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from minillm.cache import BlockManager, CacheEvent, SwapSpace

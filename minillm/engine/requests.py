@@ -1,7 +1,5 @@
 """A request becomes a group of sequences, its sequences end, an output leaves."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator

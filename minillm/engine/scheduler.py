@@ -5,8 +5,6 @@ its last token decodes, and the rest of the budget goes to chunks of prompts, fi
 Agrawal et al. 2023). When blocks run out, the latest group is preempted, never the oldest: every request finishes.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Collection

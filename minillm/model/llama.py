@@ -11,8 +11,6 @@ share differs in the first line, the additions and the last:
 `minillm.model.shard`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -4,8 +4,6 @@ Fused matrices are allocated at their full size and filled slice by slice from t
 model that several ranks share, only this rank's rows and columns are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Protocol
 

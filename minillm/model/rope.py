@@ -3,8 +3,6 @@
 Names and arithmetic follow Hugging Face transformers, so that long contexts agree with it to the bit in float32.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The rotary embedding as a config.json describes it, with every way of stretching it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

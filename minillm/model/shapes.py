@@ -1,7 +1,5 @@
 """Model shapes for speed tests with random weights, by their names in `minillm bench --shape`."""
 
-from __future__ import annotations
-
 from minillm.model.config import ModelConfig
 from minillm.model.rope_config import RopeConfig
 

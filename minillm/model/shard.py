@@ -10,8 +10,6 @@ there are more ranks than KV heads, several ranks keep the same KV head and shar
 into equal parts, the last one filled up with zeros, because the ranks' logits are gathered.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """From a model's name to a runner: find the files, read them, load the weights, allocate the pool. Every rank does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Where several ranks share the model, rank 0 keeps the books and draws; the other
 and one differing bit would part them for good.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

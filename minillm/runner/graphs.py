@@ -1,7 +1,5 @@
 """CUDA graphs: work of a fixed shape, recorded once and replayed by one launch."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar

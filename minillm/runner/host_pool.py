@@ -1,7 +1,5 @@
 """Blocks on the host: the bytes of sequences that had to leave the device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

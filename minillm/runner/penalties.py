@@ -1,7 +1,5 @@
 """Changes of logits that depend on a sequence's own history: biases, penalties, tokens not allowed yet."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """How many blocks fit: the arithmetic of the pool's size."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

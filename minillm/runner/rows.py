@@ -4,8 +4,6 @@ A row has a sequence's next token, that token's position, its sampling parameter
 only the words that have changed since the last step.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass

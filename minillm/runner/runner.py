@@ -4,8 +4,6 @@ This runner sends everything to the device at every step, which costs nothing on
 `minillm.runner.device_runner` keeps the state of decoding sequences there instead.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

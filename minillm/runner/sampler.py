@@ -1,7 +1,5 @@
 """One step's logits to one step's tokens. A draw is a `Chunk`: its sequence's next token, from its row of logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 

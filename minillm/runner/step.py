@@ -1,7 +1,5 @@
 """One step's work as plain data: token ids, positions and block ids, and nothing of requests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from minillm.cache import HostMoves

@@ -4,8 +4,6 @@ The threads of an op wait for each other at its end. Where one of them has lost 
 spin until it is back, and every op becomes as slow as the scheduler's time slices. One thread fewer costs little.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

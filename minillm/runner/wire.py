@@ -1,7 +1,5 @@
 """A step's work as a message to another rank, in JSON: ranks need nothing installed beside torch."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

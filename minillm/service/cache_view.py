@@ -3,8 +3,6 @@
 A pool may have 20,000 blocks and change ten times a second: nothing here looks at a block that has not changed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field

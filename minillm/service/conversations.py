@@ -1,7 +1,5 @@
 """Answers to conversations on one engine, and the blocks that stay when an answer ends."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Commands go to the engine, events come from it. Nothing here knows a widget, and nothing a tensor.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import reduce

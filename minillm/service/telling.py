@@ -1,7 +1,5 @@
 """Reports the engine's work to the app, at the pace that the app asks for."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

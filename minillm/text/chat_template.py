@@ -3,8 +3,6 @@
 Templates come with the model and are code. They run in a process of their own: see `minillm.text.sandbox`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

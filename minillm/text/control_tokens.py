@@ -6,8 +6,6 @@ spelling in text that is not ours gets a character between its letters that exis
 drops it *after* it has looked for control tokens: the rest is tokenised like any other text, in its context.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

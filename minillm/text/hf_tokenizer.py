@@ -5,8 +5,6 @@ programs as chat templates can: an expression that takes for ever, a replacement
 one, data that the library panics of. Such ones run in a `minillm.text.sandbox`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

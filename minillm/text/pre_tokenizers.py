@@ -3,8 +3,6 @@
 Those of the models of architecture llama are here. A wrong one tokenises almost right, so an unknown name is refused.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

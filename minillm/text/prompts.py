@@ -1,7 +1,5 @@
 """Accepted forms of a prompt, and their normal form: text, or token ids as a list of Python's own ints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from operator import countOf, index

@@ -8,8 +8,6 @@ text passes through `clean` before it reaches a widget, a title, a log line or s
 Markup is not escaped here: widgets that parse markup must not be given text that we did not write.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes that can be killed, for programs of strangers: chat templates and tokenizers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ Run as a script with another script, whose ``answer`` makes an answer of a reque
 imports anything of minillm. The address space is limited here, and the parent kills a process that takes too long.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import runpy

@@ -4,8 +4,6 @@ Jinja's own sandbox keeps a template from reaching anything outside; it bounds n
 filters are those that transformers gives to templates.
 """
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 from typing import Any

@@ -1,7 +1,5 @@
 """Encodes by a stranger's tokenizer.json, in a `minillm.text.sandbox`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import tokenizers

@@ -4,8 +4,6 @@ A model counts as downloaded only by its record, which is written last and atomi
 ``.partial`` directory, from which the next attempt goes on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

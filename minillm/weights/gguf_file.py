@@ -1,7 +1,5 @@
 """Checkpoints in a GGUF file: dequantised to float32 by the gguf library, under Hugging Face's names."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

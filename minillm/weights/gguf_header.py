@@ -7,8 +7,6 @@ is read or made. Values come out as plain Python.
 Format: ggml's docs/gguf.md. Versions 2 and 3, little-endian.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import struct

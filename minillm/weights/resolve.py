@@ -1,7 +1,5 @@
 """From a model's name to its files: the downloaded ones, else those of the manifest's sources in their order."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An answer's life: the requests to the engine, and the effect of the engine's events."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

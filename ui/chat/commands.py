@@ -1,7 +1,5 @@
 """The slash commands, each below its declaration. `Talk` changes the conversation; `EngineApp` has all else."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

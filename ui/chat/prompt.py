@@ -1,7 +1,5 @@
 """Where the user types. Enter sends; a long paste is held aside, for laying it out would take seconds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from textual import events

@@ -1,7 +1,5 @@
 """The talk: the conversation, the transcript that shows it, the prompt below, and the answer that is being given."""
 
-from __future__ import annotations
-
 import time
 
 from textual import getters, on

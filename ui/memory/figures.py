@@ -1,7 +1,5 @@
 """The memory over time: the share of each kind, the savings by paging and sharing, and the help of the cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 

@@ -1,7 +1,5 @@
 """Many lines about the memory, each made when it is seen: no widget per line, no list of the lines out of sight."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rich.segment import Segment

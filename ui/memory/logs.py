@@ -1,7 +1,5 @@
 """The events of the cache and the steps of the engine, one a line, the newest at the bottom."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 

@@ -1,7 +1,5 @@
 """The live panel: six views of the cache's memory, of which one is shown."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from textual import on

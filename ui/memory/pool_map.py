@@ -1,7 +1,5 @@
 """The pool of blocks, a cell each: thousands of them, drawn a line at a time, redrawn only where they changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
