@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -107,11 +107,12 @@ FIELDS = {
 }
 
 
-def some(annotation: str) -> Any:
-    """A value of a field's type."""
+def some(hint: Any) -> Any:
+    """A value of a field's type, which may be written out or be a string."""
+    written = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
     kinds = {"int": 3, "float": 0.25, "str": "text", "list[KernelShare]": []}
     kinds |= {"tuple[int, int, int]": (1, 2, 3), "tuple[float, ...]": (0.5, 0.25)}
-    return kinds.get(annotation.split(" | ")[0], (0.1, 0.2, 0.3))
+    return kinds.get(written.split(" | ")[0], (0.1, 0.2, 0.3))
 
 
 @pytest.mark.parametrize("result", FIELDS)
@@ -119,7 +120,7 @@ def test_every_result_has_its_fields_and_can_be_shown(result: str, capsys: pytes
     module, name = result.split(".")
     cls = getattr(importlib.import_module(f"minillm.bench.{module}"), name)
     assert [field.name for field in fields(cls)] == FIELDS[result].split()
-    made = cls(**{field.name: some(str(field.type)) for field in fields(cls)})
+    made = cls(**{field.name: some(field.type) for field in fields(cls)})
     show([made])
     header, line = capsys.readouterr().out.splitlines()
     show(made)
