@@ -1,19 +1,21 @@
 """Tokenizers rebuilt from a GGUF file's metadata.
 
-GGUF stores a vocabulary and the *name* of the pre-tokenizer: see `minillm.text.pre_tokenizers`.
+GGUF stores a vocabulary and the *name* of the pre-tokenizer (``tokenizer.ggml.pre``), whose expressions live in
+llama.cpp. Those of the models of architecture llama are here. A wrong one tokenises almost right, so an unknown name is
+refused.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from minillm.errors import WeightsError
-from minillm.text.pre_tokenizers import SPLITS
 from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import quiet
@@ -23,12 +25,79 @@ _UNKNOWN = 2
 _MAX_TOKEN = 1 << 10  # characters
 
 
+@dataclass(frozen=True)
+class Split:
+    """How a byte-level tokenizer cuts text before it merges.
+
+    Attributes:
+        patterns: each cuts the pieces that the one before has left; text that it does not match is a piece, too.
+        ignore_merges: a piece that is a whole entry of the vocabulary is taken as it is.
+        adds_bos: BOS comes before a text, unless the file says otherwise.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    adds_bos: bool = False
+
+
+# The cased letters of DeepSeek's expression, by code point.
+_CASED = """
+0041-005A 0061-007A 00B5 00C0-00D6 00D8-00F6 00F8-01BA 01BC-01BF 01C4-0293 0295-02AF 0370-0373 0376 0377 037B-037D 037F
+0386 0388-038A 038C 038E-03A1 03A3-03F5 03F7-0481 048A-052F 0531-0556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF
+1D00-1D2B 1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4
+1FB6-1FBC 1FBE 1FC2-1FC4 1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 2115 2119-211D
+2124 2126 2128 212A-212D 212F-2134 2139 213C-213F 2145-2149 214E 2183 2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2 2CF3
+A640-A66D A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F
+104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943
+"""
+
+
+def _class_of(code_points: str) -> str:
+    """The inside of a character class."""
+    return "".join("-".join(chr(int(end, 16)) for end in entry.split("-")) for entry in code_points.split())
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_IDEOGRAPHS = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_class_of(_CASED)}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _IDEOGRAPHS,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_DIGITS_APART = (r"\p{N}", _GPT2)
+
+SPLITS = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Split((LLAMA3,), True, True)),
+    "smaug-bpe": Split((LLAMA3,)),
+    "tekken": Split((_TEKKEN,), True, True),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Split(_DIGITS_APART)),
+    "gpt-2": Split((_GPT2,)),
+    "deepseek-llm": Split(_DEEPSEEK_LLM),
+    "deepseek-coder": Split(_DEEPSEEK_CODER),
+    "default": Split(_DEFAULT),  # files from before the key existed have none, which means this
+}
+
+
 def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
     """The tokenizer, its special tokens by name (``bos_token``, ``eos_token``, …), and its chat template if it has one.
 
-    Raises:
-        WeightsError: the metadata is damaged, or describes a tokenizer that is not supported.
+    Raises WeightsError where the metadata is damaged, or describes a tokenizer that is not supported.
     """
+    values = Values("the metadata", metadata)
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _texts(metadata, "tokens")
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
@@ -45,7 +114,7 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
         if kind == "gpt2":
             backend, adds_bos = _byte_level(metadata, vocabulary)
         elif kind == "llama":
-            backend, adds_bos = _sentencepiece(metadata, tokens, types, vocabulary), True
+            backend, adds_bos = _sentencepiece(values, tokens, types, vocabulary), True
         else:
             raise WeightsError(f"tokenizer.ggml.model {shown(kind)} is not supported (gpt2 and llama are)")
     except (WeightsError, KeyboardInterrupt, SystemExit):
@@ -53,37 +122,35 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
     except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
         raise WeightsError(f"the tokenizer in the metadata is damaged: {clean_line(str(error))}") from None
     hidden = (_CONTROL, _UNKNOWN) if kind == "llama" else (_CONTROL,)
-    control = [AddedToken(tokens[i], special=True, normalized=False) for i, t in enumerate(types) if t in hidden]
-    backend.add_special_tokens(control)
-    own = [AddedToken(tokens[i], special=False, normalized=False) for i, t in enumerate(types) if t == _USER_DEFINED]
-    backend.add_tokens(own)
-    special = _special_tokens(metadata, tokens)
-    wanted = (("bos", _wanted(metadata, "bos", adds_bos)), ("eos", _wanted(metadata, "eos", False)))
+    typed = list(zip(tokens, types, strict=True))
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text, t in typed if t in hidden])
+    backend.add_tokens([AddedToken(text, normalized=False) for text, t in typed if t == _USER_DEFINED])
+    special = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if values.has(f"tokenizer.ggml.{key}_token_id"):
+            special[f"{name}_token"] = tokens[_token_id(values, key, tokens)]
     # By other names: a token's text could hold the characters that a template's syntax needs.
     around = {
-        name.upper(): special[f"{name}_token"] for name, is_put in wanted if is_put and f"{name}_token" in special
+        name.upper(): special[f"{name}_token"]
+        for name, default in (("bos", adds_bos), ("eos", False))
+        if values.flag(f"tokenizer.ggml.add_{name}_token", default) and f"{name}_token" in special
     }
     if around:
         backend.post_processor = processors.TemplateProcessing(
             single=[name for name in ("BOS", "$A", "EOS") if name in around or name == "$A"],
             special_tokens=[{"id": name, "ids": [vocabulary[text]], "tokens": [text]} for name, text in around.items()],
         )
-    template = Values("the metadata", metadata).text("tokenizer.chat_template", "")
-    return backend, special, template or None
+    return backend, special, values.text("tokenizer.chat_template", "") or None
 
 
-def _wanted(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = metadata.get(f"tokenizer.ggml.add_{name}_token", default)
-    if not isinstance(value, bool):
-        raise WeightsError(f"tokenizer.ggml.add_{name}_token {shown(value)} is neither true nor false")
-    return value
+def _token_id(values: Values, key: str, tokens: list[str], default: int | None = None) -> int:
+    return values.integer(f"tokenizer.ggml.{key}_token_id", default, least=0, most=len(tokens) - 1)
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
     """Byte-level BPE; and whether it puts BOS before a text unless told otherwise."""
     name = metadata.get("tokenizer.ggml.pre")
-    if name is None or name == "":
-        name = "default"
+    name = "default" if name in (None, "") else name
     if not isinstance(name, str) or name not in SPLITS:
         raise WeightsError(
             f"tokenizer.ggml.pre {shown(name)} is not supported, and guessing would tokenise wrongly; "
@@ -106,10 +173,10 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tupl
 
 
 def _sentencepiece(
-    metadata: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]
+    values: Values, tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> tokenizers.Tokenizer:
     """SentencePiece's BPE, which merges the pair with the best score, as BPE with a list of merges in that order."""
-    scores: Any = metadata.get("tokenizer.ggml.scores")
+    scores: Any = values.values.get("tokenizer.ggml.scores")
     sound = isinstance(scores, list) and all(type(score) is float and math.isfinite(score) for score in scores)
     if not sound or len(scores) != len(tokens):
         raise WeightsError("tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
@@ -122,20 +189,17 @@ def _sentencepiece(
             if left in mergeable and right in mergeable:
                 merges.append((-score, vocabulary[text], vocabulary[left], left, right))
     merges.sort(key=lambda merge: merge[:3])
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    if type(unknown) is not int or not 0 <= unknown < len(tokens):
-        raise WeightsError(f"tokenizer.ggml.unknown_token_id {shown(unknown)} is not a token")
+    unknown = tokens[_token_id(values, "unknown", tokens, 0)]
     pairs = [(left, right) for *_, left, right in merges]
     with quiet():
-        model = models.BPE(vocab=vocabulary, merges=pairs, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
+        model = models.BPE(vocab=vocabulary, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
-    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    replace = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace] if prefixed else [replace])
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefixed:
-        steps.append(decoders.Strip(" ", 1, 0))
-    backend.decoder = decoders.Sequence(steps)
+    before: list[Any] = [normalizers.Replace(" ", "▁")]
+    after: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if values.flag("tokenizer.ggml.add_space_prefix", True):
+        before.insert(0, normalizers.Prepend("▁"))
+        after.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer, backend.decoder = normalizers.Sequence(before), decoders.Sequence(after)
     return backend
 
 
@@ -144,15 +208,3 @@ def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
         raise WeightsError(f"the metadata has no usable tokenizer.ggml.{key}")
     return values
-
-
-def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
-    special = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is None:
-            continue
-        if type(token_id) is not int or not 0 <= token_id < len(tokens):
-            raise WeightsError(f"tokenizer.ggml.{key}_token_id {shown(token_id)} is not a token")
-        special[f"{name}_token"] = tokens[token_id]
-    return special

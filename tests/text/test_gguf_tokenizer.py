@@ -14,7 +14,7 @@ import tokenizers
 from test_tokenizer import TEXTS, byte_level, random_texts, sentencepiece
 
 from minillm.errors import WeightsError
-from minillm.text.pre_tokenizers import LLAMA3
+from minillm.text.gguf_tokenizer import LLAMA3
 from minillm.text.tokenizer import Tokenizer
 
 

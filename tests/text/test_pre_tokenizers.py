@@ -14,7 +14,7 @@ from test_gguf_tokenizer import metadata_of
 from test_tokenizer import TEXTS, byte_level, random_texts
 from tokenizers import Regex, pre_tokenizers
 
-from minillm.text.pre_tokenizers import _CASED, SPLITS, _class_of
+from minillm.text.gguf_tokenizer import _CASED, SPLITS, _class_of
 from minillm.text.tokenizer import Tokenizer
 
 # llama.cpp's lists (src/llama-vocab.cpp), where they are not one expression. What none matches is a piece of its own.

@@ -21,8 +21,8 @@ from test_tokenizer import CORPUS, TEXTS, byte_level, random_texts, sentencepiec
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from minillm.errors import MinillmError, WeightsError
+from minillm.text.gguf_tokenizer import LLAMA3
 from minillm.text.hf_tokenizer import is_known
-from minillm.text.pre_tokenizers import LLAMA3
 from minillm.text.sandbox import quiet
 from minillm.text.tokenizer import Tokenizer
 

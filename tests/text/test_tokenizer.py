@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from minillm.errors import UsageError, WeightsError
-from minillm.text.pre_tokenizers import LLAMA3
+from minillm.text.gguf_tokenizer import LLAMA3
 from minillm.text.tokenizer import Tokenizer
 
 TEXTS = [
