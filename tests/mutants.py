@@ -85,7 +85,8 @@ def work_in(tree: Path, tests: Sequence[str], output: Path) -> NoReturn:
         "MINILLM_DATA": str(tree / ".data"),
         "MINILLM_CONFIG": str(tree / ".config"),
     }
-    sys.path[:] = [str(tree), *(path for path in sys.path if ROOT not in (Path(path).resolve(), *Path(path).parents))]
+    ours = [path for path in sys.path if Path(path).is_relative_to(ROOT) and not Path(path).is_relative_to(sys.prefix)]
+    sys.path[:] = [str(tree), *(path for path in sys.path if path not in ours)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "minillm"]:
         del sys.modules[name]
     import minillm

@@ -11,7 +11,7 @@ import pytest
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.text.stop import StopStringFilter
+from minillm.text.stop import OutputText, StreamingDetokenizer
 
 NAN, INF = float("nan"), float("inf")
 BAD: dict[str, list[Any]] = {
@@ -112,14 +112,19 @@ def test_engine_options_are_checked(options: dict[str, Any], said: str) -> None:
         EngineConfig(**options)
 
 
+def output(stops: list[str], pieces: list[str]) -> OutputText:
+    """A completion whose tokens are the pieces."""
+    return OutputText(StreamingDetokenizer([piece.encode() for piece in pieces]), stops)
+
+
 def push_all(stops: list[str], pieces: list[str]) -> tuple[str, str | None, list[str]]:
-    filter_ = StopStringFilter(stops)
+    text = output(stops, pieces)
     shown = []
-    for piece in pieces:
-        shown.append(filter_.push(piece))
-        if filter_.matched is not None:
-            return "".join(shown), filter_.matched, shown
-    shown.append(filter_.finish())
+    for number in range(len(pieces)):
+        shown.append(text.push(number))
+        if text.matched is not None:
+            return "".join(shown), text.matched, shown
+    shown.append(text.finish())
     return "".join(shown), None, shown
 
 
@@ -149,10 +154,10 @@ def test_stop_strings_are_found_wherever_text_is_cut() -> None:
 
 
 def test_a_held_beginning_is_shown_when_nothing_follows() -> None:
-    filter_ = StopStringFilter(["END"])
-    assert filter_.push("the EN") == "the "
-    assert filter_.finish() == "EN"
-    assert StopStringFilter([]).push("x") == "x"
+    text = output(["END"], ["the EN"])
+    assert text.push(0) == "the "
+    assert text.finish() == "EN"
+    assert output([], ["x"]).push(0) == "x"
 
 
 def test_a_number_that_python_cannot_print_is_refused_in_one_line() -> None:

@@ -7,15 +7,16 @@ and nonsense after them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from minillm.errors import WeightsError
 from minillm.model.rope_config import RopeConfig, read_rope
 from minillm.text.reading import Values, shown
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # by model_type
 
 # Far above any model; they keep a forged size from being counted up to. Sizes are compared with the file's later.
 _MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH, _MAX_VOCAB = 1 << 14, 1 << 16, 1 << 24, 1 << 24
@@ -26,8 +27,7 @@ _MISTRAL_WINDOW = 4096  # where a Mistral's config.json does not say: the defaul
 class ModelConfig:
     """Shape of a Llama-family decoder. All sizes in elements; ``max_position_embeddings`` in tokens.
 
-    An id beyond the vocabulary is dropped. The engine adds the tokenizer's own end token, with which chat templates end
-    a turn.
+    An id beyond the vocabulary is dropped. The engine adds the tokenizer's own end token, which ends a turn of a chat.
     """
 
     architecture: str
@@ -83,21 +83,16 @@ class ModelConfig:
 
     @classmethod
     def from_hf(
-        cls,
-        config: Mapping[str, Any],
-        generation_config: Mapping[str, Any] | None = None,
-        *,
-        max_model_len: int | None = None,
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, max_model_len: int | None = None
     ) -> ModelConfig:
         """Read a ``config.json`` (old and new key layouts).
 
-        Args:
-            max_model_len: the longest sequence that is wanted, in tokens; None: the model's context. Within its
-                sliding window a model attends to everything and is supported; beyond it, it is not.
+        ``max_model_len`` is the longest sequence that is wanted, in tokens; None: the model's context. Within its
+        sliding window a model attends to everything and is supported; beyond it, it is not.
 
         Raises WeightsError where a required key is missing or of the wrong type, or names something unsupported.
         """
-        values, generation = Values("config.json", config), Values("generation_config.json", generation_config or {})
+        values, of_generation = Values("config.json", config), Values("generation_config.json", generation or {})
         architecture = _architecture(values)
         heads = values.integer("num_attention_heads", most=_MAX_HEADS)
         kv_heads = values.integer("num_key_value_heads", heads, most=_MAX_HEADS)
@@ -112,7 +107,7 @@ class ModelConfig:
         _refuse_unsupported(values)
         if architecture == "MistralForCausalLM":
             _check_window(values, max_model_len or context)
-        ends = generation.token_ids("eos_token_id", vocab), values.token_ids("eos_token_id", vocab)
+        ends = of_generation.token_ids("eos_token_id", vocab), values.token_ids("eos_token_id", vocab)
         dtype = config.get("dtype") or config.get("torch_dtype")
         return cls(
             architecture=architecture,
@@ -132,21 +127,20 @@ class ModelConfig:
             bos_token_id=next(iter(values.token_ids("bos_token_id", vocab)), None),
             eos_token_ids=ends[0] or ends[1],
             dtype=dtype if isinstance(dtype, str) else None,
-            generation_defaults=_generation_defaults(generation),
+            generation_defaults=_generation_defaults(of_generation),
         )
 
 
 def _architecture(values: Values) -> str:
-    by_type = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-    names = values.values.get("architectures")
+    names, known = values.values.get("architectures"), _ARCHITECTURES.values()
     if not names:
         kind = values.text("model_type", "(none named)")
-        names = [by_type.get(kind, kind)]
+        names = [_ARCHITECTURES.get(kind, kind)]
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise values.error("architectures", "a list of names")
-    if names[0] not in ARCHITECTURES:
+    if names[0] not in known:
         raise WeightsError(
-            f"config.json: architecture {shown(names[0])} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"config.json: architecture {shown(names[0])} is not supported; supported: {', '.join(known)}"
         )
     return names[0]
 
@@ -192,15 +186,12 @@ def _check_window(values: Values, longest: int) -> None:
 
 def _generation_defaults(values: Values) -> dict[str, Any]:
     """The sampling parameters of generation_config.json, as far as it has them."""
-    found: dict[str, Any] = {}
-    if values.has("temperature"):
-        found["temperature"] = values.number("temperature", most=1e6)
-    if values.has("top_p"):
-        found["top_p"] = values.positive("top_p", most=1.0)
-    if values.has("top_k"):
-        found["top_k"] = max(0, values.integer("top_k", least=-1, most=1 << 31))
-    if values.has("repetition_penalty"):
-        found["repetition_penalty"] = values.positive("repetition_penalty", most=100.0)
-    if values.has("do_sample"):
-        found["do_sample"] = values.flag("do_sample")
-    return found
+    checks: dict[str, Callable[[str], Any]] = {
+        "temperature": partial(values.number, most=1e6),
+        "top_p": partial(values.positive, most=1.0),
+        "top_k": partial(values.integer, least=-1, most=1 << 31),
+        "repetition_penalty": partial(values.positive, most=100.0),
+        "do_sample": values.flag,
+    }
+    found = {key: check(key) for key, check in checks.items() if values.has(key)}
+    return found | {"top_k": max(0, found["top_k"])} if "top_k" in found else found

@@ -7,8 +7,7 @@
 
 Every op comes from `kernels`, and is a line above: a norm belongs to the projection behind it, an addition to the one
 in front of it. Projections that read the same input are one matrix: q, k, v and gate, up. A model that several devices
-share differs in the first line, the additions and the last:
-`minillm.model.shard`.
+share differs in the first line, the additions and the last: `minillm.model.shard`.
 """
 
 from dataclasses import dataclass

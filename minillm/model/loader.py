@@ -19,8 +19,6 @@ from minillm.model.shard import ShardedLlama, shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.text.safe import clean_line
 
-Progress = Callable[[int, int], None]  # (layers done, layers in all)
-
 _EMBEDDING = "model.embed_tokens.weight"
 # Buffers that old checkpoints store and that are computed here.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
@@ -93,13 +91,12 @@ def load_llama(
     dtype: torch.dtype,
     max_positions: int,
     ranks: Ranks | None = None,
-    on_progress: Progress = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Llama:
-    """Build the model from ``source``, or this rank's part of it.
+    """Build the model from ``source``, or this rank's part of it; ``on_progress`` takes layers done and layers in all.
 
-    Raises:
-        WeightsError: a tensor is missing, unknown or of the wrong shape, or the config's numbers give no rotary angles.
-        UsageError: there are more ranks than the model has heads.
+    Raises WeightsError where a tensor is missing, unknown or of the wrong shape, or the config's numbers give no rotary
+    angles; UsageError where there are more ranks than the model has heads.
     """
     _check_names(source, config)
     shard = shard_of(config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
@@ -177,10 +174,8 @@ def _check_names(source: TensorSource, config: ModelConfig) -> None:
             raise WeightsError(f"the checkpoint has no tensor {name}; it is incomplete or its config.json is another's")
         if tuple(source.shape(name)) != shape:
             raise WeightsError(f"tensor {name} has shape {tuple(source.shape(name))}, and config.json asks for {shape}")
-    unknown = sorted(
-        name for name in present - expected.keys() if not name.endswith(_IGNORED_SUFFIXES) and name != "lm_head.weight"
-    )
-    if unknown:
+    others = present - expected.keys() - {"lm_head.weight"}
+    if unknown := sorted(name for name in others if not name.endswith(_IGNORED_SUFFIXES)):
         raise WeightsError(
             f"the checkpoint has {len(unknown)} tensors that this architecture does not use, "
             f"{clean_line(unknown[0])} among them"

@@ -32,8 +32,7 @@ class RotaryTable:
             raise WeightsError(
                 f"a context of {max_positions:,} tokens is more than {_MAX_POSITIONS:,}; say a lower --max-model-len"
             )
-        self.config = config
-        self.device = device
+        self.config, self.device = config, device
         limit = config.rope_changes_beyond
         self.dynamic = limit is not None and max_positions > limit
         inverse, self.factor = inverse_frequencies(config)
@@ -60,10 +59,8 @@ class RotaryTable:
 def inverse_frequencies(config: ModelConfig, length: int | None = None) -> tuple[Tensor, float]:
     """The angular step of each pair of dimensions, ``[head_dim / 2]`` float32, and the factor on cos and sin.
 
-    Args:
-        length: the sequence's in tokens, for the types whose frequencies depend on it (``dynamic``, ``longrope``).
-
-    Raises WeightsError where the model's numbers give none.
+    The types ``dynamic`` and ``longrope`` depend on the sequence's ``length`` in tokens, too. Raises WeightsError where
+    the model's numbers give none.
     """
     rope = config.rope
     try:
@@ -116,7 +113,6 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
     """Llama 3.1: low frequencies are divided by ``factor``, high ones kept, those between interpolated."""
     low, high = rope.options["low_freq_factor"], rope.options["high_freq_factor"]
     original = rope.original_max_position_embeddings
-    assert original is not None  # read_rope sets it
     wavelength = 2 * math.pi / inverse
     scaled = torch.where(wavelength > original / low, inverse / rope.factor, inverse)
     smooth = (original / wavelength - low) / (high - low)
@@ -128,7 +124,6 @@ def _llama3(rope: RopeConfig, inverse: Tensor) -> Tensor:
 def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023): interpolate slow dimensions, extrapolate fast ones, sharpen the softmax."""
     options, original = rope.options, rope.original_max_position_embeddings
-    assert original is not None  # read_rope sets it
 
     def sharpness(weight: float = 1.0) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
@@ -142,7 +137,7 @@ def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension_of(options.get("beta_fast") or 32), dimension_of(options.get("beta_slow") or 1)
-    if options.get("truncate", True):
+    if options["truncate"]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2).float() - low) / ((high - low) or 0.001)).clamp(0, 1)
@@ -151,15 +146,10 @@ def _yarn(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
 
 
 def _longrope(rope: RopeConfig, dim: int, length: int | None) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024): every frequency has a divisor of its own, found by a search.
-
-    It has another for sequences that are longer than the original context; one of length None is not.
-    """
+    """LongRoPE (Ding et al. 2024): a searched divisor of each frequency, and another beyond the original context."""
     original = rope.original_max_position_embeddings
-    assert original is not None  # read_rope sets it
     attention_factor = rope.options.get("attention_factor")
     if attention_factor is None:
-        stretched = rope.factor > 1
-        attention_factor = math.sqrt(1 + math.log(rope.factor) / math.log(original)) if stretched else 1.0
+        attention_factor = math.sqrt(1 + math.log(rope.factor) / math.log(original)) if rope.factor > 1 else 1.0
     divisors = torch.tensor(rope.long_factor if (length or 0) > original else rope.short_factor)
     return 1.0 / (divisors * rope.theta ** (torch.arange(0, dim, 2).float() / dim)), attention_factor

@@ -20,8 +20,7 @@ class RopeConfig:
         type: how they are stretched, under Hugging Face's name.
         factor: by how much.
         original_max_position_embeddings: the context in tokens before it was stretched, where the type needs it.
-        options: the remaining numbers of the type, under Hugging Face's names (``low_freq_factor``, ``beta_fast``,
-            ``attention_factor``, …).
+        options: the remaining numbers of the type, under Hugging Face's names (``low_freq_factor``, ``beta_fast``, …).
         short_factor, long_factor: ``longrope``'s divisors of each frequency, below and above the original context.
         frequency_factors: divisors besides: GGUF files store llama3 scaling that way. One value per pair of dimensions,
             as in the two above.
@@ -31,7 +30,7 @@ class RopeConfig:
     theta: float
     type: str = "default"
     factor: float = 1.0
-    original_max_position_embeddings: int | None = None
+    original_max_position_embeddings: int = 0
     options: Mapping[str, float] = field(default_factory=dict)
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
@@ -61,8 +60,7 @@ def _stretch(kind: str, rope: Values, config: Values, context: int, pairs: int) 
         return {key: original, "factor": rope.positive("factor"), "options": options}
     if kind == "yarn":
         options = optional("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        if not rope.flag("truncate", True):
-            options["truncate"] = False
+        options["truncate"] = rope.flag("truncate", True)
         # A null factor means the ratio of the contexts; where the key is missing, nothing was meant.
         factor = context / original if "factor" in rope.values and not rope.has("factor") else None
         return {key: original, "factor": rope.positive("factor", factor), "options": options}

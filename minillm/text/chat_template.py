@@ -29,7 +29,7 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self.source = source
         self._variables = dict(variables)
-        self._sandbox = Sandbox("template_process.py", "chat template", _MEMORY_BYTES)
+        self._sandbox = Sandbox("chat template", _MEMORY_BYTES)
 
     def render(
         self,
@@ -45,9 +45,8 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: end inside the last message, so that generation goes on with it.
 
-        Raises:
-            UsageError: a message that no template knows, or one that this template refuses.
-            WeightsError: the template is broken, or takes too long, too much memory or too much text.
+        Raises UsageError for a message that no template knows or that this one refuses, and WeightsError where the
+        template is broken, or takes too long, too much memory or too much text.
         """
         own = plain_messages(messages)
         last = own[-1]["content"]
@@ -78,10 +77,8 @@ def _up_to_end(text: str, content: str) -> str:
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Messages in their one form: a role, text as content, and a name where one was given.
 
-    Content may also be None, which is empty, or a list of parts of text, which are joined by newlines.
-
-    Raises:
-        UsageError: these are no messages: an unknown role or key, content that is not text.
+    Content may also be None, which is empty, or a list of parts of text, which are joined by newlines. Raises
+    UsageError for an unknown role or key, or content that is not text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         form = '{"role": "user", "content": "…"}'

@@ -15,7 +15,7 @@ import tokenizers
 
 from minillm.errors import WeightsError
 from minillm.text.control_tokens import admissible
-from minillm.text.pre_tokenizers import SPLITS
+from minillm.text.gguf_tokenizer import SPLITS
 from minillm.text.reading import is_there, read_bytes, read_json
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import Sandbox, quiet
@@ -36,17 +36,11 @@ _LONGEST = 64  # characters that a step puts before a text
 _MOST_ADDED = 1 << 28  # bytes that the beginnings of all added tokens take
 
 
-def read_directory(
-    directory: Path,
-) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, dict[str, Any] | None]:
-    """Read tokenizer.json and the files beside it.
+def read_directory(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, dict[str, Any] | None]:
+    """Read tokenizer.json and the files beside it. Raises WeightsError if it is missing or damaged.
 
-    Returns:
-        The tokenizer; its special tokens by name (``bos_token``, ``eos_token``, …); its chat template if it has one;
-        and the steps, if any, that must not run in this process. The tokenizer is without them then.
-
-    Raises:
-        WeightsError: tokenizer.json is missing or damaged.
+    Returns the tokenizer; its special tokens by name (``bos_token``, ``eos_token``, …); its chat template if it has
+    one; and the steps, if any, that must not run in this process. The tokenizer is without them then.
     """
     path = directory / "tokenizer.json"
     if not is_there(path):
@@ -75,16 +69,17 @@ def read_directory(
     config: dict[str, Any] = {}
     for file in (directory / "special_tokens_map.json", directory / "tokenizer_config.json"):
         config |= read_json(file) if is_there(file) else {}
-    special = {name: text for name in _NAMES if (text := _token_text(config.get(name))) is not None}
-    template = _template_file(directory / "chat_template.jinja") or _named_template(config.get("chat_template"))
-    return backend, special, template, steps
+    # A token is text, or an object that has it as content.
+    found = ((name, value.get("content") if isinstance(value, dict) else value) for name, value in config.items())
+    special = {name: admissible(text) for name, text in found if name in _NAMES and isinstance(text, str)}
+    return backend, special, _template(directory / "chat_template.jinja", config), steps
 
 
 def encoder_of(document: Mapping[str, Any]) -> Sandbox:
-    """A process that has loaded a tokenizer.json: see `minillm.text.tokenizer_process`."""
+    """A process that has loaded a tokenizer.json: see `minillm.text.sandbox_process`."""
     data = json.dumps(document)
     memory = _MEMORY_BYTES + _MEMORY_PER_BYTE * len(data)
-    return Sandbox("tokenizer_process.py", "tokenizer", memory, {"tokenizer": data})
+    return Sandbox("tokenizer", memory, {"tokenizer": data})
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -132,21 +127,14 @@ def _growth(step: Mapping[str, Any]) -> float:
     return _GROWTH.get(kind, float("inf"))
 
 
-def _token_text(value: Any) -> str | None:
-    """A token in a config is text, or an object that has it as content."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return admissible(content) if isinstance(content, str) else None
-
-
-def _template_file(path: Path) -> str | None:
+def _template(path: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template in a file; else the config's: one, or a list of named ones of which "default" is for chats."""
     try:
-        return read_bytes(path).decode("utf-8", errors="replace") if is_there(path) else None
+        if is_there(path) and (text := read_bytes(path).decode("utf-8", errors="replace")):
+            return text
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}") from None
-
-
-def _named_template(value: Any) -> str | None:
-    """One template, or a list of named ones of which "default" is for chats."""
+    value = config.get("chat_template")
     if isinstance(value, list):
         named = [entry.get("template") for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
         value = named[-1] if named else None

@@ -11,12 +11,9 @@ Prompt = str | Sequence[int]
 
 
 def prompt_list(prompts: Any) -> list[Prompt]:
-    """One prompt or several, as a list; a prompt that is none stays for `plain_ids` to refuse.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    found = _as_python(_unwrapped(prompts))
+    """One prompt or several, as a list; `plain_ids` refuses each that is none. Raises UsageError if this is neither."""
+    found = _unwrapped(prompts)
+    found = found.tolist() if hasattr(found, "tolist") else found  # an array or a tensor
     if isinstance(found, str):
         return [found]
     if not isinstance(found, Iterable) or isinstance(found, bytes | bytearray | Mapping):
@@ -26,12 +23,8 @@ def prompt_list(prompts: Any) -> list[Prompt]:
 
 
 def plain_ids(prompt: Any) -> list[int]:
-    """Token ids from a list, a range, an array or a tensor. They may lie outside the vocabulary.
-
-    Raises:
-        UsageError: it is no sequence.
-    """
-    found = _as_python(prompt)
+    """Token ids from a list, a range, an array or a tensor, checked against no vocabulary. Else raises UsageError."""
+    found = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # an array or a tensor
     if not isinstance(found, Sequence) or isinstance(found, str | bytes | bytearray):
         raise UsageError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
     ids = list(found)
@@ -45,8 +38,3 @@ def _unwrapped(prompt: Any) -> Any:
     if isinstance(prompt, Mapping) and prompt and set(prompt) <= {"prompt", "prompt_token_ids"}:
         return prompt.get("prompt_token_ids", prompt.get("prompt"))
     return prompt
-
-
-def _as_python(value: Any) -> Any:
-    """A list in place of an array or a tensor."""
-    return value.tolist() if hasattr(value, "tolist") else value

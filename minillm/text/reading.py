@@ -30,11 +30,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, limit: int = _MAX_BYTES) -> bytes:
-    """All of a file that has at most ``limit`` bytes.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or is longer.
-    """
+    """All of a file. Raises OSError if it cannot be read, is no regular file, or has more than ``limit`` bytes."""
     with open_regular(path) as stream:
         data = stream.read(limit + 1)
     if len(data) > limit:
@@ -47,9 +43,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = parse_json(read_bytes(path).decode("utf-8"))
     except FileNotFoundError:
-        raise WeightsError(
-            f"{path} is missing: a model directory has config.json, safetensors and tokenizer.json"
-        ) from None
+        has = "a model directory has config.json, safetensors and tokenizer.json"
+        raise WeightsError(f"{path} is missing: {has}") from None
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path}: {getattr(error, 'strerror', None) or clean_line(str(error))}") from None
     if not isinstance(value, dict):
@@ -130,12 +125,9 @@ class Values:
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """``count`` finite numbers above 0. The key is required."""
-        found = self.values.get(key)
-        if (
-            not isinstance(found, (list, tuple))
-            or len(found) != count
-            or not all(type(each) in (int, float) and 0 < each <= 1e30 for each in found)
-        ):
+        found: Any = self.values.get(key)
+        fits = isinstance(found, list | tuple) and len(found) == count
+        if not fits or not all(type(each) in (int, float) and 0 < each <= 1e30 for each in found):
             raise self.error(key, f"a list of {count} numbers above 0")
         return tuple(map(float, found))
 

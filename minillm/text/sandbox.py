@@ -25,29 +25,35 @@ class Sandbox:
     """A process that answers requests, started when it is first needed: `minillm.text.sandbox_process`.
 
     Args:
-        script: the file beside this one whose ``answer`` makes an answer of a request.
-        subject: the name of the program, for errors.
+        subject: the kind of program: "chat template" or "tokenizer".
         memory: bytes of address space that the process may have.
         first: a request that every process gets before any other.
     """
 
-    def __init__(self, script: str, subject: str, memory: int, first: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, subject: str, memory: int, first: Mapping[str, Any] | None = None) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        here, self._subject, self._first = Path(__file__).parent, subject, first
+        self._subject, self._first = subject, first
         # -P: a module of the current directory must not stand in for one of the standard library.
-        self._command = [sys.executable, "-P", *map(str, (here / "sandbox_process.py", here / script, memory))]
+        self._command = [
+            sys.executable,
+            "-P",
+            str(Path(__file__).with_name("sandbox_process.py")),
+            subject,
+            str(memory),
+        ]
         self._lock = threading.Lock()
 
     def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
         """The answer to a request.
 
-        Raises:
-            WeightsError: it fails, takes longer than ``seconds`` (`SECONDS` unless given), or takes too much memory.
+        Raises WeightsError where it fails, takes longer than ``seconds`` (`SECONDS` unless given) or too much memory.
         """
         with self._lock:
             try:
                 if self.process is None or self.process.poll() is not None:
-                    self._start()
+                    pipe = subprocess.PIPE
+                    self.process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+                    weakref.finalize(self, _end, self.process)
                     if self._first is not None:
                         self._exchange(self._first, 4 * SECONDS)
                 return self._exchange(request, SECONDS if seconds is None else seconds)
@@ -58,16 +64,8 @@ class Sandbox:
                 self.process = None
                 raise
 
-    def _start(self) -> None:
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        weakref.finalize(self, _end, self.process)
-
     def _exchange(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        process = self.process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
+        process: Any = self.process
         data = json.dumps({**request, "seconds": seconds}).encode() + b"\n"
         writer = threading.Thread(target=_write, args=(process.stdin, data), daemon=True)
         writer.start()  # a pipe holds 64 kB, and the other side may be busy with something else than reading
@@ -75,7 +73,7 @@ class Sandbox:
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
             ready = left > 0 and select.select([process.stdout], [], [], left)[0]
-            chunk = process.stdout.read1(1 << 20) if ready else b""  # type: ignore[attr-defined]
+            chunk = process.stdout.read1(1 << 20) if ready else b""
             if not chunk:
                 late = not ready or time.monotonic() > deadline - 0.5
                 reason = f"takes more than {seconds:.0f} seconds" if late else "crashed, or takes too much memory"
@@ -90,10 +88,7 @@ class Sandbox:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide the hundred lines that a library writes to stderr when it panics.
-
-    Where it does not panic, lines of other threads come out afterwards.
-    """
+    """Hide the hundred lines that a library writes to stderr when it panics; without a panic, all comes out later."""
     with _QUIET, tempfile.TemporaryFile() as written:
         try:
             kept = os.dup(2)

@@ -1,20 +1,96 @@
 """The process of a `minillm.text.sandbox`: takes a request a line as JSON, and answers each with one.
 
-Run as a script with another script, whose ``answer`` makes an answer of a request, and with a number of bytes. Neither
-imports anything of minillm. The address space is limited here, and the parent kills a process that takes too long.
+Run as a script with the kind of program and a number of bytes. It imports nothing of minillm. The address space is
+limited here, and the parent kills a process that takes too long. Jinja's own sandbox keeps a chat template from
+reaching anything outside; it bounds neither time nor memory.
 """
 
 import json
 import resource
-import runpy
 import signal
 import sys
+from datetime import datetime
+from functools import cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+_MOST_TOKENS = 64  # for each character of a text, that a tokenizer may make of it
+_tokenizers: list[Any] = []  # the one that was loaded
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}…{% endgeneration %}`` marks the assistant's words in training; here it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+class Refusal(Exception):
+    """The template does not take this conversation: it called ``raise_exception``."""
+
+
+def _raise_exception(message: str) -> None:
+    raise Refusal(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@cache
+def _template(source: str) -> jinja2.Template:
+    """The template, with the globals and filters that transformers gives to one."""
+    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals["raise_exception"] = _raise_exception
+    sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return sandbox.from_string(source)
+
+
+def render(request: dict[str, Any]) -> dict[str, Any]:
+    """The ``text`` that ``template`` makes of ``variables``, or why it has ``refused`` them."""
+    parts, length = [], 0
+    try:
+        for part in _template(request["template"]).generate(**request["variables"]):
+            parts.append(part)
+            length += len(part)
+            if length > request["limit"]:
+                raise ValueError(f"it renders more than {request['limit']} characters")
+    except Refusal as error:
+        return {"refused": str(error)}
+    return {"text": "".join(parts)}
+
+
+def encode(request: dict[str, Any]) -> dict[str, Any]:
+    """Take ``tokenizer``, a tokenizer.json; or give the ids of ``text``."""
+    if "tokenizer" in request:
+        import tokenizers  # not at the top: templates need none
+
+        _tokenizers[:] = [tokenizers.Tokenizer.from_str(request["tokenizer"])]
+        return {}
+    text = request["text"]
+    ids = _tokenizers[0].encode(text, add_special_tokens=request["special"]).ids
+    if len(ids) > _MOST_TOKENS * (len(text) + _MOST_TOKENS):
+        raise ValueError(f"it makes {len(ids)} tokens of {len(text)} characters")
+    return {"ids": ids}
 
 
 def main() -> None:
     """Answer requests until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    answer, memory = runpy.run_path(sys.argv[1])["answer"], int(sys.argv[2])
+    answer, memory = {"chat template": render, "tokenizer": encode}[sys.argv[1]], int(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     for line in sys.stdin:
         request = json.loads(line)

@@ -13,32 +13,31 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class OutputText:
     """The text of one completion, token by token: decoded, searched for stop strings, held back where one may begin.
 
-    A stop string ends the completion if a token behind the first ``min_tokens`` completes it, wherever it begins.
+    A stop string ends the completion if a token behind the first ``min_tokens`` completes it, wherever it begins. Text
+    that could be the beginning of one is held back; all else is shown at once. Text that has been shown can be part of
+    no later match, so only the held text is searched.
     """
 
     def __init__(self, detokenizer: StreamingDetokenizer, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
-        self._detokenizer = detokenizer
-        self._filter = StopStringFilter(stops)
+        self._detokenizer, self._stops = detokenizer, tuple(stops)
         self._not_yet = min_tokens  # tokens to come that cannot complete a stop string
+        self._held = ""
+        self._immune = 0  # characters of the held text in which no match may end
         self._shown: list[str] = []
+        self.matched: str | None = None  # the stop string that has ended the completion
 
     def push(self, token_id: int) -> str:
         """Take a token; returns the text that may be shown now. Once a stop string has matched, nothing is."""
         self._not_yet -= 1
-        return self._show(self._filter.push(self._detokenizer.push(token_id), may_match=self._not_yet < 0))
+        return self._take(self._detokenizer.push(token_id))
 
     def finish(self) -> str:
         """Return the rest of the text: no more tokens come."""
-        return self._show(self._filter.push(self._detokenizer.finish(), may_match=self._not_yet < 0)) + self.cut_off()
+        return self._take(self._detokenizer.finish()) + self.cut_off()
 
     def cut_off(self) -> str:
         """Return the text that is held back, without an incomplete character: the completion was cut off."""
-        return self._show(self._filter.finish())
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that has ended the completion."""
-        return self._filter.matched
+        return self._release(len(self._held))
 
     @property
     def text(self) -> str:
@@ -48,58 +47,33 @@ class OutputText:
     def copy(self) -> Self:
         """Return a completion that goes on from here by itself."""
         other = copy(self)
-        other._detokenizer, other._filter = self._detokenizer.copy(), copy(self._filter)
-        other._shown = self._shown.copy()
+        other._detokenizer, other._shown = self._detokenizer.copy(), self._shown.copy()
         return other
 
-    def _show(self, text: str) -> str:
-        if text:
-            self._shown.append(text)
-        return text
-
-
-class StopStringFilter:
-    """Finds stop strings in text that arrives in pieces, wherever the pieces are cut.
-
-    Text that could be the beginning of a stop string is held back; all else is passed on at once. Text that has been
-    passed on can be part of no later match, so only the held text is searched.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self._immune = 0  # characters of the held text in which no match may end
-        self.matched: str | None = None
-
-    def push(self, text: str, *, may_match: bool = True) -> str:
-        """Take more text; returns the part that may be shown. Once a stop string has matched, nothing more comes out.
-
-        Args:
-            may_match: False if no stop string may end inside ``text``; one may still begin there.
-        """
+    def _take(self, text: str) -> str:
         if self.matched is not None:
             return ""
-        if not self._stops:
-            return text
         self._held += text
-        if not may_match:
+        if not self._stops:
+            return self._release(len(self._held))
+        if self._not_yet >= 0:
             self._immune = len(self._held)
         # The one that is complete first; of two that end together the longer. So the cuts do not matter.
         match = min((found for stop in self._stops if (found := self._find(stop)) is not None), default=None)
-        if match is not None:
-            end, _, self.matched = match
-            shown, self._held = self._held[: end - len(self.matched)], ""
-            return shown
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
-        cut = len(self._held) - keep
-        shown, self._held = self._held[:cut], self._held[cut:]
-        self._immune = max(0, self._immune - cut)
+        if match is None:
+            return self._release(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
+        end, _, self.matched = match
+        shown = self._release(end - len(self.matched))
+        self._held = ""
         return shown
 
-    def finish(self) -> str:
-        """Return the text still held back: the completion ended without completing a stop string."""
-        held, self._held = self._held, ""
-        return held
+    def _release(self, count: int) -> str:
+        """Show the first ``count`` characters of the held text."""
+        shown, self._held = self._held[:count], self._held[count:]
+        self._immune = max(0, self._immune - count)
+        if shown:
+            self._shown.append(shown)
+        return shown
 
     def _find(self, stop: str) -> tuple[int, int, str] | None:
         """Where ``stop`` ends first behind the immune text, as a key by which matches are ordered."""
@@ -108,11 +82,9 @@ class StopStringFilter:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that begins ``stop`` without completing it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    """The length of the longest end of ``text`` that begins ``stop`` without completing it."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
 class StreamingDetokenizer:
@@ -122,8 +94,7 @@ class StreamingDetokenizer:
     bytes that do not complete a character wait, an invalid sequence becomes U+FFFD.
 
     Args:
-        table: the bytes of each token id. Ids beyond it have none: embeddings are often padded with rows that no
-            token uses.
+        table: the bytes of each token id. Ids beyond it have none: embeddings are often padded.
         prompt_ids: the beginning of the sequence. It is not decoded again, but if it ends inside a character, the
             character comes out when it is complete.
         strip_space: drop one leading space of the whole text, prompt included (SentencePiece writes one before the

@@ -3,14 +3,11 @@
 The work is the ``tokenizers`` library's. Ours are two things: text that a user typed can never become a control token
 (see `minillm.text.control_tokens`), and decoding goes through a table of bytes (see `minillm.text.stop`).
 
-How text becomes tokens here
-----------------------------
-As the model's tokenizer.json says. Plain text has the ids that the ``tokenizers`` library gives it, and so
-transformers. They differ here:
+Plain text has the ids that the library gives it, and so transformers, except that:
 
 - A control token that a text spells (``</s>``, ``<|im_end|>``) is ordinary text, unless ``parse_special`` is asked for.
-- Control tokens are looked for in the text as it comes, those that are marked ``normalized`` too. transformers looks
-  for such a one after the normalizer, which may have put a mark before it, and then misses a ``</s>`` within a chat.
+- Control tokens are looked for before the normalizer, those that are marked ``normalized`` too. transformers looks for
+  these after it; it may have put a mark before a ``</s>`` within a chat, which is missed then.
 - transformers 5 drops the Prepend normalizer of a tokenizer.json whose class is LlamaTokenizer. It is followed here, as
   transformers 4 and SentencePiece do: a text's first word has other ids than transformers 5 gives it.
 - Of the spaces that a text begins with, decoding drops one, as SentencePiece does. transformers drops all where the
@@ -60,8 +57,7 @@ class Tokenizer:
         num_rows: of the model's embedding. Added tokens may lie beyond it (a ``<pad>`` that the model was never given):
             the model cannot produce them, and a text that holds one is refused. None: there is no bound.
 
-    Raises:
-        WeightsError: it decodes in a way that is not supported, or belongs to another model.
+    Raises WeightsError where it decodes in a way that is not supported, or belongs to another model.
     """
 
     def __init__(
@@ -97,6 +93,7 @@ class Tokenizer:
         self._sandbox = None if steps is None else self._sandbox_for(steps)
         self._prefix, self._suffix = self._wrapping()
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
+        self.has_chat_template = chat_template is not None
         self._given: ChatTemplate | None = None  # the one that a caller gave last
 
     def _check_sizes(self, vocabulary: Mapping[str, int]) -> None:
@@ -127,25 +124,16 @@ class Tokenizer:
         normalizer = {"type": "Sequence", "normalizers": [json.loads(_DROP.__getstate__()), *own]}
         return encoder_of({**json.loads(self._backend.to_str()), **steps, "normalizer": normalizer})
 
-    # --- making one ---------------------------------------------------------------------------------------------------
-
     @classmethod
     def load(cls, source: Path | Mapping[str, Any], num_rows: int) -> Tokenizer | None:
-        """The tokenizer of a model directory or of a GGUF file's metadata; None where there is none.
-
-        A model without one takes prompts of token ids.
-        """
+        """The tokenizer of a model directory or of a GGUF file's metadata; None: its prompts are token ids."""
         if isinstance(source, Path):
             return cls.from_directory(source, num_rows) if is_there(source / "tokenizer.json") else None
         return None if source.get("tokenizer.ggml.model") in _NO_TOKENIZER else cls.from_gguf(source, num_rows)
 
     @classmethod
     def from_directory(cls, directory: Path, num_rows: int | None = None) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
-
-        Raises:
-            WeightsError: tokenizer.json is missing or damaged, or of a kind that is not supported.
-        """
+        """Read tokenizer.json and the files beside it. Raises WeightsError if it is damaged or not supported."""
         return cls(*read_directory(directory), num_rows=num_rows)
 
     @classmethod
@@ -166,10 +154,8 @@ class Tokenizer:
             config["chat_template"] = self._template.source
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
-    # --- text to ids --------------------------------------------------------------------------------------------------
-
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """A text as ids. A control token that it spells becomes ordinary tokens, unless asked otherwise.
+        """A text as ids.
 
         Args:
             add_special_tokens: with the tokens that the tokenizer puts around every text, usually BOS before it.
@@ -177,19 +163,16 @@ class Tokenizer:
                 you trust: a writer of ``<|im_end|>`` can forge a turn of a conversation. A text that brings its
                 own BOS gets a second one unless ``add_special_tokens`` is false.
 
-        Raises:
-            UsageError: the text holds a token that the model has no embedding for, or cannot be encoded without
-                control tokens.
+        Raises UsageError where the text holds a token that the model has no embedding for, or cannot be encoded without
+        control tokens.
         """
         text = admissible(text)
         ids = self._ids(text) if parse_special else self._plain_ids(self._user_spellings.broken(text))
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Raise UsageError where a text has more characters than ``max_tokens`` tokens can stand for.
-
-        To tokenize it takes seconds for each million characters, and a hundred times its memory.
-        """
+        """Raise UsageError where a text has more characters than ``max_tokens`` tokens can stand for."""
+        # To tokenize it takes seconds for each million characters, and a hundred times its memory.
         most = min(max_tokens * self._longest, _MAX_CHARACTERS)
         if len(text) > most:
             raise UsageError(
@@ -200,8 +183,7 @@ class Tokenizer:
     def _whole_ids(self, text: str, special: bool = False) -> list[int]:
         """The ids of ``text`` by the library; ``special`` adds those that the tokenizer puts around a text.
 
-        Raises:
-            WeightsError: the tokenizer fails, or takes too long or too much memory.
+        Raises WeightsError where the tokenizer fails, or takes too long or too much memory.
         """
         if self._sandbox is not None:
             request = {"text": text, "special": special}
@@ -232,10 +214,6 @@ class Tokenizer:
                 raise UsageError("the text cannot be encoded without control tokens of the model; rephrase it")
         return ids
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -246,13 +224,9 @@ class Tokenizer:
     ) -> list[int]:
         """A conversation as ids: control tokens come from the template alone, never from a message.
 
-        Args:
-            chat_template: a Jinja template in place of the model's own.
-            others: see `ChatTemplate.render`.
+        ``chat_template`` is a Jinja template in place of the model's own; for the others see `ChatTemplate.render`.
 
-        Raises:
-            UsageError: the model has no chat template, or it refuses the conversation.
-            WeightsError: the template is broken.
+        Raises UsageError where there is no template or it refuses the conversation, WeightsError where it is broken.
         """
         template = self._template
         if chat_template is not None:
@@ -263,10 +237,9 @@ class Tokenizer:
             template = self._given
         if template is None:
             raise UsageError("this model has no chat template; give plain prompts, or use an instruct model")
+        broken = [self._broken(message) for message in plain_messages(messages)]
         text = template.render(
-            [self._broken(message) for message in plain_messages(messages)],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
+            broken, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
         )
         ids = self._ids(text)
         meant = self._user_spellings.count(text)
@@ -278,8 +251,6 @@ class Tokenizer:
         """The message with every control token in its texts broken."""
         spellings = self._assistant_spellings if message["role"] == "assistant" else self._user_spellings
         return {key: spellings.broken(admissible(text)) if key != "role" else text for key, text in message.items()}
-
-    # --- ids to text --------------------------------------------------------------------------------------------------
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; special tokens have none. Bytes that are no UTF-8 become U+FFFD."""

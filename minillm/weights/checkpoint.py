@@ -1,7 +1,6 @@
 """Checkpoints: models as they are stored, their tensors by Hugging Face's names.
 
-Those in Hugging Face's layout are here: config.json, and safetensors in one file or in shards. Those in a GGUF file are
-in `minillm.weights.gguf_file`.
+Those of config.json and safetensors are here; those in a GGUF file are in `minillm.weights.gguf_file`.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def open_checkpoint(files: ModelFiles) -> SafetensorsCheckpoint | GGUFCheckpoint
 class SafetensorsCheckpoint:
     """A directory of weights. Tensors are read from memory-mapped files, one at a time.
 
-    Raises:
-        WeightsError: a file is missing, damaged, outside the directory, or of a kind that is not supported.
+    Raises WeightsError where a file is missing, damaged, outside the directory, or of a kind that is not supported.
     """
 
     def __init__(self, directory: Path) -> None:

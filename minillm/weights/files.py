@@ -77,11 +77,7 @@ def find_downloaded(name: str) -> ModelFiles | None:
 
 
 def verify(name: str, on_progress: OnProgress) -> None:
-    """Compare every file of a downloaded model with its recorded sha256.
-
-    Raises:
-        WeightsError: a file differs, or the model is not downloaded.
-    """
+    """Compare a downloaded model's files with their recorded sha256. Raises WeightsError unless each is the same."""
     directory = _home(name)
     try:
         _, files = _read_record(directory)
@@ -100,9 +96,7 @@ def verify(name: str, on_progress: OnProgress) -> None:
 def remove(name: str) -> int:
     """Delete a downloaded model, and the rest of an interrupted download. Returns the bytes that it took.
 
-    Raises:
-        UsageError: there is none of this name.
-        WeightsError: it is being downloaded, or cannot be deleted.
+    Raises UsageError where there is none of this name, WeightsError where it is being downloaded or cannot be deleted.
     """
     home = _home(name)
     ours = re.compile(rf"{re.escape(home.name)}(\.partial|\.broken\d+)?")
@@ -150,8 +144,7 @@ def sha256_of(path: Path, on_progress: OnProgress = ignore_progress) -> str:
 def downloading(name: str, on_message: OnMessage) -> Iterator[Path]:
     """A partial directory for model ``name``, held by one process at a time; files of an earlier attempt may be in it.
 
-    Raises:
-        DownloadError: the cache directory cannot be written.
+    Raises DownloadError where the cache directory cannot be written.
     """
     partial = _home(name, ".partial")
     try:

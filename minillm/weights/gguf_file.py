@@ -40,16 +40,10 @@ _FOLLOWED = (
     *("type", "factor", "attn_factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow"),
     "finetuned",  # changes nothing
 )
-# Keys that llama.cpp reads for other architectures, and the values with which they change nothing.
-_NEUTRAL: dict[str, tuple[float, ...]] = {"yarn_log_multiplier": (0.0,), "yarn_attn_factor": (1.0,)}
 
 
 class GGUFCheckpoint:
-    """A ``.gguf`` file of the llama architecture.
-
-    Raises:
-        WeightsError: the file is damaged, or of a kind that is not supported.
-    """
+    """A ``.gguf`` file of the llama architecture. Raises WeightsError if it is damaged, or not supported."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -225,8 +219,10 @@ def _rope_scaling(metadata: Values, frequency_factors: list[float] | None) -> di
     if kind not in _SCALING_TYPES:
         known = ", ".join(_SCALING_TYPES)
         raise WeightsError(f"{metadata.where}: rope scaling {shown(kind)} is not supported; supported: {known}")
-    # The factor is the share of YaRN's ramp that is mixed in; -1 is "not set".
-    neutral = {**_NEUTRAL, "yarn_ext_factor": (1.0 if kind == "yarn" else 0.0, -1.0)}
+    # Other keys change nothing with these values. Two are for other architectures; the third is the share of YaRN's
+    # ramp that is mixed in, and -1 is "not set".
+    ramp = 1.0 if kind == "yarn" else 0.0
+    neutral = {"yarn_log_multiplier": (0.0,), "yarn_attn_factor": (1.0,), "yarn_ext_factor": (ramp, -1.0)}
     for key, value in metadata.values.items():
         name = key.removeprefix(_SCALING)
         if name != key and name not in _FOLLOWED and value not in neutral.get(name, ()):

@@ -49,54 +49,51 @@ def read_header(path: Path) -> Header:
     """Read and check the header. Raises WeightsError if the file is no GGUF file, or its header is damaged."""
     try:
         with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).header()
-    except _Malformed as error:
-        raise WeightsError(f"{path}: not a usable GGUF file: {error}") from None
+            return _Reader(path, data).header()
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}") from None
     except ValueError:
         raise WeightsError(f"{path}: the file is empty") from None
 
 
-class _Malformed(Exception):
-    pass
-
-
 class _Reader:
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._size, self._at = data, len(data), 0
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path, self._data, self._size, self._at = path, data, len(data), 0
+
+    def _error(self, reason: str) -> WeightsError:
+        return WeightsError(f"{self._path}: not a usable GGUF file: {reason}")
 
     def header(self) -> Header:
         if (magic := self._take(4)) != b"GGUF":
-            raise _Malformed(f"it begins with {clean_line(repr(magic))} and not with 'GGUF'")
+            raise self._error(f"it begins with {clean_line(repr(magic))} and not with 'GGUF'")
         version = self._number("I")
         if version & 0xFFFF == 0:
-            raise _Malformed("it is big-endian, which is not supported")
+            raise self._error("it is big-endian, which is not supported")
         if version not in (2, 3):
-            raise _Malformed(f"version {version} is not supported (2 and 3 are)")
+            raise self._error(f"version {version} is not supported (2 and 3 are)")
         tensor_count, pair_count = self._number("Q"), self._number("Q")
         # A tensor takes at least 24 bytes of header, a pair at least 13.
         self._check_count(tensor_count, 24, "tensors")
         self._check_count(pair_count, 13, "metadata pairs")
         if tensor_count > _MAX_TENSORS:
-            raise _Malformed(f"{tensor_count} tensors are more than {_MAX_TENSORS}")
+            raise self._error(f"{tensor_count} tensors are more than {_MAX_TENSORS}")
         metadata: dict[str, Any] = {}
         for _ in range(pair_count):
             key = self._string(_MAX_NAME)
             if key in metadata:
-                raise _Malformed(f"the key {clean_line(key)!r} occurs twice")
+                raise self._error(f"the key {clean_line(key)!r} occurs twice")
             metadata[key] = self._value(self._number("I"), key)
         infos = [self._tensor_info() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 20:
-            raise _Malformed(f"general.alignment {alignment!r} is not a power of two")
+            raise self._error(f"general.alignment {alignment!r} is not a power of two")
         start = -(-self._at // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         for info in infos:
             if info.name in tensors:
-                raise _Malformed(f"tensor {clean_line(info.name)!r} occurs twice")
+                raise self._error(f"tensor {clean_line(info.name)!r} occurs twice")
             if info.offset % alignment or start + info.offset > self._size:
-                raise _Malformed(f"tensor {clean_line(info.name)!r} lies at offset {info.offset}, outside the file")
+                raise self._error(f"tensor {clean_line(info.name)!r} lies at offset {info.offset}, outside the file")
             tensors[info.name] = replace(info, offset=start + info.offset)
         return Header(metadata, tensors)
 
@@ -104,11 +101,11 @@ class _Reader:
         name = self._string(_MAX_NAME)
         dimensions = self._number("I")
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise _Malformed(f"tensor {clean_line(name)!r} has {dimensions} dimensions")
+            raise self._error(f"tensor {clean_line(name)!r} has {dimensions} dimensions")
         shape = tuple(reversed([self._number("Q") for _ in range(dimensions)]))
         # No type packs more than eight values into a byte.
         if not all(shape) or math.prod(shape) > 8 * self._size:
-            raise _Malformed(f"tensor {clean_line(name)!r} of shape {shape} is larger than the file")
+            raise self._error(f"tensor {clean_line(name)!r} of shape {shape} is larger than the file")
         return TensorInfo(name, shape, self._number("I"), self._number("Q"))
 
     def _value(self, kind: int, key: str) -> Any:
@@ -116,20 +113,19 @@ class _Reader:
             return self._number(_SCALARS[kind])
         if kind in (_STRING, _ARRAY):
             return self._string(_MAX_STRING) if kind == _STRING else self._array(key)
-        raise _Malformed(f"the value of {clean_line(key)!r} has the unknown type {kind}")
+        raise self._error(f"the value of {clean_line(key)!r} has the unknown type {kind}")
 
     def _array(self, key: str) -> list[Any]:
         kind, count = self._number("I"), self._number("Q")
         if count > _MAX_ELEMENTS:
-            raise _Malformed(f"{count} elements of {clean_line(key)!r} do not fit into memory")
-        if kind in _SCALARS:
-            code = _SCALARS[kind]
+            raise self._error(f"{count} elements of {clean_line(key)!r} do not fit into memory")
+        if code := _SCALARS.get(kind):
             self._check_count(count, struct.calcsize(code), f"elements of {clean_line(key)!r}")
             return list(struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(code))))
         if kind == _STRING:
             self._check_count(count, 8, f"elements of {clean_line(key)!r}")
             return [self._string(_MAX_STRING) for _ in range(count)]
-        raise _Malformed(f"{clean_line(key)!r} is an array of the unsupported type {kind}")
+        raise self._error(f"{clean_line(key)!r} is an array of the unsupported type {kind}")
 
     def _number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(code)))[0]
@@ -137,16 +133,16 @@ class _Reader:
     def _string(self, limit: int) -> str:
         length = self._number("Q")
         if length > limit:
-            raise _Malformed(f"a string of {length} bytes at offset {self._at}")
+            raise self._error(f"a string of {length} bytes at offset {self._at}")
         return self._take(length).decode("utf-8", errors="replace")
 
     def _take(self, count: int) -> bytes:
         if count > self._size - self._at:
-            raise _Malformed(f"the file ends at byte {self._size}, within its header")
+            raise self._error(f"the file ends at byte {self._size}, within its header")
         chunk = self._data[self._at : self._at + count]
         self._at += count
         return chunk
 
     def _check_count(self, count: int, least_bytes: int, things: str) -> None:
         if count * least_bytes > self._size - self._at:
-            raise _Malformed(f"{count} {things} do not fit into the file")
+            raise self._error(f"{count} {things} do not fit into the file")

@@ -11,7 +11,7 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -44,10 +44,8 @@ class HubFile:
 def reachable(endpoint: str, seconds: float = _PROBE_SECONDS) -> bool:
     """Whether a connection to the hub, or to the proxy on the way there, can be opened at all.
 
-    The client itself retries for 24 seconds where there is no network.
-
-    Raises:
-        ValueError: the endpoint or the proxy is no address.
+    The client itself retries for 24 seconds where there is no network. Raises ValueError where the endpoint or the
+    proxy is no address.
     """
     url = urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(url.scheme)
@@ -59,38 +57,32 @@ def reachable(endpoint: str, seconds: float = _PROBE_SECONDS) -> bool:
     answered = threading.Event()
 
     def connect() -> None:
-        try:
+        with suppress(OSError, ValueError):  # the latter of a name that cannot be one
             socket.create_connection(address, timeout=seconds).close()
             answered.set()
-        except (OSError, ValueError):  # a name that cannot be one
-            pass
-        finally:
-            done.set()
 
-    done = threading.Event()
     # A thread, since the resolver of the system knows no time limit.
-    threading.Thread(target=connect, daemon=True).start()
-    done.wait(seconds)
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(seconds)
     return answered.is_set()
 
 
 def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple[list[FileRecord], str]:
     """Fetch a model's files into ``partial``, going on where an earlier attempt stopped; returns their commit, too.
 
-    Raises:
-        DownloadError: no network, no such repository, no permission, no space, or bytes that are not the file's.
+    Raises DownloadError: no network, no such repository, no permission, no space, or bytes that are not the file's.
     """
     try:
         import huggingface_hub
         from huggingface_hub import constants
 
-        is_reachable = not constants.HF_HUB_OFFLINE and reachable(constants.ENDPOINT)
+        if constants.HF_HUB_OFFLINE:
+            raise DownloadError("the hub client is set to offline (HF_HUB_OFFLINE)")
+        if not reachable(constants.ENDPOINT):
+            raise DownloadError(f"no connection to {clean_line(urlsplit(constants.ENDPOINT).hostname or '', 80)}")
     except ValueError as error:
         raise DownloadError(f"the hub client's environment (HTTPS_PROXY, HF_ENDPOINT, …) is wrong: {error}") from None
-    if constants.HF_HUB_OFFLINE:
-        raise DownloadError("the hub client is set to offline (HF_HUB_OFFLINE)")
-    if not is_reachable:
-        raise DownloadError(f"no connection to {clean_line(urlsplit(constants.ENDPOINT).hostname or '', 80)}")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with _hub_errors(source):
         info = huggingface_hub.HfApi().model_info(source.hub, revision=source.revision, files_metadata=True, timeout=10)
@@ -131,7 +123,7 @@ def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:
 
 
 def _forget_other_commit(partial: Path, commit: str) -> None:
-    """Partial files of another commit are of no use."""
+    """Delete the partial files of another commit."""
     note = partial / "commit"
     if not note.exists() or note.read_text() != commit:
         for path in partial.iterdir():

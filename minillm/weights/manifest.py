@@ -109,11 +109,7 @@ def default_model() -> str:
 
 
 def load_manifest(path: Path | None = None) -> Manifest:
-    """Read and check a manifest.
-
-    Raises:
-        UsageError: it is missing, no TOML, or has a key or a value that does not belong there.
-    """
+    """Read and check a manifest. Raises UsageError if it is missing, no TOML, or has a key or value that is wrong."""
     path = path or manifest_path()
     try:
         values = tomllib.loads(read_bytes(path, _MAX_BYTES).decode("utf-8"))
@@ -146,7 +142,7 @@ def _entry(name: str, value: Any, path: Path) -> ModelEntry:
     where = f"{path}: model {clean_line(name, 60)!r}"
     if not re.fullmatch(_MODEL_NAME, name):
         raise UsageError(f"{where}: a name has at most 100 letters, digits and -_.+, and begins with a letter or digit")
-    values = _fields(ModelEntry, value, where, skip={"name"})
+    values = _fields(ModelEntry, value, where)
     sources = values["sources"]
     if not isinstance(sources, list) or not sources:
         raise UsageError(f"{where}: sources must be a list of at least one table")
@@ -164,11 +160,11 @@ def _source(value: Any, where: str, path: Path) -> Source:
     return source
 
 
-def _fields(cls: type, value: Any, where: str, skip: set[str] = frozenset()) -> dict[str, Any]:  # type: ignore[assignment]
-    """The values of a dataclass from a table, their keys and types checked."""
+def _fields(cls: type, value: Any, where: str) -> dict[str, Any]:
+    """The values of a dataclass from a table, their keys and types checked; a model's name is the table's own."""
     if not isinstance(value, dict):
         raise UsageError(f"{where}: must be a table")
-    known = {item.name: item for item in fields(cls) if item.name not in skip}
+    known = {item.name: item for item in fields(cls) if item.name != "name"}
     required = {name for name, item in known.items() if item.default is MISSING}
     _check_keys(value, set(known), required, where)
     types = {"str": str, "int": int, "bool": bool}

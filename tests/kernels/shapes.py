@@ -34,9 +34,10 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """``|got - expected| / |expected|``; a NaN fails."""
+    """``|got - expected| / |expected|``; a NaN fails. Digits lost below a type's normal numbers do not count."""
     assert not got.isnan().any(), "NaN"
-    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+    size = expected.double().norm().clamp(min=torch.finfo(got.dtype).tiny)
+    return float((got.double() - expected.double()).norm() / size)
 
 
 def make_pool(
