@@ -3,7 +3,7 @@
 ``block_copy`` copies blocks within the pool; ``gather_blocks`` and ``scatter_blocks`` move them to and from a staging
 buffer, on the device or in pinned host memory. Bytes: each block is read once and written once. Memory-bound (over the
 host's link when the staging buffer lies there). Grid: (blocks, 2 * layers, pieces of a block). Tile: 8 kB, 16 bytes a
-thread and load, as 32-bit words whatever the dtype. Offsets are 64-bit.
+thread and load, as 32-bit words for every dtype. Offsets are 64-bit.
 """
 
 import torch

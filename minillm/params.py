@@ -8,7 +8,7 @@ from typing import Any
 from minillm.checks import check_fields, check_integer, check_number, custom, documented, flag, integer, number, shown
 from minillm.errors import UsageError
 
-# Bounds that keep one request from starving the machine; each is far above what the methods need.
+# Bounds that keep one request from starving the machine; each is far above the methods' needs.
 MAX_N = 256
 MAX_LOGPROBS = 64
 MAX_STOPS = 64

@@ -38,11 +38,11 @@ def follow(
         for message in follower.messages():
             runner.observed(wire.decode(message))
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the others may still need what is under way
+            torch.cuda.synchronize(device)  # the others may still need a sum that is under way
     except Exception as error:
         follower.fail(str(error) if isinstance(error, MinillmError) else f"{type(error).__name__}: {error}")
         status = 1
-    # Not sys.exit: what waits for other ranks, on the device or in a thread of the process group, must not hold it up.
+    # Not sys.exit: a wait for other ranks, on the device or in a thread of the process group, must not hold it up.
     sys.stderr.flush()
     os._exit(status)
 

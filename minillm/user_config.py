@@ -33,7 +33,7 @@ _MAX_BYTES = 1 << 20
 _THEMES = ("dark", "light")
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
-_SHARED = (_SAMPLING & _SEARCH) - {"n"}  # what a search takes over from sampling
+_SHARED = (_SAMPLING & _SEARCH) - {"n"}  # the parameters that a search takes over from sampling
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ class ChatApp(EngineApp):
         engine_command: Sequence[str] = ENGINE_COMMAND,
         driver_class: type[Driver] = TerminalDriver,
     ) -> None:
-        """``store``: where conversations are saved; ``resumed``: the one to go on with; ``question``: what is asked
+        """``store``: where conversations are saved; ``resumed``: the one to go on with; ``question``: is asked
         first; ``engine_command``: the program that plays the engine.
         """
         super().__init__(settings, engine_command, driver_class)
@@ -331,7 +331,7 @@ def run(app: ChatApp) -> int:
 
     Raises:
         UsageError: the terminal is none, or cannot be drawn on.
-        Exception: what ended the app, if it was a defect; the terminal is restored by then.
+        Exception: the defect that ended the app; the terminal is restored by then.
     """
     check_terminal()
 

@@ -44,7 +44,7 @@ def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[li
     """
     rows = [row for step in steps for group in step.rows for row in group]
     owners = [(step, s) for step in steps for group in step.beams for s in group]
-    # What a diversity penalty takes away from a group's continuations, at most as many others replace.
+    # A diversity penalty takes continuations away from a group; at most as many others replace them.
     extra = max((step.params.beam_width for step in steps if len(step.searches) > 1), default=0)
     wanted = max(s.num_candidates(len(step.group.end_ids)) for step in steps for s in step.searches) + extra
     if rows != list(range(len(logits))):

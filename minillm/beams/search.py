@@ -56,7 +56,7 @@ class BeamSearch(Generic[Beam]):
         Args:
             candidates: the best continuations, best first. Those of log-probability -inf are not allowed.
             ends: whether a continuation is complete (an end token, a stop string). Length is looked at here.
-            keep: makes what is kept of a continuation that has finished.
+            keep: makes the hypothesis that is kept of a finished continuation.
 
         Returns:
             The running beams of the next step, best first; empty when the search is done.

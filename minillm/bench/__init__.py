@@ -1,1 +1,1 @@
-"""Speed, measured: what ``minillm bench`` runs. Each workload is one file with one protocol, stated at its head."""
+"""The workloads of ``minillm bench``. Each states its protocol at the head of its file."""

@@ -1,4 +1,4 @@
-"""``memory``: what paging and sharing save, replayed on the books of the cache alone."""
+"""``memory``: the savings of paging and sharing, replayed on the books of the cache alone."""
 
 import math
 import random

@@ -36,9 +36,9 @@ WORKLOADS = {
     "matvec": ("kernels.tiles", "the tiles of the products of one token, or a few, measured anew on a GPU"),
     "chunk-attention": ("kernels.chunks", "decode attention over a shared prompt: the ChunkAttention paper's table"),
     "kernels": ("kernels.measure", "every kernel against the copy bandwidth and the matmul rate of this GPU"),
-    "memory": ("memory.measure", "what paging and sharing save, and swap against recompute"),
-    "host": ("host.measure", "what a step costs beside the device's work"),
-    "ui": ("ui.measure", "what the chat app costs: first paint, keys, drawing, and the generation's slow-down"),
+    "memory": ("memory.measure", "the savings of paging and sharing; swap against recompute"),
+    "host": ("host.measure", "the host's share of a step"),
+    "ui": ("ui.measure", "the cost of the chat app: first paint, keys, drawing, and the generation's slow-down"),
 }
 
 
@@ -182,7 +182,7 @@ def _show_line(cells: Iterable[str]) -> None:
 
 
 def plain(result: Any) -> Any:
-    """A result as what `json.dumps` takes."""
+    """Return a result as `json.dumps` takes it."""
     if isinstance(result, Mapping):
         return {name: plain(part) for name, part in result.items()}
     return asdict(result) if is_dataclass(result) else [asdict(row) for row in result]  # type: ignore[arg-type]

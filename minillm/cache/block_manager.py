@@ -1,4 +1,4 @@
-"""The block manager: who holds which block of the KV cache. Its verbs are fork, append and free.
+"""The block manager knows which table holds which block of the KV cache. Its verbs are fork, append and free.
 
 A sequence's context is a table of block ids, and blocks are counted by the tables that hold them (PagedAttention, Kwon
 et al. 2023), the way an operating system shares pages between processes after ``fork``:
@@ -66,10 +66,10 @@ class BlockManager:
     def allocate(
         self, seq_id: int, token_ids: Sequence[int] = (), salt: str | None = None, prefix: CachedPrefix | None = None
     ) -> BlockTable:
-        """Make a table for a new sequence. It begins with what the cache holds of ``token_ids``.
+        """Make a table for a new sequence. It begins with the cached blocks of ``token_ids``.
 
         Args:
-            prefix: what `find_cached` found of them, if nothing has changed since.
+            prefix: the result of `find_cached` for them, if nothing has changed since.
 
         Raises:
             ValueError: ``seq_id`` has a table already.
@@ -129,7 +129,7 @@ class BlockManager:
         if self.tables.pop(table.seq_id, None) is not table:
             raise AssertionError(f"the block table of sequence {table.seq_id} is freed twice")
         counts = self.ref_counts
-        for block in reversed(table.blocks):  # the tail first: what is reused soonest is what others share least
+        for block in reversed(table.blocks):  # the tail first: others share it least, and it is reused first
             counts[block] -= 1
             if not counts[block]:
                 self._drop(block)
@@ -153,7 +153,7 @@ class BlockManager:
         return block in self._cached
 
     def find_cached(self, token_ids: Sequence[int], salt: str | None = None) -> CachedPrefix:
-        """Look up what `allocate` would find."""
+        """Look up the blocks that `allocate` would find."""
         if not self.prefix_caching:
             return CachedPrefix([], [], 0, 0)
         blocks, nodes = self.prefixes.match(token_ids, salt, len(token_ids) - 1)
@@ -178,7 +178,7 @@ class BlockManager:
         """Blocks that no table holds and that can still be found."""
         return len(self._cached)
 
-    # --- what the scheduler and the runner ask ------------------------------------------------------------------------
+    # --- for the scheduler and the runner -----------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:

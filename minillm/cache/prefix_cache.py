@@ -47,7 +47,7 @@ class PrefixCache:
         return (tokens for before, tokens in self._blocks if before == node and type(before) is type(node))
 
     def entry(self, block: int) -> PrefixEntry | None:
-        """What a block is known by, if it can be found."""
+        """Return the entry under which a block can be found, if there is one."""
         if block not in self._entries:
             return None
         node, (before, token_ids) = self._entries[block]

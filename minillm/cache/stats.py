@@ -17,7 +17,7 @@ class CacheStats:
     free_blocks: int
     used_blocks: int
     shared_blocks: int  # held by more than one table
-    logical_blocks: int  # entries of all tables: what the same sequences would take without sharing
+    logical_blocks: int  # entries of all tables: the same sequences without sharing would take as many
     used_slots: int  # slots of used blocks that hold a token
     num_sequences: int
     num_runs: int  # stretches of consecutive blocks over all tables; equals num_sequences at best

@@ -1,7 +1,7 @@
 """Room on the host for blocks of sequences that had to leave the device.
 
 A group leaves as a whole: each of its blocks is saved once, however many of its tables hold it, and after the return
-the tables share again what they shared before. Only the books are here; the runner moves the bytes.
+the tables share the same blocks as before. Only the books are here; the runner moves the bytes.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ class SwapSpace:
         Returns:
             (device block, host block) pairs to copy before anything else is written to the pool; None where the host
             lacks room: nothing has changed then. Within a step everything leaves before anything returns: the host
-            blocks of what returned are free at once.
+            blocks of a group that returned are free at once.
         """
         size = cache.block_size
         kept = [(table, tokens, table.blocks[: -(-tokens // size)]) for table, tokens in tables]

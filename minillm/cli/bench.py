@@ -1,4 +1,4 @@
-"""``minillm bench``: a table of what was measured, or JSON."""
+"""``minillm bench``: measurements as a table, or as JSON."""
 
 import argparse
 import json

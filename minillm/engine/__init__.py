@@ -1,1 +1,1 @@
-"""The step: which sequences run, what the model says of them, what becomes of that."""
+"""The step: which sequences run, and how the logits change them."""

@@ -1,8 +1,8 @@
 """Admission: whether a request suits its model, and how many blocks it will need.
 
 A group is admitted when its prompt fits, and when the peak that it and the running ones are heading for does, too, as
-in LightLLM's router: after the i-th of the running sequences to finish, those that are left hold what they hold now and
-i times as many tokens more.
+in LightLLM's router: after the i-th of the running sequences to finish, those that are left hold their present
+tokens and i times as many more.
 """
 
 from collections.abc import Sequence

@@ -104,7 +104,7 @@ class Engine:
         self._on_close()
 
     def step(self) -> list[Delta]:
-        """Compute one step, and perhaps launch the next; returns what it added to each completion.
+        """Compute one step, and perhaps launch the next. Return its additions to each completion.
 
         If the device fails, every request that was part of the step ends with the error, its blocks are freed, and the
         exception is raised; the engine itself stays usable, unless its guard says otherwise.

@@ -89,8 +89,8 @@ class Scheduler:
         """Tokens of prompts that the step may compute."""
         budget, decoding = self.max_num_batched_tokens - len(schedule.decodes), len(schedule.decodes)
         if decoding and self.prefill_chunk is not None:
-            # Those that decode should not wait long for their next token. All tokens of the step count: a multiple of
-            # 256 rows is what the matrix unit computes best.
+            # Those that decode should not wait long for their next token. All tokens of the step count: the
+            # matrix unit is fastest with a multiple of 256 rows.
             budget = min(budget, max(self.prefill_chunk - decoding, self.prefill_chunk // 2))
         return budget
 

@@ -1,7 +1,7 @@
 """The line between rank 0 and the others: each step's work goes down it, and each end sees at once when the other dies.
 
-Each rank has a plain TCP connection, which is closed by whatever death the process dies: a collective would wait for
-ever. A message is its length and so many bytes. Nobody answers a step: the others send only why they give up.
+Each rank has a plain TCP connection, which closes however the process dies: a collective would wait for ever. A message
+is its length and so many bytes. A step gets no answer: the others send only the reason why they give up.
 
 torchrun learns nothing of another node's end. So each process adds to a count of its own, in the store that all see,
 and those that wait for it look whether the count still grows (`beat`, `Listener`).

@@ -26,7 +26,7 @@ from minillm.weights.resolve import resolve
 
 _CPU_BATCHED_TOKENS = 512  # a step of a 135M model then takes about a second
 _GPU_BATCHED_TOKENS = 8192
-_GRAPH_BYTES = 512 << 20  # the CUDA graphs, cuBLAS's workspace, and what the allocator cannot use
+_GRAPH_BYTES = 512 << 20  # the CUDA graphs, cuBLAS's workspace, and the allocator's loss
 
 
 @dataclass(frozen=True)

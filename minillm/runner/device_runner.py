@@ -1,6 +1,6 @@
 """A runner for GPUs: the state of decoding sequences stays on the device, and a decode step replays a CUDA graph.
 
-The host sends only changes (`minillm.runner.rows`). A step is three launches, whatever the model's depth: the list of
+The host sends only changes (`minillm.runner.rows`). A step is three launches for a model of any depth: the list of
 rows (where it has changed), a graph from token ids to logits, and a graph from logits to drawn tokens, which go back
 into the rows. The next step can be launched before the host has seen them. Graphs are captured for padded numbers of
 sequences, when a number is first met; everything else, sharing and lengths included, is data.
@@ -204,7 +204,7 @@ class DeviceRunner(Runner):
         return torch.tensor(values, dtype=dtype, pin_memory=self._pinned).to(self._device, non_blocking=True)
 
     def _begin(self, work: DecodeWork) -> int:
-        """Write down what has changed. Returns the number of rows, padding included."""
+        """Write down the changes. Returns the number of rows, padding included."""
         self._change(work.changed, work.values)
         if work.rows is not None:
             self._size = len(work.rows)

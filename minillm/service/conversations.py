@@ -178,7 +178,7 @@ class Conversations:
             self._pinned = None
         if not system or engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             return
-        # The beginning that all conversations with this system prompt share, whatever their question.
+        # The beginning that all conversations with this system prompt share; it does not depend on the question.
         first = {"role": "system", "content": system}
         one, other = (
             engine.tokenizer.apply_chat_template([first, {"role": "user", "content": question}]) for question in "ab"

@@ -64,7 +64,7 @@ def is_there(path: Path) -> bool:
 
 
 def shown(value: object) -> str:
-    """``value`` on one short line, whatever it is: no list of a million entries ends up in a message."""
+    """``value`` on one short line: no list of a million entries ends up in a message."""
     return clean_line(_REPR.repr(value), 100)
 
 

@@ -109,7 +109,7 @@ class PromptInput(TextArea):
             event.prevent_default()
 
     def _took(self, event: events.Key) -> bool:
-        """Do what a key means here and in no other text area; False where it means nothing of its own."""
+        """Handle a key that has a meaning in this text area only. Return False for every other key."""
         if event.key == "enter":
             if self.full_text.strip():
                 self.post_message(self.Submitted(self.full_text.strip()))
