@@ -26,7 +26,7 @@ from minillm.kernels.compat import dot, pdl_options, wait_for_inputs
 
 
 @triton.jit
-def _attend_tile(
+def attend_tile(
     q, k_ptr, v_ptr, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out,
     ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def _paged_attention_kernel(
         valid = tokens < end
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         slots = blocks * BLOCK_SIZE + tokens % BLOCK_SIZE
-        maximum, total, out = _attend_tile(
+        maximum, total, out = attend_tile(
             q, k_ptr, v_ptr, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out, ROWS, TILE
         )
     divisor = tl.where(total > 0, total, 1.0)  # an empty context gives zero, and a log-sum-exp of -inf

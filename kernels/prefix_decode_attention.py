@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Pages
-from minillm.kernels.compat import dot, pdl_options, release, wait, wait_for_inputs, wait_then_release
-from minillm.kernels.decode_attention import check_inputs
+from minillm.kernels.compat import pdl_options, release, wait, wait_for_inputs, wait_then_release
+from minillm.kernels.decode_attention import attend_tile, check_inputs
 from minillm.kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
@@ -48,20 +48,12 @@ def _attend(
     for position in tl.range(begin, end, TILE, num_stages=STAGES):
         tokens = position + columns
         valid = tokens < end
-        offsets = (blocks.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE)[:, None] * slot_stride + dims[None, :]
+        slots = blocks.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
         # The next tile's block ids, a tile ahead: else its loads wait for them.
         blocks = tl.load(table_ptr + (tokens + TILE) // BLOCK_SIZE, mask=tokens + TILE < end, other=0)
-        mask = valid[:, None] & is_dim[None, :]
-        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
-        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
-        scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        correction = tl.exp2(maximum - new_maximum)
-        weights = tl.exp2(scores - new_maximum[:, None])
-        total = total * correction + tl.sum(weights, axis=1)
-        out = dot(weights.to(v.dtype), v, out * correction[:, None])
-        maximum = new_maximum
+        maximum, total, out = attend_tile(
+            q, k_ptr, v_ptr, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out, ROWS, TILE
+        )
     return maximum, total, out
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
-from collections.abc import Mapping
+import resource
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,3 +201,15 @@ def default_model_of_transformers() -> Any:
     files = find_downloaded("smollm2-135m")
     assert files is not None
     return transformers.AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()
+
+
+@contextlib.contextmanager
+def bounded_memory(room: int) -> Iterator[None]:
+    """Let this process take ``room`` bytes of address space more than now, and no more."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)

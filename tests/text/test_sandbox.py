@@ -7,7 +7,6 @@ import contextlib
 import copy
 import json
 import os
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import bounded_memory
 from test_tokenizer import CORPUS, TEXTS, byte_level, random_texts, sentencepiece
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -28,17 +28,6 @@ from minillm.text.tokenizer import Tokenizer
 
 ROOM = 2 << 30  # bytes that this process may take for one tokenizer
 PROMPTS = ["Hello world", "a" * 60 + "!", "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxy", " " * 100 + "\x00", "北京 é 🎉"]
-
-
-@contextlib.contextmanager
-def bounded_memory() -> Iterator[None]:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def document(directory: Path) -> dict[str, Any]:
@@ -176,7 +165,7 @@ def attempt(directory: Path, *prompts: str) -> str:
     """Load and encode; what was said where it failed."""
     began = time.monotonic()
     try:
-        with bounded_memory():
+        with bounded_memory(ROOM):
             ours = Tokenizer.from_directory(directory, 700)
             for prompt in prompts:
                 ours.encode(prompt)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import resource
 import shutil
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import gguf
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support import TINY, write_tiny_model
+from support import TINY, bounded_memory, write_tiny_model
 from test_checkpoint import gguf_model, write_gguf
 
 from minillm.config import EngineConfig
@@ -31,21 +28,10 @@ from minillm.weights.resolve import resolve
 ROOM = 3 << 30  # bytes that one attempt may take
 
 
-@contextlib.contextmanager
-def bounded_memory() -> Iterator[None]:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
 def attempt(model: Path, max_model_len: int | None = 64) -> None:
     """Load a model as the engine does: anything but success and one line is an error of ours."""
     config, said = EngineConfig(device="cpu", num_blocks=8, max_model_len=max_model_len), ""
-    with bounded_memory():
+    with bounded_memory(ROOM):
         try:
             load_engine(str(model), config)
         except MinillmError as error:
@@ -250,7 +236,7 @@ def test_an_array_that_would_grow_in_memory_is_refused(tmp_path: Path, kind: int
     with path.open("wb") as stream:
         stream.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, kind, count))
         stream.truncate(count * 8 + 100)
-    with bounded_memory(), pytest.raises(WeightsError, match="elements"):
+    with bounded_memory(ROOM), pytest.raises(WeightsError, match="elements"):
         read_header(path)
 
 
