@@ -61,11 +61,13 @@ format: $(VENV)/installed-dev
 # Processes of one thread each: small tensors gain nothing from two threads, and lose by waiting for each other. Three on
 # two cores: many tests wait for a process or a clock.
 # The default weights are fetched first, so that a failed download reads as one and not as fifty failed tests.
-# Python keeps what it has compiled: the tests start hundreds of processes.
+# Python keeps its compiled modules: the tests start hundreds of processes.
+# Hypothesis draws the same examples in each run, as on its profile for CI; `make soak` draws others.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
 	$(BIN)/minillm pull
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "not parity and not soak and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --hypothesis-profile=ci \
+	    -m "not parity and not soak and not gpu"
 
 test-fast: $(VENV)/installed-dev
 	$(BIN)/pytest -m "not slow and not weights and not parity and not soak and not gpu"
@@ -78,9 +80,11 @@ parity: $(VENV)/installed-dev
 	$(BIN)/minillm pull
 	$(BIN)/pytest tests/parity
 
-# Long random work: operations on the books of the cache, requests, typing at the chat.
+# Long random work: operations on the books of the cache, requests, typing at the chat. Then fresh examples of all that
+# Hypothesis draws.
 soak: $(VENV)/installed-dev
 	$(BIN)/pytest -m soak
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "hypothesis and not parity and not soak and not gpu"
 
 # Seeded faults: each must make a test fail. MUTANTS="--only NAME", "--jobs N", "--list"
 mutants: $(VENV)/installed-dev

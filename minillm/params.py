@@ -88,12 +88,10 @@ class _Params:
     """Parameters of sampling and of beam search."""
 
     max_tokens: int = custom(
-        256, _max_tokens, metavar="N", parse=int, help="longest answer in tokens; None: until the context is full"
+        256, _max_tokens, metavar="N", parse=int, help="longest answer in tokens; None: a full context"
     )
     min_tokens: int = integer(0, 0, MAX_TOKENS, help="no end before N tokens")
-    stop: Sequence[str] = custom(
-        (), _stop_strings, repeats=True, help="end at this text, which is not part of the answer; may be several"
-    )
+    stop: Sequence[str] = custom((), _stop_strings, repeats=True, help="end before this text; may be several")
     stop_token_ids: Iterable[int] = custom(
         (),
         _token_ids,
@@ -108,10 +106,10 @@ class _Params:
         help="report the log-probabilities of the chosen token and the N most probable ones, before penalties; -1: all",
     )  # fmt: skip
     repetition_penalty: float = number(
-        1.0, 0.0, 100.0, above=True, help="above 1: tokens of prompt and answer are less likely (Keskar et al. 2019)"
+        1.0, 0.0, 100.0, above=True, help="above 1 makes the tokens so far less likely (Keskar et al. 2019)"
     )
-    presence_penalty: float = number(0.0, -2.0, 2.0, help="taken once from the logit of each token in the answer")
-    frequency_penalty: float = number(0.0, -2.0, 2.0, help="taken for every occurrence of a token in the answer")
+    presence_penalty: float = number(0.0, -2.0, 2.0, help="lowers a logit at the first use of its token")
+    frequency_penalty: float = number(0.0, -2.0, 2.0, help="lowers a logit at every use of its token")
     no_repeat_ngram_size: int = integer(
         0, 0, MAX_TOKENS, help="no run of N tokens twice in prompt and answer (Paulus et al. 2017); 0: off"
     )
@@ -175,7 +173,7 @@ class BeamSearchParams(_Params):
     beam_width: int = integer(4, 1, MAX_N, help="beams kept at each step, in all groups together")
     n: int | None = integer(None, 1, MAX_N, help="answers returned, the best first; None: all beams")
     length_penalty: float = number(
-        1.0, -100.0, 100.0, help="a beam's score is divided by its length to this power: above 0 favours long beams"
+        1.0, -100.0, 100.0, help="power of the length that divides a beam's score (above 0 favours long beams)"
     )
     early_stopping: bool | str = custom(
         False, _early_stopping, metavar="{true,false,never}", parse=_true_false_or_text,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.errors import WeightsError
-from minillm.text.reading import open_regular
+from minillm.text.reading import open_regular, shown
 from minillm.text.safe import clean_line
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -86,7 +86,7 @@ class _Reader:
         infos = [self._tensor_info() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 20:
-            raise self._error(f"general.alignment {alignment!r} is not a power of two")
+            raise self._error(f"general.alignment {shown(alignment)} is not a power of two")
         start = -(-self._at // alignment) * alignment
         tensors: dict[str, TensorInfo] = {}
         for info in infos:

@@ -220,6 +220,14 @@ def test_gguf_metadata(tmp_path: Path, small_gguf: tuple[Header, bytes], data: s
     attempt(path)
 
 
+def test_a_long_text_under_any_gguf_key_ends_in_a_short_line(tmp_path: Path, small_gguf: tuple[Header, bytes]) -> None:
+    header, tensors = small_gguf
+    path = tmp_path / "m.gguf"
+    for key in {*header.metadata, *MORE_KEYS}:
+        path.write_bytes(gguf_bytes({**header.metadata, key: "x" * 5000}, header, tensors))
+        attempt(path)
+
+
 def test_the_sound_models_load(copy: Path, tmp_path: Path, small_gguf: tuple[Header, bytes]) -> None:
     header, tensors = small_gguf
     path = tmp_path / "m.gguf"
