@@ -63,6 +63,9 @@ class Stage(Enum):
     SAVED = auto()  # preempted, and its blocks are on the host
 
 
+PROMPT = Stage.PROMPT  # for each group at each step: Python 3.11 takes 0.1 us to look a member up
+
+
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
     """The sequences of one request: admitted, preempted and resumed together."""
@@ -105,7 +108,7 @@ class SequenceGroup:
     @property
     def computing(self) -> list[Sequence]:
         """The sequences that hold blocks, or would if the group were admitted now."""
-        return self.unfinished[:1] if self.stage is Stage.PROMPT else self.unfinished
+        return self.unfinished[:1] if self.stage is PROMPT else self.unfinished
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,7 @@ from minillm.beams.search import BeamSearch, Candidate
 from minillm.engine.requests import Requests
 from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
 from minillm.params import BeamSearchParams
-from minillm.sequence import Chunk, Sequence, SequenceGroup, Stage
+from minillm.sequence import PROMPT, Chunk, Sequence, SequenceGroup, Stage
 from minillm.text.stop import OutputText
 
 
@@ -60,7 +60,7 @@ class Beams:
             group.sequences[0].text = OutputText(detokenizer, tuple(params.stop), params.min_tokens)
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
-        if group.stage is Stage.PROMPT:
+        if group.stage is PROMPT:
             leader = group.computing[0]
             return [Chunk(group, leader, leader.num_prompt_tokens - leader.num_computed, False)]
         # Beams decode in step: the last token of each waits until all have come as far.

@@ -13,7 +13,7 @@ from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
 from minillm.params import SamplingParams
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn
-from minillm.sequence import Chunk, Sequence, SequenceGroup, Stage
+from minillm.sequence import PROMPT, Chunk, Sequence, SequenceGroup
 from minillm.text.stop import OutputText
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
@@ -34,7 +34,7 @@ class Samples:
             sequence.text = OutputText(detokenizer, tuple(group.params.stop), group.params.min_tokens)
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
-        if group.stage is Stage.PROMPT:
+        if group.stage is PROMPT:
             leader = group.computing[0]
             return [Chunk(group, leader, leader.num_prompt_tokens - leader.num_computed, False)]
         chunks = []
