@@ -15,6 +15,7 @@ import torch
 from minillm.runner.step import StepObserver, StepWork
 
 _EVERY = 0.25  # seconds between two looks
+_IDLE = 0.1  # seconds without a step, after which the load of others is measured anew
 _TOLERATED = 0.35  # of a core: less than that may be taken by others from the last thread
 _STAT = Path("/proc/stat")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -37,10 +38,17 @@ class FreeCores(StepObserver):
         self._cores = len(os.sched_getaffinity(0))
         self._ours = torch.get_num_threads()
         self._seen = self._clocks()
+        self._ended = math.inf  # no step yet: the first one looks back at the loading of the model
 
     def begin(self, work: StepWork) -> None:
-        if time.monotonic() - self._seen[0] >= _EVERY:
+        now = time.monotonic()
+        if now - self._ended > _IDLE:  # others may have used the cores that this process left to them
+            self._seen = self._clocks()
+        elif now - self._seen[0] >= _EVERY:
             self.look()
+
+    def end(self) -> None:
+        self._ended = time.monotonic()
 
     def look(self) -> None:
         """Give torch the cores that were free since the last look."""

@@ -40,9 +40,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     torch.set_num_threads(before)
 
 
-def after(cores: FreeCores, machine: Machine, others: float) -> int:
+def after(cores: FreeCores, machine: Machine, others: float, idle: float = 0.0) -> int:
+    """The number of threads after a step of a second, and another one begun, with ``idle`` seconds between them."""
     machine.others = others
     machine.go_on()
+    cores.end()
+    machine.now += idle
+    machine.busy += others * idle
     cores.begin(None)  # type: ignore[arg-type]
     return torch.get_num_threads()
 
@@ -51,6 +55,14 @@ def test_threads_follow_the_load_of_others_both_ways(machine: Machine) -> None:
     cores = FreeCores(lambda: machine.busy)
     loads = [0.0, 0.2, 1.0, 2.0, 3.0, 4.0, 2.0, 0.5, 0.0]
     assert [after(cores, machine, load) for load in loads] == [4, 4, 3, 2, 1, 1, 2, 3, 4]
+
+
+def test_the_load_while_the_engine_was_idle_does_not_count(machine: Machine) -> None:
+    cores = FreeCores(lambda: machine.busy)
+    assert after(cores, machine, 3.0, idle=10.0) == 4
+    assert after(cores, machine, 3.0) == 1
+    assert after(cores, machine, 0.0, idle=10.0) == 1
+    assert after(cores, machine, 0.0) == 4
 
 
 def test_a_number_that_somebody_else_sets_stays(machine: Machine) -> None:
@@ -76,6 +88,7 @@ def test_it_looks_now_and_then_only(machine: Machine) -> None:
     cores = FreeCores(read)
     for _ in range(100):
         machine.go_on(0.01)
+        cores.end()
         cores.begin(None)  # type: ignore[arg-type]
     assert 3 <= len(looks) <= 5
 
