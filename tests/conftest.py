@@ -25,14 +25,14 @@ if not torch.cuda.is_available():
 
 
 def listing(*directories: Path) -> set[tuple[str, int]]:
-    """Every file below these directories, with the time of its last change."""
+    """List every file below these directories, with the time of its last change."""
     files = [path for directory in directories for path in directory.rglob("*") if path.is_file()]
     return {(str(path), path.stat().st_mtime_ns) for path in files}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_the_users() -> Iterator[None]:
-    """Tests, and the processes that they start, have directories of their own, which are gone with them."""
+    """Tests, and the processes that they start, have directories of their own, which are removed at the end."""
     # A machine without platformdirs has no directories of the user's, unless the environment names them.
     of_user = (data_dir(), config_dir()) if importlib.util.find_spec("platformdirs") else ()
     before = listing(*of_user)
@@ -84,5 +84,5 @@ def theirs() -> Any:
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """What tests marked ``anyio`` run on: Textual knows no other."""
+    """The event loop of tests marked ``anyio``: Textual knows no other."""
     return "asyncio"

@@ -34,7 +34,7 @@ LEFT_BEHIND = shutil.ignore_patterns(
     ".git", ".venv", "__pycache__", ".*_cache", ".hypothesis", "build", "dist", "models"
 )
 ALWAYS_OUT = "not weights and not parity and not soak and not gpu"
-# Each run is forked from a process that has imported what takes long, and nothing of ours.
+# Each run is forked from a process that has imported the slow libraries, and nothing of ours.
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", "pytest", "hypothesis.stateful"])
 
@@ -49,7 +49,7 @@ class Verdict:
 
 
 def problems(fault: Fault) -> list[str]:
-    """What is wrong with an entry of the table, as lines; none where it fits the code."""
+    """List the problems of an entry of the table, as lines; none where it fits the code."""
     found = []
     if not (ROOT / fault.file).is_file():
         return [f"{fault.name}: there is no {fault.file}"]
@@ -79,7 +79,7 @@ def work_in(tree: Path, tests: Sequence[str], output: Path) -> NoReturn:
     for stream in (1, 2):
         os.dup2(written, stream)
     os.chdir(tree)
-    # The suite fails where the user's files change under it, and somebody may chat meanwhile.
+    # The suite fails if the user's files change under it, and the user may chat meanwhile.
     os.environ |= {
         "PYTHONPATH": str(tree),
         "MINILLM_DATA": str(tree / ".data"),
@@ -107,7 +107,7 @@ def run(tree: Path, tests: Sequence[str], timeout: float) -> tuple[int | None, s
     status = process.exitcode
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # and whatever it has started
+        os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
     process.join()
     return status, output.read_text(errors="replace") if output.exists() else ""
 
@@ -159,10 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_all(chosen: list[Fault], directory: Path, jobs: int, timeout: float) -> int:
     """Judge faults in as many copies of the tree as there are jobs. Returns the exit status."""
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    # What a killed run leaves behind is no news.
+    # A killed run leaves objects behind: a warning about them is not news.
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # as `conftest` has it: triton is among what is imported
+        os.environ["TRITON_INTERPRET"] = "1"  # as in `conftest`: triton is among the imports
     trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for number in range(jobs):
         shutil.copytree(ROOT, directory / str(number), symlinks=True, ignore=LEFT_BEHIND)

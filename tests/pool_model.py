@@ -1,8 +1,8 @@
 """A model of the cache that is too simple to be wrong: every sequence keeps its own list of tokens.
 
 `PoolModel` drives a `BlockManager` and plays the device: it holds one value per slot, carries out the recorded copies
-when they are taken, and poisons blocks that become free. After every operation, what a sequence reads through its block
-table must be its own tokens.
+when they are taken, and poisons blocks that become free. After every operation, a sequence must read its own tokens
+through its block table.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PoolModel:
         self.slots = [POISON] * (self.num_blocks * self.block_size)
 
     def allocate(self, prompt: list[int] | None = None) -> int:
-        """A new sequence; of a prompt, it has what the cache holds (the rest is for the caller to append)."""
+        """Make a new sequence; it has the tokens of the prompt that the cache holds (the caller appends the rest)."""
         seq = next(self._ids)
         found = self.manager.find_cached(prompt or [])
         expected = found.num_tokens
@@ -56,14 +56,14 @@ class PoolModel:
 
     def fork(self, parent: int, num_tokens: int | None = None) -> int:
         if any(seq == parent and (num_tokens is None or num_tokens > first) for seq, first, _ in self.pending):
-            self.run_step()  # only what is written can be shared
+            self.run_step()  # only written tokens can be shared
         seq = next(self._ids)
         self.tables[seq] = self.manager.fork(self.tables[parent], seq, num_tokens)
         self.tokens[seq] = self.tokens[parent][:num_tokens]
         return seq
 
     def append(self, seq: int, count: int, values: list[int] | None = None) -> bool:
-        """``count`` tokens more, or ``values``. Without the cache every token is another, to tell them apart."""
+        """Append ``count`` tokens, or ``values``. Without the cache all tokens differ, to tell them apart."""
         if values is not None:
             count = len(values)
         table = self.tables[seq]
@@ -91,7 +91,7 @@ class PoolModel:
         del self.tokens[seq]
 
     def swap_out(self, seqs: list[int]) -> bool:
-        """Send sequences to the host, as far as they are computed."""
+        """Send the computed tokens of sequences to the host."""
         if self.incoming:
             self.run_step()  # a step never sends anything to the host after it has fetched from there
         computed = {seq: len(self.tokens[seq]) for seq in seqs}
@@ -122,16 +122,16 @@ class PoolModel:
         return True
 
     def discard(self, seq: int) -> None:
-        """A sequence ends while it is on the host."""
+        """End a sequence while it is on the host."""
         self.swap.discard(seq)
         del self.away[seq]
 
     def slots_of(self, table: BlockTable, start: int, stop: int) -> list[int]:
-        """Where tokens ``start … stop - 1`` lie."""
+        """The slots of tokens ``start … stop - 1``."""
         return [table.blocks[i // self.block_size] * self.block_size + i % self.block_size for i in range(start, stop)]
 
     def run_step(self) -> None:
-        """The device: what comes from the host first, then the copies, then the writes."""
+        """Play the device: the blocks from the host first, then the copies, then the writes."""
         size = self.block_size
         for host, block in self.incoming:
             self.slots[block * size : (block + 1) * size] = self.host[host]
@@ -155,7 +155,7 @@ class PoolModel:
             self.manager.commit(table, self.tokens[seq], len(self.tokens[seq]))
 
     def check(self) -> None:
-        """Every table reads back its own tokens, and the books balance."""
+        """Check that every table reads back its own tokens, and that the books balance."""
         self.run_step()
         check(self.manager)
         self.swap.check()
@@ -187,7 +187,7 @@ class PoolModel:
 
 
 def random_history(model: PoolModel, rng: random.Random, length: int) -> None:
-    """``length`` random operations of every kind, on prompts that often begin alike; checked as it goes."""
+    """Do ``length`` random operations of every kind, on prompts that often begin alike; check after each."""
     size = model.block_size
     for _ in range(length):
         seqs, choice = list(model.tables), rng.random()

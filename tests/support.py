@@ -1,4 +1,4 @@
-"""What several test files need: small random models, the transformers oracle, and an engine around them."""
+"""Helpers of several test files: small random models, the transformers oracle, and an engine around them."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def engine_for(
 ) -> Engine:
     """An engine of its own; ``on_device`` keeps the state of decoding sequences there (by default: on a GPU).
 
-    There blocks that sequences share are read once wherever there are any, unless ``sharing`` says otherwise.
+    On the device, blocks that sequences share are always read once, unless ``sharing`` says otherwise.
     """
     cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
     scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, SwapSpace(host_blocks), admission)

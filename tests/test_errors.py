@@ -1,4 +1,4 @@
-"""Memory that runs out is one line, whichever library says so."""
+"""Running out of memory gives one line, from any library."""
 
 from __future__ import annotations
 

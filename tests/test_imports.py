@@ -1,4 +1,4 @@
-"""The order of the packages: each imports only what stands before it. And ``--help`` imports nothing heavy."""
+"""The order of the packages: each imports only packages before it. And ``--help`` imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kernels", "minillm", "ui")
 CACHE_MAY_NOT = {"torch", "numpy"}
 
-# Rooms of the house, a floor a line: a room imports what stands on the lines before its own. A folder is one room, and
-# so is a file that lies flat in minillm/.
+# Rooms of the house, one floor a line: a room imports only rooms on the lines before its own. A folder is one room,
+# and so is a file directly in minillm/.
 FLOORS = """
 kernels errors outputs
 checks system
@@ -57,7 +57,7 @@ def sources(package: str) -> list[Path]:
 
 
 def room_of(module: str) -> str | None:
-    """The room of a module of ours: None for ``minillm`` itself and for what is not ours."""
+    """The room of a module of ours: None for ``minillm`` itself and for other projects' modules."""
     parts = module.split(".")
     return parts[1] if parts[0] == "minillm" and len(parts) > 1 else None
 
@@ -76,7 +76,7 @@ def test_every_room_has_its_floor() -> None:
 
 
 def test_a_room_imports_only_what_lies_on_lower_floors() -> None:
-    """TYPE_CHECKING included: a name that is only needed for a type ties two rooms together all the same."""
+    """Imports under TYPE_CHECKING count too: a name that is only needed for a type still ties two rooms together."""
     floor_of = {room: number for number, floor in enumerate(ROOMS) for room in floor}
     for room, path in files_of_rooms():
         if room in ("__init__", "__main__"):
@@ -92,7 +92,7 @@ def test_no_files_of_a_room_import_each_other_in_a_circle() -> None:
     for room, path in files_of_rooms():
         name = ".".join(("minillm", *path.relative_to(ROOT / ("" if room in ("kernels", "ui") else "minillm")).parts))
         modules[name.removesuffix(".py").removesuffix(".__init__")] = imported(path)
-    # The packages that a file lies in are no arrows: ``from minillm.kernels import cpu`` inside kernels means the file.
+    # A file's own packages are not arrows: ``from minillm.kernels import cpu`` inside kernels means the file.
     arrows = {
         name: {each for each in found if each in modules and not f"{name}.".startswith(f"{each}.")}
         for name, found in modules.items()

@@ -148,7 +148,7 @@ def test_stop_strings_are_found_wherever_text_is_cut() -> None:
             assert matched is None
             assert shown == text
         so_far = ""
-        for part in parts[:-1]:  # no beginning of a stop string is shown that completes later
+        for part in parts[:-1]:  # the beginning of a stop string that completes later is not shown
             so_far += part
             assert text.startswith(so_far)
 

@@ -1,4 +1,4 @@
-"""config.toml and MINILLM_MODEL: who wins, what a request gets, and how what is wrong is named."""
+"""config.toml and MINILLM_MODEL: their precedence, the settings of a request, and the names of mistakes."""
 
 from __future__ import annotations
 

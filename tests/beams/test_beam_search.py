@@ -19,7 +19,7 @@ EOS = 2
 @pytest.fixture(scope="module")
 def models() -> tuple[Any, Any]:
     theirs = hf_model(seed=3, vocab_size=97, max_position_embeddings=256).to(DEVICE)
-    # End-of-sequence must come up now and then, or nothing of how searches end is tested.
+    # End-of-sequence must come up now and then, or the end of searches is not tested.
     with torch.no_grad():
         theirs.lm_head.weight[EOS] *= 1.5
     return theirs, ours(theirs)
@@ -53,7 +53,7 @@ def expected(theirs: Any, prompt: list[int], params: BeamSearchParams, eos: list
 
 
 def strip(tokens: list[int], eos: list[int]) -> list[int]:
-    """Without the padding behind the end."""
+    """Remove the padding after the end."""
     ends = [i for i, token in enumerate(tokens) if token in eos]
     return tokens[: ends[0] + 1] if ends else tokens
 

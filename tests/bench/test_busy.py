@@ -28,7 +28,7 @@ def children(pid: int) -> list[int]:
 
 
 def processor_time(pid: int) -> int:
-    """In ticks; that of a process which has ended does not grow."""
+    """Return the time in ticks; the time of a process that has ended does not grow."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return int(user) + int(system)
 
@@ -50,7 +50,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def holding() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A process that lets two others compute, and these."""
+    """A process that lets two others compute, and the ids of those two."""
     with subprocess.Popen(
         [sys.executable, "-c", _HOLDS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -91,7 +91,7 @@ def test_none_outlives_a_process_that_is_stopped(
 
 
 def test_ctrl_c_on_a_terminal_reaches_all_of_them_at_once() -> None:
-    """The whole group gets the signal: nobody prints a traceback but the process that was told to sleep."""
+    """The whole group gets the signal: only the process that was told to sleep prints a traceback."""
     with subprocess.Popen(
         [sys.executable, "-c", _HOLDS],
         stdout=subprocess.PIPE,

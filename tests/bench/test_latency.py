@@ -1,4 +1,4 @@
-"""`minillm bench latency` on a small model: what is measured, not how fast it is."""
+"""`minillm bench latency` on a small model: the reported figures, not the speed."""
 
 from __future__ import annotations
 

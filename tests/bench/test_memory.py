@@ -1,4 +1,4 @@
-"""What `minillm bench memory` replays, against what can be said without it."""
+"""The workloads that `minillm bench memory` replays, against facts that are known without it."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_parts_and_inner_lists_are_shown_and_kept(capsys: pytest.CaptureFixture[
     }
 
 
-# What scripts read: these names stay.
+# Scripts read these names: they stay.
 FIELDS = {
     "latency.LatencyResult": "name batch_size time_to_first_token time_per_output_token decode_rate overall_rate "
     "floor_rate fraction_of_floor idle_share peak_kv_tokens",
@@ -108,7 +108,7 @@ FIELDS = {
 
 
 def some(hint: Any) -> Any:
-    """A value of a field's type, which may be written out or be a string."""
+    """A value of a field's type; the type may be a string."""
     written = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
     kinds = {"int": 3, "float": 0.25, "str": "text", "list[KernelShare]": []}
     kinds |= {"tuple[int, int, int]": (1, 2, 3), "tuple[float, ...]": (0.5, 0.25)}

@@ -201,7 +201,7 @@ def test_runs_join_in_whatever_order_blocks_come_back() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_ten_thousand_random_histories_balance(block_size: int) -> None:
-    """2,500 histories per block size; what each table reads is checked as it goes, the books after each history."""
+    """2,500 histories per block size; the tokens of each table are checked on the way, the books after each history."""
     for seed in range(2500):
         rng = random.Random(seed * 31 + block_size)
         model = PoolModel(num_blocks=rng.choice([1, 2, 3, 8, 24]), block_size=block_size)
@@ -231,7 +231,7 @@ def test_the_alphabet_of_the_histories_collides() -> None:
 
 
 def histories(operations: int, first_seed: int = 0) -> None:
-    """Random histories with every verb, prefix hits and swapping, until so many operations have been done."""
+    """Run random histories with every verb, prefix hits and swapping, until this many operations are done."""
     seed, done = first_seed, 0
     hits = evictions = copies = swaps = 0
     while done < operations:
@@ -288,7 +288,7 @@ def committed(manager: BlockManager, seq_id: int, tokens: list[int], salt: str |
 
 
 def test_a_fork_keeps_the_salt() -> None:
-    """What a fork computes is found by requests of its parent's salt, and by no other."""
+    """Blocks that a fork computes are found by requests with its parent's salt, and by no other."""
     manager = BlockManager(8, 4, prefix_caching=True)
     tokens = list(range(9))
     parent = manager.allocate(0, tokens, "one")
@@ -301,7 +301,7 @@ def test_a_fork_keeps_the_salt() -> None:
 
 
 def test_a_fork_keeps_the_nodes_of_its_full_blocks() -> None:
-    """A fork within a block, which then goes another way: its second block is another one, and is found as such."""
+    """A fork within a block then goes another way: its second block is its own, and its own tokens find it."""
     manager = BlockManager(8, 4, prefix_caching=True)
     first, second = list(range(9)), [*range(6), 60, 70, 80]
     parent = committed(manager, 0, first)
@@ -313,7 +313,7 @@ def test_a_fork_keeps_the_nodes_of_its_full_blocks() -> None:
 
 
 def test_a_block_is_found_behind_its_own_beginning_only() -> None:
-    """The same tokens behind other ones have another K and V."""
+    """The same tokens after other ones have another K and V."""
     manager = BlockManager(8, 4, prefix_caching=True)
     committed(manager, 0, list(range(9)))
     assert manager.find_cached([4, 5, 6, 7, 8]).num_tokens == 0
@@ -322,7 +322,7 @@ def test_a_block_is_found_behind_its_own_beginning_only() -> None:
 
 
 def test_of_a_table_the_tail_is_evicted_first() -> None:
-    """A block behind one that is gone can never be found: it would only take room."""
+    """A block after an evicted one can never be found: it would only take room."""
     manager = BlockManager(5, 4, prefix_caching=True)
     tokens = list(range(17))
     manager.free(committed(manager, 0, tokens))
@@ -344,7 +344,7 @@ def test_a_salt_survives_the_host() -> None:
 
 
 def test_hits_are_as_frequent_as_a_simple_oracle_says() -> None:
-    """A pool that holds k prefixes of equal length, least recently used: exactly the k latest ones are hit."""
+    """A pool holds k prefixes of equal length and evicts the least recently used: exactly the k latest ones are hit."""
     rng = random.Random(8)
     manager = BlockManager(7 * 3 + 1, 4, prefix_caching=True)
     latest: list[int] = []

@@ -28,7 +28,7 @@ from minillm.text.safe import clean
 
 
 def process(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """`minillm` as users start it. It imports torch first, which takes longer than what most tests here ask of it."""
+    """Run `minillm` as users start it. It imports torch first, which takes longer than most commands tested here."""
     result = subprocess.run(
         [sys.executable, "-m", "minillm", *arguments],
         input=stdin.encode(),
@@ -40,7 +40,7 @@ def process(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
 
 
 def minillm(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
-    """`minillm` in this process, where torch is imported already, with standard streams like those of `process`."""
+    """Run `minillm` in this process, where torch is imported already, with standard streams like those of `process`."""
     data = stdin.encode() if isinstance(stdin, str) else stdin
     out, errors, own_input = io.BytesIO(), io.BytesIO(), os.dup(0)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryFile() as file:
@@ -139,7 +139,7 @@ ODD = "a\u2028b\x85c\x1ed \x9b31m \u202e"
 
 
 def test_odd_characters_of_requests_come_back_as_they_were(generate: Any, small: list[str], tmp_path: Path) -> None:
-    """Neither does a line end within a text, nor a lone surrogate end the run, nor reach a terminal what it obeys."""
+    """A line end within a text and a lone surrogate do not end the run. Terminal controls are not printed."""
     requests = [{"prompt": ODD, "max_tokens": 1}, {"prompt": "\ud83d!", "max_tokens": 1, "id": "\udfff"}]
     path, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps(requests[0], ensure_ascii=False), json.dumps(requests[1])]
@@ -269,7 +269,7 @@ def test_hostile_names_are_shown_and_not_obeyed() -> None:
 
 
 def test_what_a_model_says_cannot_drive_the_terminal(tiny_model: Path, tmp_path: Path) -> None:
-    """A model that is pushed to say ESC and nothing else."""
+    """A model is made to say ESC and nothing else."""
     backend = tokenizers.Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
     escape = backend.encode("\x1b", add_special_tokens=False).ids[-1]
     request = {"prompt": "x", "logit_bias": {escape: 100}, "max_tokens": 4, "temperature": 0}
@@ -347,7 +347,7 @@ def test_ctrl_c_keeps_finished_results(tiny_model: Path, tmp_path: Path) -> None
 
 
 def test_ctrl_c_while_loading_is_quiet(tiny_model: Path) -> None:
-    """From when Python itself has started; before that it has words of its own for it."""
+    """The signals come once Python itself has started; before that, Python prints its own message."""
     begun = "print('begun', flush=True); from minillm.cli.main import main; raise SystemExit(main())"
     for delay in (0.05, 0.4, 0.8, 1.3):
         process = subprocess.Popen(
@@ -367,7 +367,7 @@ def test_ctrl_c_while_loading_is_quiet(tiny_model: Path) -> None:
 
 
 def run_on_terminal(*arguments: str) -> tuple[int, str]:
-    """Run with stdin, stdout and stderr on a terminal; what it printed."""
+    """Run with stdin, stdout and stderr on a terminal. Returns the exit code and the output."""
     pid, master = pty.fork()
     if pid == 0:
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))

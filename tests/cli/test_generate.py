@@ -1,4 +1,4 @@
-"""``minillm generate`` and the files around it: what it reads, what it writes, what it leaves as it is."""
+"""``minillm generate`` and the files around it: those that it reads, writes and leaves alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(tiny_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """``minillm generate`` in this process: its exit code, output and errors."""
+    """Run ``minillm generate`` in this process. Returns its exit code, output and errors."""
     monkeypatch.setenv("MINILLM_CONFIG", str(tmp_path))
     monkeypatch.delenv("MINILLM_MODEL", raising=False)
 
@@ -78,7 +78,7 @@ def test_what_is_not_for_us_is_neither_read_nor_waited_for(tmp_path: Path) -> No
     for number in (ours, theirs):
         os.close(number)
     assert prompts_with(subprocess.DEVNULL, "nothing") == (["nothing"], "")
-    reader, writer = os.pipe()  # somebody has it open and never writes
+    reader, writer = os.pipe()  # another process has it open and never writes
     prompts, said = prompts_with(reader, "hello", patience=0.2)
     assert prompts == ["hello"]
     assert "nothing came through standard input in 0.2 seconds" in said
@@ -196,7 +196,7 @@ def test_the_models_own_sampling_is_below_everything_that_is_given(run: Run, tin
     assert ids("--seed", "1") != greedy
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- the output -------------------------------------------------------------------------------------------------------
 
 
 def test_log_probabilities_bring_the_tokens_text(run: Run) -> None:

@@ -12,7 +12,7 @@ from minillm.sequence import Sequence, SequenceGroup, Stage
 
 
 def group(prompt: int, max_tokens: int, output: int = 0, n: int = 1) -> SequenceGroup:
-    """A group of one sequence so far, ``output`` tokens behind its prompt."""
+    """A group of one sequence so far, ``output`` tokens past its prompt."""
     return SequenceGroup(
         request_id="",
         params=SamplingParams(n=n, max_tokens=max_tokens),
@@ -26,7 +26,7 @@ def group(prompt: int, max_tokens: int, output: int = 0, n: int = 1) -> Sequence
 
 @pytest.mark.parametrize(("prompt", "n", "blocks"), [(7, 1, 2), (8, 1, 3), (9, 1, 3), (7, 3, 4), (8, 3, 5), (9, 3, 5)])
 def test_a_prompt_needs_room_for_the_token_behind_it(prompt: int, n: int, blocks: int) -> None:
-    """Of a partly filled block each sequence needs one of its own; a full one is shared."""
+    """Each sequence needs its own copy of a partly filled block; a full one is shared."""
     assert blocks_to_finish_prompt(group(prompt, 9, n=n), 4) == blocks
 
 

@@ -31,7 +31,7 @@ def greedy(theirs: Any, prompt: list[int], bad: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_greedy_tokens_are_those_of_transformers(models: tuple[Any, Any], on_device: bool) -> None:
-    """Runs of one to three tokens, taken from the text that comes without them, and one that the prompt begins."""
+    """Runs of one to three tokens, taken from the text generated without a ban, and one that the prompt begins."""
     theirs, model = models
     rng = random.Random(2)
     requests: list[tuple[list[int], Any]] = []

@@ -25,7 +25,7 @@ def models() -> tuple[Any, Any]:
 
 
 def greedy(theirs: Any, prompt: list[int]) -> list[int]:
-    theirs(torch.tensor([[5]], device=DEVICE))  # a short text resets the angles, which it keeps of the longest one
+    theirs(torch.tensor([[5]], device=DEVICE))  # transformers keeps the longest text's angles: a short one resets them
     ids = theirs.generate(
         torch.tensor([prompt], device=DEVICE), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
     )

@@ -1,4 +1,4 @@
-"""The engine on a small random model: the same request gives the same tokens, whatever else happens to it."""
+"""The engine on a small random model: the same request gives the same tokens, under any load."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_a_request_as_large_as_the_pool_is_taken_and_one_block_larger_is_not(mod
 
 
 def test_a_step_keeps_to_its_budget_and_its_seats(model: Llama) -> None:
-    """Tokens of a step, and sequences at a time, never exceed their limits, and both limits are reached."""
+    """The tokens of a step and the running sequences never exceed their limits, and both limits are reached."""
     requests = [(prompt, SamplingParams(n=1 + number % 3, seed=number, max_tokens=1 + number % 9))
                 for number, prompt in enumerate(prompts(30))]  # fmt: skip
     engine = engine_for(model, num_blocks=400, max_num_batched_tokens=12, max_num_seqs=7)
@@ -214,7 +214,7 @@ def test_a_step_keeps_to_its_budget_and_its_seats(model: Llama) -> None:
 
 
 def test_two_requests_are_not_admitted_into_the_room_of_one(model: Llama) -> None:
-    """Of the first one only the prompt has blocks yet, and its samples will need one each."""
+    """Only the prompt of the first one has blocks yet, and its samples will need one each."""
     engine = engine_for(model, num_blocks=8, block_size=4)
     params = SamplingParams(n=3, seed=0, max_tokens=4)
     run(engine, [([6] * 8, params), ([7] * 8, params)])
@@ -233,7 +233,7 @@ def test_a_prompt_that_lacks_one_block_waits(model: Llama) -> None:
     "params", [SamplingParams(n=3, seed=1, max_tokens=9), BeamSearchParams(beam_width=3, max_tokens=9)]
 )
 def test_a_saved_group_comes_back_as_a_whole(model: Llama, params: Any) -> None:
-    """A prompt in front of it leaves less of the step's budget than it has sequences: it waits for the next step."""
+    """A prompt ahead of it leaves less of the budget than the group has sequences: it waits for the next step."""
     [alone] = run(engine_for(model), [([5] * 4, params)])
     engine = engine_for(model, max_num_batched_tokens=4, max_num_seqs=4, host_blocks=60, on_device=False)
     group = engine.add_request("0", [5] * 4, params)
@@ -255,7 +255,7 @@ def test_a_saved_group_comes_back_as_a_whole(model: Llama, params: Any) -> None:
 
 
 def test_the_latest_is_preempted_and_comes_back_first(model: Llama) -> None:
-    """The oldest request is never preempted, and one that was goes before those that have not begun."""
+    """The oldest request is never preempted, and a preempted one goes before those that have not begun."""
     engine = engine_for(model, num_blocks=16, block_size=4, max_num_seqs=3, admission="optimistic")
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     outputs = run(engine, [([5 + number] * 6, params) for number in range(6)])
@@ -322,7 +322,7 @@ def test_a_held_sequence_gives_its_blocks_to_the_next_turn(model: Llama) -> None
     assert engine.cache.num_free == 64
     [afresh] = run(engine_for(model), [(longer, GREEDY)])
     assert tokens([output]) == tokens([afresh])
-    # Another beginning shares only what is common; an identical prompt still computes its last token.
+    # A different prompt shares only the common beginning; an identical prompt still computes its last token.
     group = engine.add_request("3", [5] * 10, GREEDY, hold=True)
     while engine.has_work:
         engine.step()

@@ -31,7 +31,7 @@ PREFIX = list(range(40, 60))
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Whatever happens, the books balance, every request ends, and every answer is the one that it has alone."""
+    """After any series of events the books balance, every request ends, and every answer is the one it gives alone."""
 
     @initialize(
         on_device=st.booleans(),
@@ -42,7 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, on_device: bool, block_size: int, host_blocks: int, admission: str) -> None:
         if not MODELS:
             # In float64 a batch of another size rounds alike once it is cut to float32: in float32 about one draw in
-            # 10^5 is so near a tie that it falls differently.
+            # 10^5 is so near a tie that it comes out differently.
             MODELS.append(ours(hf_model(), dtype=torch.float32 if DEVICE.type == "cuda" else torch.float64))
         self.engine = engine_for(
             MODELS[0], num_blocks=30 * (4 // block_size), block_size=block_size, max_num_seqs=8,
@@ -63,7 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             group = self.engine.add_request(name, prompt, kind, hold=hold)
         except CapacityError:
-            return  # it could never fit beside what is pinned
+            return  # it could never fit beside the pinned blocks
         self.requests[name] = (prompt, kind)
         if hold:
             self.groups[name] = group
@@ -145,7 +145,7 @@ ANSWERS: dict[tuple[tuple[int, ...], int], list[list[int]]] = {}
 
 
 def answer(prompt: list[int], kind: Any) -> list[list[int]]:
-    """What the request gives alone, in a pool with room for everything."""
+    """The tokens that the request gives alone, in a pool with room for everything."""
     key = (tuple(prompt), KINDS.index(kind))
     if key not in ANSWERS:
         engine = engine_for(MODELS[0], num_blocks=128, on_device=False)

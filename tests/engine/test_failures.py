@@ -141,7 +141,7 @@ def test_blocks_of_a_failed_step_are_not_found(model: Llama) -> None:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_what_outlives_a_failure_has_its_own_tokens(model: Llama, on_device: bool) -> None:
-    """Requests that waited, or were saved on the host, while a step failed before or behind the device's work."""
+    """Requests that waited, or were saved on the host, while a step failed before or after the device's work."""
     kinds = (
         SamplingParams(temperature=0, max_tokens=30),
         SamplingParams(n=2, seed=1, max_tokens=24, repetition_penalty=1.2),
@@ -202,7 +202,7 @@ def test_the_device_is_told_everything_after_a_failure(model: Llama) -> None:
     engine.runner.compute = failing  # type: ignore[method-assign]
     engine.add_request("fails", [5, 6], params)
     with pytest.raises(RuntimeError):
-        engine.step()  # the prompt's, and the one behind it
+        engine.step()  # the prompt's, and the one after it
     engine.runner.compute = compute  # type: ignore[method-assign]
     engine.take_finished()
     [output] = run(engine, [([7, 8, 9], params)])

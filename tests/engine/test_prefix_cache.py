@@ -73,7 +73,7 @@ def test_identical_prompts_in_one_batch_compute_once(model: Llama) -> None:
 
 
 def test_cached_blocks_of_a_prompt_are_no_room_for_it(model: Llama) -> None:
-    """Blocks that nobody holds are free until a prompt finds them: then they cannot be its new ones as well."""
+    """Blocks that no sequence holds are free until a prompt finds them: then they cannot be its new ones as well."""
     engine = engine_for(model, num_blocks=20)
     prompt = list(range(3, 43))
     finish(engine, "first", prompt)
@@ -202,10 +202,10 @@ def tokens_of(engine: Engine, kind: str, others: int) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_request_gives_the_same_tokens_whatever_else_happens(model: Llama, kind: str) -> None:
-    """Prefix cache on and off, no preemption, swap, recompute, block sizes, chunk sizes, alone and in a crowd.
+    """Prefix cache on and off; no preemption, swap and recompute; block and chunk sizes; alone and in a crowd.
 
-    Each kind of request goes through half of the combinations, in which every three settings meet; each combination is
-    gone through by two kinds.
+    Each kind of request runs in half of the combinations, in which every three settings meet. Two kinds run in each
+    combination.
     """
     expected = tokens_of(engine_for(model, num_blocks=512, prefix_caching=False), kind, 0)
     preempted = {"swap": 0, "recompute": 0}

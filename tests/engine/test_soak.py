@@ -20,7 +20,7 @@ from minillm.params import BeamSearchParams, SamplingParams
 
 SECONDS = float(os.environ.get("MINILLM_SOAK_SECONDS", "480"))
 REQUESTS = int(os.environ.get("MINILLM_SOAK_REQUESTS", "20000"))
-KINDS = 300  # different requests; each comes many times, in ever other company
+KINDS = 300  # different requests; each comes many times, always among different ones
 
 
 def some_request(rng: random.Random, number: int, prefixes: list[list[int]]) -> tuple[list[int], Any]:
@@ -43,7 +43,7 @@ def some_request(rng: random.Random, number: int, prefixes: list[list[int]]) -> 
 
 
 def expected_tokens(model: Llama, requests: list[tuple[list[int], Any]]) -> list[Any]:
-    """Each request alone, computed eagerly by a host that sends everything at every step."""
+    """Compute each request alone, eagerly, on a host that sends everything at every step."""
     answers = []
     for request in requests:
         [output] = run(engine_for(model, num_blocks=256, on_device=False), [request])
@@ -56,7 +56,7 @@ def resident_bytes() -> int:
 
 
 def device_memory() -> tuple[int, int]:
-    """Bytes in tensors, and bytes taken from the device by all that runs on it: contexts, streams, graphs."""
+    """Bytes in tensors, and bytes taken from the device by everything on it: contexts, streams, graphs."""
     if DEVICE.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info()
@@ -100,7 +100,7 @@ def drive(engine: Engine, rng: random.Random, requests: list[tuple[list[int], An
     scheduler = engine.scheduler
     print(f"{number} requests, {compared} compared, {wrong} differ, {steps} steps, {time.monotonic() - began:.0f} s")
     print(f"{scheduler.preemption.count} preemptions, {scheduler.swap.num_swapped_out} blocks swapped out")
-    # Greedy choices between logits that differ in the last bit only may fall otherwise in another batch.
+    # A greedy choice between logits that differ only in the last bit may come out differently in another batch.
     assert wrong <= compared // 10_000
     check(engine.cache)
     assert engine.cache.num_free == engine.cache.num_blocks

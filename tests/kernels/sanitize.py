@@ -1,10 +1,10 @@
-"""Every kernel once, over small odd shapes: what NVIDIA's compute-sanitizer watches.
+"""Every kernel once, over small odd shapes, under NVIDIA's compute-sanitizer.
 
     export PYTHONPATH=.:tests/kernels PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck  --error-exitcode 9 python tests/kernels/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 9 python tests/kernels/sanitize.py
 
-Without torch's caching allocator every tensor is an allocation of its own, so that a read beyond its end is seen.
+Without torch's caching allocator every tensor is an allocation of its own, so that a read beyond its end is noticed.
 """
 
 from __future__ import annotations

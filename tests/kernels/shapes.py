@@ -16,7 +16,7 @@ from minillm.kernels import AttentionShape, Pages, SamplingInputs
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-# Relative error norms against float64. The interpreter cuts a bfloat16 off where hardware rounds: twice is 1.6e-2.
+# Relative error norms against float64. The interpreter truncates a bfloat16 where hardware rounds: twice is 1.6e-2.
 CPU_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 TOLERANCE = {**CPU_TOLERANCE, torch.bfloat16: 1e-2 if ON_GPU else 2e-2}
 DTYPES = list(TOLERANCE)
@@ -107,7 +107,7 @@ def in_float64(pages: Pages) -> Pages:
 def forked_tables(
     num_seqs: int, block_size: int, longest: int, rng: random.Random
 ) -> tuple[list[list[int]], list[int]]:
-    """Block tables as forks make them, in no order: trees of any depth, sequences alone, and padding between them.
+    """Block tables as forks make them, in random order: trees of any depth, lone sequences, and padding between them.
 
     A table may begin with any part of another's full blocks; the others are its own.
     """

@@ -18,7 +18,7 @@ CAPACITY = 4 * WORDS
 
 
 def exchanges(ranks: int, capacity: int = CAPACITY, shots: int = 1) -> tuple[list[Exchange], list[Tensor]]:
-    """Each rank's, and their inboxes, all on one device."""
+    """The exchange of each rank, and their inboxes, all on one device."""
     inboxes = [torch.zeros(inbox_words(ranks, capacity, shots), dtype=torch.int64, device=DEVICE) for _ in range(ranks)]
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], dtype=torch.int64, device=DEVICE)
 
@@ -30,7 +30,7 @@ def exchanges(ranks: int, capacity: int = CAPACITY, shots: int = 1) -> tuple[lis
 
 
 def place(inbox: Tensor, ranks: int, number: int, source: int) -> Tensor:
-    """Where the ``number``-th sum's words from ``source`` lie."""
+    """The part of the inbox that holds the words from ``source`` for the ``number``-th sum."""
     return inbox.view(2, ranks, -1)[number % 2, source]
 
 
@@ -58,7 +58,7 @@ def test_a_rank_sends_its_part_and_adds_up_what_arrives(dtype: torch.dtype, rank
             x = parts[rank].clone()
             assert all_reduce(x, made[rank]) is x
             expected = reference.all_reduce(parts)
-            if ON_GPU or dtype != torch.bfloat16:  # the interpreter cuts a bfloat16 off where hardware rounds
+            if ON_GPU or dtype != torch.bfloat16:  # the interpreter truncates a bfloat16 where hardware rounds
                 assert torch.equal(x, expected)
             assert relative_error(x, torch.stack(parts).double().sum(0)) < TOLERANCE[dtype]
             for program in range(programs):
@@ -74,7 +74,7 @@ def test_a_rank_sends_its_part_and_adds_up_what_arrives(dtype: torch.dtype, rank
 def slice_messages(
     sent: Tensor, owner: int, inbox: Tensor, source: int, shot: int, numbers: list[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each program: the words of ``owner``'s slice in its sum, and where ``source`` puts them in that shot."""
+    """For each program: the words of ``owner``'s slice in its sum, and their place among ``source``'s of that shot."""
     ranks = inbox.numel() // (4 * WORDS * len(numbers))
     length = slice_of(sent.numel() * sent.itemsize // 4, ranks)
     for program in range(-(-length // WORDS)):
@@ -156,9 +156,9 @@ def test_what_it_takes() -> None:
 @pytest.mark.skipif(not ON_GPU, reason="needs programs that run at once")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ranks_that_run_at_once(dtype: torch.dtype) -> None:
-    """On streams of one GPU: many sums of all sizes one after another, and replayed from graphs.
+    """Many sums of all sizes on streams of one GPU, one after another, and replayed from graphs.
 
-    Two ranks: more streams may share one of the hardware's queues, and there one would stand in another's way.
+    There are two ranks: more streams may share one of the hardware's queues, where one would block another.
     """
     ranks = 2
     made, inboxes = exchanges(ranks)

@@ -30,7 +30,7 @@ from minillm.kernels.chunked_prefill import _prefill_attention_kernel, prefill_a
 def check_prefill(
     dtype: torch.dtype, heads: tuple[int, int, int], block_size: int, chunks: list[tuple[int, int]], seed: int
 ) -> None:
-    """``chunks`` lists (tokens of the chunk, tokens cached before it)."""
+    """Compare with the reference; ``chunks`` lists (tokens of the chunk, tokens cached before it)."""
     num_heads, kv_heads, head_dim = heads
     lengths = [count + cached if count else cached for count, cached in chunks]
     pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed)

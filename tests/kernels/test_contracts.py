@@ -1,4 +1,4 @@
-"""What all ops have in common."""
+"""Properties that all ops share."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_pool_beyond_2_to_the_31_elements() -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("bias", [False, True])
 def test_fused_projections_are_their_parts(rows: int, bias: bool) -> None:
-    """Whatever the batch size chooses, the ops that the model calls are the reference's."""
+    """The ops that the model calls agree with the reference, on the path that each batch size chooses."""
     x, norm_weight, residual = (randn(*shape, dtype=torch.float32) for shape in ((rows, 48), (48,), (rows, 34)))
     weight, offset = randn(34, 48, dtype=torch.float32), randn(34, dtype=torch.float32) if bias else None
     linear = kernels.LinearWeight(weight, offset)

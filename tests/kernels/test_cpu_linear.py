@@ -47,7 +47,7 @@ def test_linear(dtype: torch.dtype, rows: int, biased: bool) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 5, 16, 40])
 @pytest.mark.parametrize("biased", [False, True])
 def test_linear_with_weights_that_were_published_in_half_precision(rows: int, biased: bool) -> None:
-    """As exact as float32, though the weights are kept in float16 where torch can multiply those."""
+    """The result is as exact as float32, though the weights are kept in float16 where torch can multiply float16."""
     weight, bias = (torch.randn(48, 80) * 0.1).bfloat16().float(), torch.randn(48) if biased else None
     weight[3, 4] = 2.0**-22 * (1 + 2**-7)  # float16 has no room for its last digits, nor does a float32 sum
     x = torch.randn(rows, 80)
@@ -64,7 +64,7 @@ def published(rows: int, columns: int) -> Tensor:
 
 
 def check_each_row(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
-    """Each output by itself is as exact as float32 makes it: large ones beside it hide no error."""
+    """Check that each output is as exact as in float32: large ones beside it hide no error."""
     got = kernels.linear(x, LinearWeight(weight.clone(), bias))
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     for row in range(len(weight)):
@@ -74,7 +74,7 @@ def check_each_row(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Non
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("scale", [2.0**-40, 1e-7, 1e-5, 1e-4, 1e-2, 1e6])
 def test_a_part_of_a_fused_matrix_may_be_of_another_size(scale: float, biased: bool) -> None:
-    """V small beside Q and K, and made up for by O; one head of many; one row that was never trained."""
+    """V may be small beside Q and K, and O make up for it; or one head is small; or one row was never trained."""
     for part in (slice(32, 48), slice(40, 44), slice(7, 8)):
         weight, bias = published(48, 300), torch.randn(48) if biased else None
         weight[part] = (weight[part] * scale).bfloat16().float()
@@ -85,7 +85,7 @@ def test_a_part_of_a_fused_matrix_may_be_of_another_size(scale: float, biased: b
 
 @pytest.mark.parametrize("scale", [1e-5, 1e-4, 1e-2, 1e3])
 def test_inputs_may_be_of_several_sizes(scale: float) -> None:
-    """A norm's weight makes some columns large, and theirs are small in the matrix behind it."""
+    """A norm's weight makes some columns large, and the next matrix is small in those columns."""
     weight, x = published(48, 300), torch.randn(40, 300)
     weight[:, :100] = (weight[:, :100] * scale).bfloat16().float()
     x[:, :100] /= scale

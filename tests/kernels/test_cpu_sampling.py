@@ -1,4 +1,4 @@
-"""The sampler on a CPU: what may be drawn, how often, and that a draw depends on its own seed and position only."""
+"""The sampler on a CPU: the tokens that may be drawn, and how often; a draw depends only on its seed and position."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inputs(rows: int, **settings: float) -> SamplingInputs:
 
 
 def expected_distribution(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Plain Python over one row, in float64: the definition, token by token."""
+    """Apply the definition to one row, token by token, in plain Python and float64."""
     scaled = (logits.double() / temperature).tolist()
     order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
     kept = order[: top_k or None]
@@ -112,7 +112,7 @@ def test_extreme_temperatures_stay_finite(temperature: float, cut: dict[str, flo
 
 @pytest.mark.parametrize("count", [1, 3, 50, 100])
 def test_of_equal_tokens_the_lower_id_comes_first(count: int) -> None:
-    """What is told beside a token begins with it, where it is the most probable one."""
+    """The list of the most probable tokens begins with the greedy one."""
     logits = torch.randn(20, 100)
     rounded = (logits * 4).round() / 4
     for each in (logits, rounded, logits.round(), torch.zeros(3, 100), torch.where(logits > 0, 1.0, float("-inf"))):

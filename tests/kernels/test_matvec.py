@@ -42,7 +42,7 @@ def test_matvec(dtype: torch.dtype, bias: bool, tokens: int, features: int, colu
 
 
 def test_a_matvec_of_a_few_tokens_is_that_of_each() -> None:
-    """To the bit: what a sequence says does not depend on its neighbours."""
+    """Results are equal to the bit: a sequence's answer does not depend on its neighbours."""
     x, norm_weight = randn(3, 600, dtype=torch.bfloat16), randn(600, dtype=torch.bfloat16)
     weight, residual = randn(22, 600, dtype=torch.bfloat16), randn(3, 22, dtype=torch.bfloat16)
     for padded in (x[:3], torch.cat((x, x[:1]))):

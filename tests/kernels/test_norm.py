@@ -25,7 +25,7 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 def test_norms_cast_as_llama_does() -> None:
-    """Normalise in float32, round, then multiply: almost every bit as in transformers' module."""
+    """Normalising in float32, rounding, then multiplying gives almost every bit of transformers' module."""
     for dtype in (torch.bfloat16, torch.float16) if ON_GPU else (torch.float16,):
         x, weight = randn(4, 576, dtype=dtype), randn(576, dtype=dtype)
         variance = x.float().pow(2).mean(-1, keepdim=True)

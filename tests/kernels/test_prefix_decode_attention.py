@@ -1,4 +1,4 @@
-"""Attention over a prefix tree: the same numbers as the reference, whatever is shared, and shared blocks read once."""
+"""Attention over a prefix tree: the reference's numbers for any shared blocks, each of which is read once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_against_reference(
     assert plan is not None, "this batch shares nothing"
     n = len(tables) + 2
     work = WorkList.allocate(n, shape, DEVICE)
-    work.words.fill_(1)  # of the plan before
+    work.words.fill_(1)  # of the previous plan
     work.fill(plan)
     tables, lens = [*tables, [], []], [*lens, 0, 0]
     num_blocks = max(block for table in tables for block in table) + 1
@@ -73,7 +73,7 @@ def test_prefix_attention(
 
 @pytest.mark.parametrize("block_size", [1 << power for power in range(9)])
 def test_a_tree_of_depth_three_whose_members_are_no_neighbours(block_size: int) -> None:
-    """System prompt, then one of two documents, then samples; and strangers between them."""
+    """A system prompt, then one of two documents, then samples; unrelated sequences stand between them."""
     fresh = iter(range(10**6))
     blocks = max(1, 64 // block_size)
 
@@ -101,7 +101,7 @@ def test_a_plan_holds_while_sequences_grow() -> None:
 
 
 def test_a_shared_block_is_read_for_all() -> None:
-    """One item reads the shared run, whatever the number of sequences, and no tail reads it again."""
+    """One item reads the shared run, for any number of sequences, and no tail reads it again."""
     shape = shape_of(8, 2, 16, torch.bfloat16, processors=1)
     tables = [[*range(32), 100 + number] for number in range(10)]
     plan = check_against_reference(tables, [32 * 4 + 3] * 10, 4, shape, torch.bfloat16)
@@ -111,7 +111,7 @@ def test_a_shared_block_is_read_for_all() -> None:
 
 
 def test_launches_in_a_row_use_results_of_their_own() -> None:
-    """The results of a launch lie where those of the one before it lay; the phases and the merge overlap."""
+    """A launch writes its results over those of the previous one; the phases and the merge overlap."""
     shape = shape_of(8, 2, 64, torch.bfloat16, processors=132 if ON_GPU else 1)
     num_seqs, prefix = (40, 4096) if ON_GPU else (3, 32)
     for tail in (1, 8, 100):

@@ -1,4 +1,4 @@
-"""What sequences share, found in their block tables, and cut into a list of work."""
+"""The blocks that sequences share, found in their tables and cut into a list of work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler draws what the reference draws."""
+"""The sampler draws the same tokens as the reference."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_cuts_that_the_candidates_cannot_decide(top_k: int, top_p: float) -> Non
 
 
 def reference_support(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """A little more than what may be drawn: sums of float32 decide the last token either way."""
+    """The tokens that may be drawn, with a little margin: float32 sums may decide the last token either way."""
     values, ids = logits.double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     kept = rank < (top_k or logits.shape[1])
@@ -128,7 +128,7 @@ def test_logits_of_any_dtype_are_drawn_from(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_a_row_of_nan_is_told_and_ends(top_k: int) -> None:
-    """A search for a cut among numbers without an order must not go on for ever."""
+    """A search for a cut among numbers without an order must end."""
     logits = randn(3, 700, dtype=torch.float32)
     logits[0, 5] = float("nan")
     logits[1] = float("nan")

@@ -1,4 +1,4 @@
-"""What config.json and generation_config.json may say: end tokens, defaults of sampling, and nonsense."""
+"""The values in config.json and generation_config.json: end tokens, defaults of sampling, and nonsense."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfi
 
 
 def test_end_tokens_are_those_of_generation_config_where_it_names_any() -> None:
-    """As transformers' ``generate`` has it; without any, config.json's."""
+    """transformers' ``generate`` does the same; where it names none, config.json's count."""
     assert read(eos_token_id=5).eos_token_ids == (5,)
     assert read({"eos_token_id": [7, 9, 7]}, eos_token_id=5).eos_token_ids == (7, 9)
     assert read({"eos_token_id": 7}, eos_token_id=[5, 6]).eos_token_ids == (7,)
@@ -33,7 +33,7 @@ def test_end_tokens_are_those_of_generation_config_where_it_names_any() -> None:
 
 
 def test_a_chat_ends_with_the_tokenizers_own_end_token_too(tiny_model: Path, tmp_path: Path) -> None:
-    """Templates end a turn with it, and not every generation_config.json of a tune names it."""
+    """Templates end a turn with it, and some tuned models' generation_config.json does not name it."""
     copy = Path(shutil.copytree(tiny_model, tmp_path / "copy"))
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 640]}))
     engine = LLM(str(copy), device="cpu", num_blocks=8).engine

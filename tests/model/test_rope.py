@@ -1,4 +1,4 @@
-"""Rotary embeddings that config.json may ask for, against transformers given the same keys."""
+"""Rotary embeddings that config.json may ask for, against transformers with the same keys."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_longrope_within_the_original_context_is_one_table() -> None:
 
 @pytest.mark.parametrize("name", ["longrope", "longrope, factor"])
 def test_an_answer_that_leaves_the_original_context_is_that_of_transformers(name: str) -> None:
-    """Both keep the angles of what they computed before."""
+    """Both keep the angles of the tokens that they computed before."""
     theirs, ours = theirs_and_ours(CONFIGS[name])
     prompt = tokens_of(ORIGINAL - 6)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_a_sliding_window_is_no_matter_within_it() -> None:
     for longest in (33, None):
         with pytest.raises(WeightsError, match=r"sliding_window .*--max-model-len 32"):
             mistral(longest, sliding_window=32)
-    # What transformers takes where the key is missing.
+    # The default of transformers where the key is missing.
     mistral(4096, max_position_embeddings=32768)
     with pytest.raises(WeightsError, match="--max-model-len 4096"):
         mistral(max_position_embeddings=32768)

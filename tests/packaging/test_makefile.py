@@ -1,4 +1,4 @@
-"""Which build of torch `make` installs: nothing is run, only asked for."""
+"""The build of torch that `make` installs: its commands are printed, not run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an environment gets: one import name, `minillm`, whichever way it is installed and whatever else is there."""
+"""An environment gets one import name, `minillm`, from any kind of installation and beside any other packages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(*command: object, cwd: Path | None = None) -> str:
-    """Run a program outside the checkout, of which it must not know by itself."""
+    """Run a program outside the checkout, which it must not find by itself."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -79,7 +79,7 @@ def test_a_wheel_of_the_sdist_is_the_wheel_of_the_checkout(wheel: Path, sdist: P
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """The interpreter of an empty environment, in which our dependencies can be imported, but not ourselves."""
+    """The interpreter of an empty environment, in which our dependencies can be imported, but not our own packages."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     folders = [folder for folder in sys.path if folder.endswith("site-packages")]
@@ -118,7 +118,7 @@ def foreign(name: str, directory: Path) -> Path:
 
 
 def check_ours(python: Path, where: Path, cwd: Path) -> None:
-    """`minillm` works, and all of it comes from ``where``."""
+    """Check that `minillm` works, and that all of it comes from ``where``."""
     assert "smollm2-135m" in run(python.parent / "minillm", "models", cwd=cwd)
     code = f"""
 import importlib.util, minillm

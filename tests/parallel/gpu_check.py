@@ -1,8 +1,8 @@
 """Several ranks on GPUs, checked and measured by hand: ``python tests/parallel/gpu_check.py --sizes 2 4``.
 
-Not a test that pytest collects: it wants several GPUs, and prints figures.
+pytest does not collect it: it needs several GPUs, and prints figures.
 
-0. Sums of all sizes over N ranks are right, in one shot and by NCCL, and what each of the two takes.
+0. Sums of all sizes over N ranks are right, in one shot and by NCCL; both are timed.
 1. The same tokens on N ranks as on one, float32, random weights: greedy, seeded samples, n = 4, penalties, beams, with
    CUDA graphs and without, and with a pool that preempts (swap and recompute).
 2. A rank that is killed in the middle ends the run with its name.

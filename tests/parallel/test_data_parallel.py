@@ -41,7 +41,7 @@ def test_each_thing_is_handed_out_once_and_the_last_ones_singly() -> None:
 
 
 def test_nothing_beyond_the_last_is_handed_out() -> None:
-    """Between a replica's look at what is left and its hold of it, others have taken the rest."""
+    """A replica looks at the rest of the prompts; before it takes its part, others have taken them all."""
 
     class Late:
         def add(self, name: str, count: int) -> int:

@@ -1,4 +1,4 @@
-"""Several nodes: here, several torchruns of one machine, which know no more of each other than those of two."""
+"""Several nodes: here, several torchruns on one machine, which know no more of each other than those on two."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from minillm.parallel.shared_work import Replicas
 
 
 def nodes(count: int, *arguments: str) -> Iterator[subprocess.CompletedProcess[str]]:
-    """``minillm`` on so many nodes, each with one process."""
+    """Start ``minillm`` on this many nodes, each with one process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     options = ["--nproc-per-node=1", f"--nnodes={count}", "--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -117,7 +117,7 @@ print("still there")
 
 
 def test_bench_share_ends_in_one_line_when_the_first_node_is_gone() -> None:
-    """The second of two replicas on two nodes; the first, which has torchrun's store, dies before they begin."""
+    """The second of two replicas on two nodes runs; the first, which has torchrun's store, dies before they begin."""
     program = """
 import sys, time
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""Without CUDA's driver: what is asked for is refused by name, and nothing else. On GPUs `gpu_check.py` uses it."""
+"""Peer memory without CUDA's driver: a request for it is refused by name. On GPUs `gpu_check.py` uses it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_handle_carries_the_place_within_its_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a driver that plays back what it is given: the address that is opened is the one that was exported."""
+    """With a fake driver: the opened address lies as far into its allocation as the exported one."""
     x = torch.zeros(16, dtype=torch.int64)
     base = x.data_ptr() - 4096
 

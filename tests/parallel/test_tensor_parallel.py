@@ -1,4 +1,4 @@
-"""Several ranks compute what one computes: in threads over small random models, and in processes over real weights."""
+"""Several ranks give the results of one: in threads over small random models, and in processes over real weights."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
-    """Ranks share the cores; whoever comes after them gets them back."""
+    """Let ranks share the cores; later tests get all the cores back."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-# --- who holds what ---------------------------------------------------------------------------------------------------
+# --- the part of each rank --------------------------------------------------------------------------------------------
 
 
 @given(
@@ -181,7 +181,7 @@ def engine_over(model: Llama, line: Line | None, *, num_blocks: int, host_blocks
 
 @contextlib.contextmanager
 def team(model: Any, size: int, *, num_blocks: int, host_blocks: int = 0, **options: Any) -> Iterator[Engine]:
-    """An engine over ``size`` ranks, of which all but rank 0 are threads that do what a follower does."""
+    """An engine over ``size`` ranks; all but rank 0 are threads that act as followers."""
     config, tensors = tensors_of(model)
     store, line = torch.distributed.HashStore(), Line(size - 1)
 
@@ -196,7 +196,7 @@ def team(model: Any, size: int, *, num_blocks: int, host_blocks: int = 0, **opti
                 engine.runner.compute(wire.decode(message))
         except BaseException as error:
             os.write(2, f"rank {rank}: {error!r}\n".encode())
-            os._exit(1)  # the others would wait for it for ever
+            os._exit(1)  # the others would wait for it forever
 
     threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, size)]
     for thread in threads:
@@ -425,7 +425,7 @@ def test_ctrl_c_ends_all_ranks(tiny_model: Path, when: str) -> None:
         process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)
     errors = process.communicate()[1]
-    if when == "starting":  # else it may have been through
+    if when == "starting":  # otherwise it may have finished already
         assert process.returncode == 130, errors
     for pid in workers:
         wait_until_gone(pid)
@@ -444,7 +444,7 @@ def _workers_of(parent: int) -> list[int]:
 
 @pytest.mark.slow
 def test_a_process_that_waits_for_a_dead_rank_is_ended() -> None:
-    """What a device's wait looks like from here: a call that does not return and hears no signal."""
+    """A device's wait, seen from Python, is a call that does not return and hears no signal."""
     program = """
 import ctypes, socket
 from minillm.parallel import channel

@@ -77,7 +77,7 @@ def test_the_same_beams_and_scores(llm: LLM, theirs: Any, number: int) -> None:
 def generated(
     theirs: Any, ids: list[int], params: BeamSearchParams, eos: list[int]
 ) -> tuple[list[list[int]], list[float]]:
-    """transformers' beams, without the padding behind their ends, and their scores."""
+    """transformers' beams, without the padding after their ends, and their scores."""
     expected = theirs.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids)),

@@ -61,7 +61,7 @@ def alone(llm: LLM) -> Callable[[tuple[int, ...]], list[int]]:
 def test_logits_and_greedy_tokens_are_those_of_transformers(
     llm: LLM, theirs: Any, alone: Callable[[tuple[int, ...]], list[int]], prompt: dict[str, Any]
 ) -> None:
-    """Tokens are greedy if each is the most probable one after those before it: one pass tells that of all of them."""
+    """Tokens are greedy if each is the most probable one after those before it: one pass checks all of them."""
     ids = prompt_ids(llm, prompt)
     model = llm.engine.runner.model
     chunks = [512] * (len(ids) // 512) + ([len(ids) % 512] if len(ids) % 512 else [])
@@ -113,7 +113,7 @@ def run(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], int]
 def test_alone_together_and_preempted_give_the_same_tokens(
     llm: LLM, alone: Callable[[tuple[int, ...]], list[int]], names: tuple[str, ...]
 ) -> None:
-    # The longest first: it is never preempted, and those behind it get what it leaves.
+    # The longest first: it is never preempted, and the later ones get the blocks that it leaves.
     prompts = sorted((prompt_ids(llm, prompt) for prompt in named(names)), key=len, reverse=True)
     expected = [alone(tuple(ids)) for ids in prompts]
     model = llm.engine.runner.model

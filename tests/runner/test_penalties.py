@@ -16,7 +16,7 @@ PROMPT, OUTPUT = [5, 5, 9], [7, 7, 8]
 
 
 def processed(logits: list[float], end_ids: tuple[int, ...] = (), **values: Any) -> list[float]:
-    """Logits of the token behind `PROMPT` and `OUTPUT`, by these parameters."""
+    """Logits of the token after `PROMPT` and `OUTPUT`, under these parameters."""
     sequence, params = Sequence(0, PROMPT + OUTPUT, len(PROMPT)), SamplingParams(**values)
     group = SequenceGroup(
         "", params, None, 99, [sequence], RequestMetrics(arrival_time=0.0), Stage.SPLIT, end_ids=end_ids,  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ def attend_by_list(q: Tensor, pages: Pages, scale: float, work: WorkList) -> Ten
 
 @pytest.mark.parametrize("seed", range(2))
 def test_what_sequences_share_is_known_at_every_step(model: Llama, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples, beams, prefix hits, preemption by swap and recompute, prompts between: never a list gone stale."""
+    """Samples, beams, prefix hits, preemption by swap and recompute, prompts between: the list is never stale."""
     rng = random.Random(seed)
     requests = [each for each in everything(rng, 20) if not getattr(each[1], "logprobs", None)]
     expected = run(engine_for(model, num_blocks=400, on_device=False), requests)
@@ -173,7 +173,7 @@ def test_the_next_step_is_launched_before_the_host_has_seen_this_one(model: Llam
 
 
 def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
-    """A stop token is seen when the step after it is under way: what that one computes is not the sequence's."""
+    """A stop token is seen when the step after it is under way: the token of that step is not the sequence's."""
     engine = engine_for(model, on_device=True)
     [plain] = run(engine, [([5, 6, 7], SamplingParams(temperature=0, max_tokens=12))])
     stop = plain.outputs[0].token_ids[6]
@@ -198,7 +198,7 @@ def test_a_held_sequence_ends_where_its_tokens_end(model: Llama) -> None:
 
 
 def test_blocks_are_saved_in_a_step_that_computes_nothing(model: Llama) -> None:
-    """The first request waits for its last token, and the only other one has to go: nothing is left to compute."""
+    """The first request waits for its last token, and the only other one must make room: nothing is left to compute."""
     requests = [
         ([5, 6, 7], SamplingParams(temperature=0, max_tokens=17)),
         ([8] * 9, SamplingParams(temperature=0, max_tokens=24)),
@@ -231,7 +231,7 @@ def test_blocks_are_saved_in_a_step_that_computes_nothing(model: Llama) -> None:
 
 
 def test_a_failure_between_two_steps_loses_no_finished_answer(model: Llama) -> None:
-    """The first step's tokens are told although the launch of the next one failed."""
+    """The first step's tokens are reported although the launch of the next one failed."""
     engine: Engine = engine_for(model, on_device=True)
     engine.add_request("ends", [5, 6], SamplingParams(temperature=0, max_tokens=1))
     engine.add_request("goes on", [7, 8], SamplingParams(temperature=0, max_tokens=5))

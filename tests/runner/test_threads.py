@@ -13,7 +13,7 @@ from minillm.runner.threads import FreeCores, follows_free_cores
 
 
 class Machine:
-    """Four cores, and programs of others that keep some of them busy."""
+    """Four cores, and other programs that keep some of them busy."""
 
     def __init__(self) -> None:
         self.others = 0.0  # cores

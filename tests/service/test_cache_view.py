@@ -20,7 +20,7 @@ SIZE, NUM_BLOCKS = 4, 40
 
 
 class Engine:
-    """As much of an engine as the view looks at: a cache, a swap space, and what happens to them at random."""
+    """The parts of an engine that the view reads: a cache, a swap space, and random changes to both."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -44,7 +44,7 @@ class Engine:
         return self.next_id
 
     def act(self) -> None:
-        """One thing that an engine does to its cache, where there is room for it."""
+        """Do one thing that an engine does to its cache, if there is room for it."""
         draw, cache, swap = self.random, self.cache, self.scheduler.swap
         tables = list(cache.tables.values())
         kind = draw.choice(["new", "grow", "grow", "grow", "fork", "free", "swap", "return", "pin"])

@@ -67,14 +67,14 @@ class Engine:
             self.events.append(event)
 
     async def wait_for(self, kind: type[Event], count: int = 1) -> Event:
-        """The ``count``-th event of this kind."""
+        """Wait for the ``count``-th event of this kind."""
         with anyio.fail_after(60):
             while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
                 await asyncio.sleep(0.01)
         return found[count - 1]
 
     async def pool(self, condition: Callable[[Pool], object]) -> Pool:
-        """The pool as all pictures together tell it, once it is so."""
+        """Return the pool that all pictures together give, once it meets the condition."""
         with anyio.fail_after(60):
             while True:
                 pool = Pool(32, 16, 1024)
@@ -86,7 +86,7 @@ class Engine:
                 await asyncio.sleep(0.01)
 
     async def find(self, kind: type[Wanted], condition: Callable[[Wanted], object] = lambda _: True) -> Wanted:
-        """The first event of a kind that meets a condition."""
+        """Wait for the first event of a kind that meets a condition."""
         with anyio.fail_after(60):
             while True:
                 for event in self.events:
@@ -356,7 +356,7 @@ def test_messages_survive_the_pipe() -> None:
             line = encode(message)
             assert line.count(b"\n") == 1
             assert decode(line) == message
-    # What UTF-8 does not have is replaced, as it is before a model sees it.
+    # Characters that UTF-8 lacks are replaced, as they are before a model sees them.
     assert decode_command(encode(question("a", "one\ud800"))) == question("a", "one\ufffd")
 
 

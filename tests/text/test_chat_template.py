@@ -1,4 +1,4 @@
-"""Chat templates: rendered as transformers renders them, and held in bounds."""
+"""Chat templates: rendered as transformers renders them, and within bounds."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ TEMPLATES = {
 
 
 def say(*texts: str, system: str | None = None) -> list[dict[str, str]]:
-    """A conversation in turns, the user's first."""
+    """Make a conversation of alternating turns, the user's first."""
     start = [] if system is None else [{"role": "system", "content": system}]
     return start + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 

@@ -19,7 +19,7 @@ from minillm.text.tokenizer import Tokenizer
 
 
 def metadata_of(directory: Path, pre: str) -> dict[str, Any]:
-    """What llama.cpp's converter would write for a byte-level tokenizer.json."""
+    """The metadata that llama.cpp's converter would write for a byte-level tokenizer.json."""
     state = json.loads((directory / "tokenizer.json").read_text())
     backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     vocabulary = sorted(backend.get_vocab(True).items(), key=lambda item: item[1])
@@ -48,7 +48,7 @@ def test_byte_level_bpe_is_rebuilt(tmp_path: Path, pre: str, split: str | None) 
 
 
 def plain_sentencepiece(text: str, vocabulary: dict[str, int], scores: list[float]) -> list[int]:
-    """SentencePiece's BPE written out: again and again merge the neighbours whose union scores best, leftmost first."""
+    """SentencePiece's BPE written out: it keeps merging the neighbours whose union scores best, leftmost first."""
     pieces = list(("▁" + text.replace(" ", "▁")) if text else "")
     while True:
         candidates = [

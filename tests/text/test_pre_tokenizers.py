@@ -17,7 +17,7 @@ from tokenizers import Regex, pre_tokenizers
 from minillm.text.pre_tokenizers import _CASED, SPLITS, _class_of
 from minillm.text.tokenizer import Tokenizer
 
-# llama.cpp's lists (src/llama-vocab.cpp), where they are not one expression. What none matches is a piece of its own.
+# llama.cpp's lists (src/llama-vocab.cpp), where they are not one expression. Text that none matches is its own piece.
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 LLAMA_CPP = {
     "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],

@@ -1,4 +1,4 @@
-"""What may be given as a prompt, and what is said of the rest."""
+"""The values that may be a prompt, and the errors for all others."""
 
 from __future__ import annotations
 

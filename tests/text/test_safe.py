@@ -1,4 +1,4 @@
-"""Text of strangers before it reaches a terminal."""
+"""Untrusted text before it reaches a terminal."""
 
 from __future__ import annotations
 

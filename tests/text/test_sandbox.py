@@ -1,4 +1,4 @@
-"""Tokenizers of strangers: programs run elsewhere, give the same ids, and end in one line where they are bad."""
+"""Untrusted tokenizers: their programs run elsewhere, give the same ids, and end in one line if they are bad."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_other_models_are_not_known(tmp_path: Path) -> None:
     assert not is_known({})
 
 
-# --- they give what the library gives ---------------------------------------------------------------------------------
+# --- they give the library's ids --------------------------------------------------------------------------------------
 
 
 def unigram(directory: Path) -> Path:
@@ -162,7 +162,7 @@ def test_no_one_forges_a_turn_there(tmp_path: Path) -> None:
 
 
 def attempt(directory: Path, *prompts: str) -> str:
-    """Load and encode; what was said where it failed."""
+    """Load and encode. Returns the error's text, or "" without an error."""
     began = time.monotonic()
     try:
         with bounded_memory(ROOM):
@@ -251,7 +251,7 @@ def test_added_tokens_without_end_are_refused(tmp_path: Path, tokens: list[dict[
 
 
 def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    """The library may take the other one."""
+    """The library may use the other one."""
     text = (byte_level(tmp_path) / "tokenizer.json").read_text()
     evil = json.dumps(sequence("normalizers", *[replace("a", "aaaa")] * 18))
     first = text.replace('"normalizer": null', f'"normalizer": {evil}, "normalizer": null', 1)
@@ -302,7 +302,7 @@ RELAXED = settings(
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The ways to the parts of a document, but only to a few entries of long ones."""
+    """The paths to the parts of a document, but only to a few entries of long parts."""
     items = (
         list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
     )

@@ -18,8 +18,8 @@ from minillm.text.stop import OutputText, StreamingDetokenizer
 def ending(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[int, str, str] | None:
     """The rule, said plainly: (tokens, text, stop string) of the completion that these pieces of text make.
 
-    The first stop string to be complete behind the first ``min_tokens`` tokens ends it; of two that are complete at the
-    same character the longer one.
+    The first stop string to be complete after the first ``min_tokens`` tokens ends it; if two are complete at the same
+    character, the longer one does.
     """
     whole = "".join(pieces)
     immune = len("".join(pieces[:min_tokens]))
@@ -117,7 +117,7 @@ def check(llm: LLM, output: Any, params: Any) -> bool:
 
 @pytest.mark.parametrize("beams", [False, True])
 def test_samples_and_beams_end_by_the_rule(llm: LLM, beams: bool) -> None:
-    """Stop strings of one and of two characters, that one token may hold twice; ends before and behind min_tokens."""
+    """Stop strings have one or two characters, and one token may hold two; ends come before and after min_tokens."""
     rng = random.Random(8)
     seen = 0
     for number in range(25):

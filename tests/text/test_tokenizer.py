@@ -1,4 +1,4 @@
-"""The tokenizer against Hugging Face's, and against people who type control tokens."""
+"""The tokenizer against Hugging Face's, and against control tokens in a user's text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def byte_level(tmp_path: Path, *, split: str | None = None, template: str | None
 
 
 def sentencepiece(tmp_path: Path, template: str | None = None) -> Path:
-    """A BPE in SentencePiece's style, as Llama 2, TinyLlama and Mistral have it."""
+    """A BPE in SentencePiece's style, like those of Llama 2, TinyLlama and Mistral."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
@@ -377,7 +377,7 @@ def test_a_control_token_without_end_is_refused() -> None:
 
 
 def test_byte_tokens_that_are_no_character_become_stand_ins_alone(tmp_path: Path) -> None:
-    """Where it differs from transformers on purpose: see the module's docstring."""
+    """This differs from transformers on purpose: see the module's docstring."""
     ours = Tokenizer.from_directory(sentencepiece(tmp_path))
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     ids = [_token_of(ours, byte) for byte in (0xC3, 0xA9, 0xFF)]

@@ -13,7 +13,7 @@ FAKE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
 
 
 class Breakable(chat_app.ChatApp):
-    """F12 is a defect."""
+    """F12 triggers a defect."""
 
     def key_f12(self) -> None:
         raise RuntimeError("a defect \x1b[31mof the app")

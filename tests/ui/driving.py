@@ -31,7 +31,7 @@ async def chat(
     store: SessionStore | None = None,
     **settings: Any,
 ) -> AsyncIterator[Pilot[None]]:
-    """The app with its engine ready, or with whatever comes of a model that is not called ``fake`` in the script."""
+    """Run the app. Its engine is ready, unless the script is asked for a model other than ``fake``."""
     with TemporaryDirectory() as directory:
         store = store or SessionStore(Path(directory))
         app = ChatApp(
@@ -70,7 +70,7 @@ async def ask(pilot: Pilot[Any], text: str, seconds: float = 60) -> Turn:
 
 
 async def answered(pilot: Pilot[Any], before: Turn | None, seconds: float = 60) -> Turn:
-    """Wait for the end of the answer of another turn than ``before``."""
+    """Wait for the end of the answer of a turn other than ``before``."""
     chat_screen = screen(pilot)
     await until(
         pilot, lambda: chat_screen.talk.conversation.leaf is not before and chat_screen.talk.run is None, seconds

@@ -1,6 +1,6 @@
-"""A scripted engine: speaks the messages of `minillm.service`, computes nothing. The question chooses what happens.
+"""A scripted engine: it speaks the messages of `minillm.service` and computes nothing. The question chooses the events.
 
-Run as a program. ``echo …`` answers with what follows; the other words stand in `answer`.
+Run it as a program. ``echo …`` answers with the words after it; the other commands stand in `answer`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def answer(command: Generate) -> None:
 
 
 def samples(name: str, count: int) -> None:
-    """Each says its number, one word more than the one before it; until they are stopped if there are five."""
+    """Let each say its number, one word more than the one before it. Five of them go on until they are stopped."""
     send(Started(name, 20, 4, 0.05))
     ended: set[int] = set()
     for round_number in range(1, 200):
@@ -146,7 +146,7 @@ def samples(name: str, count: int) -> None:
 
 
 def beams(name: str, width: int) -> None:
-    """They overtake each other once."""
+    """Let them overtake each other once."""
     send(Started(name, 20, 4, 0.05))
     views = [BeamView(f"beam {i}", -0.1 * i, -1.0 * i, 10, False) for i in range(1, width + 1)]
     send(BeamsChanged(name, views))
@@ -174,7 +174,7 @@ def stream(name: str, pieces: list[str], pause: float = 0.0) -> None:
 
 
 def load(command: Load) -> bool:
-    """What the model's name asks for; False where it cannot be loaded."""
+    """Load the model, or fail as its name asks; False if it cannot be loaded."""
     send(Loading(Progress("loading weights", 1, 3, "layers")))
     if command.model == "missing":
         send(LoadFailed("no such model \x1b[31mhere", 1))

@@ -15,7 +15,7 @@ def new_pool(num_blocks: int = 128, num_host_blocks: int = 32) -> Pool:
 
 
 def name(owner: str, index: int) -> str:
-    """As the chat names sequences."""
+    """The chat's name for a sequence."""
     return owner if owner in ("system prompt", "turn 1") else f"{owner} · {index + 1}"
 
 
@@ -74,5 +74,5 @@ def steps(num_steps: int) -> list[StepReport]:
 
 
 def facts(block: int) -> BlockFacts:
-    """A block whose tokens are a stranger's."""
+    """A block with hostile text among its tokens."""
     return BlockFacts(block, ["The", " quick", "\n", HOSTILE], 17, "16", 3.2)

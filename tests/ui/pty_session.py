@@ -1,4 +1,4 @@
-"""A program on a pseudo-terminal: what it writes, byte for byte, and how it leaves the terminal."""
+"""A program on a pseudo-terminal: its output, byte for byte, and the state in which it leaves the terminal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Session:
         self.before = termios.tcgetattr(slave)
 
     def read(self, seconds: float) -> bytes:
-        """What comes within this time."""
+        """Read the output that comes within this time."""
         end = time.monotonic() + seconds
         start = len(self.output)
         while select.select([self._master], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -59,7 +59,7 @@ class Session:
     def wait_for(self, text: str, seconds: float = 30) -> None:
         """Read until ``text`` has been written since something was last typed.
 
-        What two waits after one input look for may come in either order: one redraw writes all of the screen.
+        The texts of two waits after one input may come in either order: one redraw writes all of the screen.
         """
         wanted, end = text.encode(), time.monotonic() + seconds
         while wanted not in self.output[self._typed :]:
@@ -80,7 +80,7 @@ class Session:
             self.process.send_signal(signal.SIGWINCH)
 
     def end(self, seconds: float = 15) -> int:
-        """Wait for the program's end, of which Python has nothing to say; returns the exit code as a shell does."""
+        """Wait for the program's end, without a message from Python; returns the exit code as a shell does."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not end; the last was {self.output[-600:]!r}"
@@ -91,7 +91,7 @@ class Session:
         return code if code >= 0 else 128 - code
 
     def modes_left_on(self) -> list[str]:
-        """The modes whose last word was "on", and "raw" if the line discipline is not what it was."""
+        """The modes that were last switched on, and "raw" if the line discipline has changed."""
         left = [name for name, (on, off) in MODES.items() if self.output.rfind(on) > self.output.rfind(off)]
         if termios.tcgetattr(self._slave)[:4] != self.before[:4]:
             left.append("raw")

@@ -1,4 +1,4 @@
-"""An answer's life as a plain object: its commands to the engine, its ends; no screen, no engine."""
+"""An answer's life as a plain object: its commands to the engine, and its endings; no screen, no engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Paper:
-    """A transcript that nobody looks at: it shows no turn, and keeps the notes."""
+    """A transcript without a screen: it shows no turn, and keeps the notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

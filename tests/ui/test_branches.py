@@ -59,7 +59,7 @@ async def test_continuing_adds_to_the_same_answer() -> None:
     async with chat() as pilot:
         turn = await ask(pilot, "echo one")
         await pilot.press("alt+c")
-        # The script answers the last message, whoever said it.
+        # The script answers the last message, from either side.
         await until(pilot, lambda: turn.answer.text == "oneone" and not turn.answer.is_open)
         await until(pilot, lambda: "oneone" in seen(pilot))
 

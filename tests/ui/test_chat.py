@@ -1,4 +1,4 @@
-"""The chat app, driven by Textual's Pilot on the scripted engine: what the user does, and what is seen."""
+"""The chat app, driven by Textual's Pilot on the scripted engine: the user's actions, and the screen."""
 
 from __future__ import annotations
 
@@ -398,13 +398,13 @@ async def test_beside_a_model_the_screen_is_drawn_no_more_often_than_its_share_a
         await pilot.pause(0.1)
         assert 0.4 < drawing.interval <= 0.5  # 20 ms are its share of a second: more than the longest pause
         drawing.soon()
-        drawing.pace(False)  # what waits need not wait longer
+        drawing.pace(False)  # waiting text need not wait longer
         assert drawing.interval == 0.1
         await until(pilot, lambda: len(drawn) == 5)
 
 
 async def test_the_app_ends_after_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long that takes: asyncio complains on the terminal of a process that outlives the event loop."""
+    """The app waits even for a slow engine: asyncio prints a complaint if a process outlives the event loop."""
     stop, codes = EngineProcess.stop, []
 
     async def slow_stop(engine: EngineProcess) -> None:

@@ -158,7 +158,7 @@ def test_the_tabs_and_the_commands_of_views_have_the_same_keys() -> None:
 
 
 async def nothing(talk: object, argument: str) -> None:
-    """What a command may do."""
+    """Do nothing, as a command's action."""
 
 
 def test_one_declaration_feeds_all() -> None:

@@ -37,7 +37,7 @@ def test_the_pool_follows_the_changes() -> None:
     assert [pool.filled[block] for block in (2, 6, 7)] == [16, 16, 8]
     assert {seq_id: table.blocks for seq_id, table in pool.tables.items()} == {1: [2, 6, 7]}
     assert (len(pool.log), pool.num_logged, len(pool.history)) == (2, 5, 2)
-    # The blocks of a table on the host are none of the device's.
+    # The blocks of a table on the host are not the device's.
     assert sorted(pool.apply(CacheChanged([TableView(1, "c", 1, "swapped", 40, [0, 1, 2])]))) == [2, 6, 7]
     assert pool.figures == PoolFigures(free_blocks=8)
 

@@ -1,4 +1,4 @@
-"""Markdown that grows: whatever pieces it comes in, the widgets are those of the whole text."""
+"""Markdown that grows: it may come in any pieces, and the widgets are those of the whole text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Shown(App[None]):
 
 
 def texts(widget: Widget) -> Iterator[tuple[str, Region]]:
-    """Every text below, and where it stands."""
+    """Every text below the widget, and its region."""
     for child in widget.walk_children(Static):
         yield str(child.visual), child.region.translate(-widget.region.offset)
 

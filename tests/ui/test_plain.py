@@ -76,7 +76,7 @@ def test_a_chat_line_by_line_needs_no_textual(tiny_model: Path, tmp_path: Path) 
 
 
 class Dialogue:
-    """A chat in this process, and what it prints."""
+    """A chat in this process, and its output."""
 
     def __init__(self, model: Path, directory: Path, **sampling: object) -> None:
         self.output, self.notes = io.StringIO(), io.StringIO()

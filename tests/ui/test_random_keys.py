@@ -1,4 +1,4 @@
-"""Random typing at `minillm chat`, as a process on a terminal: whatever comes when, it goes on, and ends well."""
+"""Random typing at `minillm chat`, as a process on a terminal: with keys in any order, it goes on, and ends well."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = [(80, 24), (130, 40), (40, 10), (200, 60), (20, 5)]
 
 
 def something(rng: random.Random) -> str:
-    """What one gesture types: a question, a command, a key, or a click."""
+    """The keys of one gesture: a question, a command, a key, or a click."""
     kind = rng.choices(["question", "command", "key", "mouse"], [25, 20, 45, 6])[0]
     if kind == "question":
         return rng.choice(QUESTIONS) + "\r"
@@ -38,7 +38,7 @@ def something(rng: random.Random) -> str:
 
 
 def type_at_random(running: Session, rng: random.Random) -> list[str]:
-    """Some of it in one go, some of it twice, the rest after a while; returns what was typed."""
+    """Type gestures, some in one go, some repeated, some after a while. Returns the keys typed."""
     typed: list[str] = []
     running.read(rng.choice([0.1, 0.5, 2.0]))
     held = ""

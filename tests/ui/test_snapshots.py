@@ -19,7 +19,7 @@ SIZES = [(80, 24), (160, 50)]
 
 
 def normal(svg: str) -> str:
-    """Without what differs from run to run, and from one release of Textual's exporter to the next: ids, the cursor."""
+    """Replace the ids, which differ from run to run, and from one release of Textual's exporter to the next."""
     return re.sub(r"terminal-\d+", "terminal-0", svg)
 
 

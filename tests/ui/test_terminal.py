@@ -1,4 +1,4 @@
-"""`minillm chat` as a process on a terminal: what reaches the terminal, and how it is left."""
+"""`minillm chat` as a process on a terminal: its output, and the state in which it leaves the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from fake_engine import HOSTILE
 from pty_session import CHAT, ROOT, Session, session
 
-# What the app itself may send: cursor, colour and mode sequences of a fixed form.
+# The app itself may send only these: cursor, colour and mode sequences of a fixed form.
 _OWN = re.compile(
     rb"\x1b\[[0-9;]*[HfmABCDJKX]|\x1b\[\?[0-9;]+[hl]|\x1b\[\?[0-9;]*\$p|\x1b\[[<>=]?[0-9;]*u|\x1b\[>[0-9;]*q|"
     rb"\x1b\]22;[a-z-]*\x07|\x1b\[\?u|\x1bP[\x20-\x7e]*\x1b\\|\x1b\[c|\x1b\[[0-9;]* ?[qt]|\x1b7|\x1b8"
@@ -32,7 +32,7 @@ def engines(log: Path) -> set[int]:
 
 
 def gone(process: int) -> bool:
-    """Whether the process has ended, or is a zombie of a parent that we are not."""
+    """Whether the process has ended, or is a zombie of another parent."""
     try:
         return Path(f"/proc/{process}/stat").read_text().split(") ")[1][0] in "ZX"
     except OSError:
@@ -174,7 +174,7 @@ def test_enter_pressed_twice_in_a_dialog(opened_by: str, shown: str, tmp_path: P
 
 @pytest.mark.parametrize("keys", ["\x0e", "\x1b[1;3D\x0e", "\x1br\x0e\x1br"], ids=["new", "branch", "regenerate"])
 def test_a_key_in_the_midst_of_a_question(keys: str) -> None:
-    """What keys do waits until the question is asked: no answer belongs to a conversation that is no longer there."""
+    """The action of a key waits until the question is asked: no answer belongs to a conversation that is gone."""
     with session() as running:
         start(running)
         running.type("echo first\r")
@@ -285,7 +285,7 @@ def test_without_colour_every_state_still_reads() -> None:
 @pytest.mark.weights
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 def test_in_tmux_from_start_to_quit(tmp_path: Path) -> None:
-    """As people use it: typed keys, a captured screen, ctrl-c at bad moments, and a shell that is whole afterwards."""
+    """As people use it: typed keys, a captured screen, ctrl-c at bad moments, and an intact shell at the end."""
     server = f"minillm-test-{os.getpid()}"
 
     def tmux(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""The six views of the memory, on an app that is nothing but their panel: what is fed, and what is seen."""
+"""The six views of the memory, on an app that is nothing but their panel: from pictures fed in to the screen."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WIDE, NARROW = (120, 40), (80, 24)
 
 
 class PanelApp(App[None]):
-    """The panel beside nothing."""
+    """The panel alone."""
 
     AUTO_FOCUS = None
     CSS_PATH = [STYLES / "app.tcss", STYLES / "memory" / "memory.tcss"]  # noqa: RUF012
@@ -101,7 +101,7 @@ def styled(pilot: Pilot, text: str) -> Segment:
 
 
 async def settle(pilot: Pilot) -> None:
-    """Longer than the panel waits before it asks for a block."""
+    """Wait longer than the panel does before it asks for a block."""
     await pilot.pause(0.15)
     await pilot.pause()
 

@@ -1,4 +1,4 @@
-"""A hub small enough to break on purpose: what the hub client asks of huggingface.co, over a few files in memory."""
+"""A hub small enough to break on purpose: the part of huggingface.co that the client needs, over files in memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FakeHub:
 
     def __enter__(self) -> FakeHub:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        # It looks that often whether it shall end, and a test waits for it.
+        # The server checks this often whether to end, and a test waits for it.
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read is what was written, and damage is named."""
+"""Checkpoints: the tensors read are those written, and damage is named."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_directory_that_is_no_model_is_said(tmp_path: Path) -> None:
 
 
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp's conversion of q and k, as its converter does it."""
+    """q and k as llama.cpp's converter permutes them."""
     shape = (heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
 
@@ -315,7 +315,7 @@ def test_unsupported_gguf_models_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def attempt(path: Path, data: bytes) -> str | None:
-    """Open ``data`` as a GGUF checkpoint and read all of it: None, or the one line it was refused with."""
+    """Open ``data`` as a GGUF checkpoint and read all of it. Returns None, or the line that refused it."""
     path.write_bytes(data)
     try:
         checkpoint = GGUFCheckpoint(path)

@@ -1,4 +1,4 @@
-"""Downloads: from a hub that breaks in every way we know, and what is left behind when it does."""
+"""Downloads: from a hub that breaks in every way we know, and the files left behind."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_an_interrupted_download_goes_on_where_it_stopped(server: FakeHub, monke
     from huggingface_hub import constants, file_download
 
     monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)  # what an interruption can lose
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)  # an interruption can lose this much
     server.files["model.safetensors"] = WEIGHTS * 8
     server.cut_after = 200_000
     server.dead_after_cuts = 3

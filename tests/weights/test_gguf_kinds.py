@@ -1,4 +1,4 @@
-"""GGUF files that leave something out, or are only a part."""
+"""GGUF files that lack tensors, or are only a part."""
 
 from __future__ import annotations
 

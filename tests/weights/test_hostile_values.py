@@ -29,7 +29,7 @@ ROOM = 3 << 30  # bytes that one attempt may take
 
 
 def attempt(model: Path, max_model_len: int | None = 64) -> None:
-    """Load a model as the engine does: anything but success and one line is an error of ours."""
+    """Load a model as the engine does: any result but success or one line is a fault of ours."""
     config, said = EngineConfig(device="cpu", num_blocks=8, max_model_len=max_model_len), ""
     with bounded_memory(ROOM):
         try:
@@ -248,7 +248,7 @@ def test_an_array_that_would_grow_in_memory_is_refused(tmp_path: Path, kind: int
         read_header(path)
 
 
-# --- files that are none ----------------------------------------------------------------------------------------------
+# --- files that are not models ----------------------------------------------------------------------------------------
 
 FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
 FILES += ["model.safetensors.index.json", "chat_template.jinja", "special_tokens_map.json"]

@@ -1,4 +1,4 @@
-"""weights.toml: what is in it, and what is wrong with others."""
+"""weights.toml: the entries of ours, and the mistakes in others."""
 
 from __future__ import annotations
 
