@@ -8,10 +8,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any, NoReturn, Self
 
-from minillm.checks import declared
-from minillm.config import EngineConfig
 from minillm.errors import UsageError, nearest
-from minillm.params import BeamSearchParams, SamplingParams
 
 MODEL_NAMES = "name from `minillm models`, repository of the hub (org/name), model directory, or .gguf file"
 option = partial(methodcaller, "add_argument")  # makes a function that adds this option to a parser
@@ -73,6 +70,8 @@ def _meant(word: str, words: Iterable[str]) -> str:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--model``, and an option for each of EngineConfig's."""
+    from minillm.config import EngineConfig  # here and below not at the top: ``minillm --help`` takes half as long
+
     group = parser.add_argument_group("model and memory")
     add_model_option(group)
     add_declared(group, EngineConfig)
@@ -80,7 +79,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add an option for each parameter of sampling and of beam search."""
-    says = "in brackets what holds where neither config.toml nor the model says anything"
+    from minillm.checks import declared
+    from minillm.params import BeamSearchParams, SamplingParams
+
+    says = "in brackets: the value where neither config.toml nor the model gives one"
     add_declared(parser.add_argument_group("sampling", says), SamplingParams)
     shared = {name for name, _, _ in declared(SamplingParams)}
     add_declared(parser.add_argument_group("beam search, instead of sampling"), BeamSearchParams, shared)
@@ -88,6 +90,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def add_declared(group: argparse._ActionsContainer, cls: type, skip: Collection[str] = ()) -> None:
     """Add an option for each declared parameter of a dataclass."""
+    from minillm.checks import declared
+
     for name, default, parameter in declared(cls):
         if name in skip or not parameter.on_command_line:
             continue
@@ -110,4 +114,6 @@ def add_declared(group: argparse._ActionsContainer, cls: type, skip: Collection[
 
 def given(arguments: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The declared parameters of a dataclass that were given on the command line."""
+    from minillm.checks import declared
+
     return {name: value for name, _, _ in declared(cls) if (value := getattr(arguments, name, None)) is not None}
