@@ -142,7 +142,8 @@ async def _drawing() -> float:
             sharer = TableView(sequences, "another", 1, "running", 16 * 100, shared)
             table = tables[frame % sequences]
             log = [LogEntry(frame / FRAMES, "allocate", table.seq_id, "another", table.blocks[:1])]
-            events.append(CacheChanged([table, sharer], log=log))
+            grown = TableView(table.seq_id, "another", 0, "running", 16 * 300, table.blocks[-1:], keep=299)
+            events.append(CacheChanged([grown, sharer], log=log))
         await asyncio.sleep(_CATCH_UP)
         began, used = time.monotonic(), time.process_time()
         for number, event in enumerate(events, start=1):

@@ -110,6 +110,20 @@ async def settle(pilot: Pilot) -> None:
 
 
 @pytest.mark.anyio
+async def test_a_change_of_the_pool_does_not_draw_the_box_around_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with panel_of(picture(TABLES)) as (pilot, panel, pool):
+        box, drawn = panel.query_one("#pool"), list[object]()
+        monkeypatch.setattr(box, "refresh", lambda *regions, **options: drawn.append(regions))
+        feed(panel, pool, CacheChanged([table(99, "turn 9", 0, "running", 32, [120, 121])]))
+        await pilot.pause()
+        assert not drawn
+        focus_view(panel)
+        await pilot.press("c")
+        await pilot.pause()
+        assert drawn, "the subtitle names the other colouring now"
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("size", [WIDE, NARROW, (250, 70)])
 async def test_every_view_shows_itself_and_names_the_others(size: tuple[int, int]) -> None:
     expected = {

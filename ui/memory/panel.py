@@ -78,12 +78,13 @@ class PoolView(MemoryView):
         self._table.catch_up()
         self.update_facts()
 
-    def update_facts(self) -> None:
+    def on_facts_changed(self) -> None:
+        # Not with every change of the pool: a new subtitle draws the whole box anew.
         self.query_one("#pool").border_subtitle = "c: by state" if self._map.by_sequence else "c: by sequence"
-        super().update_facts()
+        super().on_facts_changed()
 
     def on_mount(self) -> None:
-        self.update_facts()
+        self.on_facts_changed()
 
 
 def _box(name: str, title: str, *parts: Widget) -> Vertical:
