@@ -114,9 +114,10 @@ class ReasoningView(Collapsible):
         super().__init__(self._markdown, title="reasoning", collapsed=True)
 
     async def append_text(self, text: str, lines_ahead: int = 0) -> None:
-        self._num_words += len(text.split())
-        self.title = f"reasoning · about {plural(self._num_words, 'word')}"
         await self._markdown.append_text(text, lines_ahead)
+        self._num_words += len(text.split())
+        # Only now: a title that has not been mounted yet would keep its first words.
+        self.title = f"reasoning · about {plural(self._num_words, 'word')}"
 
     def end(self) -> None:
         self._markdown.end()
