@@ -15,11 +15,12 @@ from torch.nn import functional
 from minillm.kernels import cpu, reference
 from minillm.kernels.arguments import DecodeInputs, Field, Pages, Places, SamplingInputs
 from minillm.kernels.cpu import HostPlan
+from minillm.kernels.low_bit import LowBit, dequantise
 from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
 from minillm.kernels.reference import log_probabilities
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
-    from minillm.kernels import gpu, matvec
+    from minillm.kernels import gpu, low_bit_linear, matvec
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -75,17 +76,27 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPla
 
 
 class LinearWeight:
-    """A weight ``[out, in]`` and optional bias ``[out]``, in the layout in which `linear` reads it fastest."""
+    """A weight ``[out, in]`` and optional bias ``[out]``, in the layout in which `linear` reads it fastest.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    The weight is a tensor, or one or several low-bit matrices on a GPU, one below the other.
+    """
+
+    def __init__(self, weight: Tensor | tuple[LowBit, ...], bias: Tensor | None = None) -> None:
+        self.parts: tuple[LowBit, ...] = ()
+        self.packed, self.bias = None, bias
+        if isinstance(weight, tuple):
+            self.parts, self.weight = weight, weight[0].levels.new_empty(0)
+            self.out_features, self.in_features = sum(part.shape[0] for part in weight), weight[0].shape[1]
+            return
         self.out_features, self.in_features = weight.shape
         self.packed = cpu.packed_linear(weight, bias)
         self.weight = weight if self.packed is None else weight.new_empty(0)  # held once
-        self.bias = bias
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weight that one product reads."""
+        if self.parts:
+            return sum(part.nbytes for part in self.parts)
         itemsize = self.weight.itemsize if self.packed is None else self.packed.itemsize
         return self.out_features * self.in_features * itemsize
 
@@ -94,8 +105,17 @@ def _is_for_matvec(x: Tensor, weight: LinearWeight) -> bool:
     return x.is_cuda and matvec.takes(x.shape[0], weight.weight)
 
 
+def embedding(token_ids: Tensor, table: Tensor | LowBit, dtype: torch.dtype) -> Tensor:
+    """Rows ``[tokens, hidden]`` of ``table [vocab, hidden]``, in ``dtype``, a tensor's own."""
+    if isinstance(table, Tensor):
+        return functional.embedding(token_ids, table)
+    return low_bit_linear.embedding(token_ids, table, dtype)
+
+
 def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
     """``x [rows, in] @ weight.T + bias``, into ``out`` where it is given."""
+    if weight.parts:
+        return low_bit_linear.linear(x, weight.parts, weight.bias, out, None)
     if weight.packed is not None:
         result = weight.packed.apply(x)
         return result if out is None else out.copy_(result)
@@ -110,6 +130,8 @@ def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
     """RMSNorm, then `linear`, into ``out`` where it is given: see `reference.norm_linear`."""
+    if weight.parts:
+        return low_bit_linear.linear(x, weight.parts, weight.bias, out, (norm_weight, eps))
     if _is_for_matvec(x, weight):
         return matvec.norm_matvec(x, norm_weight, eps, weight.weight, weight.bias, out)
     return linear(rms_norm(x, norm_weight, eps), weight, out)
@@ -117,6 +139,8 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight
 
 def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight) -> Tensor:
     """RMSNorm, the packed projection to gate and up, and their product: see `reference.norm_gated_linear`."""
+    if weight.parts:
+        return low_bit_linear.gated_linear(x, weight.parts, weight.bias, (norm_weight, eps))
     if _is_for_matvec(x, weight):
         return matvec.norm_gated_matvec(x, norm_weight, eps, weight.weight, weight.bias)
     return silu_mul(linear(rms_norm(x, norm_weight, eps), weight))
@@ -124,6 +148,8 @@ def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Linear
 
 def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
     """``residual += linear(x, weight)``, in place: see `reference.linear_add`."""
+    if weight.parts:
+        return low_bit_linear.linear_add(x, weight.parts, weight.bias, residual)
     if weight.packed is not None:
         return residual.add_(weight.packed.apply(x))
     if _is_for_matvec(x, weight):

@@ -5,6 +5,7 @@ from typing import Any
 
 from minillm.checks import check_fields, choice, custom, documented, flag, integer, number, shown
 from minillm.errors import UsageError
+from minillm.forms import FORMS
 
 BLOCK_SIZES = tuple(1 << power for power in range(9))
 _MOST = 1 << 40
@@ -77,7 +78,14 @@ class EngineConfig:
         False, help="on a GPU, no CUDA graphs: starts sooner, takes less memory, and decodes more slowly"
     )
     num_threads: int | None = integer(None, 1, 1024, help="threads on a CPU (default: as many as cores are free)")
-    load_format: str = choice("auto", ("auto", "dummy"), help="dummy: random weights")
+    weights: str = choice(
+        "stored", ("stored", "expanded"),
+        help="on a GPU, matrices of 4 to 8 bits as the file holds them, or as numbers of dtype",
+    )  # fmt: skip
+    load_format: str = choice(
+        "auto", ("auto", "dummy", *(f"dummy:{form}" for form in FORMS)),
+        help="dummy: random weights; with a form, as a file of few bits would hold them",
+    )  # fmt: skip
     seed: int = integer(
         0, -(1 << 63), (1 << 63) - 1, cli=False, help="of the generator that gives a seed to each request without one"
     )

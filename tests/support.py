@@ -64,6 +64,9 @@ class StateDict:
         part = self.tensors[name][rows or slice(None)]
         return part if columns is None else part[:, columns]
 
+    def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> None:
+        """All tensors are numbers."""
+
 
 def hf_model(seed: int = 0, kind: str = "Llama", **overrides: Any) -> Any:
     """A small random transformers model whose logits are far from flat."""

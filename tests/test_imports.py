@@ -20,7 +20,7 @@ CACHE_MAY_NOT = {"torch", "numpy"}
 # Rooms of the house, one floor a line: a room imports only rooms on the lines before its own. A folder is one room,
 # and so is a file directly in minillm/.
 FLOORS = """
-kernels errors outputs
+kernels errors outputs forms
 checks system
 text params config cache
 sequence progress parallel

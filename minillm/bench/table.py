@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from minillm.checks import check_fields, custom, number
 from minillm.errors import UsageError
+from minillm.forms import FORMS
 from minillm.model.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def weights(shape: str | None, model: str | None) -> dict[str, str]:
     """The parameters of `LLM` for ``--shape`` or ``--model``; without either, for the smallest shape."""
     if shape and model:
         raise UsageError("give either --shape (random weights) or --model (real ones), not both")
-    return {"model": model} if model else {"model": shape or "smollm2-135m", "load_format": "dummy"}
+    name, separator, form = (shape or "smollm2-135m").partition(":")
+    return {"model": model} if model else {"model": name, "load_format": f"dummy{separator}{form}"}
 
 
 def word(default: str | None, help: str, *, metavar: str = "NAME") -> Any:
@@ -81,9 +83,11 @@ def word(default: str | None, help: str, *, metavar: str = "NAME") -> Any:
 def shape(default: str | None, help: str) -> Any:
     """Declare an option that names a model's shape."""
 
-    def check(name: str, value: Any) -> Any:
-        if value is not None and value not in SHAPES:
-            raise UsageError(f"unknown shape {value!r}; known: {', '.join(SHAPES)}")
+    def check(option: str, value: Any) -> Any:
+        known, (name, separator, form) = tuple(SHAPES), (value or "").partition(":")
+        if value is not None and (name not in known or (separator and form not in FORMS)):
+            forms = ", ".join(FORMS)
+            raise UsageError(f"unknown shape {value!r}; known: {', '.join(known)}, each with :FORM of {forms}")
         return value
 
     return custom(default, check, metavar="NAME", help=help)
@@ -101,7 +105,9 @@ class NoOptions:
 class ModelOptions(NoOptions):
     """Options of all workloads that run a model from the command line: a shape here, or else ``--model``."""
 
-    shape: str | None = shape(None, f"random weights in the shape of {', '.join(SHAPES)}")
+    shape: str | None = shape(
+        None, f"random weights in the shape of {', '.join(SHAPES)}; with :FORM ({', '.join(FORMS)}) in few bits"
+    )
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from minillm import kernels
-from minillm.kernels import HostPlan, LinearWeight, Pages, Places, WorkList
+from minillm.kernels import HostPlan, LinearWeight, LowBit, Pages, Places, WorkList
 from minillm.model.config import ModelConfig
 from minillm.model.rope import RotaryTable
 
@@ -69,7 +68,7 @@ class Llama:
     """A decoder's weights and its forward pass. Complete when constructed; see `minillm.model.loader`."""
 
     config: ModelConfig
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor | LowBit  # [vocab, hidden]
     layers: list[Layer]
     norm: Tensor  # [hidden]
     head: LinearWeight  # [vocab, hidden]
@@ -77,11 +76,11 @@ class Llama:
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return self.norm.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        return self.norm.dtype
 
     @cached_property
     def local(self) -> ModelConfig:
@@ -122,7 +121,7 @@ class Llama:
         return self._logits(x, out)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        return functional.embedding(token_ids, self.embedding)
+        return kernels.embedding(token_ids, self.embedding, self.dtype)
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         """``residual + linear(x, weight)``, in place where that is possible."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from minillm.errors import WeightsError
-from minillm.kernels import LinearWeight
+from minillm.kernels import LinearWeight, LowBit
+from minillm.kernels.low_bit import concatenated, padded
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Layer, Llama
 from minillm.model.rope import RotaryTable
@@ -19,7 +20,7 @@ from minillm.model.shard import ShardedLlama, shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.text.safe import clean_line
 
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Buffers that old checkpoints store and that are computed here.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 
@@ -31,32 +32,8 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor: ...
 
-
-class RandomTensors:
-    """Random weights in a checkpoint's shapes (``load_format="dummy"``): for speed tests, where the values are noise.
-
-    Scaled like a trained model's, so that activations stay finite in half precision through any number of layers, and
-    bfloat16 numbers as nearly all published checkpoints hold: `minillm.kernels.cpu` reads those faster than others. A
-    part of a tensor is cut out of the whole one, so that any number of ranks hold the same model.
-    """
-
-    def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0) -> None:
-        self._shapes = dict(parameter_shapes(config))
-        self._device = device
-        self._generator = torch.Generator(device).manual_seed(seed)
-
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
-        shape = self._shapes[name]
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, device=self._device)
-        values = torch.randn(shape, generator=self._generator, device=self._device)[rows or slice(None)]
-        return ((values if columns is None else values[:, columns]) * 0.02).bfloat16()
+    def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
+        """The part as it is stored, on ``device``; None where it has too many bits, or is cut within a block."""
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -80,7 +57,7 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
                     yield f"{prefix}{part}.{name}.bias", (rows,)
     yield "model.norm.weight", (c.hidden_size,)
     if not c.tie_word_embeddings:
-        yield "lm_head.weight", (c.vocab_size, c.hidden_size)
+        yield _HEAD, (c.vocab_size, c.hidden_size)
 
 
 def load_llama(
@@ -91,9 +68,12 @@ def load_llama(
     dtype: torch.dtype,
     max_positions: int,
     ranks: Ranks | None = None,
+    keep_low_bit: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Llama:
     """Build the model from ``source``, or this rank's part of it; ``on_progress`` takes layers done and layers in all.
+
+    Matrices that are stored in few bits stay so with ``keep_low_bit``, else they become numbers of ``dtype``.
 
     Raises WeightsError where a tensor is missing, unknown or of the wrong shape, or the config's numbers give no rotary
     angles; UsageError where there are more ranks than the model has heads.
@@ -108,12 +88,19 @@ def load_llama(
         taken.add(name)
         return source.tensor(name, *shard.part_of(name, config))
 
+    def low_bit(name: str) -> LowBit | None:
+        return source.low_bit(name, device, *shard.part_of(name, config)) if keep_low_bit else None
+
     def fused(*names: str) -> LinearWeight:
         """One matrix of the rows of several, and their biases where the model has them."""
         parts = [f"{name}.weight" for name in names]
         rows = sum(held[part][0] for part in parts)
-        weight = torch.empty(rows, held[parts[0]][1], dtype=dtype, device=device)
-        _fill(weight, [take(part) for part in parts])
+        weight: Tensor | tuple[LowBit, ...] = concatenated([low_bit(part) for part in parts])
+        if weight:
+            taken.update(parts)
+        else:
+            weight = torch.empty(rows, held[parts[0]][1], dtype=dtype, device=device)
+            _fill(weight, [take(part) for part in parts])
         bias = None
         if f"{names[0]}.bias" in held:
             bias = torch.empty(rows, dtype=dtype, device=device)
@@ -123,13 +110,17 @@ def load_llama(
     def vector(name: str) -> Tensor:
         return take(name).to(device=device, dtype=dtype, copy=True)
 
-    def vocabulary(rows: Tensor) -> Tensor:
+    def vocabulary(name: str) -> Tensor | LowBit:
         """Rows of the vocabulary, filled up with zeros to every rank's share."""
+        if (stored := low_bit(name)) is not None:
+            return padded(stored, held[_EMBEDDING][0])
+        rows = source.tensor(name, *shard.part_of(name, config))
         whole = torch.zeros(held[_EMBEDDING], dtype=dtype, device=device)
         whole[: rows.shape[0]].copy_(rows)
         return whole
 
-    embedding = vocabulary(take(_EMBEDDING))
+    embedding = vocabulary(_EMBEDDING)
+    taken.add(_EMBEDDING)
     layers = []
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
@@ -149,12 +140,15 @@ def load_llama(
     # used, as transformers does.
     head = embedding
     if not config.tie_word_embeddings:
-        head = vocabulary(take("lm_head.weight"))
-    elif "lm_head.weight" in source.names() and source.shape("lm_head.weight") == source.shape(_EMBEDDING):
-        stored = vocabulary(source.tensor("lm_head.weight", *shard.part_of("lm_head.weight", config)))
-        head = embedding if torch.equal(stored, embedding) else stored
+        head = vocabulary(_HEAD)
+        taken.add(_HEAD)
+    elif _HEAD in source.names() and source.shape(_HEAD) == source.shape(_EMBEDDING):
+        head = vocabulary(_HEAD)
+        if isinstance(head, Tensor) and isinstance(embedding, Tensor) and torch.equal(head, embedding):
+            head = embedding  # once in memory
     assert taken == set(held), f"not loaded: {sorted(set(held) - taken)}"
-    parts = (config, embedding, layers, norm, LinearWeight(head), RotaryTable(config, max_positions, device))
+    head_weight = LinearWeight((head,) if isinstance(head, LowBit) else head)
+    parts = (config, embedding, layers, norm, head_weight, RotaryTable(config, max_positions, device))
     return Llama(*parts) if ranks is None else ShardedLlama(*parts, shard, ranks)
 
 
@@ -174,7 +168,7 @@ def _check_names(source: TensorSource, config: ModelConfig) -> None:
             raise WeightsError(f"the checkpoint has no tensor {name}; it is incomplete or its config.json is another's")
         if tuple(source.shape(name)) != shape:
             raise WeightsError(f"tensor {name} has shape {tuple(source.shape(name))}, and config.json asks for {shape}")
-    others = present - expected.keys() - {"lm_head.weight"}
+    others = present - expected.keys() - {_HEAD}
     if unknown := sorted(name for name in others if not name.endswith(_IGNORED_SUFFIXES)):
         raise WeightsError(
             f"the checkpoint has {len(unknown)} tensors that this architecture does not use, "

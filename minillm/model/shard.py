@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
-from torch.nn import functional
 
 from minillm import kernels
 from minillm.errors import UsageError
@@ -138,7 +137,7 @@ class ShardedLlama(Llama):
         """Each rank looks up the tokens of its part of the vocabulary; the others give zeros."""
         vocab = self.shard.vocab
         elsewhere = (token_ids < vocab.start) | (token_ids >= vocab.stop)
-        x = functional.embedding((token_ids - vocab.start).masked_fill_(elsewhere, 0), self.embedding)
+        x = kernels.embedding((token_ids - vocab.start).masked_fill_(elsewhere, 0), self.embedding, self.dtype)
         return self.ranks.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from minillm.errors import UsageError
 from minillm.kernels import Costs
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
-from minillm.model.loader import RandomTensors, TensorSource, load_llama
+from minillm.model.loader import TensorSource, load_llama
+from minillm.model.random_tensors import RandomTensors
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
@@ -55,7 +56,8 @@ def describe(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = lambda message: None,
 ) -> Description:
-    dummy = config.load_format == "dummy"
+    kind, _, form = config.load_format.partition(":")
+    dummy = kind == "dummy"
     if dummy and name in SHAPES:
         model = SHAPES[name]
     else:
@@ -63,7 +65,9 @@ def describe(
         checkpoint = open_checkpoint(files)
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config, max_model_len=config.max_model_len)
     if dummy:
-        return Description(model, lambda device: RandomTensors(model, device, config.seed), "random weights", None)
+        return Description(
+            model, lambda device: RandomTensors(model, device, config.seed, form or None), "random weights", None
+        )
     tokenizer = Tokenizer.load(checkpoint.tokenizer_source, model.vocab_size)
     return Description(model, lambda device: checkpoint, files.source, tokenizer)
 
@@ -90,6 +94,7 @@ def build_runner(
         dtype=dtype,
         max_positions=longest,
         ranks=ranks,
+        keep_low_bit=device.type == "cuda" and config.weights == "stored",
         on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
     )
     tokens = config.max_num_batched_tokens

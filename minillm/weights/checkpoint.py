@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minillm.errors import WeightsError
+from minillm.kernels import LowBit
 from minillm.text.reading import is_there, open_regular, read_json, shown
 from minillm.text.safe import clean_line
 from minillm.weights.files import ModelFiles
@@ -72,6 +74,10 @@ class SafetensorsCheckpoint:
             return view[rows or slice(None), columns or slice(None)]
         except SafetensorError as error:
             raise WeightsError(f"{self._where[name]}: {clean_line(str(error))}") from None
+
+    def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
+        """None: all tensors of these files are numbers."""
+        return None
 
     def _read_index(self) -> dict[str, str]:
         path = self._directory / _INDEX

@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from minillm.errors import WeightsError
+from minillm.kernels import LowBit
 from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
+from minillm.weights.gguf_blocks import is_low_bit, low_bit
 from minillm.weights.gguf_header import Header, TensorInfo, read_header
 
 _NAMES = {
@@ -70,14 +73,35 @@ class GGUFCheckpoint:
         """One tensor in float32, or the given rows and columns of it."""
         if name in self._zeros:
             return torch.zeros(self._zeros[name])[rows or slice(None)]
-        values = self._dequantised(self._tensors[name])
-        if projection := re.search(r"\.(q|k)_proj\.(weight|bias)$", name):
-            heads = self.config["num_attention_heads" if projection[1] == "q" else "num_key_value_heads"]
-            if values.shape[0] % (2 * heads):
-                raise WeightsError(f"{self._path}: {name} has {values.shape[0]} rows, which {heads} heads cannot share")
-            values = _unpermute(values, heads)
-        tensor = torch.from_numpy(values)
+        tensor = torch.from_numpy(self._in_order(name, self._dequantised(self._tensors[name])))
         return tensor[rows or slice(None)] if columns is None else tensor[rows or slice(None), columns]
+
+    def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
+        """A matrix in few bits as it is stored, or rows and columns of it; None of others, or cut within a block."""
+        info = self._tensors.get(name)
+        if info is None or len(info.shape) != 2 or not is_low_bit(GGMLQuantizationType(info.type)):
+            return None
+        kind, (num_rows, width) = GGMLQuantizationType(info.type), info.shape
+        block, size = GGML_QUANT_SIZES[kind]
+        taken = columns or slice(0, width)
+        if taken.start % block or taken.stop % block:
+            return None
+        raw = self._in_order(name, self._data[self._span(info)].reshape(num_rows, -1))
+        raw = raw[rows or slice(None), taken.start // block * size : taken.stop // block * size]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of memory that it must not write, and nothing does
+            there = torch.from_numpy(np.ascontiguousarray(raw)).to(device)
+        return low_bit(there, kind, taken.stop - taken.start)
+
+    def _in_order(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Rows as Hugging Face has them: those of q and k are stored in another order."""
+        projection = re.search(r"\.(q|k)_proj\.(weight|bias)$", name)
+        if projection is None:
+            return values
+        heads = self.config["num_attention_heads" if projection[1] == "q" else "num_key_value_heads"]
+        if values.shape[0] % (2 * heads):
+            raise WeightsError(f"{self._path}: {name} has {values.shape[0]} rows, which {heads} heads cannot share")
+        return _unpermute(values, heads)
 
     def _span(self, info: TensorInfo) -> slice:
         """A tensor's bytes, its type and size checked."""

@@ -164,16 +164,18 @@ def test_statistics_follow_a_run(model: Llama) -> None:
 def test_nan_is_never_found_again(model: Llama) -> None:
     engine = engine_for(model)
     prompt = list(range(3, 25))
-    weight = model.embedding[prompt[5]].clone()
-    model.embedding[prompt[5]] = float("nan")
+    embedding = model.embedding
+    assert isinstance(embedding, torch.Tensor)
+    weight = embedding[prompt[5]].clone()
+    embedding[prompt[5]] = float("nan")
     try:
         assert "NaN" in (finish(engine, "a", prompt).error or "")
     finally:
-        model.embedding[prompt[5]] = weight
+        embedding[prompt[5]] = weight
     output = finish(engine, "b", prompt)
     assert output.num_cached_tokens <= 4
     assert output.error is None
-    assert not torch.isnan(model.embedding).any()
+    assert not torch.isnan(embedding).any()
 
 
 REQUESTS = (

@@ -71,7 +71,11 @@ def test_random_keys(engine: str, tiny_model: Path, tmp_path: Path) -> None:
                 for key in ("\x1b[27u", "\x1b[27u", "\x11"):
                     running.type(key)
                     running.read(0.2)
-            code, story = running.end(30), f"session {seed} typed {typed} and showed {running.output[-2000:]!r}"
+            try:
+                code = running.end(30)
+            except AssertionError as error:
+                raise AssertionError(f"session {seed} typed {typed}: {error}") from None
+            story = f"session {seed} typed {typed} and showed {running.output[-2000:]!r}"
             assert code == 0, story
             assert b"internal error" not in running.output, story
             assert engine == "scripted" or b"the engine ended" not in running.output, story

@@ -1,0 +1,247 @@
+"""Matrices of 4 to 8 bits a weight as kernels read them, and how each is made and read back.
+
+A row is cut into groups of 32 weights along the input. A weight is ``scale * (level - zero) + offset``; levels are
+whole numbers. `Layout` says where scales, zeros and offsets come from. Every layout keeps the bits per weight of the
+format that it is for:
+
+=========  ========================================================================  =====================
+layout     levels; scales                                                            stored formats
+=========  ========================================================================  =====================
+``plain``  one scale a group, one zero for all                                       Q4_0, Q5_0, Q8_0, IQ4_NL, int8
+``zeros``  a scale and a zero a group                                                AWQ, GPTQ
+``offset`` a scale and an offset a group                                             Q4_1, Q5_1
+``super``  256 weights share a scale and an offset; 8 groups multiply them by 6 bits  Q4_K, Q5_K
+``bytes``  256 weights share a scale; groups of 16 or 32 multiply it by 8 bits       Q6_K, IQ4_XS
+=========  ========================================================================  =====================
+
+Levels of up to 6 bits lie in a plane of nibbles and a plane of the bits above them. A 32-bit word of nibbles holds
+eight weights: byte b of word j has weight 4j + b in its low half and 16 + 4j + b in its high half, so that one mask
+makes four neighbours along the input of it, each in a byte. For each such word the higher plane has 8 or 16 bits: those
+of byte 0's low half, of its high half, of byte 1's low half, and so on. Levels of 8 bits are four neighbours a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+GROUP = 32  # weights
+SUPER = 256  # weights that share a scale of scales
+
+Scales = Literal["plain", "zeros", "offset", "super", "bytes"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a matrix of few bits is held. Hashable: kernels are compiled for it."""
+
+    bits: int  # of a level: 4, 5, 6 or 8
+    scales: Scales
+    zero: int = 0  # subtracted from every level
+    group: int = GROUP  # weights that share a scale: 16 (``bytes`` only), a multiple of 32, or 0 for the whole row
+    table: bool = False  # a nibble is a place in `IQ4_TABLE`
+
+    @property
+    def words_per_group(self) -> int:
+        """32-bit words of the first plane."""
+        return 8 if self.bits == 8 else 4
+
+    @property
+    def block(self) -> int:
+        """Weights of a row that belong together."""
+        return SUPER if self.scales in ("super", "bytes") else max(self.group, GROUP)
+
+
+# The levels of IQ4_NL and IQ4_XS (llama.cpp's ``kvalues_iq4nl``).
+IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True)
+class LowBit:
+    """A matrix ``[out, in]`` of few bits."""
+
+    layout: Layout
+    shape: tuple[int, int]
+    levels: Tensor  # [out, in / 32 * words_per_group] int32
+    high: Tensor | None  # [out, in / 8], for 5 bits uint8, for 6 bits int16
+    # ``plain``: [out, groups], a floating dtype. ``zeros``, ``offset``: [out, groups, 2] float16. ``super``: [out,
+    # in / 256, 4] int32, see `pack_super`. ``bytes``: [out, in / group] int8.
+    scales: Tensor
+    units: Tensor | None = None  # ``bytes``: [out, in / 256] float16, the scales of the scales
+
+    @property
+    def device(self) -> torch.device:
+        return self.levels.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(each.nbytes for each in (self.levels, self.high, self.scales, self.units) if each is not None)
+
+    def rows(self, index: slice | Tensor) -> LowBit:
+        """The matrix of some rows."""
+        taken = [None if each is None else each[index] for each in (self.levels, self.high, self.scales, self.units)]
+        assert taken[0] is not None
+        return replace(
+            self,
+            shape=(taken[0].shape[0], self.shape[1]),
+            levels=taken[0], high=taken[1], scales=taken[2], units=taken[3],  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def concatenated(matrices: list[LowBit | None]) -> tuple[LowBit, ...]:
+    """The matrices one below the other, neighbours of one layout as one; none where one of them is None."""
+    result: list[LowBit] = []
+    for each in matrices:
+        if each is None:
+            return ()
+        if result and result[-1].layout == each.layout:
+            result[-1] = _stacked(result[-1], each)
+        else:
+            result.append(each)
+    return tuple(result)
+
+
+def padded(matrix: LowBit, rows: int) -> LowBit:
+    """The matrix filled up with zeros to ``rows`` rows."""
+    missing = rows - matrix.shape[0]
+    if not missing:
+        return matrix
+    planes = (matrix.levels, matrix.high, matrix.scales, matrix.units)
+    zeros = [None if each is None else each.new_zeros(missing, *each.shape[1:]) for each in planes]
+    return _stacked(matrix, LowBit(matrix.layout, (missing, matrix.shape[1]), *zeros))  # type: ignore[arg-type]
+
+
+def _stacked(first: LowBit, second: LowBit) -> LowBit:
+    def both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+        return None if one is None or other is None else torch.cat((one, other))
+
+    return replace(
+        first,
+        shape=(first.shape[0] + second.shape[0], first.shape[1]),
+        levels=torch.cat((first.levels, second.levels)), high=both(first.high, second.high),
+        scales=torch.cat((first.scales, second.scales)), units=both(first.units, second.units),
+    )  # fmt: skip
+
+
+def random_matrix(layout: Layout, shape: tuple[int, int], deviation: float, generator: torch.Generator) -> LowBit:
+    """Random levels, and scales that give the weights a mean of zero and about this standard deviation."""
+    (out, width), device = shape, generator.device
+
+    def random(low: int, high: int, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.randint(low, high, size, generator=generator, device=device, dtype=dtype)
+
+    def unit(value: float, *size: int) -> Tensor:
+        return torch.full(size, value, dtype=torch.float16, device=device)
+
+    words = random(-(1 << 31), 1 << 31, out, width // GROUP * layout.words_per_group)
+    high, units = None, None
+    if layout.bits == 5:
+        high = random(0, 256, out, width // 8, dtype=torch.uint8)
+    elif layout.bits == 6:
+        high = random(-(1 << 15), 1 << 15, out, width // 8, dtype=torch.int16)
+    step = deviation / (0.289 * (1 << layout.bits))  # levels are uniform
+    if layout.scales == "super":
+        parts = random(32, 64, out, width // SUPER, 8)
+        middle = step / 48 * ((1 << layout.bits) - 1) / 2
+        scales = pack_super(parts, parts, unit(step / 48, out, width // SUPER), unit(middle, out, width // SUPER))
+    elif layout.scales == "bytes":
+        scales = random(64, 128, out, width // layout.group, dtype=torch.int8)
+        units = unit(step / 96, out, width // SUPER)
+    else:
+        assert layout.scales == "plain", layout
+        scales = unit(step, out, width // (layout.group or width))
+    return LowBit(layout, shape, words, high, scales, units)
+
+
+def unpack_levels(matrix: LowBit) -> Tensor:
+    """The levels ``[out, in]``, int32, zeros not yet subtracted."""
+    out, width = matrix.shape
+    if matrix.layout.bits == 8:
+        return matrix.levels.contiguous().view(torch.int8).view(out, width).int()
+    words = matrix.levels.view(out, width // GROUP, 4)
+    shifts = _shifts(words.device)
+    levels = (words[..., None, :, None] >> shifts) & 15  # [out, groups, half, word, byte]
+    if matrix.high is not None:
+        bits = matrix.layout.bits - 4
+        high = matrix.high.view(out, width // GROUP, 1, 4, 1).int()
+        levels |= ((high >> _high_shifts(bits, words.device)) & (1 << bits) - 1) << 4
+    levels = levels.reshape(out, width)
+    if matrix.layout.table:
+        levels = torch.tensor(IQ4_TABLE, dtype=torch.int32, device=words.device)[levels.long()]
+    return levels
+
+
+def pack_levels(levels: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
+    """The planes of ``levels [out, in]``: of 8 bits -128 to 127, else 0 to ``2^bits - 1`` (or places in the table)."""
+    out, width = levels.shape
+    if bits == 8:
+        return levels.to(torch.int8).contiguous().view(torch.int32), None
+    split = levels.to(torch.int32).view(out, width // GROUP, 2, 4, 4)  # group, half, word, byte
+    words = ((split & 15) << _shifts(levels.device)).sum((2, 4), dtype=torch.int32).flatten(1)
+    if bits == 4:
+        return words, None
+    high = ((split >> 4) << _high_shifts(bits - 4, levels.device)).sum((2, 4), dtype=torch.int32).flatten(1)
+    return words, high.to(torch.uint8 if bits == 5 else torch.int16)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    """Where in its word a weight's nibble lies: ``[half, 1, byte]``."""
+    return torch.tensor([[[0, 8, 16, 24]], [[4, 12, 20, 28]]], dtype=torch.int32, device=device)
+
+
+def _high_shifts(bits: int, device: torch.device) -> Tensor:
+    """Where in its word's higher bits a weight's ``bits`` lie: ``[half, 1, byte]``."""
+    half, byte = torch.arange(2, dtype=torch.int32, device=device), torch.arange(4, dtype=torch.int32, device=device)
+    return bits * (2 * byte + half[:, None, None])
+
+
+def pack_super(scales: Tensor, mins: Tensor, unit: Tensor, min_unit: Tensor) -> Tensor:
+    """The words ``[out, supers, 4]`` of 6-bit ``scales`` and ``mins [out, supers, 8]`` and their float16 units.
+
+    Words: the scales' low 4 bits; the mins'; the high 2 bits of both; both units.
+    """
+    at = torch.arange(8, dtype=torch.int32, device=scales.device)
+    scales, mins = scales.int(), mins.int()
+    low = ((scales & 15) << 4 * at).sum(-1, dtype=torch.int32)
+    low_mins = ((mins & 15) << 4 * at).sum(-1, dtype=torch.int32)
+    high = (((scales >> 4) << 2 * at) | ((mins >> 4) << (16 + 2 * at))).sum(-1, dtype=torch.int32)
+    units = torch.stack((unit, min_unit), -1).half().contiguous().view(torch.int32).squeeze(-1)
+    return torch.stack((low, low_mins, high, units), -1)
+
+
+def factors(matrix: LowBit, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """``scales``, ``zeros`` and ``offsets`` of every group, each ``[out, in / 16 or 32]``, in ``dtype``."""
+    layout, (out, width) = matrix.layout, matrix.shape
+    groups = width // min(layout.group or width, GROUP)
+    none = torch.zeros(1, 1, dtype=dtype, device=matrix.device).expand(out, groups)
+
+    def spread(values: Tensor) -> Tensor:
+        return values.to(dtype).repeat_interleave(groups // values.shape[1], 1)
+
+    if layout.scales in ("zeros", "offset"):
+        scales, others = (spread(each) for each in matrix.scales.unbind(-1))
+        return (scales, others, none) if layout.scales == "zeros" else (scales, none, others)
+    if layout.scales == "super":
+        low, low_mins, high, units = matrix.scales.unbind(-1)
+        at = torch.arange(8, dtype=torch.int32, device=matrix.device)
+        unit, min_unit = units.contiguous().view(torch.float16).view(out, -1, 2).to(dtype).unbind(-1)
+        parts = (low[..., None] >> 4 * at) & 15 | ((high[..., None] >> 2 * at) & 3) << 4
+        mins = (low_mins[..., None] >> 4 * at) & 15 | ((high[..., None] >> (16 + 2 * at)) & 3) << 4
+        return (parts * unit[..., None]).flatten(1), none, (mins * -min_unit[..., None]).flatten(1)
+    zeros = none + layout.zero
+    if layout.scales == "bytes":
+        assert matrix.units is not None
+        return spread(matrix.units) * spread(matrix.scales), zeros, none
+    return spread(matrix.scales), zeros, none
+
+
+def dequantise(matrix: LowBit, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weights ``[out, in]`` in ``dtype``, computed in it or in float32, the wider."""
+    wide = torch.promote_types(dtype, torch.float32)
+    scales, zeros, offsets = (each[..., None] for each in factors(matrix, wide))
+    levels = unpack_levels(matrix).to(wide).view(matrix.shape[0], scales.shape[1], -1)
+    return (scales * (levels - zeros) + offsets).flatten(1).to(dtype)

@@ -1,0 +1,98 @@
+"""Linear layers of low-bit matrices on a GPU: which kernel computes which number of tokens.
+
+A layer's matrix may consist of several, one below the other, of different layouts: a file may store v finer than q and
+k. Each computes its own columns of the output.
+
+=============  ======================================================================================================
+tokens         computed by
+=============  ======================================================================================================
+1, 2           `low_bit_matvec`: activations in whole numbers of 16 bits, products of bytes
+up to 256      `low_bit_matmul`: weights become float16 in registers, the matrix unit does the rest
+more           cuBLAS, for a part of the rows at a time, unpacked to memory that stays in the L2
+=============  ======================================================================================================
+
+In float32 all but the first unpack.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from minillm.kernels import low_bit_matmul as matmul
+from minillm.kernels import low_bit_matvec as matvec
+from minillm.kernels.activation import silu_mul
+from minillm.kernels.low_bit import LowBit
+from minillm.kernels.norm import rms_norm
+
+Norm = tuple[Tensor, float]  # weight, eps
+_MOST_FUSED = 256  # tokens
+_UNPACKED = 1 << 24  # weights at a time
+
+
+def linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
+    """``x [tokens, in] @ matrix.T + bias``, in ``out`` if given; with ``norm`` of RMSNorm's result."""
+    if out is None:
+        out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts))
+    return _compute(x, parts, bias, out, norm, add=False)
+
+
+def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm: Norm) -> Tensor:
+    """``silu(gate) * up`` of ``gate, up = linear(x, …)``."""
+    if len(parts) > 1 or not matvec.takes(x.shape[0], parts[0]):
+        return silu_mul(linear(x, parts, bias, None, norm))
+    out = x.new_empty(x.shape[0], parts[0].shape[0] // 2)
+    return matvec.product(matvec.quantise_activations(x, norm[0]), parts[0], bias, out, eps=norm[1], gated=True)
+
+
+def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residual: Tensor) -> Tensor:
+    """``residual += linear(x, …)``."""
+    return _compute(x, parts, bias, residual, None, add=True)
+
+
+def _compute(
+    x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, norm: Norm | None, *, add: bool
+) -> Tensor:
+    tokens = x.shape[0]
+    if tokens <= matvec.MOST_TOKENS:
+        numbers = matvec.quantise_activations(x, None if norm is None else norm[0])
+        for part, bias_part, columns in _columns(parts, bias, out):
+            matvec.product(numbers, part, bias_part, columns, eps=None if norm is None else norm[1], add=add)
+    elif tokens <= _MOST_FUSED and x.dtype.itemsize == 2:
+        halves = matmul.halve_activations(x, norm)
+        for part, bias_part, columns in _columns(parts, bias, out):
+            matmul.matmul(halves, part, bias_part, columns, add=add)
+    else:
+        x = x if norm is None else rms_norm(x, *norm)
+        for part, bias_part, columns in _columns(parts, bias, out):
+            _unpacked(x, part, bias_part, columns, add)
+    return out
+
+
+def _columns(
+    parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
+) -> Iterator[tuple[LowBit, Tensor | None, Tensor]]:
+    """Each part with its elements of the bias and its columns of the output."""
+    start = 0
+    for part in parts:
+        end = start + part.shape[0]
+        yield part, None if bias is None else bias[start:end], out[:, start:end]
+        start = end
+
+
+def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: bool) -> None:
+    rows = max(1, _UNPACKED // matrix.shape[1])
+    scratch = x.new_empty(min(rows, matrix.shape[0]), matrix.shape[1])
+    for start in range(0, matrix.shape[0], rows):
+        slab = matrix.rows(slice(start, start + rows))
+        weights = matmul.dequantise(slab, scratch[: slab.shape[0]])
+        product = functional.linear(x, weights, None if bias is None else bias[start : start + rows])
+        target = out[:, start : start + rows]
+        target.add_(product) if add else target.copy_(product)
+
+
+def embedding(token_ids: Tensor, matrix: LowBit, dtype: torch.dtype) -> Tensor:
+    """Rows ``[tokens, in]`` of the matrix, unpacked."""
+    out = torch.empty(token_ids.shape[0], matrix.shape[1], dtype=dtype, device=matrix.device)
+    return matmul.dequantise(matrix, out, token_ids)

@@ -1,0 +1,132 @@
+"""The blocks of GGUF's low-bit types, taken apart into the planes of `minillm.kernels.low_bit`, on any device.
+
+Formats: ggml's ``ggml-common.h`` and ``ggml-quants.c``. Where no scale is changed and no level, so is no weight.
+"""
+
+from collections.abc import Callable
+
+import torch
+from gguf import GGMLQuantizationType as Type
+from torch import Tensor
+
+from minillm.kernels.low_bit import GROUP, SUPER, Layout, LowBit, pack_levels, pack_super
+
+_AT_ONCE = 1 << 24  # weights, so that what is made on the way stays small beside the model
+
+
+def _halves(raw: Tensor, at: int, count: int = 1) -> Tensor:
+    """Float16 numbers at byte ``at`` of each block, ``[out, blocks, count]``."""
+    return raw[..., at : at + 2 * count].contiguous().view(torch.float16)
+
+
+def _nibbles(raw: Tensor) -> Tensor:
+    """Levels of 16 bytes, ``[out, blocks, 32]``: the low halves, then the high ones."""
+    return torch.cat((raw & 15, raw >> 4), -1)
+
+
+def _bits(raw: Tensor) -> Tensor:
+    """The 32 bits of 4 bytes, ``[out, blocks, 32]``."""
+    return ((raw[..., None] >> torch.arange(8, dtype=torch.uint8, device=raw.device)) & 1).flatten(-2)
+
+
+Parts = tuple[Tensor, Tensor, Tensor | None]  # levels [out, blocks, weights], scales, units
+
+
+def _q4_0(raw: Tensor) -> Parts:
+    return _nibbles(raw[..., 2:]), _halves(raw, 0), None
+
+
+def _q4_1(raw: Tensor) -> Parts:
+    return _nibbles(raw[..., 4:]), _halves(raw, 0, 2), None
+
+
+def _q5_0(raw: Tensor) -> Parts:
+    return _nibbles(raw[..., 6:]) | _bits(raw[..., 2:6]) << 4, _halves(raw, 0), None
+
+
+def _q5_1(raw: Tensor) -> Parts:
+    return _nibbles(raw[..., 8:]) | _bits(raw[..., 4:8]) << 4, _halves(raw, 0, 2), None
+
+
+def _q8_0(raw: Tensor) -> Parts:
+    return raw[..., 2:].contiguous().view(torch.int8), _halves(raw, 0), None
+
+
+def _super_scales(raw: Tensor) -> Tensor:
+    """The 6-bit scales and minima of K-quants (ggml's ``get_scale_min_k4``) and both units, packed anew."""
+    packed = raw[..., 4:16].int()
+    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat((first & 63, third & 15 | (first >> 6) << 4), -1)
+    mins = torch.cat((second & 63, third >> 4 | (second >> 6) << 4), -1)
+    units = _halves(raw, 0, 2)
+    return pack_super(scales, mins, units[..., 0], units[..., 1])
+
+
+def _pairs_of_groups(raw: Tensor) -> Tensor:
+    """Levels of 128 bytes, ``[out, blocks, 4, 2, 32]``: the low halves of 32 bytes are a group, and the high ones."""
+    runs = raw.unflatten(-1, (4, 1, GROUP))
+    return torch.cat((runs & 15, runs >> 4), -2)
+
+
+def _q4_k(raw: Tensor) -> Parts:
+    return _pairs_of_groups(raw[..., 16:]).flatten(-3), _super_scales(raw), None
+
+
+def _q5_k(raw: Tensor) -> Parts:
+    group = torch.arange(8, dtype=torch.uint8, device=raw.device).view(4, 2, 1)
+    fifth = (raw[..., None, None, 16:48] >> group) & 1
+    return (_pairs_of_groups(raw[..., 48:]) | fifth << 4).flatten(-3), _super_scales(raw), None
+
+
+def _q6_k(raw: Tensor) -> Parts:
+    low = raw[..., :128].unflatten(-1, (2, 1, 64))  # half of the block, 64 bytes
+    low = torch.cat((low & 15, low >> 4), -2).unflatten(-1, (2, GROUP))  # [.., half, nibble, run, 32]
+    high = raw[..., 128:192].unflatten(-1, (2, 1, 1, GROUP))
+    shifts = torch.tensor([[0, 2], [4, 6]], dtype=torch.uint8, device=raw.device)[..., None]
+    levels = low | ((high >> shifts) & 3) << 4
+    return levels.flatten(-4), raw[..., 192:208].contiguous().view(torch.int8), _halves(raw, 208)
+
+
+def _iq4_xs(raw: Tensor) -> Parts:
+    group = torch.arange(8, dtype=torch.int32, device=raw.device)
+    high = (raw[..., 2:3].int() | raw[..., 3:4].int() << 8) >> 2 * group
+    low = raw[..., 4:8].int().repeat_interleave(2, -1) >> 4 * (group % 2)
+    scales = ((low & 15) | (high & 3) << 4) - 32
+    return _nibbles(raw[..., 8:].unflatten(-1, (8, 16))).flatten(-2), scales.to(torch.int8), _halves(raw, 0)
+
+
+_TYPES: dict[Type, tuple[Layout, Callable[[Tensor], Parts]]] = {
+    Type.Q4_0: (Layout(4, "plain", zero=8), _q4_0),
+    Type.Q4_1: (Layout(4, "offset"), _q4_1),
+    Type.Q5_0: (Layout(5, "plain", zero=16), _q5_0),
+    Type.Q5_1: (Layout(5, "offset"), _q5_1),
+    Type.Q8_0: (Layout(8, "plain"), _q8_0),
+    Type.Q4_K: (Layout(4, "super"), _q4_k),
+    Type.Q5_K: (Layout(5, "super"), _q5_k),
+    Type.Q6_K: (Layout(6, "bytes", zero=32, group=16), _q6_k),
+    Type.IQ4_NL: (Layout(4, "plain", table=True), _q4_0),
+    Type.IQ4_XS: (Layout(4, "bytes", table=True), _iq4_xs),
+}
+
+
+def is_low_bit(kind: Type) -> bool:
+    """Whether matrices of this type stay as they are stored."""
+    return kind in _TYPES
+
+
+def low_bit(raw: Tensor, kind: Type, width: int) -> LowBit:
+    """The matrix of rows ``raw [out, bytes]`` uint8 of ``width`` weights each. It is made a slab of rows at a time."""
+    layout, take_apart = _TYPES[kind]
+    size = SUPER if layout.scales in ("super", "bytes") else GROUP
+    rows = max(1, _AT_ONCE // width)
+    slabs = []
+    for slab in raw.split(rows):
+        levels, scales, units = take_apart(slab.unflatten(1, (width // size, -1)))
+        words, high = pack_levels(levels.flatten(1), layout.bits)
+        if layout.scales in ("plain", "bytes"):
+            scales = scales.flatten(1)
+        slabs.append((words, high, scales.contiguous(), None if units is None else units.flatten(1)))
+    planes = [None if part[0] is None else torch.cat(part) for part in zip(*slabs, strict=True)]
+    assert planes[0] is not None
+    assert planes[2] is not None
+    return LowBit(layout, (raw.shape[0], width), planes[0], planes[1], planes[2], planes[3])

@@ -1,0 +1,228 @@
+"""Low-bit matrices: their planes, and their products against float64 of the unpacked weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from shapes import DEVICE, ON_GPU, randn, relative_error
+from torch import Tensor
+
+from minillm.kernels import reference
+from minillm.kernels.low_bit import (
+    Layout,
+    LowBit,
+    concatenated,
+    dequantise,
+    factors,
+    pack_levels,
+    pack_super,
+    padded,
+    random_matrix,
+    unpack_levels,
+)
+
+pytest.importorskip("triton")
+from minillm.kernels import low_bit_linear, low_bit_matmul, low_bit_matvec
+
+LAYOUTS = {
+    "q4_0": Layout(4, "plain", zero=8),
+    "q4_1": Layout(4, "offset"),
+    "q5_0": Layout(5, "plain", zero=16),
+    "q5_1": Layout(5, "offset"),
+    "q8_0": Layout(8, "plain"),
+    "q4_k": Layout(4, "super"),
+    "q5_k": Layout(5, "super"),
+    "q6_k": Layout(6, "bytes", zero=32, group=16),
+    "iq4_nl": Layout(4, "plain", table=True),
+    "iq4_xs": Layout(4, "bytes", table=True),
+    "awq": Layout(4, "zeros", group=128),
+    "int8 rows": Layout(8, "plain", group=0),
+}
+# Bits of a weight with its part of all scales; IQ4_XS's file has 4.25, for its scales have 6 bits there.
+BITS = dict(zip(LAYOUTS, (4.5, 5.0, 5.5, 6.0, 8.5, 4.5, 5.5, 6.5625, 4.5, 4.3125, 4.25, 8 + 16 / 1280), strict=True))
+SHAPES = [(6, 768), *([(5, 256), (1030, 4096), (4096, 14336)] if ON_GPU else [])]
+TOKENS = (1, 2, 3, 20, 300) if ON_GPU else (1, 2)
+
+
+def some(layout: Layout, out: int, width: int, seed: int = 0) -> LowBit:
+    """Random levels; random scales of both signs, some of them zero."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(*size: int) -> Tensor:
+        values = torch.rand(size, generator=generator) - 0.5
+        return torch.where(torch.rand(size, generator=generator) < 0.1, 0.0, values).half() / 50
+
+    low = -128 if layout.bits == 8 else 0
+    levels = torch.randint(low, low + (1 << layout.bits), (out, width), generator=generator)
+    words, high = pack_levels(levels, layout.bits)
+    units = None
+    groups = width // (layout.group or width)
+    if layout.scales == "plain":
+        scales = uniform(out, groups)
+    elif layout.scales == "super":
+        parts, mins = torch.randint(0, 64, (2, out, width // 256, 8), generator=generator)
+        scales = pack_super(parts, mins, uniform(out, width // 256) / 16, uniform(out, width // 256) / 16)
+    elif layout.scales == "bytes":
+        scales = torch.randint(-128, 128, (out, groups), generator=generator).to(torch.int8)
+        units = uniform(out, width // 256) / 32
+    else:
+        others = torch.randint(0, 16, (out, groups), generator=generator).half()
+        scales = torch.stack((uniform(out, groups), uniform(out, groups) if layout.scales == "offset" else others), -1)
+    planes = [None if each is None else each.to(DEVICE) for each in (words, high, scales, units)]
+    return LowBit(layout, (out, width), *planes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_levels_come_back(bits: int) -> None:
+    levels = torch.randint(-128 if bits == 8 else 0, 128 if bits == 8 else 1 << bits, (7, 96))
+    words, high = pack_levels(levels, bits)
+    matrix = LowBit(Layout(bits, "plain", zero=3), (7, 96), words, high, torch.ones(7, 3).half())
+    assert torch.equal(unpack_levels(matrix), levels.int())
+    assert torch.equal(dequantise(matrix), levels.float() - 3)
+    assert words.nbytes + (0 if high is None else high.nbytes) == 7 * 96 * bits // 8
+
+
+def test_six_bits_of_scales_and_minima_come_back() -> None:
+    scales, mins = torch.randint(0, 64, (2, 3, 2, 8))
+    units = torch.rand(2, 3, 2).half()
+    words, _ = pack_levels(torch.zeros(3, 512, dtype=torch.int32), 4)
+    matrix = LowBit(Layout(4, "super"), (3, 512), words, None, pack_super(scales, mins, *units))
+    found, zeros, offsets = factors(matrix, torch.float64)
+    assert torch.equal(found, (scales * units[0].double()[..., None]).flatten(1))
+    assert torch.equal(offsets, -(mins * units[1].double()[..., None]).flatten(1))
+    assert not zeros.any()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_take_the_bits_of_their_formats(name: str) -> None:
+    assert some(LAYOUTS[name], 4, 1280).nbytes * 8 == BITS[name] * 4 * 1280
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_are_unpacked(name: str, shape: tuple[int, int]) -> None:
+    matrix = some(LAYOUTS[name], *shape)
+    exact = dequantise(matrix, torch.float64)
+    out = torch.empty(shape, device=DEVICE)
+    assert relative_error(low_bit_matmul.dequantise(matrix, out), exact) < 1e-6
+    chosen = torch.tensor([3, 0, 3, shape[0] - 1], device=DEVICE)
+    rows = low_bit_linear.embedding(chosen, matrix, torch.float32)
+    assert torch.equal(rows, out[chosen])
+    assert torch.equal(dequantise(matrix.rows(slice(1, 4)), torch.float64), exact[1:4])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_products(name: str, tokens: int, shape: tuple[int, int]) -> None:
+    matrix = some(LAYOUTS[name], *shape)
+    out, width = shape
+    x, bias, residual = randn(tokens, width), randn(out), randn(tokens, out)
+    norm = randn(width) / 10
+    weight = dequantise(matrix, torch.float64)
+    exact = torch.nn.functional.linear(x.double(), weight, bias.double())
+    normed = reference.norm_linear(x.double(), norm.double(), 1e-5, weight, bias.double())
+    numbers, normed_numbers = low_bit_matvec.quantise_activations(x), low_bit_matvec.quantise_activations(x, norm)
+    halves, normed_halves = low_bit_matmul.halve_activations(x), low_bit_matmul.halve_activations(x, (norm, 1e-5))
+    wide = torch.full((tokens, out + 3), 7.0, device=DEVICE)
+
+    low_bit_matvec.product(numbers, matrix, bias, wide[:, 1:-2])
+    assert relative_error(wide[:, 1:-2], exact) < 1e-4
+    assert bool((wide[:, [0, -2, -1]] == 7.0).all())
+    low_bit_matmul.matmul(halves, matrix, bias, wide[:, 1:-2])
+    assert relative_error(wide[:, 1:-2], exact) < 2e-3
+    assert bool((wide[:, [0, -2, -1]] == 7.0).all())
+
+    got = low_bit_matvec.product(normed_numbers, matrix, bias, torch.empty_like(residual), eps=1e-5)
+    assert relative_error(got, normed) < 1e-4
+    got = low_bit_matmul.matmul(normed_halves, matrix, bias, torch.empty_like(residual))
+    assert relative_error(got, normed) < 2e-3
+
+    sums = exact - bias.double() + residual.double()
+    assert relative_error(low_bit_matvec.product(numbers, matrix, None, residual.clone(), add=True), sums) < 1e-4
+    assert relative_error(low_bit_matmul.matmul(halves, matrix, None, residual.clone(), add=True), sums) < 2e-3
+    if out % 2 == 0:
+        gated = reference.silu_mul(normed)
+        got = torch.empty(tokens, out // 2, device=DEVICE)
+        low_bit_matvec.product(normed_numbers, matrix, bias, got, eps=1e-5, gated=True)
+        assert relative_error(got, gated) < 1e-3  # where gate or up is near zero, digits are lost
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_splits_of_the_input_are_added_up(splits: int) -> None:
+    matrix, x, residual = some(LAYOUTS["q5_k"], 40, 1280), randn(5, 1280), randn(5, 40)
+    exact = torch.nn.functional.linear(x.double(), dequantise(matrix, torch.float64)) + residual.double()
+    halves = low_bit_matmul.halve_activations(x)
+    got = low_bit_matmul.matmul(halves, matrix, None, residual.clone(), add=True, tile=(64, 4, 16, splits, 4, 2))
+    assert relative_error(got, exact) < 2e-3
+    again = low_bit_matmul.matmul(halves, matrix, None, residual.clone(), add=True, tile=(64, 4, 16, splits, 4, 2))
+    assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 257])
+def test_a_layer_of_several_layouts(tokens: int) -> None:
+    """A file may store v finer than q and k; each number of tokens has its own kernel."""
+    matrices = [some(LAYOUTS[name], rows, 256, seed) for seed, (name, rows) in enumerate([("q4_k", 20), ("q6_k", 11)])]
+    parts = concatenated([matrices[0], some(LAYOUTS["q4_k"], 9, 256, 5), matrices[1]])
+    assert [part.shape for part in parts] == [(29, 256), (11, 256)]
+    weight = torch.cat([dequantise(part, torch.float64) for part in parts])
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 5e-3)):
+        x, bias, norm = randn(tokens, 256, dtype=dtype), randn(40, dtype=dtype), randn(256, dtype=dtype)
+        residual = randn(tokens, 40, dtype=dtype)
+        wide = (x.double(), norm.double(), 1e-5, weight, bias.double())
+        got = low_bit_linear.linear(x, parts, bias, None, (norm, 1e-5))
+        assert relative_error(got, reference.norm_linear(*wide)) < tolerance
+        got = low_bit_linear.gated_linear(x, parts, bias, (norm, 1e-5))
+        assert relative_error(got, reference.norm_gated_linear(*wide)) < 2 * tolerance
+        exact = residual.double() + torch.nn.functional.linear(x.double(), weight, bias.double())
+        out = residual.clone()
+        assert low_bit_linear.linear_add(x, parts, bias, out) is out
+        assert relative_error(out, exact) < tolerance
+
+
+def test_concatenated_matrices_are_all_of_few_bits() -> None:
+    assert concatenated([some(LAYOUTS["q4_0"], 4, 32), None]) == ()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_padding_is_zero(name: str) -> None:
+    matrix = padded(some(LAYOUTS[name], 5, 256), 8)
+    assert matrix.shape == (8, 256)
+    assert not dequantise(matrix)[5:].any()
+    assert torch.equal(dequantise(matrix)[:5], dequantise(some(LAYOUTS[name], 5, 256)))
+
+
+def test_activations_that_float16_could_not_hold() -> None:
+    matrix = some(LAYOUTS["q4_0"], 8, 64)
+    x = randn(3, 64) * torch.tensor([[1e6], [1.0], [1e-3]], device=DEVICE)
+    exact = torch.nn.functional.linear(x.double(), dequantise(matrix, torch.float64))
+    got = low_bit_matmul.matmul(low_bit_matmul.halve_activations(x), matrix, None, torch.empty(3, 8, device=DEVICE))
+    for row, expected in zip(got, exact, strict=True):
+        assert relative_error(row, expected) < 2e-3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("tokens", [2, 5])
+def test_numbers_that_are_none_are_seen(value: float, tokens: int) -> None:
+    matrix, x = some(LAYOUTS["q4_0"], 8, 64), randn(tokens, 64, dtype=torch.float16)
+    x[1, 7] = value
+    got = low_bit_linear.linear(x, (matrix,), None, None, None)
+    assert not got[1].isfinite().any()
+    assert got[0].isfinite().all()
+
+
+def test_a_scale_that_is_nan_spoils_its_row_only() -> None:
+    matrix = some(LAYOUTS["q4_0"], 8, 64)
+    matrix.scales[2, 1] = float("nan")
+    for tokens in (1, 5):
+        got = low_bit_linear.linear(randn(tokens, 64, dtype=torch.float16), (matrix,), None, None, None)
+        assert got[:, 2].isnan().all()
+        assert got[:, [0, 1, 3, 4, 5, 6, 7]].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "q4_k", "q5_k", "q6_k", "int8 rows"])
+def test_random_matrices_look_like_weights(name: str) -> None:
+    matrix = random_matrix(LAYOUTS[name], (64, 2048), 0.02, torch.Generator(DEVICE).manual_seed(0))
+    weights = dequantise(matrix)
+    assert abs(float(weights.mean())) < 2e-3
+    assert 0.01 < float(weights.std()) < 0.04

@@ -1,0 +1,136 @@
+"""GGUF files whose matrices stay in few bits: against gguf's own dequantisation, and through a model's forward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+from gguf.quants import dequantize
+from support import logits_in_chunks
+from test_checkpoint import gguf_model, write_gguf
+
+from minillm import kernels
+from minillm.kernels import LowBit
+from minillm.kernels.low_bit import dequantise
+from minillm.model.config import ModelConfig
+from minillm.model.llama import Llama
+from minillm.model.loader import load_llama
+from minillm.weights.gguf_blocks import is_low_bit, low_bit
+from minillm.weights.gguf_file import GGUFCheckpoint
+
+CPU = torch.device("cpu")
+TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
+# Where in a block the float16 numbers lie: a random byte pattern would make most of them huge.
+HALVES = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
+
+
+def random_blocks(kind: Type, rows: int, width: int, *, special: bool = False) -> np.ndarray:
+    """Rows of blocks of random bytes, with scales of both signs, zeros, and NaN and infinity if ``special``."""
+    rng = np.random.default_rng(7)
+    block, size = GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (rows, width // block, size), dtype=np.uint8)
+    for at in HALVES.get(kind.name, (0,)):
+        scales = rng.uniform(-0.1, 0.1, raw.shape[:2]).astype(np.float16)
+        scales[0, 0], scales[1, 0] = 0.0, -0.0
+        if special:
+            scales[2, 0], scales[3, 0] = np.nan, np.inf
+        raw[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", TYPES)
+def test_blocks_are_the_numbers_that_the_library_makes_of_them(name: str, special: bool) -> None:
+    kind = Type[name]
+    assert is_low_bit(kind)
+    for rows, width in ((5, 256), (33, 1280)):
+        raw = random_blocks(kind, rows, width, special=special)
+        with np.errstate(all="ignore"):
+            exact = torch.from_numpy(dequantize(raw, kind))
+        matrix = low_bit(torch.from_numpy(raw), kind, width)
+        torch.testing.assert_close(dequantise(matrix), exact, rtol=0, atol=0, equal_nan=True)
+        more = 256 // 16 * rows * width // 256 // 8 if name == "IQ4_XS" else 0  # its scales take 8 bits and not 6
+        assert matrix.nbytes == raw.nbytes + more
+
+
+def test_slabs_of_rows_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = torch.from_numpy(random_blocks(Type.Q6_K, 9, 512))
+    whole = low_bit(raw, Type.Q6_K, 512)
+    monkeypatch.setattr("minillm.weights.gguf_blocks._AT_ONCE", 1024)
+    assert torch.equal(dequantise(low_bit(raw, Type.Q6_K, 512)), dequantise(whole))
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
+def test_parts_of_a_file(tmp_path: Path, name: str) -> None:
+    """Rows of q and k lie in another order; ranks take rows and columns; a cut within a block cannot be held so."""
+    write_gguf(tmp_path / "m.gguf", gguf_model(), Type[name])
+    checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
+    for tensor in checkpoint.names():
+        matrix = checkpoint.low_bit(tensor, CPU, None, None)
+        if len(checkpoint.shape(tensor)) == 1:
+            assert matrix is None
+            continue
+        assert matrix is not None
+        assert torch.equal(dequantise(matrix), checkpoint.tensor(tensor))
+        rows, columns = slice(8, 24), slice(32, 96)
+        part = checkpoint.low_bit(tensor, CPU, rows, columns)
+        assert part is not None
+        assert torch.equal(dequantise(part), checkpoint.tensor(tensor, rows, columns))
+        assert checkpoint.low_bit(tensor, CPU, None, slice(16, 64)) is None
+
+
+def load(path: Path, *, keep: bool) -> Llama:
+    checkpoint = GGUFCheckpoint(path)
+    config = ModelConfig.from_hf(checkpoint.config)
+    options = {"device": CPU, "dtype": torch.float32, "max_positions": 64, "keep_low_bit": keep}
+    return load_llama(checkpoint, config, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "tied"), [("Q4_0", True), ("Q8_0", False), ("Q5_1", True)])
+def test_a_model_computes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tied: bool) -> None:
+    pytest.importorskip("triton")
+    from minillm.kernels import low_bit_linear
+
+    monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
+    write_gguf(tmp_path / "m.gguf", gguf_model(tie_word_embeddings=tied, attention_bias=True), Type[name])
+    plain, kept = load(tmp_path / "m.gguf", keep=False), load(tmp_path / "m.gguf", keep=True)
+    assert isinstance(kept.embedding, LowBit)
+    assert (kept.head.parts[0] is kept.embedding) == tied  # once in memory
+    assert len(kept.layers[0].qkv.parts) == 1
+    assert kept.weight_bytes < plain.config.num_parameters * 1.2
+    tokens = [3, 14, 15, 92, 65, 35]
+    expected = logits_in_chunks(plain, tokens, [6])
+    for chunks in ([6], [5, 1], [1, 2, 3]):
+        torch.testing.assert_close(logits_in_chunks(kept, tokens, chunks), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_a_file_of_mixed_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused matrix with a part in 16 bits is held in 16 bits; all others stay."""
+    pytest.importorskip("triton")
+    from minillm.kernels import low_bit_linear
+
+    monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
+    write_gguf(tmp_path / "m.gguf", gguf_model(), Type.Q4_1)
+    whole = GGUFCheckpoint.low_bit
+
+    def all_but_v(self: GGUFCheckpoint, name: str, *args: object) -> LowBit | None:
+        return None if "v_proj" in name else whole(self, name, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GGUFCheckpoint, "low_bit", all_but_v)
+    kept, plain = load(tmp_path / "m.gguf", keep=True), load(tmp_path / "m.gguf", keep=False)
+    assert not kept.layers[0].qkv.parts
+    assert kept.layers[0].gate_up.parts
+    tokens = [3, 14, 15, 92]
+    expected = logits_in_chunks(plain, tokens, [4])
+    torch.testing.assert_close(logits_in_chunks(kept, tokens, [4]), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_types_that_are_unpacked() -> None:
+    assert not any(
+        is_low_bit(kind)
+        for kind in (Type.F32, Type.F16, Type.BF16, Type.Q2_K, Type.Q3_K, gguf.GGMLQuantizationType.TQ1_0)
+    )
