@@ -422,6 +422,12 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("window-dropped-at-its-edge", "if (window or 0) >= max_positions", "if (window or 0) >= max_positions - 1",
          "tests/model/test_families.py::test_a_window_that_holds_every_sequence_is_none"),
     ],
+    "minillm/weights/gguf_file.py": [
+        ("gguf-rows-of-qwen-permuted", "if self._permuted and (projection :=", "if (projection :=",
+         "tests/weights/test_gguf_families.py::test_a_file_computes_what_transformers_computes"),
+        ("gguf-rows-of-smollm3-not-permuted", '_PERMUTED = ("llama", "smollm3")', '_PERMUTED = ("llama",)',
+         "tests/weights/test_gguf_families.py::test_a_file_computes_what_transformers_computes"),
+    ],
     "minillm/model/rope.py": [
         ("dynamic-rope-without-its-power", "rope.theta * stretch ** (dim / (dim - 2))", "rope.theta * stretch",
          "tests/model/test_variants.py::test_dynamic_scaling_beyond_the_trained_context"),
