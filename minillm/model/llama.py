@@ -5,8 +5,8 @@
                  x += down(silu(gate) * up)   with gate, up = gate_up(norm(x))
     logits = head(norm(x))
 
-Its kin differ in data of the config: biases, norms of q and k in front of rotary (Qwen3), layers without rotary
-(SmolLM3), layers whose tokens see a window of the last ones only (Mistral, Qwen2).
+Its kin differ in data of the config: biases (of q, k and v alone in Qwen2), norms of q and k in front of rotary
+(Qwen3), layers without rotary (SmolLM3), layers in which a token sees only a window of the last ones (Mistral, Qwen2).
 
 Every op comes from `kernels`, and is a line above: a norm belongs to the projection behind it, an addition to the one
 in front of it. Projections that read the same input are one matrix: q, k, v and gate, up. A model that several devices
