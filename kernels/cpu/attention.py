@@ -241,5 +241,6 @@ def _visible(count: int, length: int, window: int | None) -> Tensor | None:
     """The tokens ``[count, length]`` that the last ``count`` of ``length`` see; None for a whole causal triangle."""
     if count == length and (window is None or window >= length):
         return None
-    distances = torch.arange(length - count, length)[:, None] - torch.arange(length)
-    return (distances >= 0) & (distances < (window or length))
+    tokens, queries = torch.arange(length), torch.arange(length - count, length)[:, None]
+    visible = tokens <= queries
+    return visible if window is None else visible.logical_and_(tokens > queries - window)
