@@ -21,6 +21,15 @@ class Pages(NamedTuple):
     v: Tensor  # the same
     tables: Tensor  # [num_seqs, max_blocks] int32, block ids in logical order; unused entries may be anything
     lens: Tensor  # [num_seqs] int32, tokens of each sequence that attention may see
+    window: int | None = None  # a token sees so many tokens, the last of them itself; None: all up to itself
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm of each head of q and k, before they are rotated."""
+
+    q: Tensor  # [head_dim]
+    k: Tensor  # the same
+    eps: float
 
 
 class Places(NamedTuple):

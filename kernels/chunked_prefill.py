@@ -7,7 +7,8 @@ queries * visible tokens * heads * head_dim FLOPs. Bytes: q and out once, the vi
 Grid: (heads, tiles of queries over all chunks). The number of tiles follows from shapes alone (at most ``tokens / ROWS
 + chunks``); each program finds its chunk by counting. Late tiles, which see most, start first, in all heads. Tile:
 ``ROWS`` queries x ``TILE`` tokens; block ids are looked up per token, so any block size works. Tokens that all queries
-of a tile see need no mask: only the last tile or two compare positions.
+of a tile see need no mask: only the last tile or two compare positions, and with a window the first ones that any of
+them sees.
 """
 
 import torch
@@ -34,6 +35,35 @@ def _find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE:
     return chunk, number - before
 
 
+@triton.jit
+def _fold_masked(
+    q, k_ptr, v_ptr, table_ptr, seen, end, positions, dims, is_dim, slot_stride, scale_log2e, maximum, total, out,
+    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Fold a tile of tokens into the running softmax of queries that do not all see all of it."""
+    valid = seen < end
+    blocks = tl.load(table_ptr + seen // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+    slots = blocks * BLOCK_SIZE + seen % BLOCK_SIZE
+    offsets = slots[:, None] * slot_stride + dims[None, :]
+    mask = valid[:, None] & is_dim[None, :]
+    k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+    scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e
+    visible = valid[None, :] & (seen[None, :] <= positions[:, None])
+    if WINDOW is not None:
+        visible = visible & (seen[None, :] > positions[:, None] - WINDOW)
+    scores = tl.where(visible, scores, float("-inf"))
+    # The maximum is finite as soon as a row has seen a token (its own at the latest); until then it is not used.
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    correction = tl.exp2(maximum - safe)
+    weights = tl.exp2(scores - safe[:, None])
+    total = total * correction + tl.sum(weights, axis=1)
+    out = out * correction[:, None]
+    v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    out = dot(weights.to(v.dtype), v, out)
+    return new_maximum, total, out
+
+
 # Not compiled anew for tables of another width, nor for chunks that begin elsewhere in the batch.
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "tables_ptr", "lens_ptr"])
 def _prefill_attention_kernel(
@@ -41,6 +71,7 @@ def _prefill_attention_kernel(
     q_token_stride, q_head_stride, table_stride, slot_stride, out_token_stride, out_head_stride, scale_log2e, num_seqs,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SEQS_TILE: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     number = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -72,7 +103,16 @@ def _prefill_attention_kernel(
     # Tokens that every query of the tile sees need no comparison; the rest do.
     first_position = context - length + row0
     unmasked_end = (first_position + 1) // TILE * TILE
-    for position in tl.range(0, unmasked_end, TILE, num_stages=STAGES):
+    unmasked_begin = 0
+    if WINDOW is not None:
+        seen_begin = tl.maximum(first_position - WINDOW + 1, 0) // TILE * TILE
+        unmasked_begin = tl.minimum(tl.cdiv(tl.maximum(first_position + ROWS - WINDOW, 0), TILE) * TILE, unmasked_end)
+        for position in tl.range(seen_begin, unmasked_begin, TILE):
+            maximum, total, out = _fold_masked(
+                q, k_ptr, v_ptr, table_ptr, position + columns, unmasked_end, positions, dims, is_dim, slot_stride,
+                scale_log2e, maximum, total, out, ROWS, TILE, BLOCK_SIZE, WINDOW,
+            )  # fmt: skip
+    for position in tl.range(unmasked_begin, unmasked_end, TILE, num_stages=STAGES):
         seen = position + columns
         blocks = tl.load(table_ptr + seen // BLOCK_SIZE).to(tl.int64)
         slots = blocks * BLOCK_SIZE + seen % BLOCK_SIZE
@@ -89,26 +129,10 @@ def _prefill_attention_kernel(
         maximum = new_maximum
     end = tl.minimum(first_position + ROWS, context)
     for position in tl.range(unmasked_end, end, TILE):
-        seen = position + columns
-        valid = seen < end
-        blocks = tl.load(table_ptr + seen // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-        slots = blocks * BLOCK_SIZE + seen % BLOCK_SIZE
-        offsets = slots[:, None] * slot_stride + dims[None, :]
-        mask = valid[:, None] & is_dim[None, :]
-        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
-        scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e
-        visible = valid[None, :] & (seen[None, :] <= positions[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
-        # Every row has seen a token by now (its own at the latest), or is padding: the maximum is finite or unused.
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-        safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        correction = tl.exp2(maximum - safe)
-        weights = tl.exp2(scores - safe[:, None])
-        total = total * correction + tl.sum(weights, axis=1)
-        out = out * correction[:, None]
-        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
-        out = dot(weights.to(v.dtype), v, out)
-        maximum = new_maximum
+        maximum, total, out = _fold_masked(
+            q, k_ptr, v_ptr, table_ptr, position + columns, end, positions, dims, is_dim, slot_stride, scale_log2e,
+            maximum, total, out, ROWS, TILE, BLOCK_SIZE, WINDOW,
+        )  # fmt: skip
     out = out / tl.where(total > 0, total, 1.0)[:, None]
     out_offsets = tokens[:, None] * out_token_stride + head * out_head_stride + dims[None, :]
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=row_mask)
@@ -117,7 +141,7 @@ def _prefill_attention_kernel(
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
     """See `reference.prefill_attention`; arguments as in `decode_attention.paged_attention`, else ValueError."""
     num_tokens, num_heads, head_dim = q.shape
-    k_cache, v_cache, tables, lens = pages
+    k_cache, v_cache, tables, lens, window = pages
     num_seqs = lens.shape[0]
     _, block_size, num_kv_heads, _ = k_cache.shape
     check_inputs(q, pages, num_seqs)
@@ -132,7 +156,8 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
             q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim, out.stride(0), out.stride(1),
             softmax_scale * 1.4426950408889634, num_seqs,
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_SIZE=block_size,
-            ROWS=rows, TILE=tile, SEQS_TILE=max(256, triton.next_power_of_2(num_seqs)), STAGES=stages, num_warps=warps,
+            ROWS=rows, TILE=tile, SEQS_TILE=max(256, triton.next_power_of_2(num_seqs)), STAGES=stages,
+            WINDOW=window, num_warps=warps,
         )  # fmt: skip
     return out
 

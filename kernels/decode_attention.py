@@ -8,7 +8,7 @@ Grid: (kv heads, sequences, splits). A program takes the query heads of one kv h
 (Milakov & Gimelshein 2018). It looks up the block id of *each token* of a tile, so the tile does not depend on the
 block size. Splits (Flash-Decoding, Dao et al. 2023) fill the chip where there are few sequences; a second kernel merges
 their results. Their number follows from shapes alone, so that a launch can be captured in a CUDA graph; a program whose
-part is empty ends at once.
+part is empty ends at once. Of a context longer than the window only its end is walked through.
 
 Block ids are widened to 64 bits before they are multiplied. Lanes behind the end of a context read nothing: unused
 slots may hold NaN.
@@ -53,14 +53,19 @@ def _paged_attention_kernel(
     out_seq_stride, out_head_stride, out_split_stride, lse_seq_stride, lse_split_stride, scale_log2e, num_splits,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     context = tl.load(lens_ptr + seq)
-    part = tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE
-    start = split * part
+    if WINDOW is None:
+        part = tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE
+        start = split * part
+    else:
+        part = tl.cdiv(tl.cdiv(tl.minimum(context, WINDOW), num_splits), TILE) * TILE
+        start = tl.maximum(context - WINDOW, 0) + split * part
     if start >= context and split > 0:
         return
     end = tl.minimum(start + part, context)
@@ -100,12 +105,15 @@ def _paged_attention_kernel(
 def _merge_splits_kernel(
     out_ptr, partial_ptr, lse_ptr, lens_ptr, out_seq_stride, out_head_stride, num_heads, num_splits,
     HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, SPLITS_TILE: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Weigh a head's partial results by their share of the softmax: one program per (sequence, head)."""
     wait_for_inputs(PDL)
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     context = tl.load(lens_ptr + seq)
+    if WINDOW is not None:
+        context = tl.minimum(context, WINDOW)
     part = tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE
     splits = tl.arange(0, SPLITS_TILE)
     # Splits without a token wrote nothing; the first one always did.
@@ -146,7 +154,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
     ValueError where a shape or layout is wrong.
     """
     num_seqs, num_heads, head_dim = q.shape
-    k_cache, v_cache, tables, lens = pages
+    k_cache, v_cache, tables, lens, window = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
     check_inputs(q, pages, num_seqs)
     out = torch.empty(num_seqs, num_heads, head_dim, dtype=q.dtype, device=q.device)
@@ -154,7 +162,8 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         return out
     group = num_heads // num_kv_heads
     if num_splits is None:
-        num_splits = num_splits_for(num_seqs, num_kv_heads, tables.shape[1] * block_size, q.device)
+        longest = tables.shape[1] * block_size
+        num_splits = num_splits_for(num_seqs, num_kv_heads, min(longest, window or longest), q.device)
     dim_tile = max(16, triton.next_power_of_2(head_dim))
     tile = max(16, min(128, 16384 // (dim_tile * q.element_size())))  # 16 kB of K: no more, or shared memory is full
     pdl = pdl_options(q.device)
@@ -169,20 +178,20 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         *strides, softmax_scale * 1.4426950408889634, num_splits,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
         BLOCK_SIZE=block_size, TILE=tile, STAGES=3 if dim_tile >= 128 else 2, PARTIAL=num_splits > 1,
-        num_warps=4, **pdl,
+        WINDOW=window, num_warps=4, **pdl,
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits_kernel[(num_seqs, num_heads)](
             out, target, partial_lse, lens, out.stride(0), out.stride(1), num_heads, num_splits,
             HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=tile, SPLITS_TILE=triton.next_power_of_2(num_splits),
-            num_warps=4, **pdl,
+            WINDOW=window, num_warps=4, **pdl,
         )  # fmt: skip
     return out
 
 
 def check_inputs(q: Tensor, pages: Pages, num_seqs: int) -> None:
     """Raise ValueError unless queries, caches and tables fit together."""
-    k_cache, v_cache, tables, lens = pages
+    k_cache, v_cache, tables, lens, window = pages
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, cache_dim = k_cache.shape
     if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
@@ -195,3 +204,5 @@ def check_inputs(q: Tensor, pages: Pages, num_seqs: int) -> None:
         raise ValueError("q and int32 block_tables must have a contiguous last dimension")
     if tables.shape[0] != num_seqs or lens.shape != (num_seqs,):
         raise ValueError(f"block_tables and context_lens must have {num_seqs} rows")
+    if window is not None and window < 1:
+        raise ValueError(f"a window must hold a token, not {window}")

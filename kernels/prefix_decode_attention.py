@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import pdl_options, release, wait, wait_for_inputs, wait_then_release
-from minillm.kernels.decode_attention import attend_tile, check_inputs
+from minillm.kernels.decode_attention import attend_tile, check_inputs, paged_attention
 from minillm.kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
@@ -194,9 +194,14 @@ def _tail_tiling(shape: AttentionShape) -> tuple[int, int, int]:
 
 
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
-    """See `reference.prefix_attention`; arguments as in `decode_attention.paged_attention`, else ValueError."""
+    """See `reference.prefix_attention`; arguments as in `decode_attention.paged_attention`, else ValueError.
+
+    In a window each sequence reads its own tokens: they begin elsewhere for each, and shared blocks lie in front.
+    """
+    if pages.window is not None:
+        return paged_attention(q, pages, softmax_scale)
     num_seqs, num_heads, head_dim = q.shape
-    k_cache, v_cache, tables, lens = pages
+    k_cache, v_cache, tables, lens, _ = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
     shape = work.shape
     check_inputs(q, pages, num_seqs)

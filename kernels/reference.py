@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from minillm.kernels.arguments import DecodeInputs, Field, Pages, Places, SamplingInputs
+from minillm.kernels.arguments import DecodeInputs, Field, HeadNorms, Pages, Places, SamplingInputs
 from minillm.kernels.prefix_plan import WorkList
 
 
@@ -61,14 +61,20 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
-def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor) -> None:
+def rotary_write_kv(
+    q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor, norms: HeadNorms | None = None
+) -> None:
     """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the tokens' slots. ``k`` is scratch: it may change.
 
     Args:
         q, k, v: ``[num_tokens, heads, head_dim]``; they may be strided views of one packed projection.
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, one layer's halves of the pool.
+        norms: `rms_norm` of each head of q and k comes first, where they are given (Henry et al. 2020).
     """
     cos, sin, slots = places
+    if norms is not None:
+        q.copy_(rms_norm(q, norms.q, norms.eps))
+        k = rms_norm(k, norms.k, norms.eps)
     q.copy_(rotary(q, cos, sin))
     k = rotary(k, cos, sin)
     kept = slots >= 0
@@ -84,14 +90,16 @@ def _context(pages: Pages, seq: int, length: int) -> tuple[Tensor, Tensor]:
     return pages.k[blocks].flatten(0, 1)[:length], pages.v[blocks].flatten(0, 1)[:length]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, first_position: int) -> Tensor:
-    """Causal attention of ``q [n, heads, dim]`` at ``first_position…`` over ``k, v [context, kv_heads, dim]``."""
+def _attend(q: Tensor, pages: Pages, seq: int, length: int, softmax_scale: float) -> Tensor:
+    """Causal attention of a sequence's last tokens, ``q [n, heads, dim]``, over all its ``length`` tokens."""
+    k, v = _context(pages, seq, length)  # [length, kv_heads, dim]
     group = q.shape[1] // k.shape[1]
     q, k, v = (_wide(t).transpose(0, 1) for t in (q, k, v))  # [heads, tokens, dim]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = q @ k.transpose(1, 2) * softmax_scale
-    query_positions = torch.arange(q.shape[1], device=q.device) + first_position
-    visible = torch.arange(k.shape[1], device=q.device) <= query_positions[:, None]
+    positions = torch.arange(length, device=q.device)
+    distances = positions[length - q.shape[1] :, None] - positions
+    visible = (distances >= 0) & (distances < (pages.window or length))
     scores = scores.masked_fill(~visible, float("-inf"))
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
@@ -100,13 +108,13 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float) -> Tensor:
     """Decode attention: one query per sequence over its paged context (Kwon et al. 2023).
 
     Head ``h`` of ``q [num_seqs, num_heads, head_dim]`` reads kv head ``h // (num_heads / num_kv_heads)``. Returns a
-    tensor like ``q``, zero where the context is empty.
+    tensor like ``q``, zero where the context is empty. Of a context that is longer than the pages' window, a query sees
+    the last ``window`` tokens (Beltagy et al. 2020).
     """
     out = torch.zeros_like(q)
     for seq, length in enumerate(pages.lens.tolist()):
         if length:
-            k, v = _context(pages, seq, length)
-            out[seq] = _attend(q[seq : seq + 1], k, v, softmax_scale, length - 1)[0].to(q.dtype)
+            out[seq] = _attend(q[seq : seq + 1], pages, seq, length, softmax_scale)[0].to(q.dtype)
     return out
 
 
@@ -131,8 +139,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
     for seq, length in enumerate(pages.lens.tolist()):
         begin, end = starts[seq], starts[seq + 1]
         if end > begin:
-            k, v = _context(pages, seq, length)
-            out[begin:end] = _attend(q[begin:end], k, v, softmax_scale, length - (end - begin)).to(q.dtype)
+            out[begin:end] = _attend(q[begin:end], pages, seq, length, softmax_scale).to(q.dtype)
     return out
 
 

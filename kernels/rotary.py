@@ -1,21 +1,35 @@
 """Rotary embedding fused with the reshape and write of K and V into their blocks.
 
+    x = x / sqrt(mean(x^2) + eps) * weight, per head of q and k     (where the model has such norms)
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)                  (Su et al. 2021, half-split layout)
 
 q is rotated where it lies; rotated k, and v, go straight to their slots. Bytes: reads (heads + 2 kv_heads) * head_dim
 elements a token and writes as many. Memory-bound, and at decode batch sizes launch-bound: one launch where separate ops
 make five. Grid: (tokens, groups of q heads + 1); the last program of a token does K and V. Tile: heads x head_dim / 2,
-both halves. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
+both halves, so a head's norm needs no read of its own. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Places
+from minillm.kernels.arguments import HeadNorms, Places
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 _Q_HEADS_PER_PROGRAM = 16
+
+
+@triton.jit
+def _norm(first, second, weight_ptr, pairs, is_pair, HALF: tl.constexpr, EPS: tl.constexpr):
+    """RMSNorm of heads that lie in two halves ``[heads, HALF]``, rounded as `reference.rms_norm` is."""
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    squares = tl.sum(wide_first * wide_first + wide_second * wide_second, axis=1)
+    scale = tl.rsqrt(squares / (2 * HALF) + EPS)[:, None]
+    weight_first = tl.load(weight_ptr + pairs, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    weight_second = tl.load(weight_ptr + HALF + pairs, mask=is_pair, other=0.0).to(tl.float32)[None, :]
+    normed_first = (wide_first * scale).to(first.dtype).to(tl.float32) * weight_first
+    normed_second = (wide_second * scale).to(first.dtype).to(tl.float32) * weight_second
+    return normed_first.to(first.dtype), normed_second.to(first.dtype)
 
 
 @triton.jit
@@ -26,11 +40,11 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def _rotary_write_kv_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slot_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slot_ptr, q_norm_ptr, k_norm_ptr,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, slot_stride,
     num_heads, num_kv_heads,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PDL: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -45,6 +59,8 @@ def _rotary_write_kv_kernel(
         first_ptr = q_ptr + token * q_token_stride + heads[:, None] * q_head_stride + pairs[None, :]
         first = tl.load(first_ptr, mask=mask, other=0.0)
         second = tl.load(first_ptr + HALF, mask=mask, other=0.0)
+        if EPS is not None:
+            first, second = _norm(first, second, q_norm_ptr, pairs, is_pair, HALF, EPS)
         turned_first, turned_second = _rotate(first, second, cos, sin)
         tl.store(first_ptr, turned_first.to(first.dtype), mask=mask)
         tl.store(first_ptr + HALF, turned_second.to(first.dtype), mask=mask)
@@ -60,6 +76,8 @@ def _rotary_write_kv_kernel(
             v_out = v_cache_ptr + slot * slot_stride + heads[:, None] * HEAD_DIM
             first = tl.load(k_in + pairs[None, :], mask=mask, other=0.0)
             second = tl.load(k_in + HALF + pairs[None, :], mask=mask, other=0.0)
+            if EPS is not None:
+                first, second = _norm(first, second, k_norm_ptr, pairs, is_pair, HALF, EPS)
             turned_first, turned_second = _rotate(first, second, cos, sin)
             tl.store(k_out + pairs[None, :], turned_first.to(first.dtype), mask=mask)
             tl.store(k_out + HALF + pairs[None, :], turned_second.to(first.dtype), mask=mask)
@@ -72,7 +90,9 @@ def _rotary_write_kv_kernel(
                 tl.store(v_out + rest[None, :], tl.load(v_in + rest[None, :], mask=mask), mask=mask)
 
 
-def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor) -> None:
+def rotary_write_kv(
+    q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor, norms: HeadNorms | None = None
+) -> None:
     """See `reference.rotary_write_kv`; any token, head strides. Raises ValueError where a shape or layout is wrong."""
     cos, sin, slots = places
     tokens, num_heads, head_dim = q.shape
@@ -87,15 +107,18 @@ def rotary_write_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Te
         raise ValueError(f"caches must be contiguous [blocks, block_size, {num_kv_heads}, {head_dim}]")
     if 2 * half > head_dim:
         raise ValueError(f"rotary dimension {2 * half} is larger than head_dim {head_dim}")
+    q_norm, k_norm, eps = (None, None, None) if norms is None else norms
+    if norms is not None and (2 * half != head_dim or norms.q.shape != (head_dim,) or norms.k.shape != (head_dim,)):
+        raise ValueError(f"norms of q and k must be [{head_dim}], and all of a head must be rotated")
     if not tokens:
         return
     q_heads = min(_Q_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
     rest = head_dim - 2 * half
     _rotary_write_kv_kernel[(tokens, triton.cdiv(num_heads, q_heads) + 1)](
-        q, k_cache, v_cache, k, v, cos, sin, slots,
+        q, k_cache, v_cache, k, v, cos, sin, slots, q_norm, k_norm,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), num_kv_heads * head_dim,
         num_heads, num_kv_heads,
         HEAD_DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
         REST_TILE=triton.next_power_of_2(rest) if rest else 0,
-        Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads), num_warps=4, **pdl_options(q.device),
+        Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads), EPS=eps, num_warps=4, **pdl_options(q.device),
     )  # fmt: skip

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels import reference
-from minillm.kernels.arguments import Pages, Places
+from minillm.kernels.arguments import HeadNorms, Pages, Places
+from minillm.kernels.cpu.linear import rms_norm
 from minillm.kernels.prefix_plan import WorkList
 
 # Several sequences at once are faster than one by one (16 of 270 tokens, 9/3 heads x 64: 0.83 ms a layer, 1.46) unless
@@ -38,9 +39,10 @@ class Together:
 
 @dataclass(frozen=True)
 class Span:
-    """Where one sequence's blocks lie."""
+    """Where the tokens lie that one sequence sees: all, or the last of them."""
 
     length: int  # in tokens
+    skipped: int  # slots of the first block in front of them
     first: int  # the first block
     blocks: Tensor | None  # all of them, where they are not consecutive: int64
 
@@ -67,26 +69,33 @@ def _turn(places: Places) -> tuple[Tensor, Tensor]:
 def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
     _, _, num_kv_heads, head_dim = pages.k.shape
     lengths = pages.lens.tolist()
-    longest = max(lengths, default=0)
+    seen = [min(length, pages.window or length) for length in lengths]
+    longest = max(seen, default=0)
     if (
-        len(lengths) >= _GATHERED_SEQS
-        and min(lengths) > 0
-        and len(lengths) * longest <= _GATHERED_PADDING * sum(lengths)
-        and len(lengths) * longest * num_kv_heads * head_dim <= _GATHERED_FLOATS
+        len(seen) >= _GATHERED_SEQS
+        and min(seen) > 0
+        and len(seen) * longest <= _GATHERED_PADDING * sum(seen)
+        and len(seen) * longest * num_kv_heads * head_dim <= _GATHERED_FLOATS
     ):
         return _plan_together(pages, longest, num_heads)
-    return _spans(pages, lengths)
+    return _spans(pages, lengths, seen)
 
 
 def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
     """Pad each sequence to the longest with its own first token: other slots may hold NaN, and 0 * NaN is NaN."""
-    k_cache, _, tables, lens = pages
+    k_cache, _, tables, lens, window = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     num_seqs, group = len(lens), num_heads // num_kv_heads
-    hidden = torch.arange(longest) >= lens[:, None]
-    blocks = tables[:, : -(-longest // block_size), None]
-    slots = torch.add(torch.arange(block_size), blocks, alpha=block_size).flatten(1)[:, :longest]
-    slots = torch.where(hidden, blocks[:, 0] * block_size, slots)
+    if window is None:
+        hidden = torch.arange(longest) >= lens[:, None]
+        blocks = tables[:, : -(-longest // block_size), None]
+        slots = torch.add(torch.arange(block_size), blocks, alpha=block_size).flatten(1)[:, :longest]
+    else:  # only the end of each context
+        tokens = torch.arange(longest) + (lens - window).clamp_(min=0)[:, None]
+        hidden = tokens >= lens[:, None]
+        tokens = tokens.masked_fill_(hidden, 0)
+        slots = tables.gather(1, tokens // block_size) * block_size + tokens % block_size
+    slots = torch.where(hidden, slots[:, :1], slots)
     rows = torch.add(torch.arange(num_kv_heads)[:, None], slots[:, None], alpha=num_kv_heads)
     mask = torch.zeros(hidden.shape, dtype=k_cache.dtype).masked_fill_(hidden, float("-inf"))
     queries = k_cache.new_zeros(num_seqs * num_kv_heads, _padded(group), head_dim)
@@ -102,15 +111,25 @@ def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
 
 
 def rotary_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor, plan: HostPlan | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Places,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    norms: HeadNorms | None = None,
+    plan: HostPlan | None = None,
 ) -> None:
     """See `reference.rotary_write_kv`; for whole heads in float32, and q and k at once where they lie side by side."""
     half, num_tokens, num_heads = places.cos.shape[1], *q.shape[:2]
     side_by_side = k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.itemsize and k.stride() == q.stride()
     padded = bool((places.slots < 0).any()) if plan is None else plan.padded
     if q.dtype != torch.float32 or 2 * half != q.shape[2] or not side_by_side or padded:
-        reference.rotary_write_kv(q, k, v, places, k_cache, v_cache)
+        reference.rotary_write_kv(q, k, v, places, k_cache, v_cache, norms)
         return
+    if norms is not None:
+        for heads, weight in ((q, norms.q), (k, norms.k)):
+            heads.copy_(rms_norm(heads.flatten(0, 1), weight, norms.eps).view(heads.shape))
     # [tokens, q and k heads, 2, half]
     both = q.as_strided((num_tokens, num_heads + k.shape[1], 2, half), (*q.stride()[:2], half, 1))
     straight, across = _turn(places) if plan is None else plan.turn
@@ -128,16 +147,19 @@ def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
         cache, first = cache.index_select(0, span.blocks), 0
     # One call instead of a slice, a flatten, a slice and a transpose: decoding here spends its time on views.
     shape, strides = (num_kv_heads, span.length, head_dim), (head_dim, num_kv_heads * head_dim, 1)
-    return cache.as_strided(shape, strides, cache.storage_offset() + first * block_size * num_kv_heads * head_dim)
+    slot = first * block_size + span.skipped
+    return cache.as_strided(shape, strides, cache.storage_offset() + slot * num_kv_heads * head_dim)
 
 
-def _spans(pages: Pages, lengths: list[int]) -> list[Span]:
+def _spans(pages: Pages, lengths: list[int], seen: list[int]) -> list[Span]:
+    """Where the last ``seen`` tokens of each sequence lie."""
     spans, block_size = [], pages.k.shape[1]
-    for row, length in zip(pages.tables.tolist(), lengths, strict=True):
-        blocks = row[: -(-length // block_size)]
+    for row, length, count in zip(pages.tables.tolist(), lengths, seen, strict=True):
+        begin, skipped = divmod(length - count, block_size)
+        blocks = row[begin : -(-length // block_size)]
         first = blocks[0] if blocks else 0
         consecutive = blocks == list(range(first, first + len(blocks)))
-        spans.append(Span(length, first, None if consecutive else torch.tensor(blocks)))
+        spans.append(Span(count, skipped, first, None if consecutive else torch.tensor(blocks)))
     return spans
 
 
@@ -199,16 +221,26 @@ def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale:
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
     """See `reference.prefill_attention`."""
     out = torch.empty_like(q)
-    chunks = pairwise(cu_seqlens.tolist())
-    for (begin, end), span in zip(chunks, _spans(pages, pages.lens.tolist()), strict=True):
+    chunks, lengths = list(pairwise(cu_seqlens.tolist())), pages.lens.tolist()
+    # The first query of a chunk sees farthest back.
+    seen = [min(n, (pages.window or n) + end - begin - 1) for n, (begin, end) in zip(lengths, chunks, strict=True)]
+    for (begin, end), span in zip(chunks, _spans(pages, lengths, seen), strict=True):
         if begin == end:
             continue
         k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
-        cached = span.length - (end - begin)
-        mask = torch.arange(span.length) <= torch.arange(cached, span.length)[:, None] if cached else None
         query = q[begin:end].transpose(0, 1)[None]
+        mask = _visible(end - begin, span.length, pages.window)
         attended = functional.scaled_dot_product_attention(
             query, k[None], v[None], mask, is_causal=mask is None, scale=softmax_scale, enable_gqa=True
         )
         out[begin:end] = attended[0].transpose(0, 1)
     return out
+
+
+def _visible(count: int, length: int, window: int | None) -> Tensor | None:
+    """The tokens ``[count, length]`` that the last ``count`` of ``length`` see; None for a whole causal triangle."""
+    if count == length and (window is None or window >= length):
+        return None
+    tokens, queries = torch.arange(length), torch.arange(length - count, length)[:, None]
+    visible = tokens <= queries
+    return visible if window is None else visible.logical_and_(tokens > queries - window)

@@ -110,7 +110,7 @@ def _details(files: ModelFiles) -> dict[str, Any]:
     from minillm.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(files)
-    config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config, max_model_len=1)
+    config = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
     source = checkpoint.tokenizer_source
     tokenizer = Tokenizer.load(source, config.vocab_size)
     stored: Counter[str] = Counter()

@@ -7,7 +7,7 @@ and nonsense after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,11 +16,20 @@ from minillm.errors import WeightsError
 from minillm.model.rope_config import RopeConfig, read_rope
 from minillm.text.reading import Values, shown
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # by model_type
+_LLAMA, _MISTRAL, _SMOLLM3 = "LlamaForCausalLM", "MistralForCausalLM", "SmolLM3ForCausalLM"
+_QWEN2, _QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+_ARCHITECTURES = {"llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2, "qwen3": _QWEN3, "smollm3": _SMOLLM3}
+# The values of keys that a config.json leaves out, where transformers does not treat all architectures alike.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    _MISTRAL: {"sliding_window": 4096},
+    _QWEN2: {"sliding_window": 4096, "max_window_layers": 28},
+    _QWEN3: {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    _SMOLLM3: {"no_rope_layer_interval": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+}
+_FULL, _WINDOWED = "full_attention", "sliding_attention"  # the values of layer_types
 
 # Far above any model; they keep a forged size from being counted up to. Sizes are compared with the file's later.
 _MAX_LAYERS, _MAX_HEADS, _MAX_WIDTH, _MAX_VOCAB = 1 << 14, 1 << 16, 1 << 24, 1 << 24
-_MISTRAL_WINDOW = 4096  # where a Mistral's config.json does not say: the default of transformers
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,12 @@ class ModelConfig:
     max_position_embeddings: int
     rope: RopeConfig
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    attention_bias: bool = False  # of q, k and v
+    output_bias: bool = False  # of o
     mlp_bias: bool = False
+    qk_norm: bool = False  # each head of q and k goes through an RMSNorm before it is rotated
+    layers_without_rope: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()  # of each layer, in tokens: see `Pages.window`; empty: none has one
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # of generation_config.json where it names any, as transformers' ``generate``
     dtype: str | None = None  # of the checkpoint when it was saved, where it says so
@@ -54,7 +67,8 @@ class ModelConfig:
         """Weights and biases, tied embeddings counted once."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         if self.attention_bias:
-            attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + self.hidden_size
+            attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        attention += (self.hidden_size if self.output_bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.mlp_bias:
             mlp += 2 * self.intermediate_size + self.hidden_size
@@ -82,18 +96,15 @@ class ModelConfig:
         return self.rope.original_max_position_embeddings if self.rope.type == "longrope" else None
 
     @classmethod
-    def from_hf(
-        cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, *, max_model_len: int | None = None
-    ) -> ModelConfig:
+    def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
         """Read a ``config.json`` (old and new key layouts).
-
-        ``max_model_len`` is the longest sequence that is wanted, in tokens; None: the model's context. Within its
-        sliding window a model attends to everything and is supported; beyond it, it is not.
 
         Raises WeightsError where a required key is missing or of the wrong type, or names something unsupported.
         """
         values, of_generation = Values("config.json", config), Values("generation_config.json", generation or {})
         architecture = _architecture(values)
+        values = Values(values.where, {**_DEFAULTS.get(architecture, {}), **config})
+        num_layers = values.integer("num_hidden_layers", most=_MAX_LAYERS)
         heads = values.integer("num_attention_heads", most=_MAX_HEADS)
         kv_heads = values.integer("num_key_value_heads", heads, most=_MAX_HEADS)
         hidden = values.integer("hidden_size", most=_MAX_WIDTH)
@@ -105,15 +116,15 @@ class ModelConfig:
         context = values.integer("max_position_embeddings")
         vocab = values.integer("vocab_size", most=_MAX_VOCAB)
         _refuse_unsupported(values)
-        if architecture == "MistralForCausalLM":
-            _check_window(values, max_model_len or context)
+        attention_bias = architecture == _QWEN2 or values.flag("attention_bias")
+        no_rope = _layers_without_rope(values, num_layers) if architecture == _SMOLLM3 else ()
         ends = of_generation.token_ids("eos_token_id", vocab), values.token_ids("eos_token_id", vocab)
         dtype = config.get("dtype") or config.get("torch_dtype")
         return cls(
             architecture=architecture,
             vocab_size=vocab,
             hidden_size=hidden,
-            num_layers=values.integer("num_hidden_layers", most=_MAX_LAYERS),
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -122,8 +133,12 @@ class ModelConfig:
             max_position_embeddings=context,
             rope=read_rope(values, context, head_dim),
             tie_word_embeddings=values.flag("tie_word_embeddings"),
-            attention_bias=values.flag("attention_bias"),
+            attention_bias=attention_bias,
+            output_bias=attention_bias and architecture != _QWEN2,
             mlp_bias=values.flag("mlp_bias"),
+            qk_norm=architecture == _QWEN3,
+            layers_without_rope=no_rope,
+            windows=_windows(values, architecture, num_layers, no_rope),
             bos_token_id=next(iter(values.token_ids("bos_token_id", vocab)), None),
             eos_token_ids=ends[0] or ends[1],
             dtype=dtype if isinstance(dtype, str) else None,
@@ -169,19 +184,40 @@ def _refuse_unsupported(values: Values) -> None:
         )
 
 
-def _check_window(values: Values, longest: int) -> None:
-    """Attention over a sliding window is not supported; a sequence that lies within it does not notice.
+def _layers_without_rope(values: Values, num_layers: int) -> tuple[int, ...]:
+    """The layers that do not rotate q and k: named by a 0 each, or every ``no_rope_layer_interval``-th."""
+    if not values.has("no_rope_layers"):
+        interval = values.integer("no_rope_layer_interval")
+        return tuple(range(interval - 1, num_layers, interval))
+    turns = values.values["no_rope_layers"]
+    if not isinstance(turns, list) or len(turns) < num_layers or any(each not in (0, 1) for each in turns):
+        raise values.error("no_rope_layers", f"a list of {num_layers} numbers, 0 or 1")
+    return tuple(index for index in range(num_layers) if not turns[index])
 
-    Only Mistral has one: transformers passes over the key in a Llama's config.json.
+
+def _windows(values: Values, architecture: str, num_layers: int, no_rope: tuple[int, ...]) -> tuple[int | None, ...]:
+    """Each layer's window, as transformers reads the config; empty where no layer has one.
+
+    A Llama has none: transformers passes over the keys in its config.json.
     """
-    if "sliding_window" in values.values and not values.has("sliding_window"):
-        return
-    window = values.integer("sliding_window", _MISTRAL_WINDOW)
-    if longest > window:
-        raise WeightsError(
-            f"config.json: attention over a sliding_window ({window} tokens) is not supported beyond it; "
-            f"run the model within it with --max-model-len {window}"
-        )
+    if architecture == _LLAMA:
+        return ()
+    window = None
+    if values.has("sliding_window") and (architecture == _MISTRAL or values.flag("use_sliding_window")):
+        window = values.integer("sliding_window")
+    having: Collection[int] = no_rope if architecture == _SMOLLM3 else range(num_layers)
+    if architecture in (_QWEN2, _QWEN3):
+        having = range(values.integer("max_window_layers", least=0), num_layers)
+    kinds = [_WINDOWED if window is not None and i in having else _FULL for i in range(num_layers)]
+    if values.has("layer_types"):
+        given = values.values["layer_types"]
+        known = isinstance(given, list) and all(each in (_FULL, _WINDOWED) for each in given)
+        if not known or len(given) != num_layers:
+            raise values.error("layer_types", f"a list of {num_layers} of {_FULL!r} and {_WINDOWED!r}")
+        if (_WINDOWED in given and window is None) or (architecture == _MISTRAL and given != kinds):
+            raise WeightsError("config.json: layer_types and sliding_window contradict each other")
+        kinds = given
+    return tuple(window if each == _WINDOWED else None for each in kinds) if _WINDOWED in kinds else ()
 
 
 def _generation_defaults(values: Values) -> dict[str, Any]:

@@ -5,6 +5,9 @@
                  x += down(silu(gate) * up)   with gate, up = gate_up(norm(x))
     logits = head(norm(x))
 
+Its kin differ in data of the config: biases (of q, k and v alone in Qwen2), norms of q and k in front of rotary
+(Qwen3), layers without rotary (SmolLM3), layers in which a token sees only a window of the last ones (Mistral, Qwen2).
+
 Every op comes from `kernels`, and is a line above: a norm belongs to the projection behind it, an addition to the one
 in front of it. Projections that read the same input are one matrix: q, k, v and gate, up. A model that several devices
 share differs in the first line, the additions and the last: `minillm.model.shard`.
@@ -12,12 +15,13 @@ share differs in the first line, the additions and the last: `minillm.model.shar
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import HostPlan, LinearWeight, LowBit, Pages, Places, WorkList
+from minillm.kernels import HeadNorms, HostPlan, LinearWeight, LowBit, Pages, Places, WorkList
 from minillm.model.config import ModelConfig
 from minillm.model.rope import RotaryTable
 
@@ -51,6 +55,13 @@ class Batch:
         return self.block_tables[self.num_decodes :], self.context_lens[self.num_decodes :]
 
 
+class Attention(NamedTuple):
+    """A kind of attention: layers of one kind share the facts of a step."""
+
+    has_rope: bool
+    window: int | None  # see `Pages.window`
+
+
 @dataclass(frozen=True)
 class Layer:
     """One decoder layer's weights."""
@@ -61,6 +72,8 @@ class Layer:
     post_attention_norm: Tensor  # [hidden]
     gate_up: LinearWeight  # [2 * intermediate, hidden], gate first
     down: LinearWeight  # [hidden, intermediate]
+    head_norms: HeadNorms | None
+    attention: Attention
 
 
 @dataclass(frozen=True)
@@ -107,12 +120,11 @@ class Llama:
     def forward(self, batch: Batch, kv_cache: Tensor, out: Tensor | None = None) -> Tensor:
         """Write the tokens' K and V; return logits ``[num_logits, vocab]`` in the model's dtype, ``out`` if given."""
         eps = self.config.rms_norm_eps
-        places = Places(*self.rotary.rows(batch.positions, batch.rope_lengths), batch.slot_mapping)
-        plan = kernels.plan_step(places, Pages(kv_cache[0, 0], kv_cache[0, 1], *batch.decodes), self.local.num_heads)
+        steps = self._steps(batch, kv_cache[0])
         x = self._embed(batch.token_ids)  # [num_tokens, hidden]
         for layer, cache in zip(self.layers, kv_cache.unbind(0), strict=True):
             qkv = kernels.norm_linear(x, layer.input_norm, eps, layer.qkv)  # [num_tokens, (heads + 2 kv) * head_dim]
-            attended = self._attention(qkv, cache, batch, places, plan)  # [num_tokens, num_heads * head_dim]
+            attended = self._attention(qkv, cache, batch, layer, *steps[layer.attention])  # [.., heads * head_dim]
             x = self._linear_add(attended, layer.o, x)
             gated = kernels.norm_gated_linear(x, layer.post_attention_norm, eps, layer.gate_up)  # [.., intermediate]
             x = self._linear_add(gated, layer.down, x)
@@ -130,22 +142,34 @@ class Llama:
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
         return kernels.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
 
-    def _attention(self, qkv: Tensor, cache: Tensor, batch: Batch, places: Places, plan: HostPlan | None) -> Tensor:
+    def _steps(self, batch: Batch, cache: Tensor) -> dict[Attention, tuple[Places, HostPlan | None]]:
+        """For each kind of attention, the angles and slots of the tokens, and the plan; ``cache`` is any layer's."""
+        cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
+        steps = {}
+        for kind in {layer.attention for layer in self.layers}:
+            angles = (cos, sin) if kind.has_rope else (torch.ones_like(cos), torch.zeros_like(sin))
+            places, pages = Places(*angles, batch.slot_mapping), Pages(cache[0], cache[1], *batch.decodes, kind.window)
+            steps[kind] = places, kernels.plan_step(places, pages, self.local.num_heads)
+        return steps
+
+    def _attention(
+        self, qkv: Tensor, cache: Tensor, batch: Batch, layer: Layer, places: Places, plan: HostPlan | None
+    ) -> Tensor:
         """Attention of all tokens over one layer's ``cache [2, num_blocks, block_size, num_kv_heads, head_dim]``."""
         c, scale = self.local, self.local.head_dim**-0.5
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [num_tokens, q + k + v heads, head_dim]
         q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
         k_cache, v_cache = cache.unbind(0)
-        kernels.rotary_write_kv(q, k, v, places, k_cache, v_cache, plan)
+        kernels.rotary_write_kv(q, k, v, places, k_cache, v_cache, layer.head_norms, plan)
         n, outputs = batch.num_decodes, []
         if n:
-            pages = Pages(k_cache, v_cache, *batch.decodes)
+            pages = Pages(k_cache, v_cache, *batch.decodes, layer.attention.window)
             if batch.shared is None:
                 outputs.append(kernels.paged_attention(q[:n], pages, scale, plan))
             else:
                 outputs.append(kernels.prefix_attention(q[:n], pages, scale, batch.shared))
         if n < q.shape[0]:
-            pages = Pages(k_cache, v_cache, *batch.chunks)
+            pages = Pages(k_cache, v_cache, *batch.chunks, layer.attention.window)
             outputs.append(kernels.prefill_attention(q[n:], pages, batch.cu_seqlens, scale))
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [num_tokens, num_heads, head_dim]
         return attended.flatten(1)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from minillm.errors import WeightsError
-from minillm.kernels import LinearWeight, LowBit
+from minillm.kernels import HeadNorms, LinearWeight, LowBit
 from minillm.kernels.low_bit import concatenated, padded
 from minillm.model.config import ModelConfig
-from minillm.model.llama import Layer, Llama
+from minillm.model.llama import Attention, Layer, Llama
 from minillm.model.rope import RotaryTable
 from minillm.model.shard import ShardedLlama, shard_of
 from minillm.parallel.collectives import Ranks
@@ -45,10 +45,14 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
         prefix = f"model.layers.{i}."
         yield prefix + "input_layernorm.weight", (c.hidden_size,)
         yield prefix + "post_attention_layernorm.weight", (c.hidden_size,)
+        if c.qk_norm:
+            yield prefix + "self_attn.q_norm.weight", (c.head_dim,)
+            yield prefix + "self_attn.k_norm.weight", (c.head_dim,)
         attention = ("q_proj", q, c.hidden_size), ("k_proj", kv, c.hidden_size), ("v_proj", kv, c.hidden_size)
         mlp = ("gate_proj", c.intermediate_size, c.hidden_size), ("up_proj", c.intermediate_size, c.hidden_size)
         for part, linears, biased in (
-            ("self_attn", (*attention, ("o_proj", c.hidden_size, q)), c.attention_bias),
+            ("self_attn", attention, c.attention_bias),
+            ("self_attn", (("o_proj", c.hidden_size, q),), c.output_bias),
             ("mlp", (*mlp, ("down_proj", c.hidden_size, c.intermediate_size)), c.mlp_bias),
         ):
             for name, rows, columns in linears:
@@ -119,6 +123,16 @@ def load_llama(
         whole[: rows.shape[0]].copy_(rows)
         return whole
 
+    def head_norms(attention: str) -> HeadNorms | None:
+        if not config.qk_norm:
+            return None
+        return HeadNorms(vector(attention + "q_norm.weight"), vector(attention + "k_norm.weight"), config.rms_norm_eps)
+
+    def attention_of(index: int) -> Attention:
+        """A layer's kind of attention; a window that holds every sequence is none."""
+        window = config.windows[index] if config.windows else None
+        return Attention(index not in config.layers_without_rope, None if (window or 0) >= max_positions else window)
+
     embedding = vocabulary(_EMBEDDING)
     taken.add(_EMBEDDING)
     layers = []
@@ -132,6 +146,8 @@ def load_llama(
             post_attention_norm=vector(prefix + "post_attention_layernorm.weight"),
             gate_up=fused(mlp + "gate_proj", mlp + "up_proj"),
             down=fused(mlp + "down_proj"),
+            head_norms=head_norms(attention),
+            attention=attention_of(index),
         )
         layers.append(layer)
         on_progress(index + 1, config.num_layers)

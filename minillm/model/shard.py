@@ -3,7 +3,7 @@
     q, k, v, gate, up   split by rows: a rank computes its heads, and its columns of the gated product
     o, down             split by columns: each rank's product is a part of the sum, and the ranks add theirs up
     embedding, head     split by the vocabulary
-    norms               everywhere
+    norms               everywhere, those of q and k too: they are as wide as one head
 
 Nothing has to divide. Ranks get whole KV heads with the query heads that read them, some one more than others; where
 there are more ranks than KV heads, several ranks keep the same KV head and share its query heads. The vocabulary is cut

@@ -63,7 +63,7 @@ def describe(
     else:
         files = resolve(name, on_progress=on_progress, on_message=on_message)
         checkpoint = open_checkpoint(files)
-        model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config, max_model_len=config.max_model_len)
+        model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
     if dummy:
         return Description(
             model, lambda device: RandomTensors(model, device, config.seed, form or None), "random weights", None
@@ -120,6 +120,7 @@ def build_runner(
     if model.rotary.dynamic or (device.type == "cpu" and ranks is None):
         runner = Runner(model, num_blocks, config.block_size, num_host_blocks)
     else:
+        whole = any(layer.attention.window is None for layer in model.layers)  # a layer that reads shared blocks
         # One plan for all ranks: it fits where they hold as many heads each.
         even = ranks is None or model.local.num_heads * ranks.size == model.config.num_heads
         runner = DeviceRunner(
@@ -130,7 +131,7 @@ def build_runner(
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
             graphs=device.type == "cuda" and not config.enforce_eager,
-            sharing=Costs() if config.enable_prefix_attention and even else None,
+            sharing=Costs() if config.enable_prefix_attention and even and whole else None,
         )
     if device.type == "cpu":
         if config.num_threads is not None:

@@ -94,6 +94,8 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tupl
     with quiet():
         model = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=split.ignore_merges)
     backend = tokenizers.Tokenizer(model)
+    if split.composes:
+        backend.normalizer = normalizers.NFC()
     cuts: list[Any] = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in split.patterns]
     cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)

@@ -1,6 +1,6 @@
 """The splits of text that GGUF files name: ``tokenizer.ggml.pre``, whose expressions live in llama.cpp.
 
-Those of the models of architecture llama are here. A wrong one tokenises almost right, so an unknown name is refused.
+Those of Llama and its kin are here. A wrong one tokenises almost right, so an unknown name is refused.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,14 @@ class Split:
         patterns: each cuts the pieces that the one before has left; text that it does not match is a piece, too.
         ignore_merges: a piece that is a whole entry of the vocabulary is taken as it is.
         adds_bos: BOS comes before a text, unless the file says otherwise.
+        composes: letters and their accents are composed first (NFC), as by the models' own tokenizers. llama.cpp does
+            not.
     """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
     adds_bos: bool = False
+    composes: bool = False
 
 
 # The cased letters of DeepSeek's expression, by code point.
@@ -43,6 +46,7 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")  # each digit is a piece
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -64,6 +68,7 @@ _DIGITS_APART = (r"\p{N}", _GPT2)
 SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Split((LLAMA3,), True, True)),
     "smaug-bpe": Split((LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,), composes=True)),
     "tekken": Split((_TEKKEN,), True, True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Split(_DIGITS_APART)),
     "gpt-2": Split((_GPT2,)),

@@ -30,6 +30,8 @@ _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -37,7 +39,13 @@ _LAYER_NAMES = {
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _MAX_ROPE_FACTORS = 1 << 16
-_SCALING = "llama.rope.scaling."
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+_PERMUTED = ("llama", "smollm3")
 _SCALING_TYPES = ("none", "linear", "yarn")
 _FOLLOWED = (
     *("type", "factor", "attn_factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow"),
@@ -46,7 +54,7 @@ _FOLLOWED = (
 
 
 class GGUFCheckpoint:
-    """A ``.gguf`` file of the llama architecture. Raises WeightsError if it is damaged, or not supported."""
+    """A ``.gguf`` file of Llama or its kin. Raises WeightsError if it is damaged, or not supported."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,6 +66,7 @@ class GGUFCheckpoint:
         self.config: dict[str, Any] = _config(header, self._rope_factors(header), path)
         self.generation_config: dict[str, Any] = {}
         self.tokenizer_source = header.metadata
+        self._permuted = header.metadata["general.architecture"] in _PERMUTED
         self._zeros = _absent_biases(self._tensors, self.config)
 
     def names(self) -> list[str]:
@@ -96,7 +105,7 @@ class GGUFCheckpoint:
     def _in_order(self, name: str, values: np.ndarray) -> np.ndarray:
         """Rows as Hugging Face has them: those of q and k are stored in another order."""
         projection = re.search(r"\.(q|k)_proj\.(weight|bias)$", name)
-        if projection is None:
+        if projection is None or not self._permuted:
             return values
         heads = self.config["num_attention_heads" if projection[1] == "q" else "num_key_value_heads"]
         if values.shape[0] % (2 * heads):
@@ -174,9 +183,10 @@ def _absent_biases(tensors: dict[str, TensorInfo], config: dict[str, Any]) -> di
     (Each is optional in llama.cpp: some models have them on q, k and v alone.)
     """
     flags = {"self_attn": config["attention_bias"], "mlp": config["mlp_bias"]}
+    kinds = "q|k|v" if config["architectures"] == [_ARCHITECTURES["qwen2"]] else r"\w+"
     found = {}
     for name, info in tensors.items():
-        parts = re.fullmatch(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+\.weight", name)
+        parts = re.fullmatch(rf"model\.layers\.\d+\.(self_attn|mlp)\.({kinds})_proj\.weight", name)
         bias = f"{name.removesuffix('weight')}bias"
         if parts and flags[parts[1]] and bias not in tensors:
             found[bias] = info.shape[:1]
@@ -193,13 +203,14 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
     """The file's config.json."""
     metadata = Values(str(path), header.metadata)
     architecture = metadata.text("general.architecture", "(none named)")
-    if architecture != "llama":
-        raise WeightsError(f"{path}: architecture {shown(architecture)} is not supported; supported: 'llama'")
-    if header.metadata.get("llama.expert_count", 0):
-        raise WeightsError(f"{path}: mixture-of-experts models (llama.expert_count) are not supported")
+    if architecture not in _ARCHITECTURES:
+        known = ", ".join(map(repr, _ARCHITECTURES))
+        raise WeightsError(f"{path}: architecture {shown(architecture)} is not supported; supported: {known}")
+    if header.metadata.get(f"{architecture}.expert_count", 0):
+        raise WeightsError(f"{path}: mixture-of-experts models ({architecture}.expert_count) are not supported")
 
-    def count(key: str, default: int | None = None) -> int:
-        return metadata.integer(f"llama.{key}", default)
+    def count(key: str, default: int | None = None, least: int = 1) -> int:
+        return metadata.integer(f"{architecture}.{key}", default, least=least)
 
     heads, hidden = count("attention.head_count"), count("embedding_length")
     embedding = header.tensors.get("token_embd.weight")
@@ -209,9 +220,10 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
     if turned != head_dim:
         raise WeightsError(f"{path}: rotary over {turned} of {head_dim} dimensions (partial rotary) is not supported")
     ends = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
+    biases = any(re.search(r"attn_(q|k|v|output)\.bias$", name) for name in header.tensors)
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [_ARCHITECTURES[architecture]],
+        "model_type": architecture,
         "hidden_size": hidden,
         "num_hidden_layers": count("block_count"),
         "num_attention_heads": heads,
@@ -220,26 +232,31 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
         "intermediate_size": count("feed_forward_length"),
         "vocab_size": vocab_size,
         "max_position_embeddings": count("context_length"),
-        "rms_norm_eps": metadata.number("llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": metadata.positive("llama.rope.freq_base", 10_000.0),
+        "rms_norm_eps": metadata.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.positive(f"{architecture}.rope.freq_base", 10_000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": any(re.search(r"attn_(q|k|v|output)\.bias$", name) for name in header.tensors),
+        "attention_bias": architecture == "qwen2" or biases,
         "mlp_bias": any(re.search(r"ffn_(gate|up|down)\.bias$", name) for name in header.tensors),
         "bos_token_id": next(iter(metadata.token_ids("tokenizer.ggml.bos_token_id", vocab_size)), None),
         "eos_token_id": [each for key in ends for each in metadata.token_ids(key, vocab_size)],
     }
-    if scaling := _rope_scaling(metadata, factors):
+    if window := count("attention.sliding_window", 0, least=0):
+        if architecture != "llama":
+            raise WeightsError(f"{path}: {architecture}.attention.sliding_window is not supported")
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    if scaling := _rope_scaling(metadata, f"{architecture}.rope.", factors):
         config["rope_scaling"] = scaling
     return config
 
 
-def _rope_scaling(metadata: Values, frequency_factors: list[float] | None) -> dict[str, Any]:
+def _rope_scaling(metadata: Values, rope: str, frequency_factors: list[float] | None) -> dict[str, Any]:
     """``rope_scaling`` of a config.json, as llama.cpp reads the metadata; empty where nothing is scaled.
 
-    Every key that changes angles is followed or refused by name. ``frequency_factors`` are llama 3's scaling, which
-    GGUF stores as one divisor per pair of dimensions.
+    ``rope`` begins the keys. Every key that changes angles is followed or refused by name. ``frequency_factors`` are
+    llama 3's scaling, which GGUF stores as one divisor per pair of dimensions.
     """
-    kind = metadata.text(f"{_SCALING}type", "linear")  # the only kind of 2023, whose files do not name it
+    prefix = f"{rope}scaling."
+    kind = metadata.text(f"{prefix}type", "linear")  # the only kind of 2023, whose files do not name it
     if kind not in _SCALING_TYPES:
         known = ", ".join(_SCALING_TYPES)
         raise WeightsError(f"{metadata.where}: rope scaling {shown(kind)} is not supported; supported: {known}")
@@ -248,21 +265,21 @@ def _rope_scaling(metadata: Values, frequency_factors: list[float] | None) -> di
     ramp = 1.0 if kind == "yarn" else 0.0
     neutral = {"yarn_log_multiplier": (0.0,), "yarn_attn_factor": (1.0,), "yarn_ext_factor": (ramp, -1.0)}
     for key, value in metadata.values.items():
-        name = key.removeprefix(_SCALING)
+        name = key.removeprefix(prefix)
         if name != key and name not in _FOLLOWED and value not in neutral.get(name, ()):
             raise WeightsError(f"{metadata.where}: {clean_line(key, 80)} {shown(value)} is not supported")
     scaling: dict[str, Any] = {}
-    factor = metadata.number(f"{_SCALING}factor", metadata.number("llama.rope.scale_linear", 0.0)) or 1.0
+    factor = metadata.number(f"{prefix}factor", metadata.number(f"{rope}scale_linear", 0.0)) or 1.0
     if kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": factor}
-        if original := metadata.integer(f"{_SCALING}original_context_length", 0, least=0):
+        if original := metadata.integer(f"{prefix}original_context_length", 0, least=0):
             scaling["original_max_position_embeddings"] = original
         for name in ("beta_fast", "beta_slow"):
-            if metadata.has(f"{_SCALING}yarn_{name}"):
-                scaling[name] = metadata.positive(f"{_SCALING}yarn_{name}")
+            if metadata.has(f"{prefix}yarn_{name}"):
+                scaling[name] = metadata.positive(f"{prefix}yarn_{name}")
     elif kind == "linear" and factor != 1.0:
         scaling = {"rope_type": "linear", "factor": factor}
-    if (amplitude := metadata.positive(f"{_SCALING}attn_factor", 1.0)) != 1.0:
+    if (amplitude := metadata.positive(f"{prefix}attn_factor", 1.0)) != 1.0:
         scaling = {"rope_type": "default", **scaling, "amplitude": amplitude}
     if frequency_factors is not None:
         scaling = {"rope_type": "default", **scaling, "frequency_factors": frequency_factors}

@@ -27,6 +27,7 @@ from minillm.kernels import (
     sampling,
     top_k,
 )
+from minillm.kernels.arguments import HeadNorms
 from minillm.kernels.chunked_prefill import prefill_attention
 from minillm.kernels.decode_attention import paged_attention
 from minillm.kernels.prefix_decode_attention import prefix_attention
@@ -41,8 +42,8 @@ def main() -> None:
         for heads, kv_heads, dim, block_size in ((9, 3, 64, 16), (6, 1, 80, 1), (4, 4, 128, 4)):
             pool = make_pool([1, 37, 0, 130], kv_heads, dim, dtype, block_size)
             q = randn(4, heads, dim, dtype=dtype)
-            for splits in (1, 3):
-                paged_attention(q, pool, 0.1, num_splits=splits)
+            for splits, window in ((1, None), (3, None), (1, 33), (3, 33)):
+                paged_attention(q, pool._replace(window=window), 0.1, num_splits=splits)
             chosen = torch.tensor([3, 3, 1, 2], device=DEVICE)  # two of them share all of their full blocks
             tables, lens = pool.tables[chosen], pool.lens[chosen]
             for processors in (1, 132):
@@ -54,11 +55,15 @@ def main() -> None:
                 prefix_attention(q, Pages(pool.k, pool.v, tables, lens), 0.1, work)
             starts = torch.tensor([0, 1, 20, 20, 90], dtype=torch.int32, device=DEVICE)
             chunk = randn(90, heads, dim, dtype=dtype)
-            prefill_attention(chunk, pool, starts, 0.1)
+            for window in (None, 1, 33):
+                prefill_attention(chunk, pool._replace(window=window), starts, 0.1)
             k, v = randn(4, kv_heads, dim, dtype=dtype), randn(4, kv_heads, dim, dtype=dtype)
             angles = randn(4, dim // 2)
             slots = torch.tensor([0, -1, 5, 3], device=DEVICE)
-            rotary.rotary_write_kv(q, k, v, Places(angles.cos(), angles.sin(), slots), pool.k, pool.v)
+            places = Places(angles.cos(), angles.sin(), slots)
+            norms = HeadNorms(randn(dim, dtype=dtype), randn(dim, dtype=dtype), 1e-5)
+            rotary.rotary_write_kv(q, k, v, places, pool.k, pool.v)
+            rotary.rotary_write_kv(q, k, v, places, pool.k, pool.v, norms)
         for tokens in (1, 3):
             few, residual = x[:tokens].contiguous(), randn(tokens, 90, dtype=dtype)
             matvec.norm_matvec(few, weight, 1e-5, randn(91, 577, dtype=dtype), randn(91, dtype=dtype))

@@ -84,6 +84,17 @@ def make_pool(
     )
 
 
+def without_hidden(pages: Pages) -> Pages:
+    """The pages with NaN for the tokens in front of each sequence's window: attention of one query reads none."""
+    if pages.window is None:
+        return pages
+    k, v, size = pages.k.clone(), pages.v.clone(), pages.k.shape[1]
+    for table, length in zip(pages.tables.tolist(), pages.lens.tolist(), strict=True):
+        for token in range(length - pages.window):
+            k[table[token // size], token % size] = v[table[token // size], token % size] = float("nan")
+    return pages._replace(k=k, v=v)
+
+
 def parameters(rows: int, generator: torch.Generator) -> SamplingInputs:
     """Random settings per row: greedy, plain, every cut alone and together."""
 

@@ -28,12 +28,18 @@ from minillm.kernels.chunked_prefill import _prefill_attention_kernel, prefill_a
 
 
 def check_prefill(
-    dtype: torch.dtype, heads: tuple[int, int, int], block_size: int, chunks: list[tuple[int, int]], seed: int
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    block_size: int,
+    chunks: list[tuple[int, int]],
+    *,
+    seed: int = 2,
+    window: int | None = None,
 ) -> None:
     """Compare with the reference; ``chunks`` lists (tokens of the chunk, tokens cached before it)."""
     num_heads, kv_heads, head_dim = heads
     lengths = [count + cached if count else cached for count, cached in chunks]
-    pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed)
+    pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed)._replace(window=window)
     counts = [count for count, _ in chunks]
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     q = randn(sum(counts), num_heads + 2, head_dim, dtype=dtype)[:, 1:-1]
@@ -47,7 +53,29 @@ def test_prefill_attention_of_mixed_chunks(dtype: torch.dtype, heads: tuple[int,
     chunks = [(1, 0), (5, 0), (16, 24), (0, 9), (66, 1), (1, 40)]
     chunks += [(1000, 0), (130, 3000), (4095, 0)] if ON_GPU else []
     for block_size in (1, 4, 16, 256) if ON_GPU else (16,):
-        check_prefill(dtype, heads, block_size, chunks, 2)
+        check_prefill(dtype, heads, block_size, chunks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 64, 150])
+def test_prefill_attention_in_a_window(dtype: torch.dtype, window: int) -> None:
+    """Windows and chunks around the tiles: 32 queries and 32 tokens in float32, 64 of both in 16 bits."""
+    chunks = [(5, 0), (64, 97), (0, 9), (150, 0), (1, 140), (33, 63)]
+    chunks += [(1000, 0), (130, 3000), (4100, 100)] if ON_GPU else []
+    check_prefill(dtype, (4, 2, 64), 16, chunks, window=window)
+    if ON_GPU:
+        check_prefill(dtype, (4, 2, 128), 16, chunks, window=20 * window)
+
+
+def test_tokens_in_front_of_every_window_are_not_read() -> None:
+    pool = make_pool([200], 2, 64, torch.float32, 16)._replace(window=40)
+    k, v = pool.k.clone(), pool.v.clone()
+    for block in pool.tables[0, :6].tolist():  # tokens 0 to 95; the first query stands at 160 and sees from 121
+        k[block], v[block] = float("nan"), float("nan")
+    q, starts = randn(40, 4, 64), torch.tensor([0, 40], dtype=torch.int32, device=DEVICE)
+    exact = reference.prefill_attention(q.double(), in_float64(pool), starts, 0.1)
+    got = prefill_attention(q, pool._replace(k=k, v=v), starts, 0.1)
+    assert relative_error(got, exact) < TOLERANCE[torch.float32]
 
 
 @drawn
@@ -57,12 +85,18 @@ def test_prefill_attention_of_mixed_chunks(dtype: torch.dtype, heads: tuple[int,
     block_size=st.sampled_from([1, 2, 8, 16, 64, 256]),
     chunks=st.lists(st.tuples(st.integers(0, long // 2), st.integers(0, long // 2)), min_size=1, max_size=4),
     seed=st.integers(0, 99),
+    window=st.none() | st.integers(1, long),
 )
 def test_prefill_attention(
-    dtype: torch.dtype, heads: tuple[int, int, int], block_size: int, chunks: list[tuple[int, int]], seed: int
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    block_size: int,
+    chunks: list[tuple[int, int]],
+    seed: int,
+    window: int | None,
 ) -> None:
     if sum(count for count, _ in chunks):
-        check_prefill(dtype, heads, block_size, chunks, seed)
+        check_prefill(dtype, heads, block_size, chunks, seed=seed, window=window)
 
 
 @pytest.mark.gpu

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import CPU_TOLERANCE, in_float64, make_pool, relative_error
+from shapes import CPU_TOLERANCE, in_float64, make_pool, relative_error, without_hidden
 
 from minillm import kernels
-from minillm.kernels import HostPlan, Pages, Places, cpu, reference
+from minillm.kernels import HeadNorms, HostPlan, Pages, Places, cpu, reference
 
 SIZE = 4  # block size of most pools here
 CPU = torch.device("cpu")
@@ -23,13 +23,16 @@ def pool_on_cpu(
 @pytest.mark.parametrize("dtype", CPU_TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 32), (9, 3, 64), (8, 8, 80), (6, 1, 96)])
 @pytest.mark.parametrize("order", ["in order", "shuffled"])
-def test_paged_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str) -> None:
+@pytest.mark.parametrize("window", [None, 1, 3, 16, 40])
+def test_paged_attention(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str, window: int | None
+) -> None:
     for block_size in (1, 4, 16):
         lengths = [1, block_size, block_size + 1, 0, 3 * block_size - 1, 37]
-        pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, block_size, order)
+        pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, block_size, order)._replace(window=window)
         q = torch.randn(len(lengths), heads + 2, head_dim).to(dtype)[:, 1:-1]  # not contiguous
         expected = reference.paged_attention(q.double(), in_float64(pool), 0.3)
-        got = kernels.paged_attention(q, pool, 0.3)
+        got = kernels.paged_attention(q, without_hidden(pool), 0.3)
         assert got.dtype == dtype
         assert relative_error(got, expected) < CPU_TOLERANCE[dtype]
         assert not got[3].any(), "an empty context gives zeros"
@@ -38,10 +41,13 @@ def test_paged_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim
 @pytest.mark.parametrize("dtype", CPU_TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 32), (9, 3, 64), (6, 1, 96)])
 @pytest.mark.parametrize("order", ["in order", "shuffled"])
-def test_prefill_attention(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str) -> None:
+@pytest.mark.parametrize("window", [None, 1, 3, 16, 33, 34, 40])
+def test_prefill_attention(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str, window: int | None
+) -> None:
     chunks = [1, 5, 16, 0, 7, 33]
     lengths = [1, 5, 40, 9, 8, 34]  # cached tokens included
-    pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, SIZE, order)
+    pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, SIZE, order)._replace(window=window)
     q = torch.randn(sum(chunks), heads + 2, head_dim).to(dtype)[:, 1:-1]
     cu_seqlens = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
     expected = reference.prefill_attention(q.double(), in_float64(pool), cu_seqlens, 0.3)
@@ -76,10 +82,15 @@ def test_rotary_write_kv(dtype: torch.dtype, rotary_dim: int) -> None:
 
 
 @pytest.mark.parametrize("planned", [True, False])
-def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(planned: bool) -> None:
-    packed = torch.randn(5, 8, 64)
-    angles = torch.randn(5, 32)
-    places = Places(angles.cos(), angles.sin(), torch.tensor([9, 2, 3, 4, 0]))
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(
+    planned: bool, normed: bool, tokens: int
+) -> None:
+    packed = torch.randn(tokens, 8, 64)
+    angles = torch.randn(tokens, 32)
+    places = Places(angles.cos(), angles.sin(), torch.tensor([9, 2, 3, 4, 0])[:tokens])
+    norms = HeadNorms(torch.randn(64), torch.randn(64), 1e-5) if normed else None
     results = []
     for fast in (True, False):
         pools = [torch.zeros(3, SIZE, 2, 64) for _ in range(2)]
@@ -89,9 +100,9 @@ def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(p
                 pools[0], pools[1], torch.empty(0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
             )
             plan = cpu.plan_step(places, no_decodes, 4) if planned else None
-            cpu.rotary_write_kv(q, k, v, places, pools[0], pools[1], plan)
+            cpu.rotary_write_kv(q, k, v, places, pools[0], pools[1], norms, plan)
         else:
-            reference.rotary_write_kv(q, k, v, places, pools[0], pools[1])
+            reference.rotary_write_kv(q, k, v, places, pools[0], pools[1], norms)
         results.append((q, *pools))
     for got, exact in zip(*results, strict=True):
         torch.testing.assert_close(got, exact)
@@ -102,15 +113,18 @@ def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(p
     [([9], False), ([1, 37, 16], False), ([5, 40, 17, 33, 1], False), ([20, 40], True), ([33, 17, 40, 25, 40], True)],
 )
 @pytest.mark.parametrize("heads", [3, 6, 9, 12])
-def test_a_plan_serves_every_layer_of_its_step(lengths: list[int], together: bool, heads: int) -> None:
+@pytest.mark.parametrize("window", [None, 39])
+def test_a_plan_serves_every_layer_of_its_step(
+    lengths: list[int], together: bool, heads: int, window: int | None
+) -> None:
     plan = None
     for _ in range(3):
-        pool = pool_on_cpu(lengths, 3, 32, torch.float32, SIZE, "shuffled")
+        pool = pool_on_cpu(lengths, 3, 32, torch.float32, SIZE, "shuffled")._replace(window=window)
         plan = plan or _plan([0] * len(lengths), pool, heads)
         assert isinstance(plan.decodes, cpu.Together) == together
         q = torch.randn(len(lengths), heads, 32)
         expected = reference.paged_attention(q.double(), in_float64(pool), 0.3)
-        assert relative_error(kernels.paged_attention(q, pool, 0.3, plan), expected) < 1e-5
+        assert relative_error(kernels.paged_attention(q, without_hidden(pool), 0.3, plan), expected) < 1e-5
 
 
 def test_a_plan_knows_padding() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -19,8 +21,8 @@ from shapes import (
     make_pool,
     randn,
     relative_error,
+    without_hidden,
 )
-from torch import Tensor
 
 from minillm.kernels import reference
 
@@ -30,14 +32,22 @@ from minillm.kernels.decode_attention import num_splits_for, paged_attention
 
 
 def check_decode(
-    dtype: torch.dtype, heads: tuple[int, int, int], block_size: int, lengths: list[int], splits: int | None, seed: int
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    block_size: int,
+    lengths: list[int],
+    *,
+    splits: int | None = None,
+    seed: int = 1,
+    window: int | None = None,
 ) -> None:
     num_heads, kv_heads, head_dim = heads
     pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed)
+    pool = pool._replace(window=window)
     q = randn(len(lengths), num_heads + 2, head_dim, dtype=dtype)[:, 1:-1]  # not contiguous
     scale = head_dim**-0.5
     exact = reference.paged_attention(q.double(), in_float64(pool), scale)
-    out = paged_attention(q, pool, scale, num_splits=splits)
+    out = paged_attention(q, without_hidden(pool), scale, num_splits=splits)
     assert relative_error(out, exact) < TOLERANCE[dtype]
     assert not out[pool.lens == 0].any(), "an empty context gives zeros"
 
@@ -48,7 +58,18 @@ def test_paged_attention_at_the_edges_of_blocks(dtype: torch.dtype, heads: tuple
     for block_size in (1, 4, 16, 256) if ON_GPU else (1, 16):
         lengths = [1, block_size, block_size + 1, 0, 2 * block_size - 1, 37]
         lengths += [4095] if ON_GPU else []
-        check_decode(dtype, heads, block_size, lengths, None, 1)
+        check_decode(dtype, heads, block_size, lengths)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 16, 33])
+def test_paged_attention_in_a_window(dtype: torch.dtype, window: int) -> None:
+    lengths = [1, window, window + 1, 0, 2 * window - 1, 70]
+    lengths += [4095] if ON_GPU else []
+    for splits in (1, 3):
+        check_decode(dtype, (4, 2, 64), 16, lengths, splits=splits, window=window)
+    if ON_GPU:
+        check_decode(dtype, (32, 8, 128), 16, lengths, window=30 * window)
 
 
 @drawn
@@ -59,6 +80,7 @@ def test_paged_attention_at_the_edges_of_blocks(dtype: torch.dtype, heads: tuple
     lengths=st.lists(st.integers(0, long), min_size=1, max_size=5),
     splits=st.sampled_from([None, 1, 2, 3, 7, 16]),
     seed=st.integers(0, 99),
+    window=st.none() | st.integers(1, long),
 )
 def test_paged_attention(
     dtype: torch.dtype,
@@ -67,8 +89,9 @@ def test_paged_attention(
     lengths: list[int],
     splits: int | None,
     seed: int,
+    window: int | None,
 ) -> None:
-    check_decode(dtype, heads, block_size, lengths, splits, seed)
+    check_decode(dtype, heads, block_size, lengths, splits=splits, seed=seed, window=window)
 
 
 def test_tables_that_several_sequences_share() -> None:
@@ -101,7 +124,7 @@ def test_splits_follow_from_shapes_alone() -> None:
 def test_attention_refuses_what_does_not_fit() -> None:
     pool = make_pool([5, 6], 2, 64, torch.float32, 4)
     q = randn(2, 4, 64)
-    wrong: list[tuple[str, dict[str, Tensor]]] = [
+    wrong: list[tuple[str, dict[str, Any]]] = [
         ("does not fit", {"q": randn(2, 3, 64)}),
         ("does not fit", {"q": randn(2, 4, 32)}),
         ("does not fit", {"q": randn(2, 4, 64, dtype=torch.float16)}),
@@ -109,6 +132,7 @@ def test_attention_refuses_what_does_not_fit() -> None:
         ("contiguous", {"k": pool.k.transpose(0, 1)}),
         ("int32", {"tables": pool.tables.long()}),
         ("rows", {"lens": pool.lens[:1]}),
+        ("a token", {"window": 0}),
     ]
     for said, changes in wrong:
         with pytest.raises(ValueError, match=said):

@@ -46,6 +46,9 @@ def check_against_reference(
     got = prefix_attention(q, pages, scale, work)
     assert relative_error(got, exact) < TOLERANCE[dtype]
     assert torch.equal(got[context == 0], torch.zeros_like(got[context == 0]))
+    pages = pages._replace(window=max(lens) // 2)
+    exact = reference.paged_attention(q.double(), in_float64(pages), scale)
+    assert relative_error(prefix_attention(q, pages, scale, work), exact) < TOLERANCE[dtype]
     return plan
 
 

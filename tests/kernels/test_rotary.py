@@ -6,12 +6,13 @@ import pytest
 import torch
 from shapes import DEVICE, DTYPES, TOLERANCE, make_pool, randn, relative_error
 
-from minillm.kernels import Places, reference
+from minillm.kernels import HeadNorms, Places, reference
 
 pytest.importorskip("triton")
 from minillm.kernels import rotary
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim"),
@@ -21,12 +22,15 @@ from minillm.kernels import rotary
         (3, 32, 8, 128, 128),
         (4, 6, 2, 80, 80),
         (4, 6, 2, 96, 64),
+        (4, 6, 2, 96, 96),
         (2, 17, 1, 256, 8),
     ],
 )
 def test_rotary_write_kv(
-    dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int
+    dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, normed: bool
 ) -> None:
+    norms = HeadNorms(randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype), 1e-5) if normed else None
+    exact_norms = norms and HeadNorms(norms.q.double(), norms.k.double(), norms.eps)
     packed = randn(tokens, heads + 2 * kv_heads + 1, head_dim, dtype=dtype)
     q, k, v, _ = packed.clone().split((heads, kv_heads, kv_heads, 1), dim=1)
     angles = randn(tokens, rotary_dim // 2)
@@ -35,8 +39,13 @@ def test_rotary_write_kv(
     slots = torch.randperm(12, device=DEVICE)[:tokens]
     slots[tokens // 2] = -1
     exact_q, exact_k, exact_v = q.double(), *(torch.full_like(pool.k, float("nan"), dtype=torch.float64) for _ in "kv")
-    reference.rotary_write_kv(exact_q, k.double(), v.double(), Places(cos, sin, slots), exact_k, exact_v)
-    rotary.rotary_write_kv(q, k, v, Places(cos, sin, slots), pool.k, pool.v)
+    places = Places(cos, sin, slots)
+    if normed and rotary_dim < head_dim:
+        with pytest.raises(ValueError, match="all of a head"):
+            rotary.rotary_write_kv(q, k, v, places, pool.k, pool.v, norms)
+        return
+    reference.rotary_write_kv(exact_q, k.double(), v.double(), places, exact_k, exact_v, exact_norms)
+    rotary.rotary_write_kv(q, k, v, places, pool.k, pool.v, norms)
     assert relative_error(q, exact_q) < TOLERANCE[dtype]
     for got, exact in ((pool.k, exact_k), (pool.v, exact_v)):
         assert torch.equal(got.isnan(), exact.isnan()), "padding or a slot of nobody was written"

@@ -115,34 +115,6 @@ def test_the_longest_context_is_at_least_the_trained_one() -> None:
     assert config_of(rope_scaling={"type": "linear", "factor": 4.0}).longest_context == CONTEXT
 
 
-def mistral(longest: int | None = None, **keys: Any) -> ModelConfig:
-    config = {**TINY, "architectures": ["MistralForCausalLM"], **keys}
-    return ModelConfig.from_hf(config, max_model_len=longest)
-
-
-def test_a_sliding_window_is_no_matter_within_it() -> None:
-    mistral(sliding_window=None)
-    mistral(sliding_window=CONTEXT)
-    mistral(32, sliding_window=32)
-    for longest in (33, None):
-        with pytest.raises(WeightsError, match=r"sliding_window .*--max-model-len 32"):
-            mistral(longest, sliding_window=32)
-    # The default of transformers where the key is missing.
-    mistral(4096, max_position_embeddings=32768)
-    with pytest.raises(WeightsError, match="--max-model-len 4096"):
-        mistral(max_position_embeddings=32768)
-
-
-def test_within_its_window_a_mistral_computes_what_transformers_does() -> None:
-    theirs = hf_model(kind="Mistral", sliding_window=48)
-    config = ModelConfig.from_hf(theirs.config.to_dict() | {"architectures": ["MistralForCausalLM"]}, max_model_len=48)
-    ours = load_llama(StateDict(theirs.state_dict()), config, device=DEVICE, dtype=torch.float32, max_positions=CONTEXT)
-    tokens = tokens_of(48)
-    with torch.no_grad():
-        expected = theirs(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(logits_in_chunks(ours, tokens, [48]), expected, atol=3e-4, rtol=1e-4)
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rope_theta": 0}, "rope_theta"),
     ({"rope_theta": 1e308}, "rope_theta"),

@@ -92,7 +92,7 @@ def test_old_and_new_rope_keys_mean_the_same(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "mrope"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "short_factor"),
@@ -101,7 +101,6 @@ def test_old_and_new_rope_keys_mean_the_same(name: str) -> None:
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": "x", "factor": 2.0}}, "rope_theta"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, "sliding_window"),
         ({"num_key_value_heads": 4}, "num_key_value_heads"),
         ({"hidden_size": 47}, "head_dim"),
         ({"num_attention_heads": None}, "num_attention_heads"),

@@ -237,12 +237,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "2 KV heads, 6 heads, tied": {"tie_word_embeddings": True},
     "odd vocabulary and intermediate": {"vocab_size": 97, "intermediate_size": 83},
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "biases of q, k and v": {"kind": "Qwen2"},
+    "norms of q and k, windows": {
+        "kind": "Qwen3", "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16,
+        "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1,
+    },
+    "a window, layers without rope": {
+        "kind": "SmolLM3", "use_sliding_window": True, "sliding_window": 7, "no_rope_layer_interval": 2,
+    },
     "one KV head": {"num_attention_heads": 6, "num_key_value_heads": 1},
     "dynamic rope": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
         "max_position_embeddings": 64,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -281,8 +289,9 @@ def test_a_steady_step_sends_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_reads_only_its_part(size: int) -> None:
-    config, tensors = tensors_of(hf_model(attention_bias=True, mlp_bias=True))
+@pytest.mark.parametrize("kind", ["biases", "biases of q, k and v", "norms of q and k, windows"])
+def test_a_rank_reads_only_its_part(size: int, kind: str) -> None:
+    config, tensors = tensors_of(hf_model(**MODELS[kind]))
 
     class Alone:
         """A rank that does nothing together with others."""

@@ -90,7 +90,7 @@ def test_running_ahead_changes_no_token(model: Llama, seed: int) -> None:
 
 def attend_by_list(q: Tensor, pages: Pages, scale: float, work: WorkList) -> Tensor:
     """`prefix_attention`, token by token as the work list says: a list of other tables gives other tokens."""
-    k_cache, v_cache, tables, lens = pages
+    k_cache, v_cache, tables, lens, _ = pages
     out = torch.zeros_like(q)
     block_size = k_cache.shape[1]
     for place, seq in enumerate(work.order.tolist()):

@@ -69,6 +69,36 @@ GENERATION_TAG = (
     "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}{% if loop.index > 3 %}"
     "{% break %}{% endif %}\n{% endfor %}{{ {'a': '<b>é'} | tojson }}"
 )
+# Qwen3's way of leaving out older thoughts: the last question is looked for from the end.
+BACKWARDS = (
+    "{%- if tools %}{{- tools | tojson }}{%- elif messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}"
+    "{%- set ns = namespace(looking=true, last=messages|length - 1) %}{%- for message in messages[::-1] %}"
+    "{%- if ns.looking and message.role == 'user' and message.content is string and not("
+    "message.content.startswith('<r>') and message.content.endswith('</r>')) %}{%- set ns.looking = false %}"
+    "{%- set ns.last = (messages|length - 1) - loop.index0 %}{%- endif %}{%- endfor %}{%- for message in messages %}"
+    "{%- set content = message.content if message.content is string else '' %}{%- set thought = '' %}"
+    "{%- if message.reasoning_content is string %}{%- set thought = message.reasoning_content %}"
+    "{%- elif '</think>' in content %}"
+    "{%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{{- '<|im_start|>' + message.role + '\n' + (thought if loop.index0 > ns.last else '') + content + '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
+    "{%- endif %}"
+)
+# SmolLM3 asks for words in a system message that may not be there.
+MODES = (
+    "{# ─── mode ─── #}{%- set mode = '/think' -%}{%- if messages[0].role == 'system' -%}"
+    "{%- set system_message = messages[0].content -%}{%- if '/no_think' in system_message -%}"
+    "{%- set mode = '/no_think' -%}{%- endif -%}"
+    "{%- set custom = system_message.replace('/no_think', '').replace('/think', '').rstrip() -%}{%- endif -%}"
+    "{%- if '/override' in system_message -%}{{- custom.replace('/override', '') -}}{%- else -%}"
+    "{%- set today = strftime_now('%d %B %Y') -%}{{- 'Today: ' ~ today ~ mode -}}"
+    "{%- if xml_tools or python_tools -%}{%- for tool in xml_tools[:] -%}{{- tool | string -}}{%- endfor -%}{%- endif -%}"
+    "{{- custom -}}{%- endif -%}{%- for message in messages -%}{%- if message.role == 'assistant' -%}"
+    "{% generation %}{{ message.content.lstrip('\n') + '<|im_end|>\n' }}{% endgeneration %}{%- else -%}"
+    "{{ message.role + message.content + '<|im_end|>\n' }}{%- endif -%}{%- endfor -%}"
+)
 TEMPLATES = {
     "chatml": CHATML,
     "llama3": LLAMA3,
@@ -77,6 +107,8 @@ TEMPLATES = {
     "mistral": MISTRAL,
     "deepseek": DEEPSEEK,
     "generation-tag": GENERATION_TAG,
+    "qwen3": BACKWARDS,
+    "smollm3": MODES,
 }
 
 

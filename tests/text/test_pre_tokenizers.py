@@ -12,7 +12,7 @@ import regex
 import tokenizers
 from test_gguf_tokenizer import metadata_of
 from test_tokenizer import TEXTS, byte_level, random_texts
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from minillm.text.pre_tokenizers import _CASED, SPLITS, _class_of
 from minillm.text.tokenizer import Tokenizer
@@ -24,6 +24,10 @@ LLAMA_CPP = {
     "deepseek-coder": ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
     "smollm": [r"\p{N}", GPT2],
     "gpt-2": [GPT2],
+    "qwen2": [
+        r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
     "deepseek-llm": [
         "[\r\n]",
         rf"\s?[{_class_of(_CASED)}]+",
@@ -77,7 +81,7 @@ def test_deepseeks_letters_are_whole_runs_of_cased_ones() -> None:
         assert unicodedata.category(chr(last)) in cased
 
 
-@pytest.mark.parametrize("name", ["deepseek-llm", "deepseek-coder", "default", "falcon3", None])
+@pytest.mark.parametrize("name", ["deepseek-llm", "deepseek-coder", "default", "falcon3", "qwen2", None])
 def test_a_gguf_file_may_name_it(tmp_path: Path, name: str | None) -> None:
     """Rebuilt from metadata, a tokenizer gives the ids of one that was made with the split itself."""
     split = SPLITS[name or "default"]
@@ -85,16 +89,29 @@ def test_a_gguf_file_may_name_it(tmp_path: Path, name: str | None) -> None:
     backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     cuts: list[Any] = [pre_tokenizers.Split(Regex(each), "isolated") for each in split.patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    if name == "qwen2":
+        backend.normalizer = normalizers.NFC()  # as the models' own tokenizer.json says
     metadata = metadata_of(directory, name or "")
     if name is None:
         del metadata["tokenizer.ggml.pre"]
     ours = Tokenizer.from_gguf(metadata)
     backend.model.ignore_merges = split.ignore_merges
-    for text in texts()[:1500]:
+    for text in [*texts()[:1500], "e\u0301a", "한국"]:
         assert ours.encode(text) == backend.encode(text).ids, repr(text)
 
 
-@pytest.mark.parametrize(("name", "bos"), [("falcon3", True), ("llama-bpe", True), ("default", False)])
+def test_letters_are_composed_where_the_models_own_tokenizer_does_so(tmp_path: Path) -> None:
+    metadata = metadata_of(byte_level(tmp_path), "qwen2")
+    ours, apart, composed = Tokenizer.from_gguf(metadata), "cafe\u0301", "caf\u00e9"
+    assert ours.encode(apart) == ours.encode(composed)
+    assert ours.decode(ours.encode(apart, add_special_tokens=False)) == composed
+    other = Tokenizer.from_gguf(metadata_of(byte_level(tmp_path), "smollm"))
+    assert other.encode(apart) != other.encode(composed)
+
+
+@pytest.mark.parametrize(
+    ("name", "bos"), [("falcon3", True), ("llama-bpe", True), ("default", False), ("qwen2", False)]
+)
 def test_bos_comes_first_where_the_split_says_so(tmp_path: Path, name: str, bos: bool) -> None:
     metadata = metadata_of(byte_level(tmp_path), name)
     del metadata["tokenizer.ggml.add_bos_token"]

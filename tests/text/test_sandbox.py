@@ -22,7 +22,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 
 from minillm.errors import MinillmError, WeightsError
 from minillm.text.hf_tokenizer import is_known
-from minillm.text.pre_tokenizers import LLAMA3
+from minillm.text.pre_tokenizers import LLAMA3, QWEN2
 from minillm.text.sandbox import quiet
 from minillm.text.tokenizer import Tokenizer
 
@@ -55,9 +55,9 @@ def sequence(plural: str, *steps: dict[str, Any]) -> dict[str, Any]:
 # --- which of them are known ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["smollm", "llama3", "sentencepiece"])
-def test_the_usual_ones_run_here(tmp_path: Path, kind: str) -> None:
-    directory = sentencepiece(tmp_path) if kind == "sentencepiece" else byte_level(tmp_path, split=LLAMA3)
+@pytest.mark.parametrize("kind", [None, LLAMA3, QWEN2, "sentencepiece"])
+def test_the_usual_ones_run_here(tmp_path: Path, kind: str | None) -> None:
+    directory = sentencepiece(tmp_path) if kind == "sentencepiece" else byte_level(tmp_path, split=kind)
     assert is_known(document(directory))
     assert Tokenizer.from_directory(directory)._sandbox is None
 

@@ -167,15 +167,19 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(path: Path, model: Any, kind: gguf.GGMLQuantizationType, **metadata: Any) -> dict[str, np.ndarray]:
-    """A GGUF file of a transformers Llama; returns the dequantised tensors by Hugging Face name."""
+    """A GGUF file of a transformers Llama, or its kin; returns the dequantised tensors by Hugging Face name."""
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    permutes = architecture in ("llama", "smollm3")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     tokens = [chr(256 + i) for i in range(config.vocab_size)]
@@ -188,14 +192,14 @@ def write_gguf(path: Path, model: Any, kind: gguf.GGMLQuantizationType, **metada
     for key, value in metadata.items():
         adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
         adders[type(value)](key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     exact = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().numpy()
         stored = values
-        if name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+        if permutes and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             stored = permuted(values, heads)
         this_kind = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
@@ -305,12 +309,12 @@ def test_unsupported_gguf_models_are_refused_by_name(tmp_path: Path) -> None:
     write_gguf(tmp_path / "partial.gguf", model, gguf.GGMLQuantizationType.F32, **{"llama.rope.dimension_count": 16})
     with pytest.raises(WeightsError, match="16 of 32 dimensions"):
         GGUFCheckpoint(tmp_path / "partial.gguf")
-    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "qwen3")
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "qwen3moe")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(WeightsError, match="qwen3"):
+    with pytest.raises(WeightsError, match=r"'qwen3moe' is not supported; supported: 'llama', 'qwen2'"):
         GGUFCheckpoint(tmp_path / "other.gguf")
 
 

@@ -130,7 +130,4 @@ def test_a_file_of_mixed_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_types_that_are_unpacked() -> None:
-    assert not any(
-        is_low_bit(kind)
-        for kind in (Type.F32, Type.F16, Type.BF16, Type.Q2_K, Type.Q3_K, gguf.GGMLQuantizationType.TQ1_0)
-    )
+    assert not any(is_low_bit(kind) for kind in (Type.F32, Type.F16, Type.BF16, Type.Q2_K, Type.Q3_K, Type.TQ1_0))

@@ -64,6 +64,7 @@ CONFIG_KEYS = [
     ),
     *("sliding_window", "attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config"),
     *("partial_rotary_factor", "original_max_position_embeddings"),
+    *("use_sliding_window", "max_window_layers", "layer_types", "no_rope_layers", "no_rope_layer_interval"),
 ]
 ROPE_KEYS = [
     *("type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast"),
@@ -104,15 +105,20 @@ def write(path: Path, content: Any) -> None:
 
 @settings(RELAXED, max_examples=250)
 @given(
+    kind=st.sampled_from(["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"]),
     changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), values, min_size=1, max_size=2),
     max_model_len=st.sampled_from([64, None]),
 )
-@example(changes={"eos_token_id": "2"}, max_model_len=64)
-@example(changes={"num_hidden_layers": 10**6}, max_model_len=64)
-@example(changes={"max_position_embeddings": 10**9}, max_model_len=None)
-@example(changes={"architectures": {"a": 1}}, max_model_len=64)
-def test_config_json(copy: Path, model: Path, changes: dict[str, Any], max_model_len: int | None) -> None:
-    write(copy / "config.json", {**json.loads((model / "config.json").read_text()), **changes})
+@example(kind="Llama", changes={"eos_token_id": "2"}, max_model_len=64)
+@example(kind="Llama", changes={"num_hidden_layers": 10**6}, max_model_len=64)
+@example(kind="Llama", changes={"max_position_embeddings": 10**9}, max_model_len=None)
+@example(kind="Llama", changes={"architectures": {"a": 1}}, max_model_len=64)
+@example(kind="Qwen2", changes={"layer_types": [{}]}, max_model_len=64)
+@example(kind="SmolLM3", changes={"no_rope_layers": [[]] * 3}, max_model_len=64)
+@example(kind="SmolLM3", changes={"no_rope_layer_interval": math.nan}, max_model_len=64)
+def test_config_json(copy: Path, model: Path, kind: str, changes: dict[str, Any], max_model_len: int | None) -> None:
+    config = {"architectures": [f"{kind}ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
+    write(copy / "config.json", {**json.loads((model / "config.json").read_text()), **config, **changes})
     attempt(copy, max_model_len)
 
 
