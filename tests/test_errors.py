@@ -59,5 +59,5 @@ def test_other_errors_stay(monkeypatch) -> None:
 
 def test_a_little_memory_has_a_unit_of_its_own(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minillm.runner.pool_size.free_bytes", lambda device: 3000)
-    with pytest.raises(CapacityError, match=r"one block takes \d+ (k?B) .*, 2 kB may be used"):
+    with pytest.raises(CapacityError, match=r"one block takes 6\.0 KiB .*, 1\.5 KiB may be used"):
         load_engine(str(tiny_model), EngineConfig(device="cpu"))

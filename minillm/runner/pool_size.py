@@ -102,7 +102,7 @@ def size_pool(
         kept = f", {size(reserved)} are kept for the steps' own needs" if reserved else ""
         raise CapacityError(
             f"the KV cache does not fit: {asked} takes {size(max(num_blocks, 1) * block_bytes)} ({config.block_size} "
-            f"tokens x {model.kv_bytes_per_token(element_size)} bytes a block), {size(room)} may be used{kept}; "
+            f"tokens of {size(model.kv_bytes_per_token(element_size))}), {size(room)} may be used{kept}; "
             "take a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
         )
     pool_tokens = num_blocks * config.block_size

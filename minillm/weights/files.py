@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from minillm.errors import DownloadError, UsageError, WeightsError, nearest
-from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
+from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress, size
 from minillm.system import cache_dir
 from minillm.text.reading import open_regular, read_bytes
 from minillm.text.safe import clean_line, parse_json
@@ -107,7 +107,7 @@ def remove(name: str) -> int:
         raise UsageError(f"model {clean_line(name)} is not downloaded; {hint}")
     try:
         with FileLock(_home(name, ".lock"), timeout=0):
-            size = sum(map(size_on_disk, found))
+            freed = sum(map(size_on_disk, found))
             (home / RECORD).unlink(missing_ok=True)  # from here on it counts as not downloaded
             for path in found:
                 shutil.rmtree(path)
@@ -115,7 +115,7 @@ def remove(name: str) -> int:
         raise WeightsError(f"another process is downloading {name}") from None
     except OSError as error:
         raise WeightsError(f"cannot delete {home}: {error.strerror or error}") from None
-    return size
+    return freed
 
 
 def _read_record(directory: Path) -> tuple[str, list[FileRecord]]:
@@ -185,6 +185,6 @@ def check_space(needed: int, directory: Path) -> None:
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise DownloadError(
-            f"not enough disk space in {directory}: {needed:,} bytes are needed, {free:,} are free; "
+            f"not enough disk space in {directory}: {size(needed)} are needed, {size(free)} are free; "
             "make room or set MINILLM_CACHE to another disk"
         )

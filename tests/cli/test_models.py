@@ -14,6 +14,7 @@ import pytest
 
 from minillm import system
 from minillm.cli.main import main
+from minillm.progress import size
 from minillm.weights.files import FileRecord, downloading, models_dir, place, sha256_of
 
 Run = Callable[..., tuple[int, str, str]]
@@ -103,7 +104,7 @@ def test_models_says_what_fits(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [fits()[name] for name in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b")] == ["CPU", "CPU", "no"]
     monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 24 << 30)
     assert [fits()[name] for name in ("smollm2-135m", "llama-3.1-8b")] == ["GPU", "GPU"]
-    assert "a GPU with 25.8 GB" in run("models")[1]
+    assert "a GPU with 24.0 GiB" in run("models")[1]
 
 
 def test_info_knows_the_machine(run: Run) -> None:
@@ -112,7 +113,7 @@ def test_info_knows_the_machine(run: Run) -> None:
     assert "1 threads" not in facts["devices"]["cpu"]
     available, total = system.memory()
     assert 0 < available <= total
-    assert facts["devices"]["memory"].endswith(f"of {total / 2**30:.1f} GiB free")
+    assert facts["devices"]["memory"].endswith(f"of {size(total)} free")
 
 
 def test_the_configured_model_is_the_default(run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
