@@ -29,14 +29,11 @@ def ignore_progress(progress: Progress) -> None:
 
 def size(num_bytes: float) -> str:
     """``154 MiB``: the unit that leaves few digits, as memory is counted; one decimal where a digit stands alone."""
-    if num_bytes < 1023.5:
-        return f"{num_bytes:.0f} B"
-    unit = ""
-    for unit in ("KiB", "MiB", "GiB"):
-        num_bytes /= 1024
+    for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1023.5:
-            break
-    return f"{num_bytes:.{1 if num_bytes < 9.95 or unit == 'GiB' else 0}f} {unit}"
+            return f"{num_bytes:.{1 if num_bytes < 9.95 and unit != 'B' else 0}f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
 
 
 def say(message: str) -> None:

@@ -149,7 +149,8 @@ class ModelScreen(Dialog[str]):
             return
         width = max(map(len, entries))
         for name, entry in entries.items():
-            state = "downloaded" if find_downloaded(name) else "gated" if entry.gated else ""
+            here = any(find_downloaded(form.name) for form in entry.all_forms())
+            state = "downloaded" if here else "gated" if entry.gated else ""
             facts = f"{clean_line(entry.parameters, 8):>6}  {size(entry.size):>8}  {clean_line(entry.license, 20):<20}"
             mark, bold = "▸ " if name == self._current else "  ", f"{clean_line(name, 40):<{width}}"
             line = Content.assemble(mark, (bold, "bold"), "  ", (f"{facts} {state}", "$text-muted"))

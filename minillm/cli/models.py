@@ -26,8 +26,9 @@ def models(arguments: argparse.Namespace) -> int:
     """List the models of weights.toml and the downloaded ones, and which of them this machine can hold."""
     manifest, memory, gpu = load_manifest(), system.memory()[1], _gpu_memory()
     here = {files.name: files for files in downloaded()}
-    others = [ModelEntry.unlisted(name) for name in here if name not in manifest.models]
-    rows = [_row(entry, here.get(entry.name)) for entry in (*manifest.models.values(), *others)]
+    listed = [form for entry in manifest.models.values() for form in entry.all_forms()]
+    others = [ModelEntry.unlisted(name) for name in here if name not in {entry.name for entry in listed}]
+    rows = [_row(entry, here.get(entry.name)) for entry in (*listed, *others)]
     for row in rows:
         row["default"] = row["name"] == manifest.default
         on_gpu, on_cpu = _GPU_SHARE * row["size"] + _GPU_BYTES, _CPU_SHARE * row["size"] + _CPU_BYTES
@@ -38,7 +39,8 @@ def models(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{'name':34}{'size':>9}  {'fits':6}{'licence':21}{'gated':7}{'downloaded'}")
     for row in rows:
-        name = row["name"] + (" (default)" if row["default"] else "")
+        base, _, form = row["name"].partition(":")
+        name = f"  :{form}" if form and base in manifest.models else base + (" (default)" if row["default"] else "")
         gated, path = "yes" if row["gated"] else "no", row["path"] or "no"
         print(f"{name:34}{size(row['size']):>9}  {row['fits']:6}{row['license']:21}{gated:7}{path}")
     print(f"fits: this machine has {size(memory)} of memory, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
@@ -52,7 +54,7 @@ def show(arguments: argparse.Namespace) -> int:
     if isinstance(found, ModelEntry):
         facts = {**_row(found, None), "source": ", or ".join(map(describe, found.sources))}
     else:
-        facts = _row(manifest.models.get(name) or ModelEntry.unlisted(name), found)
+        facts = _row(manifest.entry(name) or ModelEntry.unlisted(name), found)
         facts |= {key: value for key, value in _details(found).items() if value}
     if arguments.json:
         print(json.dumps(facts, indent=2))
@@ -68,7 +70,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 def pull(arguments: argparse.Namespace) -> int:
     """Fetch a model, showing how far it has come."""
-    name = read_config(arguments.config).choose_model(arguments.model)
+    name = load_manifest().canonical(read_config(arguments.config).choose_model(arguments.model))
     before = find_downloaded(name)
     with loading_bar() as report:
         files = resolve(name, on_progress=report, on_message=say)
@@ -83,7 +85,7 @@ def pull(arguments: argparse.Namespace) -> int:
 
 def rm(arguments: argparse.Namespace) -> int:
     """Delete downloaded models."""
-    for name in arguments.downloaded:
+    for name in map(load_manifest().canonical, arguments.downloaded):
         print(f"{name} is deleted: {size(remove(name))} are free again")
     return 0
 

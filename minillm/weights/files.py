@@ -73,7 +73,7 @@ def find_downloaded(name: str) -> ModelFiles | None:
         complete = all((directory / item.name).stat().st_size == item.size for item in files)
     except (OSError, ValueError):
         return None
-    return ModelFiles(name, directory, source) if complete and files else None
+    return ModelFiles(name, _model_path(directory, files), source) if complete and files else None
 
 
 def verify(name: str, on_progress: OnProgress) -> None:
@@ -116,6 +116,11 @@ def remove(name: str) -> int:
     except OSError as error:
         raise WeightsError(f"cannot delete {home}: {error.strerror or error}") from None
     return freed
+
+
+def _model_path(directory: Path, files: list[FileRecord]) -> Path:
+    """The directory of a model, or its ``.gguf`` file where it is that one file."""
+    return directory / files[0].name if len(files) == 1 and files[0].name.endswith(".gguf") else directory
 
 
 def _read_record(directory: Path) -> tuple[str, list[FileRecord]]:
@@ -177,7 +182,7 @@ def place(name: str, partial: Path, source: str, files: list[FileRecord], extra:
         names = (final.with_name(f"{final.name}.broken{number}") for number in count())
         os.replace(final, next(path for path in names if not path.exists()))
     os.replace(partial, final)
-    return ModelFiles(name, final, source)
+    return ModelFiles(name, _model_path(final, files), source)
 
 
 def check_space(needed: int, directory: Path) -> None:

@@ -495,6 +495,27 @@ def test_what_is_no_repository_is_not_looked_for(server: FakeHub, tmp_path: Path
     assert server.requests == []
 
 
+def test_one_file_of_a_repository_is_a_model(server: FakeHub) -> None:
+    server.files |= {"m-Q4.gguf": b"GGUF and more", "m-Q8.gguf": b"GGUF and much more"}
+    files = pull(HubSource("org/model", "main", "m-Q4.gguf"))
+    assert files.path == models_dir() / "tiny" / "m-Q4.gguf"
+    assert files.path.read_bytes() == b"GGUF and more"
+    assert files.source == "the hub (org/model, m-Q4.gguf)"
+    assert files == find_downloaded("tiny") == downloaded()[0]
+    assert server.gets("model.safetensors") == server.gets("config.json") == server.gets("m-Q8.gguf") == []
+    verify("tiny", lambda p: None)
+    assert leftovers() == []
+
+
+def test_a_file_that_is_not_in_the_repository_is_one_line(server: FakeHub) -> None:
+    server.files |= {"m-Q4.gguf": b"GGUF"}
+    with pytest.raises(DownloadError, match=r"has no file m-Q5\.gguf at main; it has 1 \.gguf file, m-Q4\.gguf among"):
+        pull(HubSource("org/model", "main", "m-Q5.gguf"))
+    del server.files["config.json"]
+    with pytest.raises(DownloadError, match=r"has no config\.json.*it has 1 \.gguf file, m-Q4\.gguf among them"):
+        pull()
+
+
 def test_a_model_is_removed_and_nothing_else(server: FakeHub, tmp_path: Path) -> None:
     for name in ("org/model", "org/model@v2"):
         resolve(name)
