@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from minillm import system
+from minillm.config import EngineConfig
+from minillm.errors import WeightsError
+from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget
+from minillm.fit.forms import sized, sized_entry
 from minillm.progress import loading_bar, say, size
 from minillm.system import import_torch
 from minillm.text.safe import clean_line
@@ -16,10 +20,6 @@ from minillm.user_config import read_config
 from minillm.weights.files import ModelFiles, downloaded, find_downloaded, remove, size_on_disk, verify
 from minillm.weights.manifest import ModelEntry, load_manifest
 from minillm.weights.resolve import describe, find, resolve
-
-# A model takes more than its weights: torch, a cache of some thousand tokens, and on a GPU the steps' own needs.
-_CPU_SHARE, _CPU_BYTES = 1.2, 1e9
-_GPU_SHARE, _GPU_BYTES = 1.1, 2e9
 
 
 def models(arguments: argparse.Namespace) -> int:
@@ -31,8 +31,7 @@ def models(arguments: argparse.Namespace) -> int:
     rows = [_row(entry, here.get(entry.name)) for entry in (*listed, *others)]
     for row in rows:
         row["default"] = row["name"] == manifest.default
-        on_gpu, on_cpu = _GPU_SHARE * row["size"] + _GPU_BYTES, _CPU_SHARE * row["size"] + _CPU_BYTES
-        row["fits"] = "GPU" if on_gpu <= gpu else "CPU" if on_cpu <= memory else "no"
+        row["fits"] = _fits(manifest.entry(row["name"]), here.get(row["name"]), gpu, memory)
     if arguments.json:
         for row in rows:
             print(json.dumps(row))
@@ -88,6 +87,19 @@ def rm(arguments: argparse.Namespace) -> int:
     for name in map(load_manifest().canonical, arguments.downloaded):
         print(f"{name} is deleted: {size(remove(name))} are free again")
     return 0
+
+
+def _fits(entry: ModelEntry | None, files: ModelFiles | None, gpu: int, memory: int) -> str:
+    """Where a model would fit if nothing else ran; "?" where too little is known of it."""
+    try:
+        model = sized_entry(entry) if entry else sized(files.name, files.path) if files else None
+    except WeightsError:
+        model = None
+    if model is None:
+        return "?"
+    on_gpu = Budget(max(0, gpu - GPU_PROCESS_BYTES), gpu, True, 2, EngineConfig())
+    on_cpu = Budget(max(0, memory - CPU_PROCESS_BYTES), memory, False, 4, EngineConfig())
+    return "GPU" if model.fit(on_gpu).fits else "CPU" if model.fit(on_cpu).fits else "no"
 
 
 def _row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:
