@@ -49,6 +49,8 @@ class Row:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table. Wrong values are named before anything is measured."""
     options = dict(read_config(arguments.config).engine)
+    if arguments.context is not None and arguments.context < 1:
+        raise UsageError(f"--context must be at least 1 token, not {arguments.context}")
     given = {"device": arguments.device, "max_model_len": arguments.context}
     config = EngineConfig(**{**options, **{name: value for name, value in given.items() if value is not None}})
     memory, bandwidth = parse_bytes("--memory", arguments.memory), parse_bytes("--bandwidth", arguments.bandwidth, "/s")
@@ -98,7 +100,7 @@ def _models(name: str | None) -> list[list[Sized]]:
 
 def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) -> Machine:
     """This machine's GPU, or its CPU where there is none; with ``memory`` one that has so much, all of it free."""
-    gpu_here = Path("/proc/driver/nvidia/version").exists()
+    gpu_here = _gpu_is_here()
     on_gpu = config.device != "cpu" and (gpu_here or memory is not None or config.device != "auto")
     element_size = {"auto": 2 if on_gpu else 4, "float32": 4}.get(config.dtype, 2)
     if on_gpu and memory is None:
@@ -115,6 +117,10 @@ def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) ->
     )
     about += f", {size(free)} of it for the model" if memory is not None else f", {size(free)} free for a model"
     return Machine(about + _rate(speed, bandwidth), Budget(free, total, on_gpu, element_size, config), speed)
+
+
+def _gpu_is_here() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
 
 
 def _this_gpu(config: EngineConfig, bandwidth: int | None) -> Machine:

@@ -9,7 +9,7 @@ from pathlib import Path
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.weights import QUANTIZED_BITS, Layout, expected_tensors, weights_in_memory
+from minillm.fit.weights import QUANTIZED_BITS, Layout, expected_tensors, is_plain_matrix, weights_in_memory
 from minillm.model.config import ModelConfig
 from minillm.weights.files import find_downloaded
 from minillm.weights.manifest import ModelEntry, PathSource
@@ -83,10 +83,8 @@ def can_quantize() -> bool:
 
 def quantized(model: Sized) -> list[Sized]:
     """A model that is stored in 16 or 32 bits, its matrices turned to fewer while it is loaded; none of another."""
-    plain = sum(tensor.count for tensor in model.tensors if tensor.kind in ("F16", "BF16", "F32", "F64"))
-    if 2 * plain < sum(tensor.count for tensor in model.tensors):
-        return []
-    return [replace(model, quantize=kind) for kind in QUANTIZED_BITS]
+    plain = any(is_plain_matrix(tensor) for tensor in model.tensors)
+    return [replace(model, quantize=kind) for kind in QUANTIZED_BITS] if plain else []
 
 
 def ranked(models: Iterable[Sized], budget: Budget) -> list[tuple[Sized, Fit]]:

@@ -65,8 +65,17 @@ def weights_in_memory(
     return Weights(round(memory), round(read), round(loading))
 
 
+def is_plain_matrix(tensor: StoredTensor) -> bool:
+    """Whether a tensor is a matrix of a layer, stored in 16 or 32 bits."""
+    return tensor.kind in _FLOATS and _is_matrix(tensor) and tensor.name not in _HEADS
+
+
+def _is_matrix(tensor: StoredTensor) -> bool:
+    return len(tensor.shape) == 2 and tensor.name.endswith(".weight") and tensor.name not in _EMBEDDINGS
+
+
 def _held(tensor: StoredTensor, layout: Layout) -> float:
-    is_matrix = len(tensor.shape) == 2 and tensor.name.endswith(".weight") and tensor.name not in _EMBEDDINGS
+    is_matrix = _is_matrix(tensor)
     if tensor.kind in _FLOATS:
         if is_matrix and layout.quantize:
             return tensor.count * QUANTIZED_BITS[layout.quantize] / 8

@@ -35,13 +35,10 @@ def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], s
 
 
 def _needs(fit: Fit, budget: Budget) -> str:
-    loading = (
-        ""
-        if budget.on_gpu or fit.needed <= fit.weights.memory + fit.steps + fit.least_context
-        else (f" ({size(fit.weights.loading)} more while they are loaded)")
-    )
+    once_loaded = fit.weights.memory + fit.steps + fit.least_context
+    more = f" ({size(fit.weights.loading)} more while they are loaded)" if once_loaded <= budget.available else ""
     return (
-        f"{size(fit.weights.memory)} of weights{loading}, {size(fit.steps)} for the steps and at least "
+        f"{size(fit.weights.memory)} of weights{more}, {size(fit.steps)} for the steps and at least "
         f"{size(fit.least_context)} of context"
     )
 
