@@ -90,8 +90,12 @@ def quantized(model: Sized) -> list[Sized]:
 def ranked(models: Iterable[Sized], budget: Budget) -> list[tuple[Sized, Fit]]:
     """Those that fit, the best first: with room for a conversation, and of these the one with the most bits."""
     found = [(model, fit) for model in models if (fit := model.fit(budget)).fits]
-    return sorted(found, key=lambda each: (each[1].roomy, each[1].weights.memory if each[1].roomy else each[1].context),
-                  reverse=True)  # fmt: skip
+
+    def goodness(each: tuple[Sized, Fit]) -> tuple[bool, int]:
+        _, fit = each
+        return fit.roomy, fit.weights.memory if fit.roomy else fit.context
+
+    return sorted(found, key=goodness, reverse=True)
 
 
 def _shape(stored: StoredModel) -> Shape:

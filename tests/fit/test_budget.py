@@ -112,5 +112,8 @@ def test_tokens_per_second_go_by_the_bytes_of_a_token() -> None:
     fast, slow = (gpu(80).tokens_per_second(gpu(80).fit(each, LLAMA_8B), LLAMA_8B, 4.27e12) for each in (Q4, FULL))
     assert 200 < slow < 250, "250 were measured on an H200"
     assert 2 < fast / slow < 3.5
+    small = Shape(30, 576, 1536, 9, 3, 64, 49152, 8192, tied=True)
+    tiny = weights_in_memory(expected_tensors(small, 269_060_552), Layout(2))
+    assert 1500 < gpu(80).tokens_per_second(gpu(80).fit(tiny, small), small, 4.27e12) < 2300, "2,248 were measured"
     short = replace(fit, context=100)
     assert cpu(12).tokens_per_second(short, LLAMA_8B, 20e9) > cpu(12).tokens_per_second(fit, LLAMA_8B, 20e9)

@@ -193,6 +193,10 @@ def test_a_header_that_lies_is_one_line(tmp_path: Path, data: bytes) -> None:
 def test_a_gguf_file_that_lies_is_one_line(tmp_path: Path) -> None:
     whole = forge_gguf(tmp_path / "m.gguf", LLAMA_8B)
     with whole.open("r+b") as stream:
+        stream.truncate(whole.stat().st_size - 1)
+    with pytest.raises(WeightsError, match=r"cut short within tensor blk\.31\.ffn_norm\.weight"):
+        read_stored(whole)
+    with whole.open("r+b") as stream:
         stream.truncate(1 << 30)
     with pytest.raises(WeightsError, match=r"outside the file|cut short|larger than the file"):
         read_stored(whole)
@@ -221,7 +225,8 @@ def test_a_gguf_file_that_lies_is_one_line(tmp_path: Path) -> None:
 def test_missing_and_foreign_shards_are_one_line(tmp_path: Path) -> None:
     forge_hf(tmp_path, LLAMA_1B, {})
     index = tmp_path / "model.safetensors.index.json"
-    for weight_map in ({"x": "../../etc/passwd"}, {"x": 3}, {}, []):
+    wrong: list[object] = [{"x": "../../etc/passwd"}, {"x": 3}, {}, []]
+    for weight_map in wrong:
         index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(WeightsError, match="no weight_map of file names"):
             read_stored(tmp_path)

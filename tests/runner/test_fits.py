@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forging import LLAMA_8B, forge_gguf, forge_hf, hf_tensors
+from forging import LLAMA_1B, LLAMA_8B, forge_gguf, forge_hf, hf_tensors
 
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError, DownloadError
 from minillm.fit.budget import Budget
+from minillm.fit.forms import sized
+from minillm.fit.weights import Layout, weights_in_memory
 from minillm.load import best_form, load_engine
 from minillm.runner import fits
 from minillm.runner.fits import choose_form
@@ -98,10 +100,17 @@ def test_a_file_and_random_weights_are_checked_too(tmp_path: Path, monkeypatch: 
     directory = forge_hf(tmp_path / "8b", LLAMA_8B, hf_tensors(LLAMA_8B))
     monkeypatch.setattr("minillm.text.tokenizer.Tokenizer.load", lambda source, size: None)
     memory(monkeypatch, 4)
-    for name, options in ((str(directory), {}), ("llama-8b", {"load_format": "dummy"})):
+    for name, load_format in ((str(directory), "auto"), ("llama-8b", "dummy")):
         with pytest.raises(CapacityError, match=rf"^{re.escape(name)} needs 15\.9 GiB of weights.*take a smaller") as e:
-            load_engine(name, EngineConfig(device="cpu", **options))
+            load_engine(name, EngineConfig(device="cpu", load_format=load_format))
         assert "\n" not in str(e.value)
+
+
+def test_a_matrix_in_float32_counts_while_it_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head of a tied model is packed from the embedding, so that gate and up are what is largest."""
+    model = sized("x", forge_hf(tmp_path / "1b", LLAMA_1B, hf_tensors(LLAMA_1B)))
+    weights = weights_in_memory(model.tensors, Layout(4, packs=True))
+    assert weights.loading == 2 * LLAMA_1B.intermediate * LLAMA_1B.hidden * 4
 
 
 def test_each_of_several_ranks_needs_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
