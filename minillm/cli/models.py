@@ -55,9 +55,13 @@ def show(arguments: argparse.Namespace) -> int:
     else:
         facts = _row(manifest.entry(name) or ModelEntry.unlisted(name), found)
         facts |= {key: value for key, value in _details(found).items() if value}
+    listed = manifest.entry(name)
+    if listed is not None and listed.forms:
+        facts["forms"] = {form.form: form.size for form in listed.all_forms()}
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return 0
+    facts["forms"] = ", ".join(f"{form} ({size(number)})" for form, number in facts.get("forms", {}).items())
     facts |= {"size": size(facts["size"]) if facts["size"] else "", "gated": "yes" if facts["gated"] else ""}
     facts["path"] = facts["path"] or "not downloaded"
     for key, value in facts.items():

@@ -6,10 +6,11 @@ A GPU is filled up to ``gpu_memory_utilization``. On a CPU half of the memory th
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 
 from minillm.config import EngineConfig
-from minillm.fit.weights import Weights
+from minillm.fit.weights import Layout, Weights
 from minillm.progress import size
 from minillm.weights.shape import Shape
 
@@ -20,6 +21,7 @@ _GPU_STEP_SHARE = 1 / 3  # of the memory that the weights leave: a smaller step 
 GRAPH_BYTES = 512 << 20  # the CUDA graphs, cuBLAS's workspace, and the allocator's loss
 # What a process takes before its first tensor: CUDA's context and the compiled kernels, or torch's libraries.
 GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 512 << 20, 384 << 20
+_PACKING = ("x86_64", "AMD64")  # processors on which `kernels.cpu.packed_linear` keeps matrices in float16
 _CPU_BYTES = 64 << 20  # the allocator's loss
 LEAST_TOKENS, ROOMY_TOKENS = 512, 4096  # of context: to be of any use, and for a conversation
 
@@ -60,6 +62,11 @@ class Budget:
     def available(self) -> int:
         kept = self.total * (1 - self.config.gpu_memory_utilization) if self.on_gpu else 0
         return max(0, int(self.free - kept))
+
+    def layout(self, quantize: str = "") -> Layout:
+        """How weights are held there; ``quantize`` is the form that matrices are turned to."""
+        in_float32_on_cpu = not self.on_gpu and self.element_size == 4
+        return Layout(self.element_size, in_float32_on_cpu and platform.machine() in _PACKING, quantize)
 
     def step_bytes(self, shape: Shape, num_tokens: int) -> int:
         """What the steps take beside weights and pool, as estimated: `pool_size.activation_bytes` measures it."""

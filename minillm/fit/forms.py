@@ -9,7 +9,7 @@ from pathlib import Path
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.weights import QUANTIZED_BITS, Layout, expected_tensors, is_plain_matrix, weights_in_memory
+from minillm.fit.weights import QUANTIZED_BITS, expected_tensors, is_plain_matrix, weights_in_memory
 from minillm.model.config import ModelConfig
 from minillm.weights.files import find_downloaded
 from minillm.weights.manifest import ModelEntry, PathSource
@@ -30,9 +30,9 @@ class Sized:
 
     def fit(self, budget: Budget) -> Fit:
         """How it would lie in memory."""
-        ranks, in_float32 = budget.config.tensor_parallel_size, budget.element_size == 4
-        layout = Layout(budget.element_size, not budget.on_gpu and in_float32, self.quantize)
-        return budget.fit(weights_in_memory(self.tensors, layout, lambda tensor: 1 / ranks), self.shape)
+        part = 1 / budget.config.tensor_parallel_size
+        weights = weights_in_memory(self.tensors, budget.layout(self.quantize), lambda tensor: part)
+        return budget.fit(weights, self.shape)
 
 
 def shape_of(config: ModelConfig) -> Shape:

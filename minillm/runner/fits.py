@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from minillm.errors import CapacityError, DownloadError
 from minillm.fit.budget import Budget, Fit
 from minillm.fit.forms import Sized, can_quantize, ranked, shape_of, sized_forms
-from minillm.fit.weights import Layout, weights_in_memory
+from minillm.fit.weights import weights_in_memory
 from minillm.model.config import ModelConfig
 from minillm.model.loader import parameter_shapes
 from minillm.model.shard import Shard
@@ -28,8 +28,7 @@ def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], s
         return 1 / shard.size  # packed weights and their scales
 
     quantize = str(getattr(budget.config, "quantize", None) or "")
-    layout = Layout(budget.element_size, not budget.on_gpu and budget.element_size == 4, quantize)
-    fit = budget.fit(weights_in_memory(tensors, layout, share), shape_of(model))
+    fit = budget.fit(weights_in_memory(tensors, budget.layout(quantize), share), shape_of(model))
     if fit.needed > budget.available:
         raise CapacityError(f"{name} needs {_needs(fit, budget)}, and {budget.where()}; {_instead(name, budget)}")
 

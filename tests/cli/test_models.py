@@ -114,6 +114,9 @@ def test_a_form_is_named_behind_a_colon(run: Run, tiny_model: Path) -> None:
     shown = json.loads(run("show", "llama-3.1-8b:q4_k_m", "--json")[1])
     assert (shown["name"], shown["gated"], shown["size"]) == ("llama-3.1-8b:q4_k_m", False, 4_920_739_232)
     assert shown["source"].endswith("-GGUF, Meta-Llama-3.1-8B-Instruct-Q4_K_M.gguf)")
+    assert "forms                 full (15.0 GiB), q8_0 (8.0 GiB), q6_k (6.1 GiB), q4" in run("show", "llama-3.1-8b")[1]
+    assert json.loads(run("show", "llama-3.1-8b", "--json")[1])["forms"]["q6_k"] == 6_596_011_424
+    assert "forms" not in shown
     assert run("show", "llama-3.1-8b:full")[1] == run("show", "llama-3.1-8b")[1]
     code, out, said = run("pull", "llama-3.1-8b:q4")
     assert (code, out, said.count("\n")) == (2, "", 1)

@@ -98,6 +98,14 @@ def test_a_cpu_leaves_as_much_context_as_the_pool_gets(gib: float, monkeypatch: 
     assert cpu(gib).fit(Weights(0, 0), shape).context == longest == min(blocks * 16, 30_000)
 
 
+def test_16_bits_stay_16_on_the_processors_that_have_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    for machine, packs in (("x86_64", True), ("aarch64", False)):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert cpu(8).layout() == Layout(4, packs)
+        assert gpu(8).layout("int8") == Layout(2, False, "int8")
+    assert Budget(1, 1, False, 2, EngineConfig()).layout() == Layout(2)
+
+
 def test_a_cpu_needs_room_while_it_loads() -> None:
     plain = Weights(4 * GIB, 4 * GIB)
     assert cpu(5).fit(plain, LLAMA_1B).fits
