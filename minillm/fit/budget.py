@@ -10,7 +10,7 @@ import platform
 from dataclasses import dataclass
 
 from minillm.config import EngineConfig
-from minillm.fit.weights import Layout, Weights
+from minillm.fit.weights import QUANTIZED_BITS, Layout, Weights
 from minillm.progress import size
 from minillm.weights.shape import Shape
 
@@ -19,7 +19,7 @@ CPU_STEP_TOKENS = 512  # a step of a 135M model then takes about a second
 GPU_STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
 _GPU_STEP_SHARE = 1 / 3  # of the memory that the weights leave: a smaller step leaves more context
 GRAPH_BYTES = 512 << 20  # the CUDA graphs, cuBLAS's workspace, and the allocator's loss
-# What a process takes before its first tensor: CUDA's context and the compiled kernels, or torch's libraries.
+# Of a process before its first tensor: CUDA's context and the compiled kernels, or torch's libraries.
 GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 512 << 20, 384 << 20
 _PACKING = ("x86_64", "AMD64")  # processors on which `kernels.cpu.packed_linear` keeps matrices in float16
 _CPU_BYTES = 64 << 20  # the allocator's loss
@@ -64,12 +64,14 @@ class Budget:
         return max(0, int(self.free - kept))
 
     def layout(self, quantize: str = "") -> Layout:
-        """How weights are held there; ``quantize`` is the form that matrices are turned to."""
+        """How weights are held there, matrices turned to ``quantize``, or to the option of the engine."""
+        asked = quantize or getattr(self.config, "quantize", None)
         in_float32_on_cpu = not self.on_gpu and self.element_size == 4
-        return Layout(self.element_size, in_float32_on_cpu and platform.machine() in _PACKING, quantize)
+        packs = in_float32_on_cpu and platform.machine() in _PACKING
+        return Layout(self.element_size, packs, asked if asked in QUANTIZED_BITS else "")
 
     def step_bytes(self, shape: Shape, num_tokens: int) -> int:
-        """What the steps take beside weights and pool, as estimated: `pool_size.activation_bytes` measures it."""
+        """The bytes of the steps beside weights and pool, as estimated: `pool_size.activation_bytes` measures them."""
         ranks, element = self.config.tensor_parallel_size, self.element_size
         heads, intermediate = -(-shape.heads // ranks), -(-shape.intermediate // ranks)
         width = 4 * shape.hidden + 3 * intermediate + 2 * heads * shape.head_dim

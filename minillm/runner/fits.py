@@ -27,8 +27,7 @@ def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], s
             return math.prod(local[tensor.name]) / math.prod(whole[tensor.name])
         return 1 / shard.size  # packed weights and their scales
 
-    quantize = str(getattr(budget.config, "quantize", None) or "")
-    fit = budget.fit(weights_in_memory(tensors, budget.layout(quantize), share), shape_of(model))
+    fit = budget.fit(weights_in_memory(tensors, budget.layout(), share), shape_of(model))
     if fit.needed > budget.available:
         raise CapacityError(f"{name} needs {_needs(fit, budget)}, and {budget.where()}; {_instead(name, budget)}")
 

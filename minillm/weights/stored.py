@@ -1,4 +1,4 @@
-"""What the headers of a model's files say of its tensors: names, shapes, types. No tensor is read, nothing is made.
+"""The tensors of a model by the headers of its files: names, shapes, types. No tensor is read, nothing is made.
 
 `minillm.weights.checkpoint` opens the same files to read them, and checks more; this reads as much as the arithmetic of
 memory needs, and imports no torch.
@@ -25,7 +25,7 @@ PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, 
 _FP8 = {"F8_E4M3": 1, "F8_E5M2": 1}
 # Types of GGUF by number: name, values of a block, bytes of a block (ggml.h). The gguf package knows them, too, and its
 # import takes 0.2 s.
-_GGML = {
+GGML_TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 28: ("F64", 1, 8),
     24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
@@ -35,7 +35,7 @@ _GGML = {
     23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
 }  # fmt: skip
-BLOCKS = {name: (block, size) for name, block, size in _GGML.values()}
+BLOCKS = {name: (block, size) for name, block, size in GGML_TYPES.values()}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _of_gguf(path: Path) -> StoredModel:
     header = read_header(path)
     tensors = []
     for info in header.tensors.values():
-        kind, block, size = _GGML.get(info.type, (f"type {info.type}", 1, 0))
+        kind, block, size = GGML_TYPES.get(info.type, (f"type {info.type}", 1, 0))
         tensor = StoredTensor(info.name, info.shape, kind)
         if info.offset + tensor.count // block * size > path.stat().st_size:
             raise WeightsError(f"{path}: the file is cut short within tensor {clean_line(info.name)}")

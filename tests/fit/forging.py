@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minillm.weights.shape import Shape
-from minillm.weights.stored import _GGML, BLOCKS, PLAIN
+from minillm.weights.stored import BLOCKS, GGML_TYPES, PLAIN
 
 LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128, 128256, 131072)
 LLAMA_1B = Shape(16, 2048, 8192, 32, 8, 64, 128256, 131072, tied=True)
@@ -63,7 +63,7 @@ def forge_gguf(path: Path, shape: Shape, kinds: Any = q4_k_m) -> Path:
         "feed_forward_length": shape.intermediate, "attention.head_count": shape.heads,
         "attention.head_count_kv": shape.kv_heads, "attention.key_length": shape.head_dim,
     }  # fmt: skip
-    numbers = {name: number for number, (name, _, _) in _GGML.items()}
+    numbers = {name: number for number, (name, _, _) in GGML_TYPES.items()}
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()

@@ -22,7 +22,7 @@ from minillm.model.loader import load_llama
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.files import ModelFiles
 from minillm.weights.manifest import load_manifest
-from minillm.weights.stored import _GGML, BLOCKS, StoredTensor, read_stored
+from minillm.weights.stored import BLOCKS, GGML_TYPES, StoredTensor, read_stored
 
 GPU, CPU = Layout(2), Layout(4, packs=True)
 
@@ -77,7 +77,7 @@ def test_the_headers_agree_with_the_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_types_are_those_of_the_library() -> None:
-    for number, (name, block, size) in _GGML.items():
+    for number, (name, block, size) in GGML_TYPES.items():
         kind = gguf.GGMLQuantizationType(number)
         assert (kind.name, gguf.GGML_QUANT_SIZES[kind]) == (name, (block, size))
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from forging import LLAMA_1B, LLAMA_8B, forge_gguf, forge_hf, hf_tensors
+from gguf import GGMLQuantizationType
+from test_checkpoint import gguf_model, write_gguf
 
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError, DownloadError
@@ -132,6 +134,28 @@ def test_each_of_several_ranks_needs_its_part(monkeypatch: pytest.MonkeyPatch) -
     check(12, 2, 1)
     with pytest.raises(CapacityError, match=r"m needs 7\.5 GiB .* and each of 2 GPUs has 8\.0 GiB free"):
         check(8, 2)
+
+
+def test_a_form_is_loaded_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minillm import LLM
+
+    gguf_model().save_pretrained(tmp_path / "full")
+    write_gguf(tmp_path / "q8.gguf", gguf_model(), GGMLQuantizationType.Q8_0)
+    (tmp_path / "w.toml").write_text("""
+default = "m"
+[models.m]
+description = "d"
+parameters = "1"
+license = "MIT"
+size = 1
+sources = [{ path = "full" }]
+forms = [{ name = "q8", size = 1, path = "q8.gguf" }]
+""")
+    monkeypatch.setenv("MINILLM_WEIGHTS", str(tmp_path / "w.toml"))
+    for name, path in (("m:q8", "q8.gguf"), ("m", "full"), ("m:full", "full"), (None, "full")):
+        with LLM(name, device="cpu", num_blocks=8) as llm:
+            assert llm.engine.source == str(tmp_path / path)
+    assert choose_form("m", gpu(8)) == "m"
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
