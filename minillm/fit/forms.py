@@ -26,7 +26,7 @@ class Sized:
     shape: Shape
     size: int
     downloaded: bool = False
-    quantize: str = ""  # to what its matrices are turned while it is loaded
+    quantize: str = ""  # int8, int4, fp8: to this its matrices are turned while it is loaded
 
     def fit(self, budget: Budget) -> Fit:
         """How it would lie in memory."""

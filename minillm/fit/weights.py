@@ -20,7 +20,7 @@ _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "token_embd.weight"), ("lm_h
 
 @dataclass(frozen=True)
 class Layout:
-    """How the engine holds what is stored in 16 or 32 bits.
+    """How the engine holds tensors that are stored in 16 or 32 bits.
 
     Args:
         element_size: bytes of a number in the engine's dtype.
