@@ -213,6 +213,16 @@ def pack_super(scales: Tensor, mins: Tensor, unit: Tensor, min_unit: Tensor) -> 
     return torch.stack((low, low_mins, high, units), -1)
 
 
+def in_eight_bits(weight: Tensor) -> LowBit:
+    """A matrix ``[out, in]`` rounded to 8 bits in groups of 32, each with the scale of its largest weight."""
+    out, width = weight.shape
+    groups = weight.float().view(out, width // GROUP, GROUP)
+    scales = (groups.abs().amax(-1) / 127).half()
+    levels = torch.where(scales[..., None] == 0, 0.0, groups / scales[..., None].float()).round_().clamp_(-127, 127)
+    words, _ = pack_levels(levels.flatten(1), 8)
+    return LowBit(Layout(8, "plain"), (out, width), words, None, scales)
+
+
 def factors(matrix: LowBit, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """``scales``, ``zeros`` and ``offsets`` of every group, each ``[out, in / 16 or 32]``, in ``dtype``."""
     layout, (out, width) = matrix.layout, matrix.shape

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, pdl_options, wait_for_inputs
 from minillm.kernels.low_bit import GROUP, LowBit
 from minillm.kernels.low_bit_tiles import dot4, level_bytes, load_factors, load_levels
 
@@ -257,6 +257,8 @@ def _processors(device: torch.device) -> int:
 
 def _tile_for(groups: int, rows: int) -> tuple[int, int, int]:
     """Rows and warps of a program, and programs of a multiprocessor."""
+    if INTERPRETED.value:
+        return 64, 4, 1
     lanes = triton.next_power_of_2(groups)
     warps = 4 if lanes > 128 else max(1, lanes // 64)
     return 1, warps if lanes <= 512 else lanes // 128, 16 if warps == 1 else 8

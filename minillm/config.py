@@ -45,7 +45,10 @@ class EngineConfig:
     )
     max_num_seqs: int = integer(256, 1, _MOST, help="sequences computed at a time, over all requests")
     max_num_batched_tokens: int | None = integer(
-        None, 1, _MOST, help="tokens computed in a step (default: 512 on a CPU, 8192 on a GPU)"
+        None,
+        1,
+        _MOST,
+        help="tokens computed in a step (default: 512 on a CPU; on a GPU 8192, fewer where memory is short)",
     )
     prefill_chunk: int | None = integer(
         None, 1, _MOST,

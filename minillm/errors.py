@@ -5,10 +5,14 @@ Anything that is not a `MinillmError` is a defect of ours.
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 
-# How torch's allocators begin to say it: of the CPU, of the GPU, and where CUDA itself has none.
-_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")
+# How torch's allocators say it, CUDA itself, its libraries, and NCCL.
+_OUT_OF_MEMORY = re.compile(
+    r"DefaultCPUAllocator: can't allocate memory|CUDA\]?:? (driver error: |error: )?out of memory"
+    r"|CUDA_ERROR_OUT_OF_MEMORY|CU(BLAS|SPARSE|SOLVER|DNN)_STATUS_ALLOC_FAILED|Cuda failure \d* ?'out of memory'"
+)
 
 
 class MinillmError(Exception):
@@ -42,11 +46,13 @@ def memory_errors() -> Iterator[None]:
         yield
     except Exception as error:
         text = str(error)
-        if not isinstance(error, MemoryError) and not any(sign in text for sign in _OUT_OF_MEMORY):
+        found = _OUT_OF_MEMORY.search(text)
+        if not isinstance(error, MemoryError) and not found:
             raise
-        where = "the GPU" if "CUDA" in text else "this machine"
+        where = "this machine" if found is None or found[0].startswith("Default") else "the GPU"
         raise CapacityError(
-            f"{where} has not enough memory; take a smaller model, a shorter dtype, fewer blocks or fewer prompts"
+            f"{where} has not enough memory; take a smaller model or form of it (`minillm fit` shows them), "
+            "fewer blocks or fewer prompts"
         ) from None
 
 

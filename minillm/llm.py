@@ -47,8 +47,8 @@ class LLM:
     """A model that generates. All methods may be called from any thread; one of them computes at a time.
 
     Args:
-        model: a name of ``weights.toml``, a repository of the Hugging Face hub, a directory with config.json and
-            safetensors, or a ``.gguf`` file; by default the default model.
+        model: a name of ``weights.toml``, perhaps with a form (``"llama-3.1-8b:q4_k_m"``), a repository of the Hugging
+            Face hub, a directory with config.json and safetensors, or a ``.gguf`` file; by default the default model.
         on_progress, on_message: told of download and loading; by default a bar shows it, on terminals and in notebooks.
         options: see `minillm.config.EngineConfig`; an unknown one is an error.
 

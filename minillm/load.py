@@ -16,6 +16,7 @@ from minillm.engine.requests import Requests
 from minillm.engine.samples import Samples
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError, memory_errors
+from minillm.fit.budget import Budget
 from minillm.model.config import ModelConfig
 from minillm.model.shard import check_size
 from minillm.parallel.channel import Leader
@@ -24,7 +25,9 @@ from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import OnMessage, OnProgress, ignore_progress
 from minillm.rank import follow
 from minillm.runner import wire
-from minillm.runner.build import Description, Limits, build_runner, choose_device, describe
+from minillm.runner.build import Description, Limits, build_runner, choose_device, choose_dtype, describe
+from minillm.runner.fits import choose_form
+from minillm.runner.pool_size import budget_of
 from minillm.runner.runner import Runner
 from minillm.runner.step import StepObserver, StepWork
 from minillm.sequence import Method
@@ -80,6 +83,21 @@ def load_engine(
     engine = new_engine(runner, config, limits, description, leader.watched, endings.close)
     weakref.finalize(engine, endings.close)  # at the latest when the interpreter ends
     return engine
+
+
+def best_form(
+    name: str | None,
+    config: EngineConfig,
+    on_progress: OnProgress = ignore_progress,
+    on_message: OnMessage = lambda message: None,
+) -> str:
+    """The name of the form of a model that a chat takes: see `minillm.runner.fits.choose_form`."""
+
+    def budget() -> Budget:
+        device = choose_device(config)
+        return budget_of(config, device, choose_dtype(config, device))
+
+    return choose_form(name or default_model(), budget, on_progress, on_message)
 
 
 def new_engine(

@@ -28,12 +28,12 @@ def ignore_progress(progress: Progress) -> None:
 
 
 def size(num_bytes: float) -> str:
-    """``161 MB``: decimal units, as downloads are counted."""
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.0f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
+    """``154 MiB``: the unit that leaves few digits, as memory is counted; one decimal where a digit stands alone."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1023.5:
+            return f"{num_bytes:.{1 if num_bytes < 9.95 and unit != 'B' else 0}f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
 
 
 def say(message: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from minillm.config import EngineConfig
-from minillm.errors import MinillmError
+from minillm.errors import MinillmError, memory_errors
 from minillm.parallel.channel import Follower
 from minillm.parallel.collectives import Ranks
 from minillm.parallel.launch import LOCAL, PATIENCE, connect
@@ -33,12 +33,13 @@ def follow(
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # under torchrun ctrl-c reaches all; this one ends with rank 0
     try:
-        ranks = Ranks(store, rank, config.tensor_parallel_size, device, host)
-        runner, _ = build_runner(describe(name, config), config, device, ranks)
-        for message in follower.messages():
-            runner.observed(wire.decode(message))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the others may still need a sum that is under way
+        with memory_errors():
+            ranks = Ranks(store, rank, config.tensor_parallel_size, device, host)
+            runner, _ = build_runner(describe(name, config), config, device, ranks)
+            for message in follower.messages():
+                runner.observed(wire.decode(message))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the others may still need a sum that is under way
     except Exception as error:
         follower.fail(str(error) if isinstance(error, MinillmError) else f"{type(error).__name__}: {error}")
         status = 1

@@ -21,6 +21,9 @@ class Fault:
 
 
 # fmt: off
+SIZES = "tests/fit/test_sizes.py::"
+BUDGET = "tests/fit/test_budget.py::"
+FITTING = "tests/runner/test_fits.py::"
 BLOCKS = "tests/cache/test_block_manager.py::"
 HISTORIES = BLOCKS + "test_twenty_thousand_operations_with_prefix_hits_collisions_and_swapping"
 PREFIXES = "tests/engine/test_prefix_cache.py::"
@@ -613,6 +616,88 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "kernels/blocks.py": [
         ("triton-last-word-not-copied", "mask = offsets < words", "mask = offsets < words - 1",
          KERNELS + "test_blocks.py"),
+    ],
+    "minillm/fit/weights.py": [
+        ("head-tied-and-not-read", "if tensor.name not in _EMBEDDINGS or tied:", "if tensor.name not in _EMBEDDINGS:",
+         SIZES + "test_the_bytes_are_those_of_the_loaded_model"),
+        ("low-bit-is-widened", "tensor.kind not in KEPT and", "True and",
+         SIZES + "test_low_bit_matrices_stay_as_they_are_stored",
+         SIZES + "test_an_8b_in_4_bits_takes_what_its_file_does"),
+        ("unknown-low-bit-stays", "* _WIDENED_BITS / 8", "* 0 + tensor.num_bytes",
+         SIZES + "test_low_bit_matrices_stay_as_they_are_stored"),
+        ("scales-in-the-engines-dtype", 'not tensor.name.endswith(".weight"):\n            return tensor.num_bytes',
+         'not tensor.name.endswith(".weight"):\n            return tensor.count * 4',
+         SIZES + "test_packed_weights_take_what_their_file_does"),
+        ("a-cpu-packs-nothing", "2 if tensor.kind in _HALVES else 4", "4",
+         SIZES + "test_the_bytes_are_those_of_the_loaded_model"),
+        ("quantised-embedding", "and tensor.name not in _EMBEDDINGS\n", "\n",
+         SIZES + "test_matrices_that_are_quantised_while_they_are_loaded_shrink"),
+        ("gate-and-up-are-two", "(2 if _GATE", "(1 if _GATE",
+         FITTING + "test_a_matrix_in_float32_counts_while_it_is_packed"),
+    ],
+    "minillm/fit/budget.py": [
+        ("all-of-the-gpu", "1 - self.config.gpu_memory_utilization", "0 * self.config.gpu_memory_utilization",
+         BUDGET + "test_the_parts_add_up_to_no_more_than_there_is"),
+        ("steps-for-free", "        room = left - steps\n", "        room = left\n",
+         BUDGET + "test_the_parts_add_up_to_no_more_than_there_is"),
+        ("steps-always-long", "<= left * _GPU_STEP_SHARE", "< 1 << 60",
+         BUDGET + "test_steps_are_shorter_where_memory_is_short"),
+        ("a-cpu-gives-all", "int(left * CPU_POOL_SHARE)", "left",
+         BUDGET + "test_a_cpu_leaves_as_much_context_as_the_pool_gets"),
+        ("beyond-the-context", "min(tokens, shape.context)", "tokens",
+         BUDGET + "test_the_parts_add_up_to_no_more_than_there_is"),
+        ("loading-for-free", "max(weights.loading, steps + least * per_token)", "steps + least * per_token",
+         BUDGET + "test_a_cpu_needs_room_while_it_loads"),
+        ("whole-cache-on-each-rank", "* heads // shape.kv_heads", "", BUDGET + "test_ranks_share_the_cache"),
+        ("layers-take-no-time", "self.on_gpu * shape.layers", "0 * shape.layers",
+         BUDGET + "test_tokens_per_second_go_by_the_bytes_of_a_token"),
+    ],
+    "minillm/fit/forms.py": [
+        ("fewest-bits", "fit.weights.memory if fit.roomy", "-fit.weights.memory if fit.roomy",
+         FITTING + "test_the_form_with_the_most_bits_that_fits_is_taken"),
+        ("bits-before-a-conversation", "fit.roomy, fit.weights.memory if fit.roomy else fit.context",
+         "True, fit.weights.memory",
+         FITTING + "test_a_conversation_goes_before_bits"),
+        ("guessed-though-here", "path = next(filter(Path.exists, paths), None) if files is None else files.path",
+         "path = None",
+         "tests/cli/test_fit.py::test_what_is_downloaded_is_read_and_not_guessed"),
+    ],
+    "minillm/runner/fits.py": [
+        ("nothing-is-refused", "if fit.needed > budget.available:", "if False:",
+         FITTING + "test_a_model_that_does_not_fit_is_one_line_with_the_form_that_would"),
+        ("whole-model-on-each-rank", "return math.prod(local[tensor.name]) / math.prod(whole[tensor.name])",
+         "return 1.0",
+         FITTING + "test_each_of_several_ranks_needs_its_part"),
+        ("download-before-what-is-here", "key=lambda each: not each[0].downloaded", "key=lambda each: False",
+         FITTING + "test_what_is_here_goes_before_a_download"),
+        ("first-failure-ends-it", "if number == len(order):", "if True:",
+         FITTING + "test_the_next_form_is_tried_where_one_cannot_be_had"),
+    ],
+    "minillm/weights/stored.py": [
+        ("header-longer-than-the-file", "or length > min(total - 8, _MAX_HEADER)", "",
+         SIZES + "test_a_header_that_lies_is_one_line"),
+        ("tensor-beyond-the-file", "or end > room", "", SIZES + "test_a_header_that_lies_is_one_line"),
+        ("gguf-cut-short", "> path.stat().st_size:", "> 1 << 60:", SIZES + "test_a_gguf_file_that_lies_is_one_line"),
+        ("shard-elsewhere", "[^/\\0]{1,255}", ".*", SIZES + "test_missing_and_foreign_shards_are_one_line"),
+    ],
+    "minillm/weights/manifest.py": [
+        ("two-forms-of-a-name", "if name in names[:number]]", "if False]",
+         "tests/weights/test_manifest.py::test_a_wrong_form_is_refused_with_its_place"),
+        ("form-keeps-the-gate", "gated=form.gated,", "",
+         "tests/weights/test_manifest.py::test_a_form_is_an_entry_of_its_own"),
+    ],
+    "minillm/weights/hub.py": [
+        ("whole-repository-for-a-file", "if source.file:", "if False:",
+         "tests/weights/test_download.py::test_one_file_of_a_repository_is_a_model"),
+    ],
+    "minillm/progress.py": [
+        ("gib-for-all", 'for unit in ("B", "KiB", "MiB"):', 'for unit in ("B", "KiB"):',
+         "tests/ui/test_data.py::test_numbers_for_people"),
+    ],
+    "minillm/cli/fit.py": [
+        ("decimal-gib", "base ** (power + 1)", "1000 ** (power + 1)", "tests/cli/test_fit.py::test_sizes_have_units"),
+        ("speed-of-this-machine", "if gpu_here or not on_gpu else None", "",
+         "tests/cli/test_fit.py::test_another_machine_is_asked_for_by_its_memory"),
     ],
 }
 # fmt: on

@@ -29,7 +29,24 @@ def of_cuda() -> None:
     raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported …")
 
 
-ALL = [of_python, of_the_cpu, of_the_gpu, of_cuda]
+def of_cublas() -> None:
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+def of_the_driver() -> None:
+    raise RuntimeError("CUDA driver error: out of memory")
+
+
+def of_triton() -> None:
+    raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+
+def of_nccl() -> None:
+    raise RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'")
+
+
+ON_GPU = [of_the_gpu, of_cuda, of_cublas, of_the_driver, of_triton, of_nccl]
+ALL = [of_python, of_the_cpu, *ON_GPU]
 
 
 @pytest.mark.parametrize("fails", ALL)
@@ -37,7 +54,7 @@ def test_memory_that_runs_out_is_one_line(fails, capsys: pytest.CaptureFixture[s
     with pytest.raises(CapacityError, match="not enough memory") as caught, memory_errors():
         fails()
     assert "\n" not in str(caught.value)
-    assert ("the GPU" in str(caught.value)) == (fails in (of_the_gpu, of_cuda))
+    assert ("the GPU" in str(caught.value)) == (fails in ON_GPU)
     monkeypatch.setattr("minillm.cli.info.run", lambda arguments: fails())
     assert cli.main(["info"]) == 1
     said = capsys.readouterr().err
@@ -58,6 +75,7 @@ def test_other_errors_stay(monkeypatch) -> None:
 
 
 def test_a_little_memory_has_a_unit_of_its_own(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minillm.runner.pool_size.free_bytes", lambda device: 3000)
-    with pytest.raises(CapacityError, match=r"one block takes \d+ (k?B) .*, 2 kB may be used"):
+    free = iter([1 << 30, 1 << 30])  # for the check of the weights and for the size of a step; then it is short
+    monkeypatch.setattr("minillm.runner.pool_size.free_bytes", lambda device: next(free, 3000))
+    with pytest.raises(CapacityError, match=r"one block takes 6\.0 KiB .*, 1\.5 KiB may be used"):
         load_engine(str(tiny_model), EngineConfig(device="cpu"))

@@ -25,6 +25,7 @@ checks system
 text params config cache
 sequence progress parallel
 model weights
+fit
 runner user_config
 rank engine
 beams branch

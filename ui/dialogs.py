@@ -149,8 +149,9 @@ class ModelScreen(Dialog[str]):
             return
         width = max(map(len, entries))
         for name, entry in entries.items():
-            state = "downloaded" if find_downloaded(name) else "gated" if entry.gated else ""
-            facts = f"{clean_line(entry.parameters, 8):>6}  {size(entry.size):>7}  {clean_line(entry.license, 20):<20}"
+            here = any(find_downloaded(form.name) for form in entry.all_forms())
+            state = "downloaded" if here else "gated" if entry.gated else ""
+            facts = f"{clean_line(entry.parameters, 8):>6}  {size(entry.size):>8}  {clean_line(entry.license, 20):<20}"
             mark, bold = "▸ " if name == self._current else "  ", f"{clean_line(name, 40):<{width}}"
             line = Content.assemble(mark, (bold, "bold"), "  ", (f"{facts} {state}", "$text-muted"))
             self._options.add_option(Option(line, id=name))

@@ -144,7 +144,7 @@ class EngineApp(QuietApp):
                     case Loading(progress):
                         self.engine_state = EngineState("loading", model, loading=progress)
                     case Loaded():
-                        self.engine_state = EngineState("ready", model, loaded=event)
+                        self.engine_state = EngineState("ready", event.model, loaded=event)
                     case LoadFailed(reason):
                         self.engine_state = EngineState("failed", model, error=reason)
                     case _:

@@ -28,11 +28,13 @@ def chat(arguments: argparse.Namespace) -> int:
     resumed = store.load(store.latest()) if arguments.resume else None
     if arguments.plain or is_plain_only():
         from minillm.llm import LLM
+        from minillm.load import best_form
         from minillm.progress import loading_bar, say
         from minillm.ui.plain import run as run_plain
 
         with loading_bar() as report:
-            llm = LLM(settings.model, on_progress=report, on_message=say, **settings.engine)
+            name = best_form(settings.model, EngineConfig(**settings.engine), report, say)
+            llm = LLM(name, on_progress=report, on_message=say, **settings.engine)
         return run_plain(llm, settings, store, resumed, arguments.question or "")
     check_terminal()
     gc.disable()  # all objects of the first screen stay: to look for garbage among them takes a tenth of its time

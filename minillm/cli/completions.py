@@ -51,6 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
 def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
     """The forms that the last of ``words`` may take behind the others; none where a file or any text may stand."""
     *before, last = words
+    begun = ""  # the part of the last word that the shell keeps
+    if last == ":" and before:  # bash makes three words of model:form
+        *before, begun = before
+        last = begun = f"{begun}:"
+    elif before[-1:] == [":"] and len(before) > 1:
+        *before, begun, _ = before
+        begun += ":"
+        last = begun + last
     option: argparse.Action | None = None  # whose value comes next
     for word in before:
         actions = parser.filled()._actions
@@ -68,7 +76,7 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
     else:
         places = [option] if option is not None else [each for each in actions if not each.option_strings]
         found = [value for each in places for value in _values(each)]
-    return [each for each in found if each.startswith(last.removeprefix("="))]
+    return [each.removeprefix(begun) for each in found if each.startswith(last.removeprefix("="))]
 
 
 def _values(action: argparse.Action) -> list[str]:
@@ -76,7 +84,8 @@ def _values(action: argparse.Action) -> list[str]:
     if action.choices is not None:
         return list(action.choices)
     if action.dest in ("model", "downloaded"):
-        listed = load_manifest().models if action.dest == "model" else []
+        entries = load_manifest().models.values() if action.dest == "model" else []
+        listed = [form.name for entry in entries for form in entry.all_forms()]
         return list(dict.fromkeys([*listed, *(files.name for files in downloaded())]))
     metavar = str(action.metavar)
     return metavar.strip("{}").split(",") if metavar.startswith("{") else []

@@ -44,14 +44,14 @@ def _collect() -> dict[str, dict[str, Any]]:
     devices: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": f"{system.processor()}, {threads} thread{'' if threads == 1 else 's'}",
-        "memory": f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free",
+        "memory": f"{size(available)} of {size(total)} free",
         "cuda": torch.version.cuda or "torch is built without CUDA",
     }
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
-        memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        memory = f"{size(free)} of {size(total)} free"
         devices[f"cuda:{index}"] = f"{name}, compute capability {major}.{minor}, {memory}"
     models = {files.name: f"{size(size_on_disk(files.path))}, from {files.source}" for files in downloaded()}
     return {

@@ -103,6 +103,20 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         "models.models",
         _switch("--json", help="write one JSON object per model"),
     ),
+    "fit": (
+        "which models fit this machine, in which form, with how much context, and how fast",
+        "fit.run",
+        option("model", nargs="?", metavar="NAME", help=f"{MODEL_NAMES} (default: all of weights.toml)"),
+        option(
+            "--memory",
+            metavar="SIZE",
+            help="a device with so much memory, like 12GiB: a GPU, or with --device cpu a CPU",
+        ),
+        option("--bandwidth", metavar="RATE", help="of its memory, like 500GB/s (default: measured, where it is here)"),
+        option("--context", metavar="N", type=int, help="tokens of context that must fit"),
+        option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU where there is one)"),
+        *(_CONFIG, _JSON),
+    ),
     "show": ("what there is to know about a model, without loading it", "models.show", _NAME, _CONFIG, _JSON),
     "pull": (
         "download a model",

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from minillm import system
+from minillm.config import EngineConfig
+from minillm.errors import WeightsError
+from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget
+from minillm.fit.forms import sized, sized_entry
 from minillm.progress import loading_bar, say, size
 from minillm.system import import_torch
 from minillm.text.safe import clean_line
@@ -17,28 +21,25 @@ from minillm.weights.files import ModelFiles, downloaded, find_downloaded, remov
 from minillm.weights.manifest import ModelEntry, load_manifest
 from minillm.weights.resolve import describe, find, resolve
 
-# A model takes more than its weights: torch, a cache of some thousand tokens, and on a GPU the steps' own needs.
-_CPU_SHARE, _CPU_BYTES = 1.2, 1e9
-_GPU_SHARE, _GPU_BYTES = 1.1, 2e9
-
 
 def models(arguments: argparse.Namespace) -> int:
     """List the models of weights.toml and the downloaded ones, and which of them this machine can hold."""
     manifest, memory, gpu = load_manifest(), system.memory()[1], _gpu_memory()
     here = {files.name: files for files in downloaded()}
-    others = [ModelEntry.unlisted(name) for name in here if name not in manifest.models]
-    rows = [_row(entry, here.get(entry.name)) for entry in (*manifest.models.values(), *others)]
+    listed = [form for entry in manifest.models.values() for form in entry.all_forms()]
+    others = [ModelEntry.unlisted(name) for name in here if name not in {entry.name for entry in listed}]
+    rows = [_row(entry, here.get(entry.name)) for entry in (*listed, *others)]
     for row in rows:
         row["default"] = row["name"] == manifest.default
-        on_gpu, on_cpu = _GPU_SHARE * row["size"] + _GPU_BYTES, _CPU_SHARE * row["size"] + _CPU_BYTES
-        row["fits"] = "GPU" if on_gpu <= gpu else "CPU" if on_cpu <= memory else "no"
+        row["fits"] = _fits(manifest.entry(row["name"]), here.get(row["name"]), gpu, memory)
     if arguments.json:
         for row in rows:
             print(json.dumps(row))
         return 0
     print(f"{'name':34}{'size':>9}  {'fits':6}{'licence':21}{'gated':7}{'downloaded'}")
     for row in rows:
-        name = row["name"] + (" (default)" if row["default"] else "")
+        base, _, form = row["name"].partition(":")
+        name = f"  :{form}" if form and base in manifest.models else base + (" (default)" if row["default"] else "")
         gated, path = "yes" if row["gated"] else "no", row["path"] or "no"
         print(f"{name:34}{size(row['size']):>9}  {row['fits']:6}{row['license']:21}{gated:7}{path}")
     print(f"fits: this machine has {size(memory)} of memory, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
@@ -52,11 +53,15 @@ def show(arguments: argparse.Namespace) -> int:
     if isinstance(found, ModelEntry):
         facts = {**_row(found, None), "source": ", or ".join(map(describe, found.sources))}
     else:
-        facts = _row(manifest.models.get(name) or ModelEntry.unlisted(name), found)
+        facts = _row(manifest.entry(name) or ModelEntry.unlisted(name), found)
         facts |= {key: value for key, value in _details(found).items() if value}
+    listed = manifest.entry(name)
+    if listed is not None and listed.forms:
+        facts["forms"] = {form.form: form.size for form in listed.all_forms()}
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return 0
+    facts["forms"] = ", ".join(f"{form} ({size(number)})" for form, number in facts.get("forms", {}).items())
     facts |= {"size": size(facts["size"]) if facts["size"] else "", "gated": "yes" if facts["gated"] else ""}
     facts["path"] = facts["path"] or "not downloaded"
     for key, value in facts.items():
@@ -68,7 +73,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 def pull(arguments: argparse.Namespace) -> int:
     """Fetch a model, showing how far it has come."""
-    name = read_config(arguments.config).choose_model(arguments.model)
+    name = load_manifest().canonical(read_config(arguments.config).choose_model(arguments.model))
     before = find_downloaded(name)
     with loading_bar() as report:
         files = resolve(name, on_progress=report, on_message=say)
@@ -83,9 +88,22 @@ def pull(arguments: argparse.Namespace) -> int:
 
 def rm(arguments: argparse.Namespace) -> int:
     """Delete downloaded models."""
-    for name in arguments.downloaded:
+    for name in map(load_manifest().canonical, arguments.downloaded):
         print(f"{name} is deleted: {size(remove(name))} are free again")
     return 0
+
+
+def _fits(entry: ModelEntry | None, files: ModelFiles | None, gpu: int, memory: int) -> str:
+    """Where a model would fit if nothing else ran; "?" where too little is known of it."""
+    try:
+        model = sized_entry(entry) if entry else sized(files.name, files.path) if files else None
+    except WeightsError:
+        model = None
+    if model is None:
+        return "?"
+    on_gpu = Budget(max(0, gpu - GPU_PROCESS_BYTES), gpu, True, 2, EngineConfig())
+    on_cpu = Budget(max(0, memory - CPU_PROCESS_BYTES), memory, False, 4, EngineConfig())
+    return "GPU" if model.fit(on_gpu).fits else "CPU" if model.fit(on_cpu).fits else "no"
 
 
 def _row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:

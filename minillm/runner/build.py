@@ -8,33 +8,35 @@ import torch
 
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
+from minillm.fit.budget import GRAPH_BYTES
+from minillm.fit.forms import shape_of
 from minillm.kernels import Costs
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
-from minillm.model.loader import TensorSource, load_llama
+from minillm.model.loader import TensorSource, load_llama, parameter_shapes
 from minillm.model.random_tensors import RandomTensors
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
 from minillm.runner.device_runner import DeviceRunner, decode_bytes
-from minillm.runner.pool_size import activation_bytes, check_weights_fit, free_bytes, size_pool
+from minillm.runner.fits import check_fits
+from minillm.runner.pool_size import activation_bytes, budget_of, free_bytes, size_pool
 from minillm.runner.runner import Runner
 from minillm.runner.threads import FreeCores, follows_free_cores
 from minillm.text.tokenizer import Tokenizer
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.resolve import resolve
-
-_CPU_BATCHED_TOKENS = 512  # a step of a 135M model then takes about a second
-_GPU_BATCHED_TOKENS = 8192
-_GRAPH_BYTES = 512 << 20  # the CUDA graphs, cuBLAS's workspace, and the allocator's loss
+from minillm.weights.stored import StoredTensor
 
 
 @dataclass(frozen=True)
 class Description:
     """A model before its weights are read."""
 
+    name: str
     config: ModelConfig
+    tensors: tuple[StoredTensor, ...]  # as they are stored
     open_source: Callable[[torch.device], TensorSource]
     served_by: str
     tokenizer: Tokenizer | None
@@ -65,11 +67,15 @@ def describe(
         checkpoint = open_checkpoint(files)
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
     if dummy:
-        return Description(
-            model, lambda device: RandomTensors(model, device, config.seed, form or None), "random weights", None
-        )
+        stored = tuple(StoredTensor(key, shape, "BF16") for key, shape in parameter_shapes(model))
+
+        def random_tensors(device: torch.device) -> RandomTensors:
+            return RandomTensors(model, device, config.seed, form or None)
+
+        return Description(name, model, stored, random_tensors, "random weights", None)
     tokenizer = Tokenizer.load(checkpoint.tokenizer_source, model.vocab_size)
-    return Description(model, lambda device: checkpoint, files.source, tokenizer)
+    stored = tuple(StoredTensor(key, checkpoint.shape(key), checkpoint.stored_as(key)) for key in checkpoint.names())
+    return Description(name, model, stored, lambda device: checkpoint, files.source, tokenizer)
 
 
 def build_runner(
@@ -86,7 +92,8 @@ def build_runner(
 
     longest = config.max_model_len or model_config.max_position_embeddings
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
-    check_weights_fit(shard.local(model_config), device, dtype.itemsize)
+    budget = budget_of(config, device, dtype)
+    check_fits(description.name, model_config, description.tensors, shard, budget)
     model = load_llama(
         description.open_source(device),
         model_config,
@@ -94,17 +101,17 @@ def build_runner(
         dtype=dtype,
         max_positions=longest,
         ranks=ranks,
-        keep_low_bit=device.type == "cuda" and config.weights == "stored",
+        keep_low_bit=budget.layout().keeps_low_bit,
         on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
     )
-    tokens = config.max_num_batched_tokens
-    if tokens is None:
-        tokens = max(config.max_num_seqs, _CPU_BATCHED_TOKENS if device.type == "cpu" else _GPU_BATCHED_TOKENS)
+    tokens = budget.step_tokens(shape_of(model_config), budget_of(config, device, dtype).available)
+    if ranks is not None:
+        tokens = ranks.least(tokens)
     reserved = 0
     if device.type == "cuda":
         if ranks is None and not model.rotary.dynamic:
             compile_ahead(model, config, longest)
-        reserved = activation_bytes(model, tokens, config.max_num_seqs) + _GRAPH_BYTES
+        reserved = activation_bytes(model, tokens, config.max_num_seqs) + GRAPH_BYTES
         reserved += decode_bytes(model, config.max_num_seqs, longest, config.block_size)
     num_blocks, max_model_len = size_pool(config, model.local, device, dtype.itemsize, reserved, ranks)
     num_host_blocks = 0

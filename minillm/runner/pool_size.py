@@ -7,14 +7,11 @@ import torch
 from minillm import system
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError
+from minillm.fit.budget import CPU_POOL_SHARE, CPU_POOL_TOKENS, Budget
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Batch, Llama
 from minillm.parallel.collectives import Ranks
 from minillm.progress import size
-
-# On a CPU the pool is capped: memory is shared with all else that runs, and few sequences run at a time there.
-_CPU_POOL_TOKENS = 32768
-_CPU_POOL_SHARE = 0.5  # of the memory that is free once the weights are loaded
 
 
 def free_bytes(device: torch.device) -> int:
@@ -22,14 +19,11 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else system.memory()[0]
 
 
-def check_weights_fit(model: ModelConfig, device: torch.device, element_size: int) -> None:
-    """Raise CapacityError where a GPU has no room for the weights (this rank's part of them), before they are read."""
-    needed, free = model.num_parameters * element_size, free_bytes(device)
-    if device.type == "cuda" and needed > free:
-        raise CapacityError(
-            f"the weights do not fit: {model.num_parameters / 1e9:.2f} billion parameters x {element_size} bytes are "
-            f"{size(needed)}, {size(free)} of the GPU are free; take a smaller model, a shorter dtype, or the CPU"
-        )
+def budget_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Budget:
+    """The memory of a device as it is now."""
+    on_gpu = device.type == "cuda"
+    total = torch.cuda.mem_get_info(device)[1] if on_gpu else system.memory()[1]
+    return Budget(free_bytes(device), total, on_gpu, dtype.itemsize, config)
 
 
 @torch.inference_mode()
@@ -87,8 +81,8 @@ def size_pool(
         raise CapacityError(f"max_model_len {longest} is above the model's context of {limit} tokens; lower it")
     block_bytes = model.kv_bytes_per_token(element_size) * config.block_size
     if device.type == "cpu":
-        room = int(free_bytes(device) * _CPU_POOL_SHARE) - reserved
-        most = -(-max(_CPU_POOL_TOKENS, config.max_model_len or 0) // config.block_size)
+        room = int(free_bytes(device) * CPU_POOL_SHARE) - reserved
+        most = -(-max(CPU_POOL_TOKENS, config.max_model_len or 0) // config.block_size)
     else:
         free, total = torch.cuda.mem_get_info(device)
         room, most = int(free - total * (1 - config.gpu_memory_utilization)) - reserved, sys.maxsize
@@ -102,7 +96,7 @@ def size_pool(
         kept = f", {size(reserved)} are kept for the steps' own needs" if reserved else ""
         raise CapacityError(
             f"the KV cache does not fit: {asked} takes {size(max(num_blocks, 1) * block_bytes)} ({config.block_size} "
-            f"tokens x {model.kv_bytes_per_token(element_size)} bytes a block), {size(room)} may be used{kept}; "
+            f"tokens of {size(model.kv_bytes_per_token(element_size))}), {size(room)} may be used{kept}; "
             "take a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
         )
     pool_tokens = num_blocks * config.block_size

@@ -52,15 +52,17 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
     began = time.monotonic()
     send(Loading(Progress("starting", 0, None, "")))
     from minillm.config import EngineConfig
-    from minillm.load import load_engine
+    from minillm.load import best_form, load_engine
     from minillm.service.conversations import Conversations
 
     config = EngineConfig(**command.options)
-    engine = load_engine(command.model, config, lambda done: send(Loading(done)), lambda text: send(Notice(text)))
+    tell = (lambda done: send(Loading(done)), lambda text: send(Notice(text)))
+    model_name = best_form(command.model, config, *tell)
+    engine = load_engine(model_name, config, *tell)
     conversations, model = Conversations(engine, send), engine.runner.model
     send(
         Loaded(
-            model=command.model,
+            model=model_name,
             source=engine.source,
             device=str(model.device),
             dtype=str(model.dtype).removeprefix("torch."),

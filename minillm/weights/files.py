@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from minillm.errors import DownloadError, UsageError, WeightsError, nearest
-from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
+from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress, size
 from minillm.system import cache_dir
 from minillm.text.reading import open_regular, read_bytes
 from minillm.text.safe import clean_line, parse_json
@@ -73,7 +73,7 @@ def find_downloaded(name: str) -> ModelFiles | None:
         complete = all((directory / item.name).stat().st_size == item.size for item in files)
     except (OSError, ValueError):
         return None
-    return ModelFiles(name, directory, source) if complete and files else None
+    return ModelFiles(name, _model_path(directory, files), source) if complete and files else None
 
 
 def verify(name: str, on_progress: OnProgress) -> None:
@@ -107,7 +107,7 @@ def remove(name: str) -> int:
         raise UsageError(f"model {clean_line(name)} is not downloaded; {hint}")
     try:
         with FileLock(_home(name, ".lock"), timeout=0):
-            size = sum(map(size_on_disk, found))
+            freed = sum(map(size_on_disk, found))
             (home / RECORD).unlink(missing_ok=True)  # from here on it counts as not downloaded
             for path in found:
                 shutil.rmtree(path)
@@ -115,7 +115,12 @@ def remove(name: str) -> int:
         raise WeightsError(f"another process is downloading {name}") from None
     except OSError as error:
         raise WeightsError(f"cannot delete {home}: {error.strerror or error}") from None
-    return size
+    return freed
+
+
+def _model_path(directory: Path, files: list[FileRecord]) -> Path:
+    """The directory of a model, or its ``.gguf`` file where it is that one file."""
+    return directory / files[0].name if len(files) == 1 and files[0].name.endswith(".gguf") else directory
 
 
 def _read_record(directory: Path) -> tuple[str, list[FileRecord]]:
@@ -177,7 +182,7 @@ def place(name: str, partial: Path, source: str, files: list[FileRecord], extra:
         names = (final.with_name(f"{final.name}.broken{number}") for number in count())
         os.replace(final, next(path for path in names if not path.exists()))
     os.replace(partial, final)
-    return ModelFiles(name, final, source)
+    return ModelFiles(name, _model_path(final, files), source)
 
 
 def check_space(needed: int, directory: Path) -> None:
@@ -185,6 +190,6 @@ def check_space(needed: int, directory: Path) -> None:
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise DownloadError(
-            f"not enough disk space in {directory}: {needed:,} bytes are needed, {free:,} are free; "
+            f"not enough disk space in {directory}: {size(needed)} are needed, {size(free)} are free; "
             "make room or set MINILLM_CACHE to another disk"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minillm.errors import WeightsError
 from minillm.kernels import LowBit
+from minillm.kernels.low_bit import GROUP, in_eight_bits
 from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
 from minillm.weights.gguf_blocks import is_low_bit, low_bit
@@ -86,12 +87,17 @@ class GGUFCheckpoint:
         return tensor[rows or slice(None)] if columns is None else tensor[rows or slice(None), columns]
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """A matrix in few bits as it is stored, or rows and columns of it; None of others, or cut within a block."""
+        """A matrix in few bits as it is stored, or rows and columns of it; None of others, or cut within a block.
+
+        Types that no kernel reads are widened to 8 bits.
+        """
         info = self._tensors.get(name)
-        if info is None or len(info.shape) != 2 or not is_low_bit(GGMLQuantizationType(info.type)):
+        if info is None or len(info.shape) != 2:
             return None
         kind, (num_rows, width) = GGMLQuantizationType(info.type), info.shape
         block, size = GGML_QUANT_SIZES[kind]
+        if not is_low_bit(kind):
+            return in_eight_bits(self.tensor(name, rows, columns).to(device)) if block >= GROUP else None
         taken = columns or slice(0, width)
         if taken.start % block or taken.stop % block:
             return None

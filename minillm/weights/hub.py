@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from minillm.errors import DownloadError
+from minillm.errors import DownloadError, nearest
 from minillm.progress import OnProgress, Progress
 from minillm.text.safe import clean_line, parse_json
 from minillm.weights.files import FileRecord, check_space, sha256_of
@@ -92,18 +92,34 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
     for each in info.siblings or []:
         sha256 = each.lfs.sha256 if each.lfs else None
         files[each.rfilename] = HubFile(each.rfilename, int(each.size or 0), sha256, each.blob_id)
-    for name in ("config.json", "tokenizer.json"):
-        if name not in files:
-            raise DownloadError(f"{source.hub} has no {name}: it is not a model that minillm can load")
-    small = [files[name] for name in _SMALL_FILES if name in files]
-    records = [_fetch(source, commit, file, partial, on_progress) for file in small]
-    weights = _weight_files(files, partial)
+    if source.file:
+        if source.file not in files:
+            raise DownloadError(f"{source.hub} has no file {source.file} at {source.revision}{_others(source, files)}")
+        records, weights = [], [source.file]
+    else:
+        for name in ("config.json", "tokenizer.json"):
+            if name not in files:
+                raise DownloadError(
+                    f"{source.hub} has no {name}: it is not a model that minillm can load{_others(source, files)}"
+                )
+        small = [files[name] for name in _SMALL_FILES if name in files]
+        records = [_fetch(source, commit, file, partial, on_progress) for file in small]
+        weights = _weight_files(files, partial)
     missing = sum(files[name].size for name in weights) - sum(
         path.stat().st_size for path in partial.iterdir() if path.name.removesuffix(".part") in weights
     )
     check_space(missing, partial)
     records += [_fetch(source, commit, files[name], partial, on_progress) for name in weights]
     return records, commit
+
+
+def _others(source: HubSource, files: dict[str, HubFile]) -> str:
+    """The ``.gguf`` files of a repository, for an error."""
+    found = [name for name in sorted(files) if name.endswith(".gguf")]
+    close = nearest(source.file, found) or next(iter(found), "")
+    if not found:
+        return ""
+    return f"; it has {len(found)} .gguf file{'s' if len(found) > 1 else ''}, {clean_line(close, 100)} among them"
 
 
 def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from minillm.errors import UsageError
+from minillm.errors import UsageError, nearest
 from minillm.system import expanded
 from minillm.text.reading import read_bytes, shown
 from minillm.text.safe import clean_line
+from minillm.weights.shape import Shape
 
 _MAX_BYTES = 1 << 20  # of the manifest
 _MAX_SIZE = 1 << 50  # of a model, in bytes
@@ -30,12 +31,15 @@ _PATTERNS: dict[str, tuple[str, str]] = {
     "version": (f"(?i:{_VERSION})", "a version, like 0.1.2"),
     "hub": (r"[A-Za-z0-9][\w.-]{0,95}(/[\w.-]{1,96})?", "a repository, like org/name"),
     "revision": (r"[\w./+-]{1,200}", "a branch, a tag or a commit"),
+    "file": (r"[A-Za-z0-9][\w.+-]{0,199}\.gguf", "the name of a .gguf file at the top of the repository"),
     "member": (r"[^\x00-\x1f\x7f]{1,500}", "the path of a file in the wheel"),
     "sha256": (_SHA256, "64 hexadecimal digits"),
     "member_sha256": (_SHA256, "64 hexadecimal digits"),
 }
-# A model's name is a directory of the cache.
+# A model's name is a directory of the cache; with a form's it is MODEL:FORM.
 _MODEL_NAME = r"[\w][\w.+ -]{0,99}"
+_FORM_NAME = r"[\w][\w.+-]{0,39}"
+FULL = "full"  # the form that a model's own sources serve
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,11 @@ class PathSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """A repository of the Hugging Face hub; ``revision`` is a branch, a tag or a commit."""
+    """A repository of the hub, or one ``.gguf`` file of it; ``revision`` is a branch, a tag or a commit."""
 
     hub: str
     revision: str = "main"
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,21 @@ _SOURCE_KINDS: dict[str, type[Source]] = {"path": PathSource, "hub": HubSource, 
 
 
 @dataclass(frozen=True)
+class Form:
+    """The same model with fewer bits: its name, the size of its file in bytes, and where it comes from."""
+
+    name: str
+    size: int
+    source: Source
+    gated: bool = False
+
+
+@dataclass(frozen=True)
 class ModelEntry:
-    """One model of the manifest. ``size`` is that of the weights in bytes, as the first source has them."""
+    """One model of the manifest. ``size`` is that of the weights in bytes, as the first source has them.
+
+    ``forms`` are the same model with fewer bits; ``shape`` says how much memory a context takes. Both may be unknown.
+    """
 
     name: str
     description: str
@@ -80,6 +98,30 @@ class ModelEntry:
     size: int
     sources: tuple[Source, ...]
     gated: bool = False
+    shape: Shape | None = None
+    forms: tuple[Form, ...] = ()
+
+    @property
+    def form(self) -> str:
+        """The part of the name behind the colon."""
+        return self.name.partition(":")[2] or FULL
+
+    def all_forms(self) -> list[ModelEntry]:
+        """This model in each of its forms, as entries of their own; the one that its own sources serve comes first."""
+        return [
+            self,
+            *(
+                replace(
+                    self,
+                    name=f"{self.name}:{form.name}",
+                    size=form.size,
+                    sources=(form.source,),
+                    gated=form.gated,
+                    forms=(),
+                )
+                for form in self.forms
+            ),
+        ]
 
     @classmethod
     def unlisted(cls, name: str, *sources: Source) -> ModelEntry:
@@ -94,6 +136,27 @@ class Manifest:
     path: Path
     default: str
     models: Mapping[str, ModelEntry]
+
+    def canonical(self, name: str) -> str:
+        """``name`` as its files are called: ``model:full`` is the model itself."""
+        base, _, form = name.partition(":")
+        return base if form == FULL and base in self.models else name
+
+    def entry(self, name: str) -> ModelEntry | None:
+        """The entry called ``name`` or ``name:form``; None where there is no such model.
+
+        Raises:
+            UsageError: there is the model, and not the form.
+        """
+        base, colon, form = name.partition(":")
+        if base not in self.models:
+            return None
+        known = {FULL if not number else each.form: each for number, each in enumerate(self.models[base].all_forms())}
+        if (found := known.get(form if colon else FULL)) is not None:
+            return found
+        close = nearest(form, known)
+        hint = f"did you mean {base}:{close}? " if close else ""
+        raise UsageError(f"{base} has no form {clean_line(form, 60)!r}; {hint}its forms are {', '.join(known)}")
 
 
 def manifest_path() -> Path:
@@ -147,24 +210,50 @@ def _entry(name: str, value: Any, path: Path) -> ModelEntry:
     if not isinstance(sources, list) or not sources:
         raise UsageError(f"{where}: sources must be a list of at least one table")
     values["sources"] = tuple(_source(source, where, path) for source in sources)
+    if "shape" in values:
+        shape = _fields(Shape, values["shape"], f"{where}: shape")
+        if wrong := [key for key, value in shape.items() if key != "tied" and value < 1]:
+            raise UsageError(f"{where}: shape: {wrong[0]} must be above 0")
+        values["shape"] = Shape(**shape)
+    forms = values.get("forms", [])
+    if not isinstance(forms, list):
+        raise UsageError(f"{where}: forms must be a list of tables")
+    values["forms"] = tuple(_form(form, where, path) for form in forms)
+    names = [FULL, *(form.name for form in values["forms"])]
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise UsageError(f"{where}: two forms are called {twice[0]}")
     return ModelEntry(name=name, **values)
 
 
-def _source(value: Any, where: str, path: Path) -> Source:
+def _form(value: Any, where: str, path: Path) -> Form:
+    """``name``, ``size``, perhaps ``gated``, and the keys of one source."""
+    if not isinstance(value, dict):
+        raise UsageError(f"{where}: a form must be a table")
+    own = {key: value[key] for key in value if key in ("name", "size", "gated")}
+    source = _source({key: value[key] for key in value if key not in own}, where, path, ("path", "hub"))
+    found = _fields(Form, own, where, skip=("source",))
+    if not isinstance(found["name"], str) or not re.fullmatch(_FORM_NAME, found["name"], re.ASCII):
+        raise UsageError(f"{where}: a form's name has at most 40 letters, digits and -_.+, not {shown(found['name'])}")
+    return Form(**found, source=source)
+
+
+def _source(value: Any, where: str, path: Path, allowed: Collection[str] = tuple(_SOURCE_KINDS)) -> Source:
     kinds = [kind for key, kind in _SOURCE_KINDS.items() if isinstance(value, dict) and key in value]
-    if len(kinds) != 1:
-        raise UsageError(f"{where}: a source has exactly one of the keys {', '.join(_SOURCE_KINDS)}")
+    if len(kinds) != 1 or not any(key in value for key in allowed):
+        kind = "source" if len(allowed) == len(_SOURCE_KINDS) else "form"
+        raise UsageError(f"{where}: a {kind} has exactly one of the keys {', '.join(allowed)}")
     source = kinds[0](**_fields(kinds[0], value, where))
     if isinstance(source, PathSource):
         return PathSource(str(path.parent / expanded(source.path, where)))
     return source
 
 
-def _fields(cls: type, value: Any, where: str) -> dict[str, Any]:
+def _fields(cls: type, value: Any, where: str, skip: Collection[str] = ()) -> dict[str, Any]:
     """The values of a dataclass from a table, their keys and types checked; a model's name is the table's own."""
     if not isinstance(value, dict):
         raise UsageError(f"{where}: must be a table")
-    known = {item.name: item for item in fields(cls) if item.name != "name"}
+    without = {"name"} if cls is ModelEntry else set(skip)
+    known = {item.name: item for item in fields(cls) if item.name not in without}
     required = {name for name, item in known.items() if item.default is MISSING}
     _check_keys(value, set(known), required, where)
     types = {"str": str, "int": int, "bool": bool}

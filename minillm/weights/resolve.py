@@ -15,11 +15,12 @@ from minillm.weights.manifest import HubSource, Manifest, ModelEntry, PathSource
 def find(name: str, manifest: Manifest) -> ModelFiles | ModelEntry:
     """A model's files, or the entry that says where to download them.
 
-    The name is one of the manifest, a directory, a ``.gguf`` file, or a repository of the hub: ``org/name``, or
-    ``org/name@revision``. Raises UsageError where there is no such model or path.
+    The name is one of the manifest, perhaps with a form (``model:form``), a directory, a ``.gguf`` file, or a
+    repository of the hub: ``org/name``, or ``org/name@revision``. Raises UsageError where there is no such model, form
+    or path.
     """
-    if name in manifest.models:
-        return find_downloaded(name) or manifest.models[name]
+    if listed := manifest.entry(name):
+        return find_downloaded(listed.name) or listed
     try:
         path = expanded(name, "--model")
         mode = path.stat().st_mode
@@ -94,6 +95,6 @@ def describe(source: Source) -> str:
     """A source, in words."""
     if isinstance(source, PathSource):
         return source.path
-    return (
-        f"the hub ({source.hub})" if isinstance(source, HubSource) else f"the package {source.package} {source.version}"
-    )
+    if isinstance(source, HubSource):
+        return f"the hub ({source.hub}{f', {source.file}' if source.file else ''})"
+    return f"the package {source.package} {source.version}"

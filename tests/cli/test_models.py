@@ -14,6 +14,7 @@ import pytest
 
 from minillm import system
 from minillm.cli.main import main
+from minillm.progress import size
 from minillm.weights.files import FileRecord, downloading, models_dir, place, sha256_of
 
 Run = Callable[..., tuple[int, str, str]]
@@ -103,7 +104,31 @@ def test_models_says_what_fits(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [fits()[name] for name in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b")] == ["CPU", "CPU", "no"]
     monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 24 << 30)
     assert [fits()[name] for name in ("smollm2-135m", "llama-3.1-8b")] == ["GPU", "GPU"]
-    assert "a GPU with 25.8 GB" in run("models")[1]
+    assert "a GPU with 24.0 GiB" in run("models")[1]
+
+
+def test_a_form_is_named_behind_a_colon(run: Run, tiny_model: Path) -> None:
+    names = [json.loads(line)["name"] for line in run("models", "--json")[1].splitlines()]
+    at = names.index("llama-3.1-8b")
+    assert names[at : at + 4] == ["llama-3.1-8b", "llama-3.1-8b:q8_0", "llama-3.1-8b:q6_k", "llama-3.1-8b:q4_k_m"]
+    shown = json.loads(run("show", "llama-3.1-8b:q4_k_m", "--json")[1])
+    assert (shown["name"], shown["gated"], shown["size"]) == ("llama-3.1-8b:q4_k_m", False, 4_920_739_232)
+    assert shown["source"].endswith("-GGUF, Meta-Llama-3.1-8B-Instruct-Q4_K_M.gguf)")
+    assert "forms                 full (15.0 GiB), q8_0 (8.0 GiB), q6_k (6.1 GiB), q4" in run("show", "llama-3.1-8b")[1]
+    assert json.loads(run("show", "llama-3.1-8b", "--json")[1])["forms"]["q6_k"] == 6_596_011_424
+    assert "forms" not in shown
+    assert run("show", "llama-3.1-8b:full")[1] == run("show", "llama-3.1-8b")[1]
+    code, out, said = run("pull", "llama-3.1-8b:q4")
+    assert (code, out, said.count("\n")) == (2, "", 1)
+    assert "did you mean llama-3.1-8b:q4_k_m? its forms are full, q8_0, q6_k, q4_k_m" in said
+    download("llama-3.2-1b", tiny_model)
+    download("llama-3.2-1b:q8_0", tiny_model)
+    assert "  :q8_0" in run("models")[1]
+    assert "llama-3.2-1b:q8_0 is here already" in run("pull", "llama-3.2-1b:q8_0")[1]
+    assert "llama-3.2-1b is here already" in run("pull", "llama-3.2-1b:full")[1]
+    assert run("rm", "llama-3.2-1b:q8_0")[0] == 0
+    assert run("rm", "llama-3.2-1b:q8_0")[0] == 2
+    assert run("rm", "llama-3.2-1b:full")[0] == 0
 
 
 def test_info_knows_the_machine(run: Run) -> None:
@@ -112,7 +137,7 @@ def test_info_knows_the_machine(run: Run) -> None:
     assert "1 threads" not in facts["devices"]["cpu"]
     available, total = system.memory()
     assert 0 < available <= total
-    assert facts["devices"]["memory"].endswith(f"of {total / 2**30:.1f} GiB free")
+    assert facts["devices"]["memory"].endswith(f"of {size(total)} free")
 
 
 def test_the_configured_model_is_the_default(run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +173,13 @@ def test_words_are_completed_from_the_parser(run: Run, tiny_model: Path) -> None
         ("pull", "x", "-x"),
     ):
         assert completed(run, *anything) == []
+    assert completed(run, "pull", "llama-3.2-1b:q4") == ["llama-3.2-1b:q4_k_m"]
+    assert completed(run, "pull", "llama-3.2-1b", ":") == completed(run, "pull", "llama-3.2-1b", ":", "q")
+    assert completed(run, "generate", "-m", "llama-3.2-1b", ":", "q4") == ["q4_k_m"], "as bash splits it"
     download("org/tiny", tiny_model)
     assert completed(run, "rm", "") == ["org/tiny"]
-    assert completed(run, "pull", "smollm2-1") == ["smollm2-135m", "smollm2-1.7b"]
+    forms = [f"smollm2-1.7b:{form}" for form in ("q8_0", "q6_k", "q4_k_m")]
+    assert completed(run, "pull", "smollm2-1") == ["smollm2-135m", "smollm2-1.7b", *forms]
     assert "org/tiny" in completed(run, "generate", "-m", "")
 
 
@@ -161,7 +190,7 @@ def test_bash_completes_with_the_script(tmp_path: Path) -> None:
     script = """
 eval "$(minillm completions bash)"
 complete -p minillm
-for line in "ge" "generate --beam-w" "generate -m smollm2-3" "generate --config "; do
+for line in "ge" "generate --beam-w" "generate -m smollm2-135" "generate --config "; do
     COMP_WORDS=(minillm ${line}); [[ $line == *" " ]] && COMP_WORDS+=("")
     COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
     _minillm
@@ -172,5 +201,5 @@ done
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=False)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        "complete -o default -F _minillm minillm", "1: generate", "1: --beam-width", "1: smollm2-360m", "0: ",
+        "complete -o default -F _minillm minillm", "1: generate", "1: --beam-width", "1: smollm2-135m", "0: ",
     ]  # fmt: skip

@@ -224,5 +224,5 @@ def test_a_scale_that_is_nan_spoils_its_row_only() -> None:
 def test_random_matrices_look_like_weights(name: str) -> None:
     matrix = random_matrix(LAYOUTS[name], (64, 2048), 0.02, torch.Generator(DEVICE).manual_seed(0))
     weights = dequantise(matrix)
-    assert abs(float(weights.mean())) < 2e-3
+    assert abs(float(weights.mean())) < 3e-3
     assert 0.01 < float(weights.std()) < 0.04

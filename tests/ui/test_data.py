@@ -70,7 +70,8 @@ def test_html_is_text() -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [size(n) for n in (0, 999, 1500, 161e6, 3.4e9)] == ["0 B", "999 B", "2 kB", "161 MB", "3.4 GB"]
+    assert [size(n) for n in (0, 999, 1023.6, 1500, 10 << 10)] == ["0 B", "999 B", "1.0 KiB", "1.5 KiB", "10 KiB"]
+    assert [size(n) for n in (161e6, 3.4e9, 15 << 30, 3 << 40)] == ["154 MiB", "3.2 GiB", "15.0 GiB", "3072.0 GiB"]
     assert [duration(s) for s in (0.34, 1.24, 75.2)] == ["340 ms", "1.2 s", "75 s"]
     assert [bar(f, 4) for f in (0, 0.01, 0.5, 1, 2)] == ["▱▱▱▱", "▰▱▱▱", "▰▰▱▱", "▰▰▰▰", "▰▰▰▰"]
     assert plural(1, "block") == "1 block"
@@ -78,7 +79,7 @@ def test_numbers_for_people() -> None:
 
 def test_progress_in_one_line() -> None:
     line = progress_line(Progress("downloading", 50_000_000, 100_000_000, "bytes"), 10e6, 100)
-    for part in ("downloading", "50 MB of 100 MB", "10 MB/s", "5.0 s left", "esc cancels"):
+    for part in ("downloading", "48 MiB of 95 MiB", "9.5 MiB/s", "5.0 s left", "esc cancels"):
         assert part in line
     assert "3 of 30 layers" in progress_line(Progress("loading weights", 3, 30, "layers"), 0, 80)
 
@@ -86,4 +87,4 @@ def test_progress_in_one_line() -> None:
 def test_long_questions_are_shortened() -> None:
     assert shortened("short") == "short"
     text = "x" * 10_000
-    assert shortened(text) == "x" * 4000 + "\n… 6 kB more"
+    assert shortened(text) == "x" * 4000 + "\n… 5.9 KiB more"

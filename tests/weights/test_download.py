@@ -263,7 +263,7 @@ def test_what_another_tool_has_fetched_is_not_fetched_again(server: FakeHub, tmp
 def test_too_little_space_is_said_before_anything_is_fetched(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(DownloadError, match=r"[\d,]+ bytes are needed, 1,000 are free"):
+    with pytest.raises(DownloadError, match=r"(KiB|MiB|GiB) are needed, 1000 B are free"):
         pull()
     assert server.gets("model.safetensors") == []
     with pytest.raises(DownloadError, match="MINILLM_CACHE"):
@@ -493,6 +493,27 @@ def test_what_is_no_repository_is_not_looked_for(server: FakeHub, tmp_path: Path
     (tmp_path / "org" / "model").mkdir(parents=True)
     assert resolve("org/model").path == Path("org/model"), "a directory goes first"
     assert server.requests == []
+
+
+def test_one_file_of_a_repository_is_a_model(server: FakeHub) -> None:
+    server.files |= {"m-Q4.gguf": b"GGUF and more", "m-Q8.gguf": b"GGUF and much more"}
+    files = pull(HubSource("org/model", "main", "m-Q4.gguf"))
+    assert files.path == models_dir() / "tiny" / "m-Q4.gguf"
+    assert files.path.read_bytes() == b"GGUF and more"
+    assert files.source == "the hub (org/model, m-Q4.gguf)"
+    assert files == find_downloaded("tiny") == downloaded()[0]
+    assert server.gets("model.safetensors") == server.gets("config.json") == server.gets("m-Q8.gguf") == []
+    verify("tiny", lambda p: None)
+    assert leftovers() == []
+
+
+def test_a_file_that_is_not_in_the_repository_is_one_line(server: FakeHub) -> None:
+    server.files |= {"m-Q4.gguf": b"GGUF"}
+    with pytest.raises(DownloadError, match=r"has no file m-Q5\.gguf at main; it has 1 \.gguf file, m-Q4\.gguf among"):
+        pull(HubSource("org/model", "main", "m-Q5.gguf"))
+    del server.files["config.json"]
+    with pytest.raises(DownloadError, match=r"has no config\.json.*it has 1 \.gguf file, m-Q4\.gguf among them"):
+        pull()
 
 
 def test_a_model_is_removed_and_nothing_else(server: FakeHub, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def load(path: Path, *, keep: bool) -> Llama:
     return load_llama(checkpoint, config, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "tied"), [("Q4_0", True), ("Q8_0", False), ("Q5_1", True)])
+@pytest.mark.parametrize(("name", "tied"), [("Q4_1", True), ("Q8_0", False)])
 def test_a_model_computes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tied: bool) -> None:
     pytest.importorskip("triton")
     from minillm.kernels import low_bit_linear
@@ -104,7 +104,7 @@ def test_a_model_computes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert kept.weight_bytes < plain.config.num_parameters * 1.2
     tokens = [3, 14, 15, 92, 65, 35]
     expected = logits_in_chunks(plain, tokens, [6])
-    for chunks in ([6], [5, 1], [1, 2, 3]):
+    for chunks in ([6], [5, 1]):
         torch.testing.assert_close(logits_in_chunks(kept, tokens, chunks), expected, atol=2e-3, rtol=2e-3)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from minillm.errors import UsageError
 from minillm.weights.manifest import HubSource, PackageSource, PathSource, load_manifest, manifest_path
+from minillm.weights.shape import Shape
 
 ENTRY = """
 default = "m"
@@ -18,6 +19,21 @@ parameters = "1B"
 license = "MIT"
 size = 10
 sources = [{ hub = "org/m" }]
+"""
+FORMS = """
+forms = [
+    { name = "q4", size = 3, gated = true, hub = "o/g", revision = "v1", file = "m.gguf" },
+    { name = "here", size = 2, path = "x.gguf" },
+]
+[models.m.shape]
+layers = 1
+hidden = 8
+intermediate = 16
+heads = 2
+kv_heads = 1
+head_dim = 4
+vocabulary = 30
+context = 64
 """
 
 
@@ -41,6 +57,70 @@ def test_the_shipped_manifest_lists_the_promised_models() -> None:
             if isinstance(source, PackageSource):
                 assert re.fullmatch(r"[0-9a-f]{64}", source.sha256)
                 assert re.fullmatch(r"[0-9a-f]{64}", source.member_sha256)
+
+
+def test_the_shipped_forms_have_the_sizes_that_their_names_promise() -> None:
+    """Bits per weight by the shape and the file's size: a wrong digit in either would show."""
+    bits = {"full": (15.9, 16.1), "q8_0": (8.4, 8.7), "q6_k": (6.5, 6.7), "q4_k_m": (4.8, 6.0)}
+    for entry in load_manifest().models.values():
+        shape = entry.shape
+        assert shape is not None
+        count = shape.matrices + shape.vectors + shape.table * (1 if shape.tied else 2)
+        for form in entry.all_forms():
+            least, most = bits[form.form]
+            assert least < 8 * form.size / count < most, form.name
+            if form is not entry:
+                assert form.sources[0].file.lower().replace(".gguf", "").endswith(form.form)  # type: ignore[union-attr]
+
+
+def test_a_form_is_an_entry_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "w.toml"
+    path.write_text(ENTRY + FORMS)
+    found = load_manifest(path)
+    assert found.entry("x") is found.entry("x:y") is None
+    assert found.entry("m") is found.entry("m:full") is found.models["m"]
+    low = found.entry("m:q4")
+    assert low is not None
+    assert (low.name, low.form, low.size, low.gated, low.forms) == ("m:q4", "q4", 3, True, ())
+    assert low.sources == (HubSource("o/g", "v1", "m.gguf"),)
+    assert low.shape == found.models["m"].shape == Shape(1, 8, 16, 2, 1, 4, 30, 64)
+    assert [form.name for form in found.models["m"].all_forms()] == ["m", "m:q4", "m:here"]
+    assert found.models["m"].forms[1].source == PathSource(str(tmp_path / "x.gguf"))
+    assert [found.canonical(name) for name in ("m:full", "m:q4", "x:full")] == ["m", "m:q4", "x:full"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('name = "q4", ', "", "'name' is missing"),
+        ('name = "q4"', 'name = "a:b"', "a form's name has"),
+        ('name = "q4"', "name = 4", "name must be of type str"),
+        ('name = "q4"', 'name = "full"', "two forms are called full"),
+        ('name = "q4"', 'name = "here"', "two forms are called here"),
+        ("size = 3, ", "", "'size' is missing"),
+        ("gated = true", "gated = 1", "gated must be of type bool"),
+        ('hub = "o/g"', 'packge = "o/g"', "exactly one of the keys path, hub"),
+        ('hub = "o/g"', 'package = "o"', "exactly one of the keys path, hub"),
+        ('file = "m.gguf"', 'file = "../m.gguf"', "file must be the name of a .gguf file"),
+        ('file = "m.gguf"', 'file = "m.bin"', "file must be the name of a .gguf file"),
+        ("heads = 2\n", "", "shape: the key 'heads' is missing"),
+        ("layers = 1", "layers = 0", "shape: layers must be above 0"),
+        ("layers = 1", "layer = 1", "unknown key 'layer'"),
+        ("forms = [", "forms = 3 #", "forms must be a list"),
+        ("    { name", "3, { name", "a form must be a table"),
+    ],
+)
+def test_a_wrong_form_is_refused_with_its_place(tmp_path: Path, old: str, new: str, said: str) -> None:
+    path = tmp_path / "w.toml"
+    text = FORMS.replace(old, new, 1)
+    if new.endswith("#"):
+        text = "\n".join(line for line in text.splitlines() if not line.startswith(("    {", "]")))
+    assert text != FORMS
+    path.write_text(ENTRY + text)
+    with pytest.raises(UsageError, match=re.escape(said)) as caught:
+        load_manifest(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_it_lies_at_the_top_of_the_repository() -> None:

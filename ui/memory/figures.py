@@ -65,8 +65,8 @@ def _shares(pool: Pool, width: int) -> list[Parts]:
     """Tokens and bytes of each kind of block now, and how they came to that."""
     slot_bytes = pool.block_bytes / pool.block_size
     history = list(pool.history) or [pool.figures]
-    room = max(4, width - 27)
-    lines: list[Parts] = [[(f"{'':7} {'over time':<{room}} {'tokens':>10} {'bytes':>7}", "label")]]
+    room = max(4, width - 28)
+    lines: list[Parts] = [[(f"{'':7} {'over time':<{room}} {'tokens':>10} {'bytes':>8}", "label")]]
     rows: list[tuple[str, Callable[[PoolFigures], int]]] = [
         ("used", lambda figures: figures.used_slots),
         ("shared", lambda figures: figures.shared_blocks * pool.block_size),
@@ -79,7 +79,7 @@ def _shares(pool: Pool, width: int) -> list[Parts]:
         now = slots(pool.figures)
         most = pool.num_blocks * pool.block_size if name == "free" else max(1, *values)
         chart = [(f"{name:<7} ", "label"), (sparkline(values, room, most), name)]
-        lines.append([*chart, (f" {count(now):>10}", "figure"), (f" {size(now * slot_bytes):>7}", "label")])
+        lines.append([*chart, (f" {count(now):>10}", "figure"), (f" {size(now * slot_bytes):>8}", "label")])
     return lines
 
 
@@ -98,11 +98,11 @@ def _savings(pool: Pool, width: int) -> list[Parts]:
         (f"{without} paging", on_device * pool.max_model_len, "without"),
     ]
     most = max(1, *(slots for _, slots, _ in rows))
-    room = max(2, width - label - 20)
+    room = max(2, width - label - 21)
     lines = []
     for name, slots, part in rows:
         meter = [(f"{name:<{label}} ", "label"), (bar(slots / most, room), part)]
-        lines.append([*meter, (f" {count(slots):>10}", "figure"), (f" {size(slots * slot_bytes):>7}", "label")])
+        lines.append([*meter, (f" {count(slots):>10}", "figure"), (f" {size(slots * slot_bytes):>8}", "label")])
     return lines
 
 

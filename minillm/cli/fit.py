@@ -1,0 +1,237 @@
+"""``minillm fit``: which models, and which forms of them, fit this machine or another, and how fast they would be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minillm import system
+from minillm.config import EngineConfig
+from minillm.errors import UsageError
+from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
+from minillm.fit.forms import Sized, can_quantize, quantized, ranked, sized, sized_forms
+from minillm.progress import size
+from minillm.system import import_torch
+from minillm.text.safe import clean_line
+from minillm.user_config import read_config
+from minillm.weights.files import ModelFiles
+from minillm.weights.manifest import FULL, load_manifest
+from minillm.weights.resolve import find
+
+_PROBE_BYTES = 1 << 28  # read to measure the bandwidth: more than a cache holds, and a second's work at most
+_UNITS = {"": 1, **{f"{unit}{kind}": base ** (power + 1) for power, unit in enumerate("KMGT")
+                    for kind, base in (("iB", 1024), ("B", 1000), ("", 1024))}}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device that models are to fit, in words and figures; ``bandwidth`` in bytes per second where it is known."""
+
+    about: str
+    budget: Budget
+    bandwidth: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    model: Sized
+    fit: Fit
+    tokens_per_second: float | None
+    best: bool
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table. Wrong values are named before anything is measured."""
+    options = dict(read_config(arguments.config).engine)
+    if arguments.context is not None and arguments.context < 1:
+        raise UsageError(f"--context must be at least 1 token, not {arguments.context}")
+    given = {"device": arguments.device, "max_model_len": arguments.context}
+    config = EngineConfig(**{**options, **{name: value for name, value in given.items() if value is not None}})
+    memory, bandwidth = parse_bytes("--memory", arguments.memory), parse_bytes("--bandwidth", arguments.bandwidth, "/s")
+    groups = _models(arguments.model)
+    machine = _machine(config, memory, bandwidth)
+    tables = [_rows(group, machine) for group in groups]
+    if arguments.json:
+        print(json.dumps(_as_json(machine, tables), indent=2))
+        return 0
+    print(machine.about)
+    _show(tables, machine)
+    if arguments.model is not None:
+        print(_advice(tables[0], machine, arguments.model))
+    return 0
+
+
+def parse_bytes(option: str, text: str | None, ending: str = "") -> int | None:
+    """The bytes of ``12GiB``, ``24GB`` or ``500 MB/s``. Raises UsageError where it is no size above 0."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?i?B?)", text.strip().removesuffix(ending), re.IGNORECASE)
+    unit = next((value for name, value in _UNITS.items() if found and name.lower() == found[2].lower()), None)
+    number = 0 if found is None or unit is None or not found[2] else int(float(found[1]) * unit)
+    if not 0 < number < 1 << 60:
+        raise UsageError(f"{option} must be a size like 12GiB{ending}, not {clean_line(text, 60)!r}")
+    return number
+
+
+def _models(name: str | None) -> list[list[Sized]]:
+    """The models to show, the forms of each together."""
+    manifest = load_manifest()
+    if name is None:
+        return [forms for entry in manifest.models.values() if (forms := sized_forms(entry))]
+    found = find(name, manifest)
+    if (entry := manifest.entry(name)) is not None:
+        forms = sized_forms(entry if ":" not in name else replace(entry, forms=()))
+    elif isinstance(found, ModelFiles):
+        model = sized(name, found.path, downloaded=True)
+        forms = [model, *(quantized(model) if can_quantize() else [])]
+    else:
+        forms = []
+    if not forms:
+        shown = clean_line(name)
+        raise UsageError(f"{shown} is not here, so its sizes are not known; `minillm pull {shown}` fetches it")
+    return [forms]
+
+
+def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) -> Machine:
+    """This machine's GPU, or its CPU where there is none; with ``memory`` one that has so much, all of it free."""
+    gpu_here = _gpu_is_here()
+    on_gpu = config.device != "cpu" and (gpu_here or memory is not None or config.device != "auto")
+    element_size = {"auto": 2 if on_gpu else 4, "float32": 4}.get(config.dtype, 2)
+    if on_gpu and memory is None:
+        return _this_gpu(config, bandwidth)
+    free, total = system.memory() if memory is None else (memory, memory)
+    free = max(0, free - (GPU_PROCESS_BYTES if on_gpu else CPU_PROCESS_BYTES))
+    if bandwidth is not None:
+        speed: float | None = bandwidth
+    else:
+        speed = _measured("cuda" if on_gpu else "cpu") if gpu_here or not on_gpu else None
+    kind = "GPU" if on_gpu else "CPU"
+    about = (
+        f"a {kind} with {size(memory)}" if memory is not None else f"this machine's CPU, with {size(total)} of memory"
+    )
+    about += f", {size(free)} of it for the model" if memory is not None else f", {size(free)} free for a model"
+    return Machine(about + _rate(speed, bandwidth), Budget(free, total, on_gpu, element_size, config), speed)
+
+
+def _gpu_is_here() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def _this_gpu(config: EngineConfig, bandwidth: int | None) -> Machine:
+    import_torch()
+    import torch
+
+    from minillm.runner.build import choose_device, choose_dtype
+    from minillm.runner.pool_size import budget_of
+
+    device = choose_device(config)
+    budget = budget_of(config, device, choose_dtype(config, device))
+    speed = bandwidth or _measured(str(device))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
+    about = f"{name}, {size(budget.free)} of {size(budget.total)} free"
+    return Machine(about + _rate(speed, bandwidth), budget, speed)
+
+
+def _measured(device: str) -> float:
+    import_torch()
+    import torch
+
+    from minillm.bench.meter import read_bandwidth
+
+    return read_bandwidth(torch.device(device), _PROBE_BYTES)
+
+
+def _rate(speed: float | None, given: int | None) -> str:
+    if speed is None:
+        return "; tokens per second need a --bandwidth"
+    return f"; it reads {speed / 1e9:,.{0 if speed >= 1e11 else 1}f} GB/s{'' if given else ' (measured)'}"
+
+
+def _rows(models: list[Sized], machine: Machine) -> list[Row]:
+    order = ranked(models, machine.budget)
+    rows = []
+    for model in models:
+        fit = model.fit(machine.budget)
+        speed = None
+        if machine.bandwidth is not None and fit.fits:
+            speed = machine.budget.tokens_per_second(fit, model.shape, machine.bandwidth)
+        rows.append(Row(model, fit, speed, bool(order) and model is order[0][0]))
+    return rows
+
+
+def _name(model: Sized) -> str:
+    name = f"{model.name} --quantize {model.quantize}" if model.quantize else model.name
+    return clean_line(name, 60)
+
+
+def _show(tables: list[list[Row]], machine: Machine) -> None:
+    width = max(32, *(len(_name(row.model)) + 3 for rows in tables for row in rows))
+    speed = f"{'tokens/s':>10}" if machine.bandwidth is not None else ""
+    print(f"{'model':{width}}{'file':>10}{'weights':>10}  {'context':20}{speed}  fits")
+    for rows in tables:
+        for row in rows:
+            base, _, form = row.model.name.partition(":")
+            name = f"  :{form}" if form and row is not rows[0] and rows[0].model.name == base else _name(row.model)
+            context = f"{row.fit.context:,} of {row.model.shape.context:,}" if row.fit.fits else "-"
+            speed = "" if machine.bandwidth is None else f"{_speed(row.tokens_per_second):>10}"
+            file, weights = size(row.model.size), size(row.fit.weights.memory)
+            marks = f"yes{', best' if row.best and len(rows) > 1 else ''}" if row.fit.fits else "no"
+            here = ", here" if row.model.downloaded else ""
+            print(f"{name:{width}}{file:>10}{weights:>10}  {context:20}{speed}  {marks}{here}")
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    if tokens_per_second is None:
+        return "-"
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 9.95 else f"{tokens_per_second:.1f}"
+
+
+def _advice(rows: list[Row], machine: Machine, name: str) -> str:
+    """The command that runs the best form, or how much the smallest one lacks."""
+    best = next((row for row in rows if row.best), None)
+    if best is None:
+        row = min(rows, key=lambda row: row.fit.needed)
+        lacks = size(row.fit.needed - machine.budget.available)
+        if row.fit.needed <= machine.budget.available:
+            return f"none fits with a context of {machine.budget.config.max_model_len:,} tokens"
+        return f"none fits: {_name(row.model)} needs {size(row.fit.needed)}, {lacks} more than there is"
+    form = "" if ":" in best.model.name or len(rows) == 1 or best.model.quantize else f":{FULL}"
+    is_listed = load_manifest().entry(name) is not None
+    return f"minillm chat --model {best.model.name}{form if is_listed else ''}" + (
+        f" --quantize {best.model.quantize}" if best.model.quantize else ""
+    )
+
+
+def _as_json(machine: Machine, tables: list[list[Row]]) -> dict[str, Any]:
+    budget = machine.budget
+    return {
+        "device": "gpu" if budget.on_gpu else "cpu",
+        "memory": budget.total,
+        "available": budget.available,
+        "bandwidth": machine.bandwidth,
+        "models": [
+            {
+                "name": row.model.name,
+                "form": row.model.name.partition(":")[2] or FULL,
+                "quantize": row.model.quantize or None,
+                "file": row.model.size,
+                "weights": row.fit.weights.memory,
+                "steps": row.fit.steps,
+                "needed": row.fit.needed,
+                "context": row.fit.context,
+                "model_context": row.model.shape.context,
+                "tokens_per_second": row.tokens_per_second,
+                "fits": row.fit.fits,
+                "best": row.best,
+                "downloaded": row.model.downloaded,
+            }
+            for rows in tables
+            for row in rows
+        ],
+    }

@@ -1,0 +1,133 @@
+"""The memory of a device, and how much of it weights, steps and context take: the arithmetic of `minillm.runner.build`.
+
+A GPU is filled up to ``gpu_memory_utilization``. On a CPU half of the memory that the weights leave is for the context,
+`CPU_POOL_TOKENS` at most, because all else that runs wants some, too.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+from minillm.config import EngineConfig
+from minillm.fit.weights import QUANTIZED_BITS, Layout, Weights
+from minillm.progress import size
+from minillm.weights.shape import Shape
+
+CPU_POOL_TOKENS, CPU_POOL_SHARE = 32768, 0.5
+CPU_STEP_TOKENS = 512  # a step of a 135M model then takes about a second
+GPU_STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
+_GPU_STEP_SHARE = 1 / 3  # of the memory that the weights leave: a smaller step leaves more context
+GRAPH_BYTES = 512 << 20  # the CUDA graphs, cuBLAS's workspace, and the allocator's loss
+# Of a process before its first tensor: CUDA's context and the compiled kernels, or torch's libraries.
+GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 512 << 20, 384 << 20
+_PACKING = ("x86_64", "AMD64")  # processors on which `kernels.cpu.packed_linear` keeps matrices in float16
+_CPU_BYTES = 64 << 20  # the allocator's loss
+LEAST_TOKENS, ROOMY_TOKENS = 512, 4096  # of context: to be of any use, and for a conversation
+
+# A step reads its bytes at this part of the measured bandwidth (measured: 0.88 to 1.0 of a GPU's copy bandwidth with
+# 16-bit weights, 0.8 of a CPU's reads), and on a GPU takes so long per layer beside them: `minillm bench latency` on an
+# H200 gave 445 us for 30 layers and 0.3 GB, 840 for 16 and 2.5, 4,000 for 32 and 15.
+EFFICIENCY = 0.85
+_GPU_SECONDS_PER_LAYER = 13e-6
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a model would lie in memory: bytes, and the tokens of context that remain, the model's own at most."""
+
+    weights: Weights
+    steps: int
+    least_context: int  # bytes of the shortest context that is of use
+    needed: int
+    context: int
+    fits: bool
+    roomy: bool  # the context is long enough for a conversation, or the model's own
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A device's memory, in bytes, and the options of `EngineConfig` that divide it.
+
+    ``available`` may be taken: the weights, the steps and the context have to share it.
+    """
+
+    free: int
+    total: int
+    on_gpu: bool
+    element_size: int
+    config: EngineConfig
+
+    @property
+    def available(self) -> int:
+        kept = self.total * (1 - self.config.gpu_memory_utilization) if self.on_gpu else 0
+        return max(0, int(self.free - kept))
+
+    def layout(self, quantize: str = "") -> Layout:
+        """How weights are held there, matrices turned to ``quantize``, or to the option of the engine."""
+        asked = quantize or getattr(self.config, "quantize", None)
+        in_float32_on_cpu = not self.on_gpu and self.element_size == 4
+        packs = in_float32_on_cpu and platform.machine() in _PACKING
+        keeps = self.on_gpu and self.config.weights == "stored"
+        return Layout(self.element_size, packs, asked if asked in QUANTIZED_BITS else "", keeps)
+
+    def step_bytes(self, shape: Shape, num_tokens: int) -> int:
+        """The bytes of the steps beside weights and pool, as estimated: `pool_size.activation_bytes` measures them."""
+        ranks, element = self.config.tensor_parallel_size, self.element_size
+        heads, intermediate = -(-shape.heads // ranks), -(-shape.intermediate // ranks)
+        width = 4 * shape.hidden + 3 * intermediate + 2 * heads * shape.head_dim
+        rows = min(self.config.max_num_seqs, num_tokens) if self.on_gpu else 1
+        activations = num_tokens * width * element
+        logits = rows * shape.vocabulary * (element + 3 * 4)  # and copies in float32
+        if not self.on_gpu:
+            return activations + logits + _CPU_BYTES
+        tables = 2 * 4 * -(-shape.context // self.config.block_size)
+        kept = rows * (shape.vocabulary * (element + 2 * 4) + tables)  # see `device_runner.decode_bytes`
+        return max(activations, logits) + kept + GRAPH_BYTES
+
+    def step_tokens(self, shape: Shape, left: int) -> int:
+        """The tokens of a step where ``left`` bytes are left once the weights are loaded."""
+        asked, least = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        if asked is not None:
+            return asked
+        if not self.on_gpu:
+            return max(least, CPU_STEP_TOKENS)
+        fitting = (tokens for tokens in GPU_STEP_TOKENS if self.step_bytes(shape, tokens) <= left * _GPU_STEP_SHARE)
+        return max(least, next(fitting, GPU_STEP_TOKENS[-1]))
+
+    def fit(self, weights: Weights, shape: Shape) -> Fit:
+        """How a model of this shape would lie in memory. ``weights``: those of one rank."""
+        left = self.available - weights.memory
+        steps = self.step_bytes(shape, self.step_tokens(shape, left))
+        per_token = self.kv_bytes_per_token(shape)
+        least = min(self.config.max_model_len or LEAST_TOKENS, shape.context)
+        wanted = min(self.config.max_model_len or ROOMY_TOKENS, shape.context)
+        needed = weights.memory + max(weights.loading, steps + least * per_token)
+        room = left - steps
+        if not self.on_gpu:
+            room = min(room, int(left * CPU_POOL_SHARE), max(CPU_POOL_TOKENS, least) * per_token)
+        block = self.config.block_size
+        tokens = max(0, room) // (per_token * block) * block
+        context = min(tokens, shape.context)
+        fits = needed <= self.available and context >= least and (self.config.max_model_len or 0) <= shape.context
+        return Fit(weights, steps, least * per_token, needed, context if fits else 0, fits, fits and context >= wanted)
+
+    def kv_bytes_per_token(self, shape: Shape) -> int:
+        """Bytes of K and V of a token on one rank."""
+        heads = -(-shape.kv_heads // self.config.tensor_parallel_size)
+        return shape.kv_bytes_per_token(self.element_size) * heads // shape.kv_heads
+
+    def tokens_per_second(self, fit: Fit, shape: Shape, bandwidth: float) -> float:
+        """Expected at batch 1 in the middle of a conversation: a token reads the weights and half of its context."""
+        read = fit.weights.read + self.kv_bytes_per_token(shape) * min(fit.context, ROOMY_TOKENS) // 2
+        return 1 / (read / (EFFICIENCY * bandwidth) + self.on_gpu * shape.layers * _GPU_SECONDS_PER_LAYER)
+
+    def where(self) -> str:
+        """The device and its memory, in words."""
+        if not self.on_gpu:
+            return f"this machine has {size(self.free)} of memory free"
+        ranks = self.config.tensor_parallel_size
+        gpu = f"each of {ranks} GPUs" if ranks > 1 else "the GPU"
+        kept = size(self.free - self.available)
+        unused = f", of which {kept} stay free (gpu_memory_utilization {self.config.gpu_memory_utilization:g})"
+        return f"{gpu} has {size(self.free)} free" + (unused if self.free - self.available >= 1 << 20 else "")

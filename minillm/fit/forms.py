@@ -1,0 +1,106 @@
+"""The forms of a model beside each other: how each would lie in memory, and which is best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from minillm.config import EngineConfig
+from minillm.errors import WeightsError
+from minillm.fit.budget import Budget, Fit
+from minillm.fit.weights import QUANTIZED_BITS, expected_tensors, is_plain_matrix, weights_in_memory
+from minillm.model.config import ModelConfig
+from minillm.weights.files import find_downloaded
+from minillm.weights.manifest import ModelEntry, PathSource
+from minillm.weights.shape import Shape
+from minillm.weights.stored import StoredModel, StoredTensor, read_stored
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A model of which the tensors are known, or expected. ``size`` in bytes, as stored; ``downloaded``: it is here."""
+
+    name: str
+    tensors: tuple[StoredTensor, ...]
+    shape: Shape
+    size: int
+    downloaded: bool = False
+    quantize: str = ""  # int8, int4, fp8: to this its matrices are turned while it is loaded
+
+    def fit(self, budget: Budget) -> Fit:
+        """How it would lie in memory."""
+        part = 1 / budget.config.tensor_parallel_size
+        weights = weights_in_memory(self.tensors, budget.layout(self.quantize), lambda tensor: part)
+        return budget.fit(weights, self.shape)
+
+
+def shape_of(config: ModelConfig) -> Shape:
+    """The shape that a checked configuration gives."""
+    return Shape(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocabulary=config.vocab_size,
+        context=config.longest_context,
+        tied=config.tie_word_embeddings,
+    )
+
+
+def sized(name: str, path: Path, downloaded: bool = False) -> Sized:
+    """The model in a directory or a ``.gguf`` file. Raises WeightsError where its headers are damaged or missing."""
+    stored = read_stored(path)
+    return Sized(name, stored.tensors, _shape(stored), stored.num_bytes, downloaded)
+
+
+def sized_entry(entry: ModelEntry) -> Sized | None:
+    """A form of weights.toml: by its files where it is downloaded, else by its shape; None where that is not known."""
+    files = find_downloaded(entry.name)
+    paths = [Path(source.path) for source in entry.sources if isinstance(source, PathSource)]
+    path = next(filter(Path.exists, paths), None) if files is None else files.path
+    if path is not None:
+        try:
+            return sized(entry.name, path, downloaded=True)
+        except WeightsError:  # whoever loads it is told
+            pass
+    if entry.shape is None or not entry.size:
+        return None
+    return Sized(entry.name, expected_tensors(entry.shape, entry.size), entry.shape, entry.size, path is not None)
+
+
+def sized_forms(entry: ModelEntry) -> list[Sized]:
+    """All forms of which enough is known."""
+    return [found for form in entry.all_forms() if (found := sized_entry(form)) is not None]
+
+
+def can_quantize() -> bool:
+    """Whether the engine can turn matrices to fewer bits while it loads them."""
+    return any(option.name == "quantize" for option in fields(EngineConfig))
+
+
+def quantized(model: Sized) -> list[Sized]:
+    """A model that is stored in 16 or 32 bits, its matrices turned to fewer while it is loaded; none of another."""
+    plain = any(is_plain_matrix(tensor) for tensor in model.tensors)
+    return [replace(model, quantize=kind) for kind in QUANTIZED_BITS] if plain else []
+
+
+def ranked(models: Iterable[Sized], budget: Budget) -> list[tuple[Sized, Fit]]:
+    """Those that fit, the best first: with room for a conversation, and of these the one with the most bits."""
+    found = [(model, fit) for model in models if (fit := model.fit(budget)).fits]
+
+    def goodness(each: tuple[Sized, Fit]) -> tuple[bool, int]:
+        _, fit = each
+        return fit.roomy, fit.weights.memory if fit.roomy else fit.context
+
+    return sorted(found, key=goodness, reverse=True)
+
+
+def _shape(stored: StoredModel) -> Shape:
+    if isinstance(stored.config, Shape):
+        return stored.config
+    # Quantised weights that a config.json announces take the bytes that they have in the file.
+    config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
+    return shape_of(ModelConfig.from_hf(config))

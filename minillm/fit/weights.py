@@ -1,0 +1,119 @@
+"""The bytes that a model's weights take in memory, and those that each token reads, by the types of the stored tensors.
+
+The engine keeps low-bit matrices as they are stored. This file is the one place that says which, and at how many bits.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from minillm.weights.shape import Shape
+from minillm.weights.stored import BLOCKS, PLAIN, StoredTensor
+
+KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+_WIDENED_BITS = 8.5  # other low-bit types of GGUF become 8-bit numbers in groups of 32 with a scale
+_IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, and 6 in the file
+QUANTIZED_BITS = {"int8": 8.5, "int4": 4.5, "fp8": 8.0}  # bits per weight, by --quantize
+_FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
+_GATE = re.compile(r"(gate_proj|ffn_gate)\.weight$")
+_EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the engine holds tensors that are stored in 16 or 32 bits.
+
+    Args:
+        element_size: bytes of a number in the engine's dtype.
+        packs: matrices that are stored in 16 bits take 2 bytes, whatever the dtype: so it is on a CPU.
+        quantize: matrices of layers, and a head of its own, become "int8", "int4" or "fp8".
+        keeps_low_bit: matrices of few bits stay as they are stored; else they become numbers, of 4 bytes on a CPU.
+    """
+
+    element_size: int
+    packs: bool = False
+    quantize: str = ""
+    keeps_low_bit: bool = True
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes: ``memory`` in all, ``read`` by each token, ``loading`` beside them while they are loaded."""
+
+    memory: int
+    read: int
+    loading: int = 0
+
+
+def weights_in_memory(
+    tensors: Iterable[StoredTensor], layout: Layout, share: Callable[[StoredTensor], float] = lambda tensor: 1.0
+) -> Weights:
+    """Add up a model's tensors; ``share`` is the part of each that a rank holds."""
+    found = list(tensors)
+    tied = not any(tensor.name in _HEADS for tensor in found)
+    memory = read = 0.0
+    loading = 0.0
+    for tensor in found:
+        part = share(tensor)
+        held = part * _held(tensor, layout)
+        memory += held
+        if tensor.name in _EMBEDDINGS and tied and layout.packs and tensor.kind in _FLOATS:
+            held = part * _packed(tensor)  # the head is a second copy, in the layout of products
+            memory += held
+        if tensor.name not in _EMBEDDINGS or tied:
+            read += held
+        if layout.packs and tensor.kind in _FLOATS and tensor.name not in _EMBEDDINGS:
+            # It is float32 until it is packed; gate and up are one matrix.
+            loading = max(loading, part * 4 * tensor.count * (2 if _GATE.search(tensor.name) else 1))
+    return Weights(round(memory), round(read), round(loading))
+
+
+def is_plain_matrix(tensor: StoredTensor) -> bool:
+    """Whether a tensor is a matrix of a layer, stored in 16 or 32 bits."""
+    return tensor.kind in _FLOATS and _is_matrix(tensor) and tensor.name not in _HEADS
+
+
+def _is_matrix(tensor: StoredTensor) -> bool:
+    return len(tensor.shape) == 2 and tensor.name.endswith(".weight") and tensor.name not in _EMBEDDINGS
+
+
+def _held(tensor: StoredTensor, layout: Layout) -> float:
+    is_matrix = _is_matrix(tensor)
+    if tensor.kind in _FLOATS:
+        if is_matrix and layout.quantize:
+            return tensor.count * QUANTIZED_BITS[layout.quantize] / 8
+        if is_matrix and layout.packs:
+            return _packed(tensor)
+        if len(tensor.shape) == 2 and not tensor.name.endswith(".weight"):
+            return tensor.num_bytes  # scales of packed weights (AWQ, GPTQ, compressed-tensors)
+        return tensor.count * layout.element_size
+    if tensor.kind in BLOCKS and tensor.kind not in PLAIN:
+        if not layout.keeps_low_bit:
+            return tensor.count * layout.element_size
+        if tensor.kind not in KEPT:
+            return tensor.count * _WIDENED_BITS / 8
+        if tensor.kind == "IQ4_XS":
+            return tensor.count * _IQ4_XS_BITS / 8
+    return tensor.num_bytes
+
+
+def _packed(tensor: StoredTensor) -> int:
+    return tensor.count * (2 if tensor.kind in _HALVES else 4)
+
+
+def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
+    """The tensors of a model of which only the shape and the size in bytes are known."""
+    count = shape.matrices + shape.vectors + shape.table * (1 if shape.tied else 2)
+    tables = [_EMBEDDINGS[0]] if shape.tied else [_EMBEDDINGS[0], _HEADS[0]]
+    if size < 1.5 * count:  # low-bit: as many bytes as are stored
+        table = size * shape.table // count
+        rest = StoredTensor("model.layers.packed", (size - table * len(tables),), "U8")
+        return (*(StoredTensor(name, (table,), "U8") for name in tables), rest)
+    kind = "F32" if size > 3 * count else "BF16"
+    attention = shape.matrices // shape.layers - 3 * shape.intermediate * shape.hidden
+    tensors = [StoredTensor(name, (shape.vocabulary, shape.hidden), kind) for name in tables]
+    for layer in range(shape.layers):
+        rows = {"gate_proj": shape.intermediate, "up_proj": shape.intermediate, "down_proj": shape.intermediate}
+        rows["self_attn"] = attention // shape.hidden
+        tensors += [StoredTensor(f"{layer}.{name}.weight", (n, shape.hidden), kind) for name, n in rows.items()]
+    return (*tensors, StoredTensor("norm.weight", (shape.vectors,), kind))

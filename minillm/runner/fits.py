@@ -1,0 +1,103 @@
+"""Before anything is allocated: whether a model fits on the device, and which of its forms would."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from minillm.errors import CapacityError, DownloadError
+from minillm.fit.budget import Budget, Fit
+from minillm.fit.forms import Sized, can_quantize, ranked, shape_of, sized_forms
+from minillm.fit.weights import weights_in_memory
+from minillm.model.config import ModelConfig
+from minillm.model.loader import parameter_shapes
+from minillm.model.shard import Shard
+from minillm.progress import OnMessage, OnProgress, ignore_progress, size
+from minillm.weights.manifest import FULL, load_manifest
+from minillm.weights.resolve import resolve
+from minillm.weights.stored import StoredTensor
+
+
+def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], shard: Shard, budget: Budget) -> None:
+    """Raise CapacityError where there is no room for a rank's part of a model, a step and a short context."""
+    whole, local = dict(parameter_shapes(model)), dict(parameter_shapes(shard.local(model)))
+
+    def share(tensor: StoredTensor) -> float:
+        if tensor.name in whole:
+            return math.prod(local[tensor.name]) / math.prod(whole[tensor.name])
+        return 1 / shard.size  # packed weights and their scales
+
+    fit = budget.fit(weights_in_memory(tensors, budget.layout(), share), shape_of(model))
+    if fit.needed > budget.available:
+        raise CapacityError(f"{name} needs {_needs(fit, budget)}, and {budget.where()}; {_instead(name, budget)}")
+
+
+def _needs(fit: Fit, budget: Budget) -> str:
+    once_loaded = fit.weights.memory + fit.steps + fit.least_context
+    more = f" ({size(fit.weights.loading)} more while they are loaded)" if once_loaded <= budget.available else ""
+    return (
+        f"{size(fit.weights.memory)} of weights{more}, {size(fit.steps)} for the steps and at least "
+        f"{size(fit.least_context)} of context"
+    )
+
+
+def _instead(name: str, budget: Budget) -> str:
+    """Which of a model's forms would fit; else a general advice."""
+    entry = load_manifest().models.get(name.partition(":")[0])
+    forms = [] if entry is None else sized_forms(entry)
+    if fitting := ranked([form for form in forms if form.name != name], budget):
+        best, fit = fitting[0]
+        return f"{best.name} ({size(fit.weights.memory)}) would fit: minillm chat --model {best.name}"
+    advice = "take a smaller model, or the CPU" if budget.on_gpu else "take a smaller model"
+    if budget.on_gpu:
+        advice += ", or share it among several GPUs (tensor_parallel_size)"
+    if len(forms) > 1:
+        least = min(form.fit(budget).weights.memory for form in forms)
+        return f"none of its forms would fit, the smallest takes {size(least)}; {advice}"
+    if can_quantize():
+        advice = f"`minillm fit {name}` shows whether --quantize helps; else {advice}"
+    return advice
+
+
+def choose_form(
+    name: str,
+    budget: Callable[[], Budget],
+    on_progress: OnProgress = ignore_progress,
+    on_message: OnMessage = lambda message: None,
+) -> str:
+    """The best form that fits of a model that is called by its name alone, fetched if need be; other names as they are.
+
+    A form that is here goes before one that is not, and where one cannot be fetched the next best is taken. ``budget``
+    is asked for only where there is a choice. ``on_message`` is told of it.
+
+    Raises:
+        DownloadError: none of those that fit could be fetched.
+    """
+    entry = load_manifest().models.get(name)
+    if entry is None or not entry.forms:
+        return name
+    fitting = ranked(sized_forms(entry), budget())
+    order = sorted(fitting, key=lambda each: not each[0].downloaded)
+    for number, (model, fit) in enumerate(order, 1):
+        try:
+            resolve(model.name, on_progress=on_progress, on_message=on_message)
+        except DownloadError as error:
+            if number == len(order):
+                raise
+            on_message(f"{error}; trying {_full_name(order[number][0].name)}")
+        else:
+            on_message(_chosen(model, fit, [each for each, _ in fitting]))
+            return model.name
+    return name  # none fits: loading it says so
+
+
+def _chosen(model: Sized, fit: Fit, fitting: Sequence[Sized]) -> str:
+    lies = f"{size(fit.weights.memory)} of weights, {fit.context:,} tokens of context"
+    if model is fitting[0]:
+        return f"taking {_full_name(model.name)}, the best form that fits ({lies})"
+    here = "is here" if model.downloaded else "could be had"
+    return f"taking {_full_name(model.name)}, which {here} ({lies}); {_full_name(fitting[0].name)} would fit, too"
+
+
+def _full_name(name: str) -> str:
+    return name if ":" in name else f"{name}:{FULL}"

@@ -1,0 +1,68 @@
+"""The sizes of a model that decide how much memory it takes, without its configuration's other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minillm.text.reading import Values
+
+_MOST = 1 << 24  # of each: no product of them reaches the end of a float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes in elements, ``context`` in tokens. ``tied``: the head is the embedding."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    context: int
+    tied: bool = False
+
+    @property
+    def table(self) -> int:
+        """Weights of the embedding, and of a head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def matrices(self) -> int:
+        """Weights of the matrices of all layers."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def vectors(self) -> int:
+        """Weights of the norms."""
+        return (2 * self.layers + 1) * self.hidden
+
+    def kv_bytes_per_token(self, element_size: int) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * element_size
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], where: str, vocabulary: int, *, tied: bool) -> Shape:
+        """Read a GGUF file's metadata, of any architecture. Raises WeightsError where a size is missing or wrong."""
+        values = Values(where, metadata)
+        prefix = values.text("general.architecture", "llama")
+
+        def count(key: str, default: int | None = None) -> int:
+            return values.integer(f"{prefix}.{key}", default, most=_MOST)
+
+        heads, hidden = count("attention.head_count"), count("embedding_length")
+        return cls(
+            layers=count("block_count"),
+            hidden=hidden,
+            intermediate=count("feed_forward_length"),
+            heads=heads,
+            kv_heads=count("attention.head_count_kv", heads),
+            head_dim=count("attention.key_length", max(1, hidden // heads)),
+            vocabulary=vocabulary,
+            context=count("context_length"),
+            tied=tied,
+        )

@@ -1,0 +1,136 @@
+"""The division of a device's memory, against the code that sizes the pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from forging import LLAMA_1B, LLAMA_8B
+
+from minillm.config import EngineConfig
+from minillm.fit.budget import EFFICIENCY, GPU_STEP_TOKENS, Budget
+from minillm.fit.weights import Layout, Weights, expected_tensors, weights_in_memory
+from minillm.model.config import ModelConfig
+from minillm.model.rope_config import RopeConfig
+from minillm.runner.pool_size import size_pool
+from minillm.weights.shape import Shape
+
+GIB = 1 << 30
+Q4 = weights_in_memory(expected_tensors(LLAMA_8B, 4_920_739_232), Layout(2))
+FULL = weights_in_memory(expected_tensors(LLAMA_8B, 16_060_556_376), Layout(2))
+
+
+def gpu(gib: float, **options: Any) -> Budget:
+    return Budget(int(gib * GIB), int(gib * GIB), True, 2, EngineConfig(**options))
+
+
+def cpu(gib: float, **options: Any) -> Budget:
+    return Budget(int(gib * GIB), int(gib * GIB), False, 4, EngineConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("weights", "gib", "fits", "roomy"),
+    [(Q4, 6, False, False), (Q4, 8, True, True), (FULL, 16, False, False), (FULL, 24, True, True)],
+)
+def test_an_8b_fits_where_one_expects_it(weights: Weights, gib: float, fits: bool, roomy: bool) -> None:
+    found = gpu(gib).fit(weights, LLAMA_8B)
+    assert (found.fits, found.roomy) == (fits, roomy)
+    assert (found.context > 0) == fits
+
+
+def test_the_parts_add_up_to_no_more_than_there_is() -> None:
+    for gib in (7.5, 8, 12, 24, 80):
+        budget = gpu(gib)
+        found = budget.fit(Q4, LLAMA_8B)
+        used = Q4.memory + found.steps + found.context * LLAMA_8B.kv_bytes_per_token(2)
+        assert used <= budget.available == int(gib * GIB - gib * GIB * (1 - 0.9))
+        if found.context < LLAMA_8B.context:
+            assert used + 17 * LLAMA_8B.kv_bytes_per_token(2) > budget.available, "a block more would not fit"
+    assert gpu(80).fit(Q4, LLAMA_8B).context == LLAMA_8B.context, "never more than the model's own"
+
+
+def test_more_memory_never_leaves_less_context() -> None:
+    for make in (gpu, cpu):
+        contexts = [make(gib / 4).fit(Q4, LLAMA_8B).context for gib in range(16, 160)]
+        falls = [(a, b) for a, b in pairwise(contexts) if b < 0.65 * a]
+        assert not falls, "a larger step may take some of it, but not all"
+        assert contexts[0] == 0
+        assert contexts[-1] > 30_000
+
+
+def test_steps_are_shorter_where_memory_is_short() -> None:
+    tokens = [gpu(8).step_tokens(LLAMA_8B, int(gib * GIB)) for gib in (0, 3, 5, 8, 100)]
+    assert tokens == sorted(tokens)
+    assert tokens[0] == min(GPU_STEP_TOKENS)
+    assert tokens[-1] == 8192
+    assert gpu(8, max_num_batched_tokens=3000).step_tokens(LLAMA_8B, 0) == 3000, "asked for is asked for"
+    assert gpu(8, max_num_seqs=1500).step_tokens(LLAMA_8B, 0) == 1500
+    assert cpu(8).step_tokens(LLAMA_8B, 0) == 512
+    assert gpu(8).step_bytes(LLAMA_8B, 512) < gpu(8).step_bytes(LLAMA_8B, 8192) < 4 * GIB
+
+
+def test_a_context_that_is_asked_for_must_fit() -> None:
+    assert gpu(8).fit(Q4, LLAMA_8B).fits
+    assert not gpu(8, max_model_len=100_000).fit(Q4, LLAMA_8B).fits
+    assert gpu(80, max_model_len=100_000).fit(Q4, LLAMA_8B).fits
+    assert not gpu(80, max_model_len=200_000).fit(Q4, LLAMA_8B).fits, "the model's own context ends before"
+
+
+def test_ranks_share_the_cache() -> None:
+    one, two = gpu(12).fit(Q4, LLAMA_8B), gpu(12, tensor_parallel_size=2).fit(Q4, LLAMA_8B)
+    assert two.context > 1.9 * one.context
+    assert gpu(24, tensor_parallel_size=16).kv_bytes_per_token(LLAMA_8B) == LLAMA_8B.kv_bytes_per_token(2) // 8
+
+
+@pytest.mark.parametrize("gib", [0.3, 1, 4])
+def test_a_cpu_leaves_as_much_context_as_the_pool_gets(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(24, 1024, 4096, 16, 16, 64, 1000, 30_000)
+    sizes = {"vocab_size": 1000, "hidden_size": 1024, "num_layers": 24, "num_heads": 16, "num_kv_heads": 16}
+    model = ModelConfig(
+        architecture="LlamaForCausalLM", head_dim=64, intermediate_size=4096, rms_norm_eps=1e-5,
+        max_position_embeddings=30_000, rope=RopeConfig(theta=1e4), **sizes,  # type: ignore[arg-type]
+    )  # fmt: skip
+    monkeypatch.setattr("minillm.runner.pool_size.free_bytes", lambda device: int(gib * GIB))
+    blocks, longest = size_pool(EngineConfig(device="cpu"), model, torch.device("cpu"), 4)
+    assert cpu(gib).fit(Weights(0, 0), shape).context == longest == min(blocks * 16, 30_000)
+
+
+def test_16_bits_stay_16_on_the_processors_that_have_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    for machine, packs in (("x86_64", True), ("aarch64", False)):
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert cpu(8).layout() == Layout(4, packs, keeps_low_bit=False)
+        assert gpu(8).layout("int8") == Layout(2, False, "int8")
+    assert Budget(1, 1, False, 2, EngineConfig()).layout() == Layout(2, keeps_low_bit=False)
+    assert Budget(1, 1, True, 2, EngineConfig(weights="expanded")).layout() == Layout(2, keeps_low_bit=False)
+
+
+def test_the_engines_own_option_counts() -> None:
+    config: Any = type("Config", (), {"quantize": "int4", "weights": "stored"})()
+    assert Budget(1, 1, True, 2, config).layout() == Layout(2, False, "int4")
+    assert Budget(1, 1, True, 2, config).layout("fp8") == Layout(2, False, "fp8")
+    config.quantize = "none"
+    assert Budget(1, 1, True, 2, config).layout() == Layout(2)
+
+
+def test_a_cpu_needs_room_while_it_loads() -> None:
+    plain = Weights(4 * GIB, 4 * GIB)
+    assert cpu(5).fit(plain, LLAMA_1B).fits
+    assert not cpu(5).fit(replace(plain, loading=2 * GIB), LLAMA_1B).fits
+    assert gpu(8).fit(plain, LLAMA_1B).fits
+
+
+def test_tokens_per_second_go_by_the_bytes_of_a_token() -> None:
+    fit = cpu(12).fit(Q4, LLAMA_8B)
+    kv = 2048 * LLAMA_8B.kv_bytes_per_token(4)
+    assert cpu(12).tokens_per_second(fit, LLAMA_8B, 20e9) == pytest.approx(EFFICIENCY * 20e9 / (Q4.read + kv))
+    fast, slow = (gpu(80).tokens_per_second(gpu(80).fit(each, LLAMA_8B), LLAMA_8B, 4.27e12) for each in (Q4, FULL))
+    assert 200 < slow < 250, "250 were measured on an H200"
+    assert 2 < fast / slow < 3.5
+    small = Shape(30, 576, 1536, 9, 3, 64, 49152, 8192, tied=True)
+    tiny = weights_in_memory(expected_tensors(small, 269_060_552), Layout(2))
+    assert 1500 < gpu(80).tokens_per_second(gpu(80).fit(tiny, small), small, 4.27e12) < 2300, "2,248 were measured"
+    short = replace(fit, context=100)
+    assert cpu(12).tokens_per_second(short, LLAMA_8B, 20e9) > cpu(12).tokens_per_second(fit, LLAMA_8B, 20e9)
