@@ -24,6 +24,10 @@ class Fault:
 SIZES = "tests/fit/test_sizes.py::"
 BUDGET = "tests/fit/test_budget.py::"
 FITTING = "tests/runner/test_fits.py::"
+LOW_BIT = "tests/kernels/test_low_bit.py::"
+BLOCKS_OF_FILES = (
+    "tests/weights/test_gguf_low_bit.py::test_blocks_are_the_numbers_that_the_library_makes_of_them"
+)
 BLOCKS = "tests/cache/test_block_manager.py::"
 HISTORIES = BLOCKS + "test_twenty_thousand_operations_with_prefix_hits_collisions_and_swapping"
 PREFIXES = "tests/engine/test_prefix_cache.py::"
@@ -426,7 +430,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tests/model/test_families.py::test_a_window_that_holds_every_sequence_is_none"),
     ],
     "minillm/weights/gguf_file.py": [
-        ("gguf-rows-of-qwen-permuted", "if self._permuted and (projection :=", "if (projection :=",
+        ("gguf-rows-of-qwen-permuted", "if projection is None or not self._permuted:", "if projection is None:",
          "tests/weights/test_gguf_families.py::test_a_file_computes_what_transformers_computes"),
         ("gguf-rows-of-smollm3-not-permuted", '_PERMUTED = ("llama", "smollm3")', '_PERMUTED = ("llama",)',
          "tests/weights/test_gguf_families.py::test_a_file_computes_what_transformers_computes"),
@@ -617,10 +621,47 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("triton-last-word-not-copied", "mask = offsets < words", "mask = offsets < words - 1",
          KERNELS + "test_blocks.py"),
     ],
+    "kernels/low_bit.py": [
+        ("low-bit-zero-kept", "(levels - zeros)", "levels", LOW_BIT + "test_products[q4_0-1-shape0]"),
+        ("low-bit-high-half-first", "[[[0, 8, 16, 24]], [[4, 12, 20, 28]]]", "[[[4, 12, 20, 28]], [[0, 8, 16, 24]]]",
+         "tests/weights/test_gguf_low_bit.py::test_a_model_computes_with_them[Q4_1-True]"),
+        ("low-bit-mins-added", "(mins * -min_unit", "(mins * min_unit",
+         LOW_BIT + "test_six_bits_of_scales_and_minima_come_back"),
+    ],
+    "kernels/low_bit_tiles.py": [
+        ("low-bit-neighbours-mixed", "(high | (high << 12)) & 0x000F000F", "(high | (high << 8)) & 0x000F000F",
+         LOW_BIT + "test_products[q5_0-1-shape0]"),
+        ("low-bit-sign-of-six", "((high & 0xFFFF) | (high << 8))", "(high | (high << 8))",
+         LOW_BIT + "test_products[q6_k-1-shape0]"),
+        ("low-bit-scale-of-another-group", "part = (each % 8) * 4", "part = (each % 4) * 4",
+         LOW_BIT + "test_products[q4_k-1-shape0]"),
+        ("low-bit-factors-beyond-the-rows", "at = row * (num_groups // (GROUP // 32)) + each // (GROUP // 32)",
+         "at = row * num_groups + each // (GROUP // 32)", LOW_BIT + "test_products[awq-1-shape0]"),
+    ],
+    "kernels/low_bit_matvec.py": [
+        ("low-bit-fine-plane-dropped", "(coarse * 256 + fine)", "(coarse * 256)",
+         LOW_BIT + "test_products[q4_0-1-shape0]"),
+        ("low-bit-offset-of-half-a-group", "both = first_sum + second_sum", "both = first_sum",
+         LOW_BIT + "test_products[q4_1-1-shape0]"),
+        ("low-bit-nan-is-a-number", " + 0.0 * tl.sum(x, 1)", "",
+         LOW_BIT + "test_numbers_that_are_none_are_seen[2-nan]"),
+    ],
+    "kernels/low_bit_matmul.py": [
+        ("low-bit-part-not-added", "tl.static_range(1, SPLITS)", "tl.static_range(2, SPLITS)",
+         LOW_BIT + "test_splits_of_the_input_are_added_up[2]"),
+        ("low-bit-range-of-float16", "tl.maximum(largest, 16384.0)", "tl.maximum(largest * 0.0, 16384.0)",
+         LOW_BIT + "test_activations_that_float16_could_not_hold"),
+    ],
+    "minillm/weights/gguf_blocks.py": [
+        ("iq4-xs-scale-unsigned", "(high & 3) << 4) - 32", "(high & 3) << 4) - 31",
+         BLOCKS_OF_FILES + "[IQ4_XS-False]"),
+        ("k-quant-high-bits-swapped", "third & 15 | (first >> 6) << 4", "third & 15 | (second >> 6) << 4",
+         BLOCKS_OF_FILES + "[Q4_K-False]"),
+    ],
     "minillm/fit/weights.py": [
         ("head-tied-and-not-read", "if tensor.name not in _EMBEDDINGS or tied:", "if tensor.name not in _EMBEDDINGS:",
          SIZES + "test_the_bytes_are_those_of_the_loaded_model"),
-        ("low-bit-is-widened", "tensor.kind not in KEPT and", "True and",
+        ("low-bit-is-widened", "if tensor.kind not in KEPT:", "if True:",
          SIZES + "test_low_bit_matrices_stay_as_they_are_stored",
          SIZES + "test_an_8b_in_4_bits_takes_what_its_file_does"),
         ("unknown-low-bit-stays", "* _WIDENED_BITS / 8", "* 0 + tensor.num_bytes",
