@@ -14,6 +14,7 @@ from minillm.fit.weights import QUANTIZED_BITS, Layout, Weights
 from minillm.progress import size
 from minillm.weights.shape import Shape
 
+CPU_KEEPS_LOW_BIT = False  # its products are of numbers, so matrices of few bits are unpacked at the load
 CPU_POOL_TOKENS, CPU_POOL_SHARE = 32768, 0.5
 CPU_STEP_TOKENS = 512  # a step of a 135M model then takes about a second
 GPU_STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
@@ -68,7 +69,7 @@ class Budget:
         asked = quantize or getattr(self.config, "quantize", None)
         in_float32_on_cpu = not self.on_gpu and self.element_size == 4
         packs = in_float32_on_cpu and platform.machine() in _PACKING
-        keeps = self.on_gpu and self.config.weights == "stored"
+        keeps = (self.on_gpu or CPU_KEEPS_LOW_BIT) and self.config.weights == "stored"
         return Layout(self.element_size, packs, asked if asked in QUANTIZED_BITS else "", keeps)
 
     def step_bytes(self, shape: Shape, num_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.weights import QUANTIZED_BITS, expected_tensors, is_plain_matrix, weights_in_memory
+from minillm.fit.weights import PACKED, QUANTIZED_BITS, expected_tensors, is_plain_matrix, weights_in_memory
 from minillm.model.config import ModelConfig
 from minillm.weights.files import find_downloaded
 from minillm.weights.manifest import ModelEntry, PathSource
@@ -30,8 +31,10 @@ class Sized:
 
     def fit(self, budget: Budget) -> Fit:
         """How it would lie in memory."""
-        part = 1 / budget.config.tensor_parallel_size
-        weights = weights_in_memory(self.tensors, budget.layout(self.quantize), lambda tensor: part)
+        part, layout, tensors = 1 / budget.config.tensor_parallel_size, budget.layout(self.quantize), self.tensors
+        if not layout.keeps_low_bit and any(tensor.name == PACKED for tensor in tensors):
+            tensors = expected_tensors(self.shape, sys.maxsize)  # they become numbers of 32 bits
+        weights = weights_in_memory(tensors, layout, lambda tensor: part)
         return budget.fit(weights, self.shape)
 
 

@@ -15,6 +15,7 @@ _WIDENED_BITS = 8.5  # other low-bit types of GGUF become 8-bit numbers in group
 _IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, and 6 in the file
 QUANTIZED_BITS = {"int8": 8.5, "int4": 4.5, "fp8": 8.0}  # bits per weight, by --quantize
 _FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
+PACKED = "model.layers.packed"  # all matrices of a low-bit model of which only the size is known
 _GATE = re.compile(r"(gate_proj|ffn_gate)\.weight$")
 _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")
 
@@ -107,7 +108,7 @@ def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
     tables = [_EMBEDDINGS[0]] if shape.tied else [_EMBEDDINGS[0], _HEADS[0]]
     if size < 1.5 * count:  # low-bit: as many bytes as are stored
         table = size * shape.table // count
-        rest = StoredTensor("model.layers.packed", (size - table * len(tables),), "U8")
+        rest = StoredTensor(PACKED, (size - table * len(tables),), "U8")
         return (*(StoredTensor(name, (table,), "U8") for name in tables), rest)
     kind = "F32" if size > 3 * count else "BF16"
     attention = shape.matrices // shape.layers - 3 * shape.intermediate * shape.hidden

@@ -34,6 +34,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     monkeypatch.setattr(fit, "_measured", lambda device: 20e9)
     monkeypatch.setattr(system, "memory", lambda: (7 * GIB, 8 * GIB))
     monkeypatch.setattr(fit, "_gpu_is_here", lambda: False)
+    monkeypatch.setattr("minillm.fit.budget.CPU_KEEPS_LOW_BIT", True)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         code = main(["fit", *arguments])
@@ -117,10 +118,15 @@ def test_a_file_and_a_directory_are_rows_of_their_own(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gguf = forge_gguf(tmp_path / "8b.gguf", LLAMA_8B)
-    [row] = rows(run, str(gguf)).values()
+    [row] = rows(run, str(gguf), "--memory", "12GiB").values()
     assert row["name"] == str(gguf)
     assert row["downloaded"]
     assert row["fits"]
+    monkeypatch.setattr("minillm.fit.budget.CPU_KEEPS_LOW_BIT", False)
+    [on_cpu] = rows(run, str(gguf), "--device", "cpu").values()
+    guessed = rows(run, "llama-3.1-8b", "--device", "cpu")["llama-3.1-8b:q4_k_m"]
+    assert guessed["weights"] > 3 * row["weights"]
+    assert on_cpu["weights"] > 3 * row["weights"], "a CPU computes with numbers"
     directory = forge_hf(tmp_path / "1b", LLAMA_1B, hf_tensors(LLAMA_1B))
     assert list(rows(run, str(directory))) == [str(directory)], "this engine turns nothing to fewer bits yet"
     monkeypatch.setattr(fit, "can_quantize", lambda: True)
