@@ -14,10 +14,11 @@ layout     levels; scales                                                       
 ``bytes``  256 weights share a scale; groups of 16 or 32 multiply it by 8 bits       Q6_K, IQ4_XS
 =========  ========================================================================  =====================
 
-Levels of up to 6 bits lie in a plane of nibbles and a plane of the bits above them. A 32-bit word of nibbles holds
-eight weights: byte b of word j has weight 4j + b in its low half and 16 + 4j + b in its high half, so that one mask
-makes four neighbours along the input of it, each in a byte. For each such word the higher plane has 8 or 16 bits: those
-of byte 0's low half, of its high half, of byte 1's low half, and so on. Levels of 8 bits are four neighbours a word.
+Levels of up to 6 bits lie in a plane of nibbles and a plane of the bits above them. A 32-bit word of nibbles has eight
+neighbours along the input, the first four in the low halves of its bytes and the next four in the high halves; a word
+of 8-bit levels holds four. The four are in bytes 0, 2, 1, 3: so one mask makes of a word four whole numbers in bytes,
+or, with the bits of 1,024 above them, two neighbours as two float16. The higher plane is in the same order for shifts
+by whole words: see `_high_shifts`.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class LowBit:
 
     layout: Layout
     shape: tuple[int, int]
-    levels: Tensor  # [out, in / 32 * words_per_group] int32
-    high: Tensor | None  # [out, in / 8], for 5 bits uint8, for 6 bits int16
+    levels: Tensor  # [out, in / 32 * words_per_group] int32; of 8 bits 128 more than the level
+    high: Tensor | None  # [out, in / 32 * (bits - 4)] int32
     # ``plain``: [out, groups], a floating dtype. ``zeros``, ``offset``: [out, groups, 2] float16. ``super``: [out,
     # in / 256, 4] int32, see `pack_super`. ``bytes``: [out, in / group] int8.
     scales: Tensor
@@ -139,10 +140,8 @@ def random_matrix(layout: Layout, shape: tuple[int, int], deviation: float, gene
 
     words = random(-(1 << 31), 1 << 31, out, width // GROUP * layout.words_per_group)
     high, units = None, None
-    if layout.bits == 5:
-        high = random(0, 256, out, width // 8, dtype=torch.uint8)
-    elif layout.bits == 6:
-        high = random(-(1 << 15), 1 << 15, out, width // 8, dtype=torch.int16)
+    if layout.bits in (5, 6):
+        high = random(-(1 << 31), 1 << 31, out, width // GROUP * (layout.bits - 4))
     step = deviation / (0.289 * (1 << layout.bits))  # levels are uniform
     if layout.scales == "super":
         parts = random(32, 64, out, width // SUPER, 8)
@@ -157,18 +156,22 @@ def random_matrix(layout: Layout, shape: tuple[int, int], deviation: float, gene
     return LowBit(layout, shape, words, high, scales, units)
 
 
+_BYTES = (0, 16, 8, 24)  # shifts of four neighbours
+
+
 def unpack_levels(matrix: LowBit) -> Tensor:
     """The levels ``[out, in]``, int32, zeros not yet subtracted."""
     out, width = matrix.shape
+    shifts = torch.tensor(_BYTES, dtype=torch.int32, device=matrix.device)
     if matrix.layout.bits == 8:
-        return matrix.levels.contiguous().view(torch.int8).view(out, width).int()
-    words = matrix.levels.view(out, width // GROUP, 4)
-    shifts = _shifts(words.device)
-    levels = (words[..., None, :, None] >> shifts) & 15  # [out, groups, half, word, byte]
+        return ((matrix.levels[..., None] >> shifts) & 255).view(out, width) - 128
+    words = matrix.levels.view(out, width // GROUP, 4, 1, 1)  # [.., .., word, half, neighbour]
+    levels = (words >> (shifts + 4 * torch.arange(2, dtype=torch.int32, device=matrix.device)[:, None])) & 15
     if matrix.high is not None:
         bits = matrix.layout.bits - 4
-        high = matrix.high.view(out, width // GROUP, 1, 4, 1).int()
-        levels |= ((high >> _high_shifts(bits, words.device)) & (1 << bits) - 1) << 4
+        high = matrix.high.view(out, width // GROUP, bits, 1, 1, 1)
+        each = (high >> _high_shifts(bits, matrix.device)) & ((1 << bits) - 1)
+        levels |= each.view_as(levels) << 4
     levels = levels.reshape(out, width)
     if matrix.layout.table:
         levels = torch.tensor(IQ4_TABLE, dtype=torch.int32, device=words.device)[levels.long()]
@@ -178,25 +181,26 @@ def unpack_levels(matrix: LowBit) -> Tensor:
 def pack_levels(levels: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     """The planes of ``levels [out, in]``: of 8 bits -128 to 127, else 0 to ``2^bits - 1`` (or places in the table)."""
     out, width = levels.shape
+    shifts = torch.tensor(_BYTES, dtype=torch.int32, device=levels.device)
     if bits == 8:
-        return levels.to(torch.int8).contiguous().view(torch.int32), None
-    split = levels.to(torch.int32).view(out, width // GROUP, 2, 4, 4)  # group, half, word, byte
-    words = ((split & 15) << _shifts(levels.device)).sum((2, 4), dtype=torch.int32).flatten(1)
+        return ((levels.int() + 128).view(out, -1, 4) << shifts).sum(-1, dtype=torch.int32), None
+    split = levels.to(torch.int32).view(out, width // GROUP, 4, 2, 4)  # group, word, half, neighbour
+    halves = shifts + 4 * torch.arange(2, dtype=torch.int32, device=levels.device)[:, None]
+    words = ((split & 15) << halves).sum((3, 4), dtype=torch.int32).flatten(1)
     if bits == 4:
         return words, None
-    high = ((split >> 4) << _high_shifts(bits - 4, levels.device)).sum((2, 4), dtype=torch.int32).flatten(1)
-    return words, high.to(torch.uint8 if bits == 5 else torch.int16)
-
-
-def _shifts(device: torch.device) -> Tensor:
-    """Where in its word a weight's nibble lies: ``[half, 1, byte]``."""
-    return torch.tensor([[[0, 8, 16, 24]], [[4, 12, 20, 28]]], dtype=torch.int32, device=device)
+    each = (split >> 4).view(out, width // GROUP, bits - 4, 4 // (bits - 4), 2, 4)
+    high = (each << _high_shifts(bits - 4, levels.device)).sum((3, 4, 5), dtype=torch.int32)
+    return words, high.flatten(1)
 
 
 def _high_shifts(bits: int, device: torch.device) -> Tensor:
-    """Where in its word's higher bits a weight's ``bits`` lie: ``[half, 1, byte]``."""
-    half, byte = torch.arange(2, dtype=torch.int32, device=device), torch.arange(4, dtype=torch.int32, device=device)
-    return bits * (2 * byte + half[:, None, None])
+    """Where a weight's ``bits`` above the nibble lie: ``[words that share one, half, neighbour]``.
+
+    Each half of 16 bits has those of two bytes of a nibble word: first of their low halves, then of their high ones.
+    """
+    word, half, at = (torch.arange(size, dtype=torch.int32, device=device) for size in (4 // bits, 2, 4))
+    return 4 * bits * word[:, None, None] + 2 * bits * half[:, None] + bits * (at >> 1) + 16 * (at & 1)
 
 
 def pack_super(scales: Tensor, mins: Tensor, unit: Tensor, min_unit: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ k. Each computes its own columns of the output.
 tokens         computed by
 =============  ======================================================================================================
 1, 2           `low_bit_matvec`: activations in whole numbers of 16 bits, products of bytes
-up to 256      `low_bit_matmul`: weights become float16 in registers, the matrix unit does the rest
+up to 64       `low_bit_matmul`: weights become float16 in registers, the matrix unit does the rest
 more           cuBLAS, for a part of the rows at a time, unpacked to memory that stays in the L2
 =============  ======================================================================================================
 
@@ -24,10 +24,11 @@ from minillm.kernels import low_bit_matmul as matmul
 from minillm.kernels import low_bit_matvec as matvec
 from minillm.kernels.activation import silu_mul
 from minillm.kernels.low_bit import LowBit
+from minillm.kernels.low_bit_unpack import dequantise
 from minillm.kernels.norm import rms_norm
 
 Norm = tuple[Tensor, float]  # weight, eps
-_MOST_FUSED = 256  # tokens
+_MOST_FUSED = 64  # tokens
 _UNPACKED = 1 << 24  # weights at a time
 
 
@@ -40,10 +41,14 @@ def linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tenso
 
 def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm: Norm) -> Tensor:
     """``silu(gate) * up`` of ``gate, up = linear(x, …)``."""
-    if len(parts) > 1 or not matvec.takes(x.shape[0], parts[0]):
+    tokens, features = x.shape[0], sum(part.shape[0] for part in parts)
+    if len(parts) > 1 or tokens > _most_fused(x):
         return silu_mul(linear(x, parts, bias, None, norm))
-    out = x.new_empty(x.shape[0], parts[0].shape[0] // 2)
-    return matvec.product(matvec.quantise_activations(x, norm[0]), parts[0], bias, out, eps=norm[1], gated=True)
+    out = x.new_empty(tokens, features // 2)
+    if tokens <= matvec.MOST_TOKENS:
+        numbers = matvec.quantise_activations(x, norm[0])
+        return matvec.product(numbers, parts[0], bias, out, eps=norm[1], gated=True)
+    return matmul.matmul(matmul.halve_activations(x, norm), parts[0], bias, out, gated=True)
 
 
 def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -59,7 +64,7 @@ def _compute(
         numbers = matvec.quantise_activations(x, None if norm is None else norm[0])
         for part, bias_part, columns in _columns(parts, bias, out):
             matvec.product(numbers, part, bias_part, columns, eps=None if norm is None else norm[1], add=add)
-    elif tokens <= _MOST_FUSED and x.dtype.itemsize == 2:
+    elif tokens <= _most_fused(x):
         halves = matmul.halve_activations(x, norm)
         for part, bias_part, columns in _columns(parts, bias, out):
             matmul.matmul(halves, part, bias_part, columns, add=add)
@@ -68,6 +73,11 @@ def _compute(
         for part, bias_part, columns in _columns(parts, bias, out):
             _unpacked(x, part, bias_part, columns, add)
     return out
+
+
+def _most_fused(x: Tensor) -> int:
+    """Tokens up to which a matrix is not unpacked."""
+    return _MOST_FUSED if x.dtype.itemsize == 2 else matvec.MOST_TOKENS
 
 
 def _columns(
@@ -86,7 +96,7 @@ def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: 
     scratch = x.new_empty(min(rows, matrix.shape[0]), matrix.shape[1])
     for start in range(0, matrix.shape[0], rows):
         slab = matrix.rows(slice(start, start + rows))
-        weights = matmul.dequantise(slab, scratch[: slab.shape[0]])
+        weights = dequantise(slab, scratch[: slab.shape[0]])
         product = functional.linear(x, weights, None if bias is None else bias[start : start + rows])
         target = out[:, start : start + rows]
         target.add_(product) if add else target.copy_(product)
@@ -95,4 +105,4 @@ def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: 
 def embedding(token_ids: Tensor, matrix: LowBit, dtype: torch.dtype) -> Tensor:
     """Rows ``[tokens, in]`` of the matrix, unpacked."""
     out = torch.empty(token_ids.shape[0], matrix.shape[1], dtype=dtype, device=matrix.device)
-    return matmul.dequantise(matrix, out, token_ids)
+    return dequantise(matrix, out, token_ids)

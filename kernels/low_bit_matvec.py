@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED, pdl_options, wait_for_inputs
 from minillm.kernels.low_bit import GROUP, LowBit
-from minillm.kernels.low_bit_tiles import dot4, level_bytes, load_factors, load_levels
+from minillm.kernels.low_bit_tiles import constants_of, dot4, level_bytes, load_factors, load_levels, planes_of
 
 MOST_TOKENS = 2
 _SPAN = 1024
@@ -43,7 +43,6 @@ def _quantise_kernel(
     wait_for_inputs(PDL)
     span, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     groups = span * GROUPS + tl.arange(0, GROUPS)
-    # [group, half, word, byte]
     columns = groups[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = columns < num_columns
     x = tl.load(x_ptr + token * num_columns + columns, mask=mask, other=0.0).to(tl.float32)
@@ -61,8 +60,10 @@ def _quantise_kernel(
     halves = tl.sum(tl.reshape(level, [GROUPS, 2, 16]), 2).to(tl.float32) * scale[:, None]
     tl.store(factor_at, scale, mask=is_group)
     tl.store(factor_at[:, None] + 1 + tl.arange(0, 2)[None, :], halves, mask=is_group[:, None])
-    shifts = 8 * tl.arange(0, 4)[None, None, :]
-    words = groups[:, None] * 8 + tl.arange(0, 8)[None, :]
+    # As levels are: see `minillm.kernels.low_bit`. Words of the first four of eight come first.
+    neighbours, fours = tl.arange(0, 4), tl.arange(0, 8)
+    shifts = (16 * (neighbours % 2) + 8 * (neighbours // 2))[None, None, :]
+    words = groups[:, None] * 8 + (4 * (fours % 2) + fours // 2)[None, :]
     at = planes_ptr + token * 2 * (num_columns // 4) + words
     upper_words = tl.sum((tl.reshape(upper, [GROUPS, 8, 4]) & 255) << shifts, 2)
     tl.store(at, upper_words, mask=is_group[:, None])
@@ -117,8 +118,9 @@ def _tile_product(
     upper, fine_y = tl.broadcast(upper, fine_y)
     none = low & 0
     if GROUP == 16:
-        first = tl.sum(dot4(low, coarse_x, none), 2) * 256 + tl.sum(dot4(low, fine_x, none), 2)
-        second = tl.sum(dot4(upper, coarse_y, none), 2) * 256 + tl.sum(dot4(upper, fine_y, none), 2)
+        both = dot4(upper, coarse_y, dot4(low, coarse_x, none)) * 256 + dot4(upper, fine_y, dot4(low, fine_x, none))
+        halves = tl.sum(tl.reshape(both, [low.shape[0], low.shape[1], 2, 2]), 3)  # words 0 and 1, and 2 and 3
+        first, second = tl.split(halves)
         part = first_scale * (first.to(tl.float32) * scale - zero * first_sum)
         part += second_scale * (second.to(tl.float32) * scale - zero * second_sum)
     else:
@@ -227,25 +229,22 @@ def product(
         gated: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``.
         tile: rows and warps of a program, and programs of a multiprocessor.
     """
-    layout, (features, columns) = matrix.layout, matrix.shape
+    features, columns = matrix.shape
     tokens, groups = x.planes.shape[0], columns // GROUP
     num_rows = features // 2 if gated else features
     rows, warps, programs = tile or _tile_for(groups, num_rows)
     grid = (min(triton.cdiv(num_rows, rows), programs * _processors(out.device)),)
     spans = x.squares.shape[1]
-    scales = matrix.scales.view(torch.int32) if layout.scales in ("zeros", "offset") else matrix.scales
     # Triton wants powers of two: three tokens are three launches.
     for token in range(tokens) if tokens & (tokens - 1) else (None,):
         part = x if token is None else Activations(*(each[token : token + 1] for each in x))
         _product_kernel[grid](
-            out if token is None else out[token : token + 1], *part, matrix.levels,
-            matrix.levels if matrix.high is None else matrix.high, scales,
-            scales if matrix.units is None else matrix.units, scales if bias is None else bias,
+            out if token is None else out[token : token + 1], *part, *planes_of(matrix),
+            matrix.scales if bias is None else bias,
             num_rows, groups, spans, out.stride(0), eps or 0.0,
             NORM=eps is not None, GATED=gated, ADD=add, BIAS=bias is not None, TOKENS=part.planes.shape[0],
-            BITS=layout.bits, SCALES=layout.scales, GROUP=layout.group, ZERO=layout.zero, TABLE=layout.table,
-            ROWS=rows, GROUPS=triton.next_power_of_2(groups), SPANS=triton.next_power_of_2(spans),
-            num_warps=warps, **pdl_options(out.device),
+            **constants_of(matrix), ROWS=rows, GROUPS=triton.next_power_of_2(groups),
+            SPANS=triton.next_power_of_2(spans), num_warps=warps, **pdl_options(out.device),
         )  # fmt: skip
     return out
 
@@ -256,9 +255,14 @@ def _processors(device: torch.device) -> int:
 
 
 def _tile_for(groups: int, rows: int) -> tuple[int, int, int]:
-    """Rows and warps of a program, and programs of a multiprocessor."""
+    """Rows and warps of a program, and programs of a multiprocessor; measured on an H200."""
     if INTERPRETED.value:
         return 64, 4, 1
     lanes = triton.next_power_of_2(groups)
-    warps = 4 if lanes > 128 else max(1, lanes // 64)
-    return 1, warps if lanes <= 512 else lanes // 128, 16 if warps == 1 else 8
+    if lanes > 128:
+        return 1, max(4, lanes // 128), 8 if lanes <= 256 else 3
+    if lanes < 128:
+        return 1, 1, 16
+    if rows > 100_000:
+        return 1, 4, 8
+    return (1, 2, 8) if rows > 8192 else (2, 2, 6) if rows > 4096 else (1, 4, 8)

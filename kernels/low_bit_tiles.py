@@ -2,11 +2,13 @@
 
 import struct
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED
-from minillm.kernels.low_bit import IQ4_TABLE
+from minillm.kernels.low_bit import IQ4_TABLE, LowBit
 
 # Four levels a word.
 _TABLE = struct.unpack("<4i", struct.pack("16b", *IQ4_TABLE))
@@ -14,34 +16,32 @@ _T0 = tl.constexpr(_TABLE[0])
 _T1 = tl.constexpr(_TABLE[1])
 _T2 = tl.constexpr(_TABLE[2])
 _T3 = tl.constexpr(_TABLE[3])
-
-
-@triton.jit
-def load_words(ptr, rows, groups, num_rows, num_groups, FIRST: tl.constexpr, PER_GROUP: tl.constexpr):
-    """Words ``FIRST`` to ``FIRST + 3`` of each group of a plane: ``[rows, groups, 4]`` int32, zeros outside."""
-    mask = (rows < num_rows)[:, None, None] & (groups < num_groups)[None, :, None]
-    at = (rows * num_groups)[:, None, None] + groups[None, :, None]  # below 2^31: see `low_bit.MOST_WORDS`
-    at = at * PER_GROUP + (FIRST + tl.arange(0, 4))[None, None, :]
-    return tl.load(ptr + at, mask=mask, other=0, eviction_policy="evict_first")
+_SIGNS = tl.constexpr(-0x7F7F7F80)  # of four bytes
 
 
 @triton.jit
 def load_levels(levels_ptr, high_ptr, rows, groups, num_rows, num_groups, BITS: tl.constexpr):
-    """The words that `level_bytes` makes levels of: three tensors ``[rows, groups, 4]``, the last of higher bits."""
-    first = load_words(levels_ptr, rows, groups, num_rows, num_groups, 0, 8 if BITS == 8 else 4)
-    second = first
+    """What `level_bytes` makes levels of, zeros outside: words ``[rows, groups, 4]``, of 8 bits also those at odd
+    places, and the higher plane ``[rows, groups, BITS - 4]``."""
+    mask = ((rows < num_rows)[:, None] & (groups < num_groups)[None, :])[:, :, None]
+    group = (rows * num_groups)[:, None, None] + groups[None, :, None]  # below 2^31: see `low_bit.MOST_WORDS`
+    WORDS: tl.constexpr = 8 if BITS == 8 else 4
+    words = tl.load(
+        levels_ptr + group * WORDS + tl.arange(0, WORDS)[None, None, :],
+        mask=mask, other=0, eviction_policy="evict_first",
+    )  # fmt: skip
+    odd, high = words, words
     if BITS == 8:
-        second = load_words(levels_ptr, rows, groups, num_rows, num_groups, 4, 8)
-    high = first
-    if BITS == 5 or BITS == 6:
-        mask = (rows < num_rows)[:, None, None] & (groups < num_groups)[None, :, None]
-        at = ((rows * num_groups)[:, None, None] + groups[None, :, None]) * 4 + tl.arange(0, 4)[None, None, :]
-        high = tl.load(high_ptr + at, mask=mask, other=0, eviction_policy="evict_first").to(tl.int32)
-    return first, second, high
+        words, odd = tl.split(tl.reshape(words, [rows.shape[0], groups.shape[0], 4, 2]))
+    elif BITS > 4:
+        PLANES: tl.constexpr = BITS - 4
+        at = high_ptr + group * PLANES + tl.arange(0, PLANES)[None, None, :]
+        high = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
+    return words, odd, high
 
 
 @triton.jit
-def _look_up(nibbles):
+def look_up(nibbles):
     """The table's levels at four nibbles, each the low half of a byte."""
     result = nibbles * 0
     for byte in tl.static_range(4):
@@ -52,28 +52,31 @@ def _look_up(nibbles):
 
 
 @triton.jit
-def level_bytes(first, second, high, BITS: tl.constexpr, TABLE: tl.constexpr):
-    """Levels of both halves of each group: two tensors ``[rows, groups, 4]`` of four bytes a word."""
-    low, upper = first, second
-    if BITS != 8:
-        low, upper = first & 0x0F0F0F0F, (first >> 4) & 0x0F0F0F0F
+def level_bytes(words, odd, high, BITS: tl.constexpr, TABLE: tl.constexpr):
+    """Levels of the first four weights of each eight and of the others: two ``[rows, groups, 4]`` of bytes in words."""
+    if BITS == 8:
+        low, upper = words ^ _SIGNS, odd ^ _SIGNS
+    else:
+        low, upper = words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
     if TABLE:
-        low, upper = _look_up(low), _look_up(upper)
-    if BITS == 5:  # from 8 bits: two in each byte, the low half's first
-        high = (high | (high << 12)) & 0x000F000F
-        high |= high << 6
-        low |= (high & 0x01010101) << 4
-        upper |= (high << 3) & 0x10101010
-    elif BITS == 6:  # from 16 bits: four in each byte
-        high = ((high & 0xFFFF) | (high << 8)) & 0x00FF00FF
-        high |= high << 4
-        low |= (high & 0x03030303) << 4
-        upper |= (high << 2) & 0x30303030
+        low, upper = look_up(low), look_up(upper)
+    if BITS == 5 or BITS == 6:
+        PLANES: tl.constexpr = BITS - 4
+        SHARE: tl.constexpr = 4 // PLANES  # words of nibbles with one word of the higher plane
+        high = tl.broadcast_to(high[:, :, :, None], [words.shape[0], words.shape[1], PLANES, SHARE])
+        high = tl.reshape(high, [words.shape[0], words.shape[1], 4])
+        high >>= (4 * PLANES * (tl.arange(0, 4) % SHARE))[None, None, :]
+    if BITS == 5:
+        low |= ((high << 4) & 0x00100010) | ((high << 11) & 0x10001000)
+        upper |= ((high << 2) & 0x00100010) | ((high << 9) & 0x10001000)
+    elif BITS == 6:
+        low |= ((high << 4) & 0x00300030) | ((high << 10) & 0x30003000)
+        upper |= (high & 0x00300030) | ((high << 6) & 0x30003000)
     return low, upper
 
 
 @triton.jit
-def _pair(words):
+def pair(words):
     """Both float16 numbers of each word."""
     first = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     second = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -98,7 +101,7 @@ def load_factors(
         first_and_third, second_and_fourth = tl.split(words)
         low, high = tl.split(first_and_third)
         low_mins, units = tl.split(second_and_fourth)
-        unit, min_unit = _pair(units)
+        unit, min_unit = pair(units)
         part = (each % 8) * 4
         scale = ((low >> part) & 15) | (((high >> (part // 2)) & 3) << 4)
         least = ((low_mins >> part) & 15) | (((high >> (16 + part // 2)) & 3) << 4)
@@ -120,9 +123,9 @@ def load_factors(
         if SCALES == "plain":
             scale = scale.to(tl.float32)
         elif SCALES == "zeros":
-            scale, zero = _pair(scale)  # two float16 numbers, seen as a word
+            scale, zero = pair(scale)  # two float16 numbers, seen as a word
         else:
-            scale, offset = _pair(scale)
+            scale, offset = pair(scale)
         second = scale
     return scale, second, zero, offset
 
@@ -138,3 +141,22 @@ def dot4(a, b, total):
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, total], dtype=tl.int32, is_pure=True, pack=1
         )
     return total
+
+
+def planes_of(matrix: LowBit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Levels, high bits, scales and units as kernels take them, with something else where there are none."""
+    scales = matrix.scales.view(torch.int32) if matrix.layout.scales in ("zeros", "offset") else matrix.scales
+    high = matrix.levels if matrix.high is None else matrix.high
+    return matrix.levels, high, scales, scales if matrix.units is None else matrix.units
+
+
+def constants_of(matrix: LowBit) -> dict[str, object]:
+    """What kernels are compiled for."""
+    layout = matrix.layout
+    return {
+        "BITS": layout.bits,
+        "SCALES": layout.scales,
+        "GROUP": layout.group,
+        "ZERO": layout.zero,
+        "TABLE": layout.table,
+    }

@@ -27,9 +27,11 @@ from minillm.kernels import (
     sampling,
     top_k,
 )
+from minillm.kernels import low_bit_linear as few_bits
 from minillm.kernels.arguments import HeadNorms
 from minillm.kernels.chunked_prefill import prefill_attention
 from minillm.kernels.decode_attention import paged_attention
+from minillm.kernels.low_bit import Layout, random_matrix
 from minillm.kernels.prefix_decode_attention import prefix_attention
 from minillm.kernels.prefix_plan import FREE, AttentionShape, WorkList, plan_attention
 
@@ -75,6 +77,22 @@ def main() -> None:
         ids, staging = torch.tensor([3, 1], device=DEVICE), torch.zeros(2, 2, 2, 4, 3, 64, dtype=dtype, device=DEVICE)
         blocks.gather_blocks(cache, ids, staging)
         blocks.scatter_blocks(cache, ids, staging)
+    layouts = (
+        Layout(4, "plain", 8),
+        Layout(4, "super"),
+        Layout(5, "super"),
+        Layout(6, "bytes", 32, 16),
+        Layout(8, "plain"),
+    )
+    for layout in (*layouts, Layout(8, "plain")):
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        matrix = random_matrix(layout, (2 * 77, 512), 0.02, generator)
+        x, weight = randn(300, 512, dtype=torch.bfloat16), randn(512, dtype=torch.bfloat16)
+        for tokens in (1, 2, 3, 20, 300):
+            few = x[:tokens]
+            few_bits.gated_linear(few, (matrix,), randn(154, dtype=torch.bfloat16), (weight, 1e-5))
+            few_bits.linear_add(few, (matrix, matrix), None, randn(tokens, 308, dtype=torch.bfloat16))
+        few_bits.embedding(torch.tensor([3, 153, 0], device=DEVICE), matrix, torch.bfloat16)
     for vocab in (50, 5001):
         logits = torch.cat((randn(5, vocab), torch.zeros(1, vocab, device=DEVICE)))
         rows = len(logits)
