@@ -6,7 +6,7 @@ import json
 import struct
 from pathlib import Path
 
-gguf = pytest.importorskip("gguf")
+import gguf
 import pytest
 import torch
 from forging import LLAMA_1B, LLAMA_8B, awq_tensors, forge_gguf, forge_hf, hf_tensors
