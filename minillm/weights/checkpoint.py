@@ -156,7 +156,7 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         if name not in self._stems:
             return super().shape(name)
         asked = self._part(name, "weight_shape") if self._form.method == "packed" else None
-        sizes = () if asked is None or asked.shape != (2,) else tuple(map(int, asked))
+        sizes = () if asked is None or asked.shape != (2,) or asked.is_floating_point() else tuple(map(int, asked))
         return logical_shape(self._form, super().shape(self._first(name)), sizes)
 
     def stored_as(self, name: str) -> str:

@@ -199,6 +199,8 @@ def test_scales_beyond_float16_are_widened(tmp_path: Path) -> None:
         ("packed:4-32", "weight_scale", torch.zeros(128, 2, dtype=torch.int32)),
         ("packed:4-32", "weight_scale", torch.zeros(2, 2, 2)),
         ("packed:4-32", "weight_zero_point", torch.zeros(7)),
+        ("packed:4-32", "weight_shape", torch.full((2,), 1 << 60)),
+        ("packed:4-32", "weight_shape", torch.tensor([128, -64])),
         ("int8:8-0", "weight_scale", torch.zeros(5, 1)),
         ("channel", "weight_scale", torch.zeros(5, 1)),
         ("block", "weight_scale_inv", torch.zeros(9, 1)),
