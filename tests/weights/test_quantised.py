@@ -231,3 +231,13 @@ def test_other_forms_are_refused_by_name(tmp_path: Path, config: dict[str, objec
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
     with pytest.raises(WeightsError, match=named):
         open_checkpoint(ModelFiles("m", tmp_path, ""))
+
+
+def test_an_older_gptq_file_with_biases_of_zeros(tmp_path: Path) -> None:
+    exact = write(tmp_path, "gptq:4-32", **{"model.layers.0.mlp.up_proj.bias": torch.zeros(128)})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32, "desc_act": False}))
+    checkpoint = open_checkpoint(ModelFiles("m", tmp_path, ""))
+    assert set(checkpoint.names()) == set(exact)
+    for name, weights in exact.items():
+        assert torch.equal(checkpoint.tensor(name), weights.float())
