@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from minillm.weights.shape import Shape
-from minillm.weights.stored import BLOCKS, PLAIN, StoredTensor
+from minillm.weights.stored import BLOCKS, FP8, PLAIN, StoredTensor
 
 KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 _WIDENED_BITS = 8.5  # other low-bit types of GGUF become 8-bit numbers in groups of 32 with a scale
@@ -88,6 +88,8 @@ def _held(tensor: StoredTensor, layout: Layout) -> float:
         if len(tensor.shape) == 2 and not tensor.name.endswith(".weight"):
             return tensor.num_bytes  # scales of packed weights (AWQ, GPTQ, compressed-tensors)
         return tensor.count * layout.element_size
+    if tensor.kind in FP8:
+        return tensor.count * layout.element_size  # it becomes numbers of the dtype
     if tensor.kind in BLOCKS and tensor.kind not in PLAIN:
         if not layout.keeps_low_bit:
             return tensor.count * layout.element_size

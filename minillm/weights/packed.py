@@ -1,0 +1,174 @@
+"""Matrices of few bits in safetensors, unpacked to levels, and turned to numbers or to `minillm.kernels.low_bit`.
+
+A weight is ``scale * (level - zero)``, with a scale and a zero for each group along the input:
+
+==================  ==========================================================================================
+gptq                qweight ``[in / n, out]``, qzeros ``[groups, out / n]``, scales ``[groups, out]``, g_idx ``[in]``
+awq                 qweight ``[in, out / 8]``, qzeros ``[groups, out / 8]``, scales ``[groups, out]``
+packed              weight_packed ``[out, in / n]``, weight_scale ``[out, groups]``, zeros ``[out / n, groups]``
+int8                weight ``[out, in]``, weight_scale and weight_zero_point ``[out, 1]`` or of one number
+fp8                 weight ``[out, in]``, weight_scale ``[out, 1]`` or of one number, or one of each block
+==================  ==========================================================================================
+
+Words have ``n`` levels of 32 / n bits, the first one lowest; AWQ mixes the eight of a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm.kernels import LowBit
+from minillm.kernels.low_bit import GROUP, Layout, pack_levels
+from minillm.weights.quantised import Quantised
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its first column, its second, ...
+# The tensors of a quantised matrix beside the first one, which its name in the file ends in.
+FIRST = {"gptq": "qweight", "awq": "qweight", "packed": "weight_packed", "int8": "weight", "fp8": "weight"}
+OTHERS = (
+    *("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape"),
+    *("weight_g_idx", "input_scale", "input_zero_point", "k_scale", "v_scale"),
+)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A matrix's levels ``[out, in]`` int32, scales and zeros ``[out, groups]``, and each column's group ``[in]``."""
+
+    levels: Tensor
+    scales: Tensor
+    zeros: Tensor
+    groups: Tensor | None  # None: groups are runs of one length
+
+    def numbers(self) -> Tensor:
+        """The weights in float32."""
+        width, count = self.levels.shape[1], self.scales.shape[1]
+        groups = torch.arange(width, device=self.levels.device) // (width // count)
+        groups = groups if self.groups is None else self.groups
+        return (self.levels - self.zeros[:, groups]) * self.scales.float()[:, groups]
+
+    def low_bit(self, bits: int, rows: slice, columns: slice) -> LowBit | None:
+        """A part as kernels read it; None where groups are no runs of a multiple of 32, or are cut.
+
+        None, too, where float16 does not hold a scale.
+        """
+        width, count = self.levels.shape[1], self.scales.shape[1]
+        size, halves = width // count, self.scales.half()
+        unit = GROUP if count == 1 else size  # a scale of the whole row holds for each part of it
+        if self.groups is not None or width % GROUP or unit % GROUP or columns.start % unit or columns.stop % unit:
+            return None
+        if not torch.equal(halves.float(), self.scales.float()):
+            return None
+        shift = 128 if bits == 8 else 0
+        taken = slice(columns.start // size, max(1, columns.stop // size))
+        levels = self.levels[rows, columns] - shift
+        words, high = pack_levels(levels, bits)
+        factors = torch.stack((halves, (self.zeros - shift).half()), -1)[rows, taken].contiguous()
+        return LowBit(
+            Layout(bits, "zeros", group=0 if count == 1 else size),
+            (levels.shape[0], levels.shape[1]),
+            words,
+            high,
+            factors,
+        )
+
+
+def _need(holds: bool, why: str) -> None:
+    if not holds:
+        raise ValueError(why)
+
+
+def _words(packed: Tensor, bits: int) -> Tensor:
+    """The levels of int32 words ``[rows, words]``, along the rows."""
+    _need(packed.dtype == torch.int32 and packed.dim() == 2, "packed levels are no matrix of int32")
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
+    return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+
+def logical_shape(form: Quantised, shape: tuple[int, ...], weight_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape ``[out, in]`` of a matrix whose first tensor has ``shape``."""
+    if len(shape) != 2:
+        return shape
+    (rows, columns), n = shape, 32 // form.bits
+    if form.method == "gptq":
+        return columns, rows * n
+    if form.method == "awq":
+        return columns * n, rows
+    return weight_shape or ((rows, columns * n) if form.method == "packed" else shape)
+
+
+def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor | None]) -> Levels:
+    """The matrix of ``shape``; ``read`` gives a tensor by its last name, None where there is none.
+
+    Raises ValueError where tensors are missing or do not fit together.
+    """
+
+    def found(name: str) -> Tensor:
+        tensor = read(name)
+        if tensor is None:
+            raise ValueError(f"it has no {name}")
+        return tensor
+
+    (out, width), bits, first = shape, form.bits, found(FIRST[form.method])
+    groups = read("weight_g_idx" if form.method == "packed" else "g_idx")
+    if form.method in ("gptq", "awq"):
+        scales, raw_zeros = found("scales").t(), _words(found("qzeros"), bits)
+        if form.method == "awq":
+            order = torch.tensor(_AWQ_ORDER, device=first.device)
+            levels, raw_zeros = (
+                each.unflatten(1, (-1, 8))[..., order].flatten(1) for each in (_words(first, 4), raw_zeros)
+            )
+            levels = levels.t()
+        else:
+            levels = _words(first.t(), bits)
+        zeros = (raw_zeros.t() + form.zero_offset) & ((1 << bits) - 1)
+    else:
+        scales = found("weight_scale").reshape(-1, 1) if form.method == "int8" else found("weight_scale")
+        half, stored = 1 << (bits - 1), read("weight_zero_point")
+        if form.method == "packed":
+            levels = _words(first, bits)[:, :width]
+        else:
+            _need(first.dtype == torch.int8, "its levels are no int8")
+            levels = first.int() + half
+        _need(scales.dim() == 2, "its scales are no matrix")
+        scales = scales.expand(out, -1)
+        if stored is None:
+            zeros = torch.full_like(scales, half, dtype=torch.int32)
+        elif stored.dtype == torch.int32:
+            zeros = _words(stored.t(), bits).t()[:out]
+        else:
+            _need(stored.dtype == torch.int8, "its zeros are neither int8 nor int32")
+            zeros = (stored.int() + half).reshape(-1, scales.shape[1]).expand(out, -1)
+    count = scales.shape[1] if scales.dim() == 2 else 0
+    _need(levels.shape == shape, f"its levels are {list(levels.shape)}, and not {list(shape)}")
+    _need(scales.is_floating_point() and count > 0 and scales.shape[0] == out, "its scales do not fit")
+    _need(zeros.shape == scales.shape, "its zeros do not fit")
+    if groups is not None:
+        _need(groups.shape == (width,) and not groups.is_floating_point(), "its g_idx does not fit")
+        groups = groups.long()
+        _need(width == 0 or 0 <= int(groups.min()) <= int(groups.max()) < count, "its g_idx has no such group")
+        runs = torch.arange(width, device=groups.device) // max(1, width // count)
+        groups = None if width % count == 0 and torch.equal(groups, runs) else groups
+    _need(groups is not None or width % count == 0, f"rows of {width} are no {count} groups")
+    return Levels(levels, scales, zeros, groups)
+
+
+def widened(form: Quantised, read: Callable[[str], Tensor | None]) -> Tensor:
+    """The weights ``[out, in]`` of FP8, in float32. Raises ValueError where scales are missing or do not fit."""
+    first, inverse = read("weight"), read("weight_scale_inv")
+    scale = read("weight_scale") if inverse is None else inverse
+    if first is None or scale is None:
+        raise ValueError("it has no weight_scale")
+    _need(scale.is_floating_point(), "its scales are no numbers")
+    (rows, columns), scale = first.shape, scale.float()
+    if form.block is not None:
+        high, wide = form.block
+        _need(scale.shape == (-(-rows // high), -(-columns // wide)), "its scales do not fit")
+        scale = scale.repeat_interleave(min(high, rows), 0)[:rows].repeat_interleave(min(wide, columns), 1)[:, :columns]
+    else:
+        _need(scale.numel() in (1, rows), "its scales do not fit")
+        scale = scale.reshape(-1, 1)
+    return first.float() * scale
