@@ -83,11 +83,20 @@ class LinearWeight:
         self.weight = weight if self.packed is None else weight.new_empty(0)  # held once
         self.bias = bias
 
+    @classmethod
+    def in_8_bits(cls, weight: Callable[[], Tensor], shape: tuple[int, int], bias: Tensor | None) -> "LinearWeight":
+        """The weight that ``weight`` gives, on a CPU in 8 bits: see `cpu.packed_int8`."""
+        packed = cpu.packed_int8(weight, shape, bias)
+        if packed is None:
+            return cls(weight(), bias)
+        self = cls(torch.empty(shape[0], 0), bias)
+        self.packed, self.in_features = packed, shape[1]
+        return self
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the weight that one product reads."""
-        itemsize = self.weight.itemsize if self.packed is None else self.packed.itemsize
-        return self.out_features * self.in_features * itemsize
+        return self.weight.nbytes if self.packed is None else self.packed.num_bytes
 
 
 def _is_for_matvec(x: Tensor, weight: LinearWeight) -> bool:
@@ -125,7 +134,8 @@ def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Linear
 def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
     """``residual += linear(x, weight)``, in place: see `reference.linear_add`."""
     if weight.packed is not None:
-        return residual.add_(weight.packed.apply(x))
+        add_to = weight.packed.add_to
+        return residual.add_(weight.packed.apply(x)) if add_to is None else add_to(residual, x)
     if _is_for_matvec(x, weight):
         return matvec.matvec_add(x, weight.weight, weight.bias, residual)
     residual.addmm_(x, weight.weight.t())  # the addition costs nothing there

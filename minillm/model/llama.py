@@ -81,7 +81,7 @@ class Llama:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        return self.norm.dtype
 
     @cached_property
     def local(self) -> ModelConfig:

@@ -91,9 +91,12 @@ def load_llama(
     dtype: torch.dtype,
     max_positions: int,
     ranks: Ranks | None = None,
+    in_8_bits: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Llama:
     """Build the model from ``source``, or this rank's part of it; ``on_progress`` takes layers done and layers in all.
+
+    With ``in_8_bits``, on a CPU, each matrix is read and packed when it is first used: see `minillm.model.settle`.
 
     Raises WeightsError where a tensor is missing, unknown or of the wrong shape, or the config's numbers give no rotary
     angles; UsageError where there are more ranks than the model has heads.
@@ -103,22 +106,36 @@ def load_llama(
     held = {name: shape for name, shape in parameter_shapes(shard.local(config)) if shard.holds(name)}
     taken: set[str] = set()
 
+    def claim(*names: str) -> None:
+        assert not taken & set(names), f"{names} are loaded twice"
+        taken.update(names)
+
     def take(name: str) -> Tensor:
-        assert name not in taken, f"{name} is loaded twice"
-        taken.add(name)
+        claim(name)
+        return read(name)
+
+    def read(name: str) -> Tensor:
         return source.tensor(name, *shard.part_of(name, config))
 
     def fused(*names: str) -> LinearWeight:
         """One matrix of the rows of several, and their biases where the model has them."""
         parts = [f"{name}.weight" for name in names]
         rows = sum(held[part][0] for part in parts)
-        weight = torch.empty(rows, held[parts[0]][1], dtype=dtype, device=device)
-        _fill(weight, [take(part) for part in parts])
+        shape = (rows, held[parts[0]][1])
+        claim(*parts)
+
+        def weight() -> Tensor:
+            whole = torch.empty(shape, dtype=dtype, device=device)
+            _fill(whole, [read(part) for part in parts])
+            return whole
+
         bias = None
         if f"{names[0]}.bias" in held:
             bias = torch.empty(rows, dtype=dtype, device=device)
             _fill(bias, [take(f"{name}.bias") for name in names])
-        return LinearWeight(weight, bias)
+        if in_8_bits:
+            return LinearWeight.in_8_bits(weight, shape, bias)
+        return LinearWeight(weight(), bias)
 
     def vector(name: str) -> Tensor:
         return take(name).to(device=device, dtype=dtype, copy=True)
@@ -154,7 +171,10 @@ def load_llama(
         stored = vocabulary(source.tensor("lm_head.weight", *shard.part_of("lm_head.weight", config)))
         head = embedding if torch.equal(stored, embedding) else stored
     assert taken == set(held), f"not loaded: {sorted(set(held) - taken)}"
-    parts = (config, embedding, layers, norm, LinearWeight(head), RotaryTable(config, max_positions, device))
+    head_weight = (
+        LinearWeight.in_8_bits(lambda: head, (head.shape[0], head.shape[1]), None) if in_8_bits else LinearWeight(head)
+    )
+    parts = (config, embedding, layers, norm, head_weight, RotaryTable(config, max_positions, device))
     return Llama(*parts) if ranks is None else ShardedLlama(*parts, shard, ranks)
 
 

@@ -12,6 +12,7 @@ from minillm.kernels import Costs
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import RandomTensors, TensorSource, load_llama
+from minillm.model.settle import settle
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
@@ -80,6 +81,9 @@ def build_runner(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current one
 
+    in_8_bits = config.weights == "int8"
+    if in_8_bits and (device.type != "cpu" or dtype != torch.float32):
+        raise UsageError("weights int8 is for a CPU and dtype float32; leave out one of these options")
     longest = config.max_model_len or model_config.max_position_embeddings
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     check_weights_fit(shard.local(model_config), device, dtype.itemsize)
@@ -90,8 +94,11 @@ def build_runner(
         dtype=dtype,
         max_positions=longest,
         ranks=ranks,
+        in_8_bits=in_8_bits,
         on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
     )
+    if in_8_bits:
+        settle(model, longest)
     tokens = config.max_num_batched_tokens
     if tokens is None:
         tokens = max(config.max_num_seqs, _CPU_BATCHED_TOKENS if device.type == "cpu" else _GPU_BATCHED_TOKENS)
