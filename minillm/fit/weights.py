@@ -90,7 +90,7 @@ def _is_matrix(tensor: StoredTensor) -> bool:
 
 
 def _is_weight(tensor: StoredTensor) -> bool:
-    return tensor.name == PACKED or (len(tensor.shape) == 2 and tensor.name.endswith(".weight"))
+    return len(tensor.shape) == 2 and tensor.name.endswith(".weight")
 
 
 def _in_8_bits(tensor: StoredTensor) -> tuple[float, float]:
