@@ -99,13 +99,24 @@ class LinearWeight:
         self.packed = cpu.packed_linear(weight, bias)
         self.weight = weight if self.packed is None else weight.new_empty(0)  # held once
 
+    @classmethod
+    def in_8_bits(
+        cls, weight: Callable[[], Tensor], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...] = ()
+    ) -> "LinearWeight":
+        """The weight that ``weight`` gives, on a CPU in 8 bits: see `cpu.packed_int8`."""
+        packed = cpu.packed_int8(weight, shape, bias, stored)
+        if packed is None:
+            return cls(weight(), bias)
+        self = cls(torch.empty(shape[0], 0), bias)
+        self.packed, self.in_features = packed, shape[1]
+        return self
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the weight that one product reads."""
         if self.parts:
             return sum(part.nbytes for part in self.parts)
-        itemsize = self.weight.itemsize if self.packed is None else self.packed.itemsize
-        return self.out_features * self.in_features * itemsize
+        return self.weight.nbytes if self.packed is None else self.packed.num_bytes
 
 
 def _is_for_matvec(x: Tensor, weight: LinearWeight) -> bool:
@@ -116,6 +127,8 @@ def embedding(token_ids: Tensor, table: Tensor | LowBit, dtype: torch.dtype) -> 
     """Rows ``[tokens, hidden]`` of ``table [vocab, hidden]``, in ``dtype``, a tensor's own."""
     if isinstance(table, Tensor):
         return functional.embedding(token_ids, table)
+    if table.device.type == "cpu":
+        return dequantise(table.rows(token_ids), dtype)
     return low_bit_linear.embedding(token_ids, table, dtype)
 
 
@@ -158,7 +171,8 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
     if weight.parts:
         return low_bit_linear.linear_add(x, weight.parts, weight.bias, residual)
     if weight.packed is not None:
-        return residual.add_(weight.packed.apply(x))
+        add_to = weight.packed.add_to
+        return residual.add_(weight.packed.apply(x)) if add_to is None else add_to(residual, x)
     if _is_for_matvec(x, weight):
         return matvec.matvec_add(x, weight.weight, weight.bias, residual)
     residual.addmm_(x, weight.weight.t())  # the addition costs nothing there

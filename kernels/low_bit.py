@@ -31,6 +31,7 @@ from torch import Tensor
 
 GROUP = 32  # weights
 SUPER = 256  # weights that share a scale of scales
+_EXPANDED = 1 << 20  # weights at a time
 
 Scales = Literal["plain", "zeros", "offset", "super", "bytes"]
 
@@ -104,6 +105,19 @@ def concatenated(matrices: list[LowBit | None]) -> tuple[LowBit, ...]:
         else:
             result.append(each)
     return tuple(result)
+
+
+def expanded(matrices: tuple[LowBit, ...]) -> Tensor:
+    """The weights ``[out, in]`` float32 of matrices one below the other."""
+    result = torch.empty(sum(each.shape[0] for each in matrices), matrices[0].shape[1], device=matrices[0].device)
+    start = 0
+    for each in matrices:
+        step = max(1, _EXPANDED // each.shape[1])  # by parts: whole levels would take more memory than the result
+        for first in range(0, each.shape[0], step):
+            some = dequantise(each.rows(slice(first, first + step)))
+            result[start + first : start + first + some.shape[0]] = some
+        start += each.shape[0]
+    return result
 
 
 def padded(matrix: LowBit, rows: int) -> LowBit:

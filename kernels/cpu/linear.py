@@ -13,14 +13,15 @@ from minillm.kernels import reference
 # oneDNN picks its blocked layout for one batch size. The layout for 16 is fast from 1 to 32 rows: 538 MB of weights
 # take 30 ms at 1 row and 50 at 16, with the layout for 1 they take 31 and 69 (2 cores of an EPYC 7003).
 _PACKED_FOR_ROWS = 16
-_FBGEMM = ("x86", "fbgemm")  # torch's names for the engines that multiply float32 by float16 weights
+FBGEMM = ("x86", "fbgemm")  # torch's names for the engines that multiply float32 by float16 weights
 _CHECKED_AT_ONCE = 1 << 18  # weights
 
 
 @dataclass(frozen=True)
 class PackedLinear:
     apply: Callable[[Tensor], Tensor]  # x [rows, in] -> x @ weight.T + bias [rows, out], float32
-    itemsize: int  # bytes of a weight
+    num_bytes: int  # of the weight
+    add_to: Callable[[Tensor, Tensor], Tensor] | None = None  # residual, x -> residual += apply(x)
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
@@ -32,14 +33,14 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
         return None
-    if torch.backends.quantized.engine in _FBGEMM:
+    if torch.backends.quantized.engine in FBGEMM:
         scales = float16_scales(weight)
         if scales is not None:
-            return PackedLinear(_in_float16(weight, bias, scales), torch.float16.itemsize)
+            return PackedLinear(_in_float16(weight, bias, scales), weight.numel() * torch.float16.itemsize)
     if torch.backends.mkldnn.is_available():
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         multiply = torch.ops.mkldnn._linear_pointwise
-        return PackedLinear(lambda x: multiply(x, blocked, bias, "none", [], ""), weight.itemsize)
+        return PackedLinear(lambda x: multiply(x, blocked, bias, "none", [], ""), weight.nbytes)
     return None
 
 
@@ -101,12 +102,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         row = x.view(-1)
         return (x * weight).mul_((torch.dot(row, row).item() / row.shape[0] + eps) ** -0.5)
     # sqrt(mean(x^2) + eps) in three ops, which is faster than torch's own.
-    root = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5).hypot_(_scalar(eps**0.5))
+    root = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5).hypot_(scalar(eps**0.5))
     return (x * weight).div_(root)
 
 
 @cache
-def _scalar(value: float) -> Tensor:
+def scalar(value: float) -> Tensor:
     """For ops that take tensors only."""
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 

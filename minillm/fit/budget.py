@@ -69,8 +69,9 @@ class Budget:
         asked = quantize or getattr(self.config, "quantize", None)
         in_float32_on_cpu = not self.on_gpu and self.element_size == 4
         packs = in_float32_on_cpu and platform.machine() in _PACKING
-        keeps = (self.on_gpu or CPU_KEEPS_LOW_BIT) and self.config.weights == "stored"
-        return Layout(self.element_size, packs, asked if asked in QUANTIZED_BITS else "", keeps)
+        in_8_bits = packs and self.config.weights == "int8"
+        keeps = in_8_bits or ((self.on_gpu or CPU_KEEPS_LOW_BIT) and self.config.weights == "stored")
+        return Layout(self.element_size, packs, asked if asked in QUANTIZED_BITS else "", keeps, in_8_bits)
 
     def step_bytes(self, shape: Shape, num_tokens: int) -> int:
         """The bytes of the steps beside weights and pool, as estimated: `pool_size.activation_bytes` measures them."""

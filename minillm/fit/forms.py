@@ -32,8 +32,8 @@ class Sized:
     def fit(self, budget: Budget) -> Fit:
         """How it would lie in memory."""
         part, layout, tensors = 1 / budget.config.tensor_parallel_size, budget.layout(self.quantize), self.tensors
-        if not layout.keeps_low_bit and any(tensor.name == PACKED for tensor in tensors):
-            tensors = expected_tensors(self.shape, sys.maxsize)  # they become numbers of 32 bits
+        if (layout.in_8_bits or not layout.keeps_low_bit) and any(tensor.name == PACKED for tensor in tensors):
+            tensors = expected_tensors(self.shape, sys.maxsize)  # they become numbers of 32 bits, or products of 8
         weights = weights_in_memory(tensors, layout, lambda tensor: part)
         return budget.fit(weights, self.shape)
 

@@ -11,6 +11,7 @@ from minillm.weights.shape import Shape
 from minillm.weights.stored import BLOCKS, FP8, PLAIN, StoredTensor
 
 KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+_IN_4_BITS = ("Q4_0", "Q4_1", "Q4_K")
 _WIDENED_BITS = 8.5  # other low-bit types of GGUF become 8-bit numbers in groups of 32 with a scale
 _IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, and 6 in the file
 QUANTIZED_BITS = {"int8": 8.5, "int4": 4.5, "fp8": 8.0}  # bits per weight, by --quantize
@@ -29,12 +30,14 @@ class Layout:
         packs: matrices that are stored in 16 bits take 2 bytes, whatever the dtype: so it is on a CPU.
         quantize: matrices of layers, and a head of its own, become "int8", "int4" or "fp8".
         keeps_low_bit: matrices of few bits stay as they are stored; else they become numbers, of 4 bytes on a CPU.
+        in_8_bits: all matrices become products of 8 bits (`kernels.cpu.low_bit`), and the embedding keeps few bits.
     """
 
     element_size: int
     packs: bool = False
     quantize: str = ""
     keeps_low_bit: bool = True
+    in_8_bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,14 @@ def weights_in_memory(
     loading = 0.0
     for tensor in found:
         part = share(tensor)
+        if layout.in_8_bits and _is_weight(tensor):
+            is_embedding = tensor.name in _EMBEDDINGS
+            table = part * _low_bit_table(tensor, layout) if is_embedding else 0.0
+            product, besides = (part * each for each in _in_8_bits(tensor)) if tied or not is_embedding else (0.0, 0.0)
+            memory += table + product + besides
+            read += besides or product
+            loading = max(loading, part * 4 * tensor.count * (2 if _GATE.search(tensor.name) else 1))
+            continue
         held = part * _held(tensor, layout)
         memory += held
         if tensor.name in _EMBEDDINGS and tied and layout.packs and tensor.kind in _FLOATS:
@@ -76,6 +87,19 @@ def is_plain_matrix(tensor: StoredTensor) -> bool:
 
 def _is_matrix(tensor: StoredTensor) -> bool:
     return len(tensor.shape) == 2 and tensor.name.endswith(".weight") and tensor.name not in _EMBEDDINGS
+
+
+def _is_weight(tensor: StoredTensor) -> bool:
+    return len(tensor.shape) == 2 and tensor.name.endswith(".weight")
+
+
+def _in_8_bits(tensor: StoredTensor) -> tuple[float, float]:
+    """Bytes of a matrix in 8 bits, a twelfth of its columns twice, and of the same in 4 bits besides."""
+    return tensor.count * 13 / 12, tensor.count * 5 / 8 if tensor.kind in _IN_4_BITS else 0.0
+
+
+def _low_bit_table(tensor: StoredTensor, layout: Layout) -> float:
+    return tensor.count * _WIDENED_BITS / 8 if tensor.kind in _FLOATS else _held(tensor, layout)
 
 
 def _held(tensor: StoredTensor, layout: Layout) -> float:

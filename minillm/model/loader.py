@@ -5,6 +5,7 @@ model that several ranks share, only this rank's rows and columns are read.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from minillm.errors import WeightsError
 from minillm.kernels import HeadNorms, LinearWeight, LowBit
-from minillm.kernels.low_bit import concatenated, padded
+from minillm.kernels.low_bit import GROUP, concatenated, expanded, in_eight_bits, padded
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Attention, Layer, Llama
 from minillm.model.rope import RotaryTable
@@ -73,11 +74,13 @@ def load_llama(
     max_positions: int,
     ranks: Ranks | None = None,
     keep_low_bit: bool = False,
+    in_8_bits: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Llama:
     """Build the model from ``source``, or this rank's part of it; ``on_progress`` takes layers done and layers in all.
 
-    Matrices that are stored in few bits stay so with ``keep_low_bit``, else they become numbers of ``dtype``.
+    Matrices that are stored in few bits stay so with ``keep_low_bit``, else they become numbers of ``dtype``. With
+    ``in_8_bits``, on a CPU, each matrix becomes one of 8 bits when it is first used: see `minillm.model.settle`.
 
     Raises WeightsError where a tensor is missing, unknown or of the wrong shape, or the config's numbers give no rotary
     angles; UsageError where there are more ranks than the model has heads.
@@ -87,9 +90,15 @@ def load_llama(
     held = {name: shape for name, shape in parameter_shapes(shard.local(config)) if shard.holds(name)}
     taken: set[str] = set()
 
+    def claim(*names: str) -> None:
+        assert not taken & set(names), f"{names} are loaded twice"
+        taken.update(names)
+
     def take(name: str) -> Tensor:
-        assert name not in taken, f"{name} is loaded twice"
-        taken.add(name)
+        claim(name)
+        return read(name)
+
+    def read(name: str) -> Tensor:
         return source.tensor(name, *shard.part_of(name, config))
 
     def low_bit(name: str) -> LowBit | None:
@@ -99,17 +108,24 @@ def load_llama(
         """One matrix of the rows of several, and their biases where the model has them."""
         parts = [f"{name}.weight" for name in names]
         rows = sum(held[part][0] for part in parts)
-        weight: Tensor | tuple[LowBit, ...] = concatenated([low_bit(part) for part in parts])
-        if weight:
-            taken.update(parts)
-        else:
-            weight = torch.empty(rows, held[parts[0]][1], dtype=dtype, device=device)
-            _fill(weight, [take(part) for part in parts])
+        shape = (rows, held[parts[0]][1])
+        claim(*parts)
+        stored = concatenated([low_bit(part) for part in parts])
+
+        def weight() -> Tensor:
+            if stored:
+                return expanded(stored)
+            whole = torch.empty(shape, dtype=dtype, device=device)
+            _fill(whole, [read(part) for part in parts])
+            return whole
+
         bias = None
         if f"{names[0]}.bias" in held:
             bias = torch.empty(rows, dtype=dtype, device=device)
             _fill(bias, [take(f"{name}.bias") for name in names])
-        return LinearWeight(weight, bias)
+        if in_8_bits:
+            return LinearWeight.in_8_bits(weight, shape, bias, stored)
+        return LinearWeight(stored or weight(), bias)
 
     def vector(name: str) -> Tensor:
         return take(name).to(device=device, dtype=dtype, copy=True)
@@ -118,7 +134,9 @@ def load_llama(
         """Rows of the vocabulary, filled up with zeros to every rank's share."""
         if (stored := low_bit(name)) is not None:
             return padded(stored, held[_EMBEDDING][0])
-        rows = source.tensor(name, *shard.part_of(name, config))
+        rows = read(name)
+        if in_8_bits and rows.shape[1] % GROUP == 0:
+            return padded(in_eight_bits(rows), held[_EMBEDDING][0])
         whole = torch.zeros(held[_EMBEDDING], dtype=dtype, device=device)
         whole[: rows.shape[0]].copy_(rows)
         return whole
@@ -163,7 +181,12 @@ def load_llama(
         if isinstance(head, Tensor) and isinstance(embedding, Tensor) and torch.equal(head, embedding):
             head = embedding  # once in memory
     assert taken == set(held), f"not loaded: {sorted(set(held) - taken)}"
-    head_weight = LinearWeight((head,) if isinstance(head, LowBit) else head)
+    if not in_8_bits:
+        head_weight = LinearWeight((head,) if isinstance(head, LowBit) else head)
+    elif isinstance(head, LowBit):
+        head_weight = LinearWeight.in_8_bits(partial(expanded, (head,)), head.shape, None, (head,))
+    else:
+        head_weight = LinearWeight.in_8_bits(head.contiguous, (head.shape[0], head.shape[1]), None)
     parts = (config, embedding, layers, norm, head_weight, RotaryTable(config, max_positions, device))
     return Llama(*parts) if ranks is None else ShardedLlama(*parts, shard, ranks)
 

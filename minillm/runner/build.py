@@ -15,6 +15,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import TensorSource, load_llama, parameter_shapes
 from minillm.model.random_tensors import RandomTensors
+from minillm.model.settle import settle
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
@@ -90,6 +91,11 @@ def build_runner(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current one
 
+    in_8_bits = config.weights == "int8"
+    if in_8_bits and (device.type != "cpu" or dtype != torch.float32):
+        raise UsageError(
+            "weights int8 needs a CPU and dtype float32: add --device cpu --dtype float32, or leave it out"
+        )
     longest = config.max_model_len or model_config.max_position_embeddings
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     budget = budget_of(config, device, dtype)
@@ -102,8 +108,11 @@ def build_runner(
         max_positions=longest,
         ranks=ranks,
         keep_low_bit=budget.layout().keeps_low_bit,
+        in_8_bits=in_8_bits,
         on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
     )
+    if in_8_bits:
+        settle(model, longest)
     tokens = budget.step_tokens(shape_of(model_config), budget_of(config, device, dtype).available)
     if ranks is not None:
         tokens = ranks.least(tokens)

@@ -17,6 +17,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.rope_config import RopeConfig
 from minillm.runner.pool_size import size_pool
 from minillm.weights.shape import Shape
+from minillm.weights.stored import StoredTensor
 
 GIB = 1 << 30
 Q4 = weights_in_memory(expected_tensors(LLAMA_8B, 4_920_739_232), Layout(2))
@@ -134,3 +135,21 @@ def test_tokens_per_second_go_by_the_bytes_of_a_token() -> None:
     assert 1500 < gpu(80).tokens_per_second(gpu(80).fit(tiny, small), small, 4.27e12) < 2300, "2,248 were measured"
     short = replace(fit, context=100)
     assert cpu(12).tokens_per_second(short, LLAMA_8B, 20e9) > cpu(12).tokens_per_second(fit, LLAMA_8B, 20e9)
+
+
+def test_a_cpu_that_is_asked_for_8_bits_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    layout = cpu(8, weights="int8").layout()
+    assert layout == Layout(4, True, keeps_low_bit=True, in_8_bits=True)
+    assert not gpu(8, weights="int8").layout().in_8_bits
+    matrix, table = StoredTensor("a.weight", (96, 960), "Q4_1"), StoredTensor("token_embd.weight", (512, 960), "Q8_0")
+    in_8, in_4, stored = 13 / 12, 5 / 8, 8.5 / 8
+    tied = weights_in_memory([matrix, table], layout)
+    assert tied.memory == round(96 * 960 * (in_8 + in_4) + 512 * 960 * (stored + in_8))
+    assert tied.read == round(96 * 960 * in_4 + 512 * 960 * in_8), "a token reads 4 bits where there are 4"
+    assert tied.loading == 4 * 512 * 960, "the largest is float32 until it is packed"
+    head = StoredTensor("output.weight", (512, 960), "BF16")
+    assert weights_in_memory([matrix, table, head], layout).memory == tied.memory
+    assert weights_in_memory([StoredTensor(table.name, table.shape, "BF16")], layout).memory == round(
+        512 * 960 * (stored + in_8)
+    ), "a table of numbers gets 8 bits"

@@ -10,15 +10,18 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
+from shapes import relative_error
 from support import logits_in_chunks
 from test_checkpoint import gguf_model, write_gguf
 
-from minillm import kernels
+from minillm import LLM, kernels
+from minillm.errors import UsageError
 from minillm.kernels import LowBit
 from minillm.kernels.low_bit import dequantise
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
+from minillm.model.settle import settle
 from minillm.weights.gguf_blocks import is_low_bit, low_bit
 from minillm.weights.gguf_file import GGUFCheckpoint
 
@@ -83,10 +86,10 @@ def test_parts_of_a_file(tmp_path: Path, name: str) -> None:
         assert checkpoint.low_bit(tensor, CPU, None, slice(16, 64)) is None
 
 
-def load(path: Path, *, keep: bool) -> Llama:
+def load(path: Path, *, keep: bool, in_8_bits: bool = False) -> Llama:
     checkpoint = GGUFCheckpoint(path)
     config = ModelConfig.from_hf(checkpoint.config)
-    options = {"device": CPU, "dtype": torch.float32, "max_positions": 64, "keep_low_bit": keep}
+    options = {"device": CPU, "dtype": torch.float32, "max_positions": 64, "keep_low_bit": keep, "in_8_bits": in_8_bits}
     return load_llama(checkpoint, config, **options)  # type: ignore[arg-type]
 
 
@@ -106,6 +109,24 @@ def test_a_model_computes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     expected = logits_in_chunks(plain, tokens, [6])
     for chunks in ([6], [5, 1]):
         torch.testing.assert_close(logits_in_chunks(kept, tokens, chunks), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("Q4_1", True), ("Q8_0", False), ("F16", True), ("F16", False)])
+def test_a_cpu_computes_in_8_bits_where_it_is_asked_to(tmp_path: Path, kind: str, tied: bool) -> None:
+    write_gguf(tmp_path / "m.gguf", gguf_model(tie_word_embeddings=tied, attention_bias=True), Type[kind])
+    plain, model = (load(tmp_path / "m.gguf", keep=each, in_8_bits=each) for each in (False, True))
+    settle(model, 64)
+    assert isinstance(model.embedding, LowBit)
+    assert model.weight_bytes < plain.config.num_parameters * 1.3
+    tokens = [3, 14, 15, 92, 65, 35]
+    expected = logits_in_chunks(plain, tokens, [6])
+    for chunks in ([6], [5, 1]):  # 13 products one after the other, and each loses up to 1.2e-2
+        assert relative_error(logits_in_chunks(model, tokens, chunks), expected) < 0.05
+
+
+def test_8_bits_are_refused_where_there_are_no_products_of_them() -> None:
+    with pytest.raises(UsageError, match="int8 needs a CPU and dtype float32"):
+        LLM("smollm2-135m", load_format="dummy", device="cpu", dtype="bfloat16", weights="int8")
 
 
 def test_a_file_of_mixed_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

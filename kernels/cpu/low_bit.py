@@ -1,0 +1,219 @@
+"""Linear layers whose weights are held in 8 bits on a CPU: FBGEMM's products of whole numbers.
+
+    weight[n, k] = scale[n] * level[n, k]              levels of 8 bits, a scale for each row
+    x[k] = peak / 63 * (high[k] + low[k] / 126)        both of 7 bits: 14 bits of a row's largest number, `peak`
+
+The product of whole numbers is exact, and 2 rows take little longer than 1: the weights have to be read either way. (7
+bits, because where the processor lacks VNNI the sum of two products of 8 bits overflows.) FBGEMM rounds activations by
+their least and largest number; two more columns hold -64 and 63, by which its rounding changes nothing.
+
+What is lost is in the weights: half a level, 2^-8 of a row's largest weight. It matters where an activation is large,
+and those lie in a few columns, the same ones for nearly any input: for these the weights' remainders are further
+columns. Which columns that are the first input shows.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import cache, lru_cache
+from threading import get_ident
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from minillm.kernels.cpu.linear import FBGEMM, PackedLinear, scalar
+from minillm.kernels.low_bit import GROUP, LowBit, factors, unpack_levels
+
+_LEVELS = 127  # of a weight: -127 to 127
+_HIGH = 63  # of an activation's first part
+_LOW = 2 * _HIGH  # of the second one, for each step of the first
+_LIMITS = (-_HIGH - 1.0, float(_HIGH))  # of an activation's parts
+_FINER = 2 * _LEVELS  # steps of a remainder's level in one of a level
+_FINER_COLUMNS = 12  # one in so many
+_SMALLEST = 1e-36  # activations below are computed as if they were zero
+_AT_ONCE = 1 << 16  # weights
+_MOST_ROWS = 512
+_KEPT_ROWS = 32
+
+
+def packed_int8(
+    weight: Callable[[], Tensor], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...] = ()
+) -> PackedLinear | None:
+    """The weight ``[out, in]`` float32 that ``weight`` gives, in 8 bits; None where torch cannot multiply these.
+
+    It is asked for at the first product, which is computed exactly. The input of that one should be like later ones:
+    its large columns get 16 bits. ``stored``: the same weights, if they are held in few bits; those of 4 bits stay so
+    besides, for the products of one row, which are bound by the bytes of the weights.
+    """
+    if torch.backends.quantized.engine not in FBGEMM or not hasattr(torch, "_make_per_channel_quantized_tensor"):
+        return None
+    out_features, in_features = shape
+    linear = _Int8Linear(weight, shape, bias)
+    columns = in_features + _num_finer(in_features) + len(_LIMITS)
+    packed = PackedLinear(linear, out_features * columns, linear.add_to)
+    return _with_4_bits(packed, stored, bias) if _takes_4_bits(stored) else packed
+
+
+class _Int8Linear:
+    """``x @ weight.T + bias``, packed when it is first called."""
+
+    def __init__(self, weight: Callable[[], Tensor], shape: tuple[int, int], bias: Tensor | None) -> None:
+        self._out_features, self._in_features = shape
+        self._width = shape[1] + _num_finer(shape[1])
+        self._weight: Callable[[], Tensor] | None = weight
+        self._bias = bias
+        self._packed: torch.ScriptObject | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not x.shape[0]:
+            return x.new_empty(0, self._out_features)
+        if self._weight is not None:
+            weight = self._weight()
+            self._pack(weight, x)
+            return functional.linear(x, weight, self._bias)
+        if x.shape[0] == 1:
+            result = torch.mm(*self._one(x))
+        elif x.shape[0] <= _MOST_ROWS:
+            result = self._several(x)
+        else:
+            return torch.cat([self(rows) for rows in x.split(_MOST_ROWS)])
+        return result if self._bias is None else result.add_(self._bias)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """``residual += x @ weight.T + bias``."""
+        if x.shape[0] != 1 or self._weight is not None:
+            return residual.add_(self(x))
+        residual.addmm_(*self._one(x))
+        return residual if self._bias is None else residual.add_(self._bias)
+
+    def _pack(self, weight: Tensor, x: Tensor) -> None:
+        largest = torch.maximum(weight.amax(1), -weight.amin(1))  # `abs` would hold the matrix twice
+        # Rows of zeros get any scale; those with a NaN or an infinity keep it, and are NaN in every product.
+        scales = torch.where(largest == 0, 1.0, largest / _LEVELS)
+        usable = torch.where(scales.isfinite(), scales, 1.0)
+        levels = torch.zeros(self._out_features, self._width + len(_LIMITS), dtype=torch.int8)
+        errors = torch.zeros(self._in_features)
+        at_once = max(1, _AT_ONCE // self._in_features)
+        parts = [each.split(at_once) for each in (weight, usable[:, None], levels)]
+        for rows, scale, level in zip(*parts, strict=True):
+            exact = (rows / scale).nan_to_num_(0.0, 0.0, 0.0)
+            rounded = exact.round()
+            level[:, : self._in_features] = rounded
+            errors += exact.sub_(rounded).mul_(scale).square_().sum(0)
+        finer = (
+            errors.mul_(x.square().mean(0)).nan_to_num_().topk(self._width - self._in_features).indices.sort().values
+        )
+        for rows, scale, level in zip(*parts, strict=True):
+            remainder = (rows[:, finer] / scale).nan_to_num_(0.0, 0.0, 0.0).sub_(level[:, finer])
+            level[:, self._in_features : self._width] = remainder.mul_(_FINER).round_().clamp_(-_LEVELS, _LEVELS)
+        zeros = torch.zeros(self._out_features, dtype=torch.long)
+        scales = torch.where(scales.isfinite(), scales / _HIGH, math.nan).double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.13 says that these tensors will be removed, and has no other way
+            quantised = torch._make_per_channel_quantized_tensor(levels, scales, zeros, 0)
+        self._packed = torch.ops.quantized.linear_prepack(quantised, None)
+        self._finer, self._weight = finer, None
+
+    def _one(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors ``[1, 2]`` and the products ``[2, out]`` of the two parts of one row: the result is their product."""
+        least, most = torch.aminmax(x)
+        low, high = least.item(), most.item()
+        if not -math.inf < low <= high < math.inf:
+            return x.new_full((1, 2), math.nan), x.new_zeros(2, self._out_features)
+        peak = max(-low, high, _SMALLEST)
+        scratch = self._scratch(1)
+        torch.mul(x, _HIGH / peak, out=scratch.given)
+        return torch.mul(_parts(), peak), self._multiply(scratch)
+
+    def _several(self, x: Tensor) -> Tensor:
+        count = x.shape[0]
+        peak = x.abs().amax(1, keepdim=True)  # a norm of order infinity takes six times as long
+        finite = math.isfinite(peak.sum().item())
+        if not finite:  # one row's NaN is not another's: FBGEMM would look for its limits in all of them
+            wrong = ~peak.isfinite()
+            x, peak = x.masked_fill(wrong, 0.0), peak.masked_fill(wrong, 1.0)
+        peak.clamp_(min=_SMALLEST)
+        scratch = self._scratch(count)
+        torch.mul(x, torch.div(scalar(float(_HIGH)), peak), out=scratch.given)
+        both = self._multiply(scratch)
+        result = torch.add(both[:count], both[count:], alpha=1 / _LOW).mul_(peak)
+        return result if finite else result.masked_fill_(wrong, math.nan)
+
+    def _scratch(self, rows: int) -> "_Scratch":
+        shape = (rows, self._in_features, self._width)
+        return _kept_scratch(get_ident(), *shape) if rows <= _KEPT_ROWS else _Scratch(*shape)
+
+    def _multiply(self, scratch: "_Scratch") -> Tensor:
+        torch.mul(scratch.given.index_select(1, self._finer), scalar(1 / _FINER), out=scratch.finer)
+        torch.round(scratch.row, out=scratch.high)
+        torch.sub(scratch.row, scratch.high, out=scratch.low).mul_(scalar(float(_LOW)))
+        # As in `linear._multiply_float16`, no argument is asked for `__torch_function__`.
+        with torch._C.DisableTorchFunctionSubclass():
+            product: Tensor = torch.ops.quantized.linear_dynamic.op(scratch.room, self._packed, True)
+        return product
+
+
+class _Scratch:
+    """Room for the activations of a product, and views of it: each view costs as much as an addition of a row."""
+
+    def __init__(self, rows: int, in_features: int, width: int) -> None:
+        self.row = torch.empty(rows, width)
+        self.given, self.finer = self.row.split_with_sizes((in_features, width - in_features), 1)
+        self.room = torch.empty(2 * rows, width + len(_LIMITS))  # the high parts, and the low parts below them
+        parts, limits = self.room.split_with_sizes((width, len(_LIMITS)), 1)
+        limits.copy_(_limits())
+        self.high, self.low = parts.split(rows)
+
+
+@lru_cache(maxsize=32)
+def _kept_scratch(thread: int, rows: int, in_features: int, width: int) -> _Scratch:
+    """The same room for all layers' products of one thread."""
+    return _Scratch(rows, in_features, width)
+
+
+def _takes_4_bits(parts: tuple[LowBit, ...]) -> bool:
+    """Whether torch can pack these in 4 bits."""
+    fit = all(part.layout.bits == 4 and not part.layout.table for part in parts)
+    return bool(parts) and fit and sum(part.shape[0] for part in parts) % 16 == 0
+
+
+def _with_4_bits(other: PackedLinear, parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear:
+    """A linear layer that computes one row from 4 bits, with activations in bfloat16, and more rows by ``other``."""
+    levels = torch.cat([unpack_levels(part) for part in parts])
+    scales, level_zeros, offsets = (torch.cat(each) for each in zip(*map(factors, parts), strict=True))
+    held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+    # torch wants [in / group, out, 2], and a weight is (level - 8) * scale + zero.
+    zeros = offsets + (8 - level_zeros) * scales
+    pairs = torch.stack((scales, zeros), 2).transpose(0, 1).bfloat16().contiguous()
+    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    apply_other, add_other = other.apply, other.add_to
+    assert add_other is not None
+
+    def apply(x: Tensor) -> Tensor:
+        if x.shape[0] != 1:
+            return apply_other(x)
+        product: Tensor = multiply(x.bfloat16(), held, GROUP, pairs).float()
+        return product if bias is None else product.add_(bias)
+
+    def add_to(residual: Tensor, x: Tensor) -> Tensor:
+        if x.shape[0] != 1:
+            return add_other(residual, x)
+        residual.add_(multiply(x.bfloat16(), held, GROUP, pairs))
+        return residual if bias is None else residual.add_(bias)
+
+    return PackedLinear(apply, held.nbytes + pairs.nbytes, add_to)
+
+
+@cache
+def _limits() -> Tensor:
+    return torch.tensor(_LIMITS)
+
+
+@cache
+def _parts() -> Tensor:
+    return torch.tensor([[1.0, 1 / _LOW]])
+
+
+def _num_finer(in_features: int) -> int:
+    return -(-in_features // _FINER_COLUMNS)
