@@ -25,6 +25,8 @@ SIZES = "tests/fit/test_sizes.py::"
 BUDGET = "tests/fit/test_budget.py::"
 FITTING = "tests/runner/test_fits.py::"
 LOW_BIT = "tests/kernels/test_low_bit.py::"
+PACKED_FILES = "tests/weights/test_quantised.py"
+CPU_LOW_BIT = "tests/kernels/test_cpu_low_bit.py"
 BLOCKS_OF_FILES = (
     "tests/weights/test_gguf_low_bit.py::test_blocks_are_the_numbers_that_the_library_makes_of_them"
 )
@@ -658,6 +660,19 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          LOW_BIT + "test_products[q6_k-2-shape0]"),
         ("low-bit-lane-of-another-group", "part = (group % 8) * 4", "part = (group % 4) * 4",
          LOW_BIT + "test_products[q4_k-2-shape0]"),
+    ],
+    "kernels/cpu/low_bit.py": [
+        ("int8-remainders-dropped", "scratch.given.index_select(1, self._finer), scalar(1 / _FINER)",
+         "scratch.given.index_select(1, self._finer), scalar(0.0)", CPU_LOW_BIT),
+        ("int4-zeros-of-another-level", "offsets + (8 - level_zeros) * scales", "offsets + (7 - level_zeros) * scales",
+         CPU_LOW_BIT),
+    ],
+    "minillm/weights/packed.py": [
+        ("awq-columns-in-file-order", "_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)", "_AWQ_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)",
+         PACKED_FILES),
+        ("gptq-zeros-as-stored", "raw_zeros.t() + form.zero_offset", "raw_zeros.t() + 0", PACKED_FILES),
+        ("scales-that-float16-rounds", "if not torch.equal(halves.float(), self.scales.float()):", "if False:",
+         PACKED_FILES),
     ],
     "minillm/weights/gguf_blocks.py": [
         ("iq4-xs-scale-unsigned", "(high & 3) << 4) - 32", "(high & 3) << 4) - 31",

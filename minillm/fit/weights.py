@@ -65,7 +65,7 @@ def weights_in_memory(
             product, besides = (part * each for each in _in_8_bits(tensor)) if tied or not is_embedding else (0.0, 0.0)
             memory += table + product + besides
             read += besides or product
-            loading = max(loading, part * 4 * tensor.count * (2 if _GATE.search(tensor.name) else 1))
+            loading = max(loading, part * _in_float32(tensor))
             continue
         held = part * _held(tensor, layout)
         memory += held
@@ -75,14 +75,18 @@ def weights_in_memory(
         if tensor.name not in _EMBEDDINGS or tied:
             read += held
         if layout.packs and tensor.kind in _FLOATS and tensor.name not in _EMBEDDINGS:
-            # It is float32 until it is packed; gate and up are one matrix.
-            loading = max(loading, part * 4 * tensor.count * (2 if _GATE.search(tensor.name) else 1))
+            loading = max(loading, part * _in_float32(tensor))
     return Weights(round(memory), round(read), round(loading))
 
 
 def is_plain_matrix(tensor: StoredTensor) -> bool:
     """Whether a tensor is a matrix of a layer, stored in 16 or 32 bits."""
     return tensor.kind in _FLOATS and _is_matrix(tensor) and tensor.name not in _HEADS
+
+
+def _in_float32(tensor: StoredTensor) -> int:
+    """Bytes of a matrix until it is packed; gate and up are one."""
+    return 4 * tensor.count * (2 if _GATE.search(tensor.name) else 1)
 
 
 def _is_matrix(tensor: StoredTensor) -> bool:
@@ -99,7 +103,7 @@ def _in_8_bits(tensor: StoredTensor) -> tuple[float, float]:
 
 
 def _low_bit_table(tensor: StoredTensor, layout: Layout) -> float:
-    return tensor.count * _WIDENED_BITS / 8 if tensor.kind in _FLOATS else _held(tensor, layout)
+    return _WIDENED_BITS / 8 * tensor.count if tensor.kind in _FLOATS else _held(tensor, layout)
 
 
 def _held(tensor: StoredTensor, layout: Layout) -> float:
