@@ -250,7 +250,7 @@ def matmul(
     """
     layout, (features, columns) = matrix.layout, matrix.shape
     tokens, num_rows = x.scales.shape[0], features // 2 if gated else features
-    warps, row_tiles, tiles, ahead = tile or tile_for(tokens, features, columns, out.device)
+    warps, row_tiles, tiles, ahead = tile or tile_for(tokens, features, columns)
     levels, high, scales, units = planes_of(matrix)
     if layout.group == 16:
         scales = scales.view(torch.int16)
@@ -269,7 +269,7 @@ def _has_wide_mma(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def tile_for(tokens: int, features: int, columns: int, device: torch.device) -> Tile:
+def tile_for(tokens: int, features: int, columns: int) -> Tile:
     """More warps where there are fewer rows, so that every multiprocessor has work; measured on an H200."""
     tiles = min(8, triton.next_power_of_2(triton.cdiv(tokens, 8)))
     if INTERPRETED.value:
