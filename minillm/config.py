@@ -86,6 +86,10 @@ class EngineConfig:
         help="on a GPU, matrices of 4 to 8 bits as the file holds them, or as numbers of dtype; int8: on a CPU, all "
         "matrices in 8 bits (a file's of 4 bits in 4 besides), which is faster and has other last digits",
     )  # fmt: skip
+    quantize: str | None = choice(
+        None, ("int8", "int4"),
+        help="on a GPU, round the matrices of a model of 16 or 32 bits while it is loaded, the embedding excepted",
+    )  # fmt: skip
     load_format: str = choice(
         "auto", ("auto", "dummy", *(f"dummy:{form}" for form in FORMS)),
         help="dummy: random weights; with a form, as a file of few bits would hold them",
@@ -101,5 +105,7 @@ class EngineConfig:
             if tokens is not None and tokens < self.max_num_seqs:
                 why = "every running sequence needs one token a step; lower max_num_seqs"
                 raise UsageError(f"{name} {tokens} is below max_num_seqs {self.max_num_seqs}: {why}")
+        if self.quantize is not None and self.weights != "stored":
+            raise UsageError(f"quantize {self.quantize} and weights {self.weights} exclude each other: leave one out")
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise UsageError(f"device {self.device!r}: with tensor_parallel_size each rank takes a GPU; say 'cuda'")

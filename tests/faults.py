@@ -667,6 +667,16 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("int4-zeros-of-another-level", "offsets + (8 - level_zeros) * scales", "offsets + (7 - level_zeros) * scales",
          CPU_LOW_BIT),
     ],
+    "kernels/low_bit_rounding.py": [
+        ("rounded-without-a-search", "better = error < least", "better = (error < least) & (wider == _WIDER[bits][-1])",
+         "tests/kernels/test_low_bit_rounding.py"),
+        ("infinity-rounded-away", "0.0 * (low + high)", "0.0 * (low + high).nan_to_num(0, 0, 0)",
+         "tests/kernels/test_low_bit_rounding.py"),
+    ],
+    "minillm/model/rounded_tensors.py": [
+        ("rank-rounds-the-whole", "numbers = self.source.tensor(name, rows, columns)",
+         "numbers = self.source.tensor(name)", "tests/model/test_rounded_tensors.py"),
+    ],
     "minillm/weights/packed.py": [
         ("awq-columns-in-file-order", "_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)", "_AWQ_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)",
          PACKED_FILES),

@@ -103,6 +103,8 @@ def test_unknown_names_and_contradictions() -> None:
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization"),
         ({"gpu_memory_utilization": NAN}, "gpu_memory_utilization"),
         ({"enable_prefix_attention": 1}, "enable_prefix_attention"),
+        ({"quantize": "int3"}, "quantize"),
+        ({"quantize": "int4", "weights": "expanded"}, "exclude each other"),
         ({"load_format": "pt"}, "load_format"),
         ({"seed": "x"}, "seed"),
     ],

@@ -13,7 +13,7 @@ from minillm import system
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
-from minillm.fit.forms import Sized, can_quantize, quantized, ranked, sized, sized_forms
+from minillm.fit.forms import Sized, quantized, ranked, sized, sized_forms
 from minillm.progress import size
 from minillm.system import import_torch
 from minillm.text.safe import clean_line
@@ -56,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     memory, bandwidth = parse_bytes("--memory", arguments.memory), parse_bytes("--bandwidth", arguments.bandwidth, "/s")
     groups = _models(arguments.model)
     machine = _machine(config, memory, bandwidth)
+    if machine.budget.on_gpu:  # where --quantize works: it makes more forms of a model that has one
+        groups = [[*group, *quantized(group[0])] if len(group) == 1 else group for group in groups]
     tables = [_rows(group, machine) for group in groups]
     if arguments.json:
         print(json.dumps(_as_json(machine, tables), indent=2))
@@ -88,8 +90,7 @@ def _models(name: str | None) -> list[list[Sized]]:
     if (entry := manifest.entry(name)) is not None:
         forms = sized_forms(entry if ":" not in name else replace(entry, forms=()))
     elif isinstance(found, ModelFiles):
-        model = sized(name, found.path, downloaded=True)
-        forms = [model, *(quantized(model) if can_quantize() else [])]
+        forms = [sized(name, found.path, downloaded=True)]
     else:
         forms = []
     if not forms:

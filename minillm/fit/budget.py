@@ -10,7 +10,7 @@ import platform
 from dataclasses import dataclass
 
 from minillm.config import EngineConfig
-from minillm.fit.weights import QUANTIZED_BITS, Layout, Weights
+from minillm.fit.weights import Layout, Weights
 from minillm.progress import size
 from minillm.weights.shape import Shape
 
@@ -66,12 +66,12 @@ class Budget:
 
     def layout(self, quantize: str = "") -> Layout:
         """How weights are held there, matrices turned to ``quantize``, or to the option of the engine."""
-        asked = quantize or getattr(self.config, "quantize", None)
+        asked = quantize or self.config.quantize or ""
         in_float32_on_cpu = not self.on_gpu and self.element_size == 4
         packs = in_float32_on_cpu and platform.machine() in _PACKING
         in_8_bits = packs and self.config.weights == "int8"
         keeps = in_8_bits or ((self.on_gpu or CPU_KEEPS_LOW_BIT) and self.config.weights == "stored")
-        return Layout(self.element_size, packs, asked if asked in QUANTIZED_BITS else "", keeps, in_8_bits)
+        return Layout(self.element_size, packs, asked, keeps, in_8_bits)
 
     def step_bytes(self, shape: Shape, num_tokens: int) -> int:
         """The bytes of the steps beside weights and pool, as estimated: `pool_size.activation_bytes` measures them."""

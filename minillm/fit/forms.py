@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minillm.config import EngineConfig
 from minillm.errors import WeightsError
 from minillm.fit.budget import Budget, Fit
 from minillm.fit.weights import PACKED, QUANTIZED_BITS, expected_tensors, is_plain_matrix, weights_in_memory
@@ -27,7 +26,7 @@ class Sized:
     shape: Shape
     size: int
     downloaded: bool = False
-    quantize: str = ""  # int8, int4, fp8: to this its matrices are turned while it is loaded
+    quantize: str = ""  # int8, int4: to this its matrices are turned while it is loaded
 
     def fit(self, budget: Budget) -> Fit:
         """How it would lie in memory."""
@@ -77,11 +76,6 @@ def sized_entry(entry: ModelEntry) -> Sized | None:
 def sized_forms(entry: ModelEntry) -> list[Sized]:
     """All forms of which enough is known."""
     return [found for form in entry.all_forms() if (found := sized_entry(form)) is not None]
-
-
-def can_quantize() -> bool:
-    """Whether the engine can turn matrices to fewer bits while it loads them."""
-    return any(option.name == "quantize" for option in fields(EngineConfig))
 
 
 def quantized(model: Sized) -> list[Sized]:

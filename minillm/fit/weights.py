@@ -14,7 +14,7 @@ KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"
 _IN_4_BITS = ("Q4_0", "Q4_1", "Q4_K")
 _WIDENED_BITS = 8.5  # other low-bit types of GGUF become 8-bit numbers in groups of 32 with a scale
 _IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, and 6 in the file
-QUANTIZED_BITS = {"int8": 8.5, "int4": 4.5, "fp8": 8.0}  # bits per weight, by --quantize
+QUANTIZED_BITS = {"int8": 9.0, "int4": 5.0}  # bits per weight, by --quantize
 _FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
 PACKED = "model.layers.packed"  # all matrices of a low-bit model of which only the size is known
 _GATE = re.compile(r"(gate_proj|ffn_gate)\.weight$")
@@ -28,7 +28,7 @@ class Layout:
     Args:
         element_size: bytes of a number in the engine's dtype.
         packs: matrices that are stored in 16 bits take 2 bytes, whatever the dtype: so it is on a CPU.
-        quantize: matrices of layers, and a head of its own, become "int8", "int4" or "fp8".
+        quantize: matrices of layers, and a head of its own, become "int8" or "int4".
         keeps_low_bit: matrices of few bits stay as they are stored; else they become numbers, of 4 bytes on a CPU.
         in_8_bits: all matrices become products of 8 bits (`kernels.cpu.low_bit`), and the embedding keeps few bits.
     """

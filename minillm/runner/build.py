@@ -15,6 +15,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import TensorSource, load_llama, parameter_shapes
 from minillm.model.random_tensors import RandomTensors
+from minillm.model.rounded_tensors import BITS, RoundedTensors
 from minillm.model.settle import settle
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
@@ -96,12 +97,17 @@ def build_runner(
         raise UsageError(
             "weights int8 needs a CPU and dtype float32: add --device cpu --dtype float32, or leave it out"
         )
+    if config.quantize is not None and device.type != "cuda":
+        raise UsageError(f"quantize {config.quantize} needs a GPU; a CPU has products of 8 bits: --weights int8")
     longest = config.max_model_len or model_config.max_position_embeddings
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     budget = budget_of(config, device, dtype)
     check_fits(description.name, model_config, description.tensors, shard, budget)
+    source: TensorSource = description.open_source(device)
+    if config.quantize is not None:
+        source = RoundedTensors(source, BITS[config.quantize])
     model = load_llama(
-        description.open_source(device),
+        source,
         model_config,
         device=device,
         dtype=dtype,

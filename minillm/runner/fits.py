@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from minillm.errors import CapacityError, DownloadError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.forms import Sized, can_quantize, ranked, shape_of, sized_forms
+from minillm.fit.forms import Sized, quantized, ranked, shape_of, sized_forms
 from minillm.fit.weights import weights_in_memory
 from minillm.model.config import ModelConfig
 from minillm.model.loader import parameter_shapes
@@ -54,7 +54,7 @@ def _instead(name: str, budget: Budget) -> str:
     if len(forms) > 1:
         least = min(form.fit(budget).weights.memory for form in forms)
         return f"none of its forms would fit, the smallest takes {size(least)}; {advice}"
-    if can_quantize():
+    if budget.on_gpu and (not forms or quantized(forms[0])):
         advice = f"`minillm fit {name}` shows whether --quantize helps; else {advice}"
     return advice
 

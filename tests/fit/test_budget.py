@@ -109,11 +109,10 @@ def test_16_bits_stay_16_on_the_processors_that_have_the_product(monkeypatch: py
 
 
 def test_the_engines_own_option_counts() -> None:
-    config: Any = type("Config", (), {"quantize": "int4", "weights": "stored"})()
+    config = EngineConfig(quantize="int4")
     assert Budget(1, 1, True, 2, config).layout() == Layout(2, False, "int4")
-    assert Budget(1, 1, True, 2, config).layout("fp8") == Layout(2, False, "fp8")
-    config.quantize = "none"
-    assert Budget(1, 1, True, 2, config).layout() == Layout(2)
+    assert Budget(1, 1, True, 2, config).layout("int8") == Layout(2, False, "int8")
+    assert Budget(1, 1, True, 2, EngineConfig()).layout() == Layout(2)
 
 
 def test_a_cpu_needs_room_while_it_loads() -> None:

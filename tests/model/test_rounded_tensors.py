@@ -1,0 +1,76 @@
+"""Matrices rounded while they are loaded: the model is the one of the rounded numbers; a CPU rounds none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import hf_model, logits_in_chunks
+from torch import Tensor
+
+from minillm import LLM, kernels
+from minillm.errors import UsageError
+from minillm.kernels.low_bit import dequantise
+from minillm.kernels.low_bit_rounding import rounded
+from minillm.model.config import ModelConfig
+from minillm.model.llama import Llama
+from minillm.model.loader import TensorSource, load_llama
+from minillm.model.rounded_tensors import RoundedTensors
+from minillm.weights.checkpoint import SafetensorsCheckpoint
+
+CPU = torch.device("cpu")
+
+
+class Numbers(RoundedTensors):
+    """The rounded matrices as numbers."""
+
+    def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+        stored = self.low_bit(name, CPU, rows, columns)
+        return super().tensor(name, rows, columns) if stored is None else dequantise(stored)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> SafetensorsCheckpoint:
+    hf_model(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False
+    ).save_pretrained(tmp_path)
+    return SafetensorsCheckpoint(tmp_path)
+
+
+def load(source: TensorSource, checkpoint: SafetensorsCheckpoint, *, keep: bool) -> Llama:
+    config = ModelConfig.from_hf(checkpoint.config)
+    return load_llama(source, config, device=CPU, dtype=torch.float32, max_positions=64, keep_low_bit=keep)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_model_computes_with_them(
+    checkpoint: SafetensorsCheckpoint, monkeypatch: pytest.MonkeyPatch, bits: int
+) -> None:
+    pytest.importorskip("triton")
+    from minillm.kernels import low_bit_linear
+
+    monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
+    expected = load(Numbers(checkpoint, bits), checkpoint, keep=False)
+    model = load(RoundedTensors(checkpoint, bits), checkpoint, keep=True)
+    assert all(weight.parts for layer in model.layers for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    assert model.head.parts
+    assert isinstance(model.embedding, Tensor)
+    tokens = [3, 14, 15, 92, 65, 35]
+    found, exact = (logits_in_chunks(each, tokens, [5, 1]) for each in (model, expected))
+    torch.testing.assert_close(found, exact, atol=2e-3, rtol=2e-3)
+    plain = logits_in_chunks(load(checkpoint, checkpoint, keep=True), tokens, [5, 1])
+    assert float((plain - exact).abs().max()) > (1e-3 if bits == 4 else 1e-5), "nothing was rounded"
+
+
+def test_a_rank_rounds_its_part(checkpoint: SafetensorsCheckpoint) -> None:
+    name, part = "model.layers.0.self_attn.o_proj.weight", (slice(8, 24), slice(32, 64))
+    stored = RoundedTensors(checkpoint, 4).low_bit(name, CPU, *part)
+    assert stored is not None
+    assert torch.equal(dequantise(stored), dequantise(rounded(checkpoint.tensor(name, *part), 4)))
+    assert RoundedTensors(checkpoint, 4).low_bit(name, CPU, slice(0, 8), slice(0, 16)) is None, "no group is whole"
+
+
+def test_a_cpu_rounds_nothing() -> None:
+    with pytest.raises(UsageError, match=r"quantize int4 needs a GPU; .* --weights int8"):
+        LLM("smollm2-135m", load_format="dummy", device="cpu", quantize="int4")
