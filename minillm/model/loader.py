@@ -6,7 +6,7 @@ model that several ranks share, only this rank's rows and columns are read.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -73,14 +73,13 @@ def load_llama(
     dtype: torch.dtype,
     max_positions: int,
     ranks: Ranks | None = None,
-    keep_low_bit: bool = False,
-    in_8_bits: bool = False,
+    weights: Literal["stored", "expanded", "int8"] = "expanded",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Llama:
     """Build the model from ``source``, or this rank's part of it; ``on_progress`` takes layers done and layers in all.
 
-    Matrices that are stored in few bits stay so with ``keep_low_bit``, else they become numbers of ``dtype``. With
-    ``in_8_bits``, on a CPU, each matrix becomes one of 8 bits when it is first used: see `minillm.model.settle`.
+    Matrices that are stored in few bits stay so ("stored") or become numbers of ``dtype`` ("expanded"). On a CPU "int8"
+    makes of each matrix one of 8 bits when it is first used: see `minillm.model.settle`.
 
     Raises WeightsError where a tensor is missing, unknown or of the wrong shape, or the config's numbers give no rotary
     angles; UsageError where there are more ranks than the model has heads.
@@ -89,6 +88,7 @@ def load_llama(
     shard = shard_of(config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     held = {name: shape for name, shape in parameter_shapes(shard.local(config)) if shard.holds(name)}
     taken: set[str] = set()
+    in_8_bits = weights == "int8"
 
     def claim(*names: str) -> None:
         assert not taken & set(names), f"{names} are loaded twice"
@@ -102,7 +102,7 @@ def load_llama(
         return source.tensor(name, *shard.part_of(name, config))
 
     def low_bit(name: str) -> LowBit | None:
-        return source.low_bit(name, device, *shard.part_of(name, config)) if keep_low_bit else None
+        return source.low_bit(name, device, *shard.part_of(name, config)) if weights != "expanded" else None
 
     def fused(*names: str) -> LinearWeight:
         """One matrix of the rows of several, and their biases where the model has them."""

@@ -113,8 +113,7 @@ def build_runner(
         dtype=dtype,
         max_positions=longest,
         ranks=ranks,
-        keep_low_bit=budget.layout().keeps_low_bit,
-        in_8_bits=in_8_bits,
+        weights="int8" if in_8_bits else "stored" if budget.layout().keeps_low_bit else "expanded",
         on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
     )
     if in_8_bits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -38,9 +39,9 @@ def checkpoint(tmp_path: Path) -> SafetensorsCheckpoint:
     return SafetensorsCheckpoint(tmp_path)
 
 
-def load(source: TensorSource, checkpoint: SafetensorsCheckpoint, *, keep: bool) -> Llama:
+def load(source: TensorSource, checkpoint: SafetensorsCheckpoint, weights: Literal["stored", "expanded"]) -> Llama:
     config = ModelConfig.from_hf(checkpoint.config)
-    return load_llama(source, config, device=CPU, dtype=torch.float32, max_positions=64, keep_low_bit=keep)
+    return load_llama(source, config, device=CPU, dtype=torch.float32, max_positions=64, weights=weights)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -51,15 +52,15 @@ def test_a_model_computes_with_them(
     from minillm.kernels import low_bit_linear
 
     monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
-    expected = load(Numbers(checkpoint, bits), checkpoint, keep=False)
-    model = load(RoundedTensors(checkpoint, bits), checkpoint, keep=True)
+    expected = load(Numbers(checkpoint, bits), checkpoint, "expanded")
+    model = load(RoundedTensors(checkpoint, bits), checkpoint, "stored")
     assert all(weight.parts for layer in model.layers for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
     assert model.head.parts
     assert isinstance(model.embedding, Tensor)
     tokens = [3, 14, 15, 92, 65, 35]
     found, exact = (logits_in_chunks(each, tokens, [5, 1]) for each in (model, expected))
     torch.testing.assert_close(found, exact, atol=2e-3, rtol=2e-3)
-    plain = logits_in_chunks(load(checkpoint, checkpoint, keep=True), tokens, [5, 1])
+    plain = logits_in_chunks(load(checkpoint, checkpoint, "stored"), tokens, [5, 1])
     assert float((plain - exact).abs().max()) > (1e-3 if bits == 4 else 1e-5), "nothing was rounded"
 
 

@@ -86,10 +86,10 @@ def test_parts_of_a_file(tmp_path: Path, name: str) -> None:
         assert checkpoint.low_bit(tensor, CPU, None, slice(16, 64)) is None
 
 
-def load(path: Path, *, keep: bool, in_8_bits: bool = False) -> Llama:
+def load(path: Path, weights: str) -> Llama:
     checkpoint = GGUFCheckpoint(path)
     config = ModelConfig.from_hf(checkpoint.config)
-    options = {"device": CPU, "dtype": torch.float32, "max_positions": 64, "keep_low_bit": keep, "in_8_bits": in_8_bits}
+    options = {"device": CPU, "dtype": torch.float32, "max_positions": 64, "weights": weights}
     return load_llama(checkpoint, config, **options)  # type: ignore[arg-type]
 
 
@@ -100,7 +100,7 @@ def test_a_model_computes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
     write_gguf(tmp_path / "m.gguf", gguf_model(tie_word_embeddings=tied, attention_bias=True), Type[name])
-    plain, kept = load(tmp_path / "m.gguf", keep=False), load(tmp_path / "m.gguf", keep=True)
+    plain, kept = load(tmp_path / "m.gguf", "expanded"), load(tmp_path / "m.gguf", "stored")
     assert isinstance(kept.embedding, LowBit)
     assert (kept.head.parts[0] is kept.embedding) == tied  # once in memory
     assert len(kept.layers[0].qkv.parts) == 1
@@ -114,7 +114,7 @@ def test_a_model_computes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("kind", "tied"), [("Q4_1", True), ("Q8_0", False), ("F16", True), ("F16", False)])
 def test_a_cpu_computes_in_8_bits_where_it_is_asked_to(tmp_path: Path, kind: str, tied: bool) -> None:
     write_gguf(tmp_path / "m.gguf", gguf_model(tie_word_embeddings=tied, attention_bias=True), Type[kind])
-    plain, model = (load(tmp_path / "m.gguf", keep=each, in_8_bits=each) for each in (False, True))
+    plain, model = (load(tmp_path / "m.gguf", each) for each in ("expanded", "int8"))
     settle(model, 64)
     assert isinstance(model.embedding, LowBit)
     assert model.weight_bytes < plain.config.num_parameters * 1.3
@@ -142,7 +142,7 @@ def test_a_file_of_mixed_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return None if "v_proj" in name else whole(self, name, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(GGUFCheckpoint, "low_bit", all_but_v)
-    kept, plain = load(tmp_path / "m.gguf", keep=True), load(tmp_path / "m.gguf", keep=False)
+    kept, plain = load(tmp_path / "m.gguf", "stored"), load(tmp_path / "m.gguf", "expanded")
     assert not kept.layers[0].qkv.parts
     assert kept.layers[0].gate_up.parts
     tokens = [3, 14, 15, 92]

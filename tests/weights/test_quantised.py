@@ -165,15 +165,15 @@ def test_logits_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.Mo
     checkpoint = open_checkpoint(ModelFiles("m", tmp_path, ""))
     config = ModelConfig.from_hf(checkpoint.config)
 
-    def load(keep: bool) -> Llama:
-        options = {"device": CPU, "dtype": torch.float32, "max_positions": 64, "keep_low_bit": keep}
+    def load(weights: str) -> Llama:
+        options = {"device": CPU, "dtype": torch.float32, "max_positions": 64, "weights": weights}
         return load_llama(checkpoint, config, **options)  # type: ignore[arg-type]
 
     ids = [index * 7 % 96 for index in range(20)]
     with torch.inference_mode():
         expected = theirs(torch.tensor([ids])).logits[0]
-    torch.testing.assert_close(logits_in_chunks(load(False), ids, [20]), expected, atol=1e-4, rtol=1e-4)
-    kept = load(True)
+    torch.testing.assert_close(logits_in_chunks(load("expanded"), ids, [20]), expected, atol=1e-4, rtol=1e-4)
+    kept = load("stored")
     assert bool(kept.layers[0].qkv.parts) == (kind in ("awq:4-32", "packed:4-32"))
     torch.testing.assert_close(logits_in_chunks(kept, ids, [19, 1]), expected, atol=2e-3, rtol=2e-3)
 
