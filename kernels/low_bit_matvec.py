@@ -177,8 +177,12 @@ def _product_kernel(
             next_up_factors = load_factors(
                 scales_ptr, units_ptr, following, groups, all_rows, num_groups, SCALES, GROUP, ZERO
             )
+        is_row = rows < num_rows
+        at = out_ptr + token_index[None, :].to(tl.int64) * out_stride + rows[:, None]
         totals = tl.zeros([ROWS, TOKENS], tl.float32)
-        up_totals = totals
+        up_totals, before = totals, totals
+        if ADD:  # asked for here, it is there when the sums are
+            before = tl.load(at, mask=is_row[:, None], other=0.0).to(tl.float32)
         for token in tl.static_range(TOKENS):
             if TOKENS > 1:
                 x = _load_x(
@@ -192,16 +196,14 @@ def _product_kernel(
                 up_totals += tl.where(is_token, part[:, None], 0.0)
         totals *= norm_scale
         up_totals *= norm_scale
-        is_row = rows < num_rows
         if BIAS:
             totals += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
             if GATED:
                 up_totals += tl.load(bias_ptr + num_rows + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
         if GATED:
             totals = totals * tl.sigmoid(totals) * up_totals
-        at = out_ptr + token_index[None, :].to(tl.int64) * out_stride + rows[:, None]
         if ADD:
-            totals += tl.load(at, mask=is_row[:, None], other=0.0).to(tl.float32)
+            totals += before
         tl.store(at, totals.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
         levels, factors, up_levels, up_factors = next_levels, next_factors, next_up_levels, next_up_factors
 
@@ -259,10 +261,12 @@ def _tile_for(groups: int, rows: int) -> tuple[int, int, int]:
     if INTERPRETED.value:
         return 64, 4, 1
     lanes = triton.next_power_of_2(groups)
+    if lanes > 256:
+        return 2, lanes // 64, 2
     if lanes > 128:
-        return 1, max(4, lanes // 128), 8 if lanes <= 256 else 3
+        return 1, 4, 8
     if lanes < 128:
         return 1, 1, 16
     if rows > 100_000:
         return 1, 4, 8
-    return (1, 2, 8) if rows > 8192 else (2, 2, 6) if rows > 4096 else (1, 4, 8)
+    return (1, 2, 8) if rows > 8192 else (2, 2, 6)
