@@ -37,7 +37,7 @@ _SETTLED = 2.0  # seconds after which the first screen is there
 _SOON = 0.01  # seconds between two looks whether a screen has its widgets
 _SCROLLS = {"pageup": "page_up", "pagedown": "page_down", "ctrl+up": "up", "ctrl+down": "down", "ctrl+home": "home",
             "ctrl+end": "end"}  # fmt: skip
-_GRACE = 1.0  # seconds after an answer in which ctrl+c is taken as meant for it
+_GRACE = 2.0  # seconds between two ctrl+c that quit
 
 
 class ChatScreen(Screen[None]):
@@ -59,6 +59,7 @@ class ChatScreen(Screen[None]):
         self.pool: Pool | None = None
         self._phase = EngineState().phase
         self._memory = Drawing(self, self._draw_memory, share=0.008, longest=3.0)
+        self._interrupted_at = -_GRACE
         self._earlier_names: dict[str, str] = {}  # of requests, those of conversations before this one included
 
     def compose(self) -> ComposeResult:
@@ -76,6 +77,7 @@ class ChatScreen(Screen[None]):
         self.watch(self.app, "engine_state", self._engine_state_changed)
         self.watch(self.app, "settings", self._settings_changed)
         self.watch(self.talk, "beside_model", self._memory.pace)
+        self.watch(self.talk, "leaf", lambda _: self._memory.soon(), init=False)
 
     def _engine_state_changed(self, state: EngineState) -> None:
         self.post_message(EngineEvent(state))  # so that it stands in line behind the events that came before
@@ -137,9 +139,13 @@ class ChatScreen(Screen[None]):
         self.talk.call_command(name, argument)
 
     def action_stop(self) -> None:
-        """End the answer, the loading, or the editing; else back to the prompt."""
+        """Leave the whole screen; else end the answer, the loading, or the editing; else back to the prompt."""
         talk = self.talk
-        if talk.run is not None:
+        if self.maximized is not None:
+            self.minimize()
+        elif self.has_class("-expanded"):
+            self.action_expand()
+        elif talk.run is not None:
             talk.run.stop()
             talk.refresh_status()
         elif self._phase == "loading":
@@ -154,17 +160,33 @@ class ChatScreen(Screen[None]):
             talk.prompt.focus()
 
     def action_interrupt(self) -> None:
-        """ctrl+c: copy the selection, else stop the answer or the loading, else quit."""
+        """ctrl+c: copy the selection, else stop the answer or the loading; twice, else, to quit."""
         selected = self.talk.prompt.selected_text or self.get_selected_text()
         if selected:
             self.app.copy_to_clipboard(selected)
         elif self.talk.run is not None or self._phase == "loading":
             self.action_stop()
-        elif time.monotonic() - self.talk.ended_at < _GRACE:
-            self.notify("the answer has ended; ctrl+c again quits")
-            self.talk.ended_at = 0.0
-        else:
+        elif time.monotonic() - self._interrupted_at < _GRACE:
             self.app.exit()
+        else:
+            self._interrupted_at = time.monotonic()
+            self.notify("ctrl+c again quits", timeout=_GRACE)
+
+    def on_key(self, event: events.Key) -> None:
+        """Have letters reach the prompt from anywhere, unless the widget that has the keyboard has a use for them."""
+        if event.is_printable and event.key not in self.active_bindings and self.focused is not self.talk.prompt:
+            event.stop()
+            self.minimize()
+            if self.has_class("-expanded"):
+                self.action_expand()
+            self.talk.prompt.focus()
+            self.talk.prompt.post_message(events.Key(event.key, event.character))
+
+    def on_paste(self, event: events.Paste) -> None:
+        if self.focused is not self.talk.prompt:
+            event.stop()
+            self.talk.prompt.focus()
+            self.talk.prompt.post_message(events.Paste(event.text))
 
     @property
     def memory_view(self) -> str:
@@ -187,6 +209,8 @@ class ChatScreen(Screen[None]):
         if not self.panel.display:
             self.action_view(self.panel.view)
         self.toggle_class("-expanded")
+        if not self.has_class("-expanded"):
+            self.talk.prompt.focus()
 
     def action_select(self, step: int) -> None:
         self.talk.transcript.select_next(step)

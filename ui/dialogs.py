@@ -307,7 +307,7 @@ KEYS = {
         "Ctrl+J, Alt+Enter": "new line; Shift+Enter in some terminals",
         "↑ ↓": "in the first and last line: what was sent before",
         "Escape": "stop the answer, cancel the loading or the editing",
-        "Ctrl+C": "copy what is selected; else stop; else quit",
+        "Ctrl+C": "copy what is selected; else stop; twice: quit",
         "Page Up, Page Down": "scroll by pages; Ctrl+↑ ↓ by lines",
         "Ctrl+Home, Ctrl+End": "to the beginning, to the end",
     },
@@ -317,7 +317,7 @@ KEYS = {
         "{regenerate}": "regenerate the answer, as a branch",
         "{branch}": "switch between branches",
         "{continue}": "continue the last answer",
-        "{accept}": "accept a candidate, before anything is typed",
+        "{accept}": "accept a candidate, before anything is typed; {undo}: undo it",
         "{copy}": "copy the answer; /copy code: its last code block",
         "{probabilities}": "the answer's tokens by probability",
     },
@@ -349,6 +349,6 @@ class HelpScreen(Dialog[None]):
             lines.append(Content.styled(title, "bold $text-primary"))
             for key, meaning in keys.items():
                 shown = f"  {key.format_map(keys_of):<25} "
-                lines.append(Content.assemble((shown, "$foreground"), (meaning, "$text-muted")))
+                lines.append(Content.assemble((shown, "$foreground"), (meaning.format_map(keys_of), "$text-muted")))
             lines.append(Content(""))
         super().__init__("keys", "Escape closes", Static(Content("\n").join(lines)), scrolls=True)

@@ -80,14 +80,14 @@ class PlainChat:
             known = f"/accept takes a number from 1 to {len(candidates)}"
             raise UsageError(known if candidates else "nothing to accept")
         assert leaf is not None
-        leaf.answer.accept(int(number) - 1)
+        self.conversation.accept(leaf, int(number) - 1)
         self.store.save(self.conversation)
 
     def _answer(self, question: str) -> None:
         conversation, settings = self.conversation, self.settings
         leaf = conversation.leaf
         if leaf is not None and leaf.answer.candidates:
-            leaf.answer.accept(0)
+            conversation.accept(leaf, 0)
         conversation.model, conversation.system = settings.model, settings.system
         answer = conversation.ask(question)
         try:
@@ -124,7 +124,7 @@ class PlainChat:
         room = min(256, longest // 8)
         while True:
             prompt = tokenizer.apply_chat_template(self.conversation.messages(self.settings.system))
-            if len(prompt) + room <= longest or not self.conversation.drop_oldest():
+            if len(prompt) + room <= longest or not self.conversation.drop_oldest_half():
                 return prompt
             self.note(f"the context is full: the oldest {self.conversation.num_dropped} turns are left out")
 

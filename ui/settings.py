@@ -13,6 +13,8 @@ from minillm.user_config import UserConfig
 
 # A chat wants calmer sampling and longer answers than the defaults of the API.
 CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}
+# A reader would see finished answers replaced by longer ones, for as long again.
+CHAT_BEAMS: Mapping[str, Any] = {"early_stopping": True}
 NUM_ALTERNATIVES = 5  # most probable tokens that every answer brings, for the view of probabilities
 # The sampling parameters that a beam search takes over.
 _SHARED = ("max_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -42,7 +44,8 @@ class Settings:
     def request_params(self) -> dict[str, Any]:
         """The parameters of a request: of BeamSearchParams where they have a ``beam_width``, else of SamplingParams."""
         if self.searches:
-            return {**{name: self.sampling[name] for name in _SHARED if name in self.sampling}, **self.beams}
+            shared = {name: self.sampling[name] for name in _SHARED if name in self.sampling}
+            return {**CHAT_BEAMS, **shared, **self.beams}
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling}
 
     def params_to_continue(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ def contiguous_runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             start = end
 
 
-def common_length(one: Sequence[int], other: Sequence[int], start: int = 0) -> int:
+def common_length(one: Sequence[object], other: Sequence[object], start: int = 0) -> int:
     """How many first ids both have; the first ``start`` are known to be the same."""
     length = min(len(one), len(other))
     if one[start:length] == other[start:length]:  # mostly so, and much quicker than a look at each

@@ -119,6 +119,15 @@ class LoadFailed(Event):
     exit_code: int
 
 
+class Reading(Event):
+    """A long prompt is being computed."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    seconds_left: float | None  # at the rate so far; None before there is one
+
+
 class Started(Event):
     """A prompt has been computed."""
 

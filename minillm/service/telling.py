@@ -23,7 +23,8 @@ class Answer:
     group: SequenceGroup
     in_reasoning: bool
     started: bool = False  # `Started` is sent
-    beams_sent_at: float = 0.0
+    sent_at: float = 0.0  # when its beams were, or how far its prompt is
+    first_read: tuple[float, int] | None = None  # when part of its prompt was computed, and how many tokens
     stays: bool = True  # its blocks do, when it ends
     sequences: list[Sequence] = field(default_factory=list)  # that stay: idle, one or as many as it has candidates
     outputs: list[CompletionOutput] = field(default_factory=list)  # of the answer that has ended
@@ -88,7 +89,7 @@ class Teller:
             self.send(text)
 
     def end_step(self, answers: Iterable[Answer]) -> None:
-        """Note the step; send all texts, and the beams of every search, unless the last time is too recent."""
+        """Note the step; send texts, beams, and how far prompts are, unless the last time is too recent."""
         if (step := self._engine.figures.last_step) is not None and step is not self._last_step:
             self._steps.append(step)
             self._last_step = step
@@ -98,10 +99,21 @@ class Teller:
             for key in list(self._unsent):
                 self.send_text(*key)
         for answer in answers:
-            has_beams = answer.searches and answer.group.metrics.first_token_time is not None
-            if has_beams and now - answer.beams_sent_at >= self._interval:
-                answer.beams_sent_at = now
-                self._send_beams(answer, self._engine.requests.output_of(answer.group))
+            reads = answer.group.metrics.first_token_time is None
+            if (reads or answer.searches) and now - answer.sent_at >= self._interval:
+                answer.sent_at = now
+                if reads:
+                    self._send_reading(answer, now)
+                else:
+                    self._send_beams(answer, self._engine.requests.output_of(answer.group))
+
+    def _send_reading(self, answer: Answer, now: float) -> None:
+        done, total = answer.group.sequences[0].num_computed, answer.group.num_prompt_tokens
+        if not 0 < done < total:
+            return
+        since, at = answer.first_read = answer.first_read or (now, done)
+        left = (now - since) / (done - at) * (total - done) if done > at else None
+        self.send(messages.Reading(answer.command.request_id, done, total, left))
 
     def _send_end(self, answer: Answer, index: int, reason: str, num_tokens: int) -> None:
         name, group = answer.command.request_id, answer.group

@@ -16,12 +16,14 @@ from minillm.service.messages import (
     Event,
     Finished,
     Generate,
+    Reading,
     RequestFailed,
     Started,
     TextDelta,
 )
 from minillm.ui.chat.answer_run import AnswerRun, Ending
 from minillm.ui.chat.conversation import Candidate, Conversation
+from minillm.ui.chat.transcript import summary
 from minillm.ui.settings import Settings
 
 pytestmark = pytest.mark.anyio
@@ -96,6 +98,17 @@ async def test_the_room_that_an_answer_needs(longest: int, max_tokens: int, room
     assert talk.asked[0].room == room
 
 
+async def test_a_long_prompt_says_how_far_it_is() -> None:
+    talk = Asked("one")
+    talk.run.ask()
+    assert summary(talk.answer) == "reading the prompt …"
+    assert await talk.take(Reading(talk.name, 2048, 4690, 34.2)) is None
+    assert summary(talk.answer) == "reading the prompt: 2,048 of 4,690 tokens · 34 s left"
+    assert (talk.answer.num_known_tokens, talk.answer.num_prompt_tokens) == (2048, 4690)
+    await talk.take(Started(talk.name, 4690, 0, 60.0))
+    assert talk.answer.num_known_tokens == 4690
+
+
 async def test_what_was_stopped_before_its_first_word_was_not_said() -> None:
     talk = Asked("one")
     talk.run.ask()
@@ -120,10 +133,10 @@ async def test_the_oldest_turns_go_until_the_question_fits() -> None:
     talk = Asked("one", "two", "three")
     talk.run.ask()
     full = ContextFull(talk.name, 990, 1000)
-    assert await talk.take(full, full) is None
-    assert [message["content"] for message in talk.asked[-1].messages] == ["be brief", "three"]
     assert await talk.take(full) is None
-    assert [generate.room for generate in talk.asked] == [256, 256, 256, 1], "at last with any room at all"
+    assert [message["content"] for message in talk.asked[-1].messages] == ["be brief", "three"], "half at once"
+    assert await talk.take(full) is None
+    assert [generate.room for generate in talk.asked] == [256, 256, 1], "at last with any room at all"
     await talk.take(Started(talk.name, 900, 0, 0.1))
     assert ["oldest 2 turns" in note for note in talk.paper.notes] == [True]
     ending = await talk.take(ContextFull(talk.name, 1200, 1000))

@@ -137,12 +137,46 @@ async def test_a_failed_request_gives_the_question_back_with_the_reason() -> Non
         assert (await ask(pilot, "echo on")).answer.text
 
 
+async def test_letters_reach_the_prompt_from_anywhere() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        prompt = screen(pilot).query_one(PromptInput)
+        await pilot.click("Transcript")
+        assert not prompt.has_focus
+        await pilot.press("h", "i")
+        assert (prompt.text, prompt.has_focus) == ("hi", True)
+        await pilot.press("alt+v")
+        await until(pilot, lambda: screen(pilot).has_class("-expanded"))
+        await pilot.press("!")
+        assert (prompt.text, screen(pilot).has_class("-expanded")) == ("hi!", False)
+
+
+async def test_escape_leaves_the_whole_screen_before_it_does_anything_else() -> None:
+    async with chat() as pilot:
+        await say(pilot, "slow")
+        await until(pilot, lambda: "word" in seen(pilot))
+        await pilot.press("alt+v", "escape")
+        assert not screen(pilot).has_class("-expanded")
+        run = screen(pilot).talk.run
+        assert run is not None
+        assert not run.is_stopping
+        assert screen(pilot).query_one(PromptInput).has_focus
+
+
+async def test_the_welcome_stays_until_the_first_question() -> None:
+    async with chat() as pilot:
+        assert notes(pilot), "the model is ready"
+        assert "Ask something" in seen(pilot)
+        await ask(pilot, "echo one")
+        assert "Ask something and" not in seen(pilot)
+
+
 async def test_a_full_context_says_what_to_do() -> None:
     async with chat() as pilot:
         await say(pilot, "full")
         await until(pilot, lambda: notes(pilot))
         assert "1,200 tokens" in notes(pilot)[-1]
-        assert "max-model-len" in notes(pilot)[-1]
+        assert "longer context" in notes(pilot)[-1]
 
 
 @pytest.mark.parametrize(("model", "words"), [("missing", "no such model"), ("base", "no chat template")])

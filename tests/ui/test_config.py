@@ -112,7 +112,9 @@ def test_one_parameter_by_its_name() -> None:
     assert settings.sampling["temperature"] == 0.25
     searching = with_param(settings, "beam_width", "4")
     assert searching.num_candidates == 4
-    assert searching.request_params() == {"max_tokens": 1024, "beam_width": 4, "length_penalty": 1.0}
+    assert searching.request_params() == {
+        "early_stopping": True, "max_tokens": 1024, "beam_width": 4, "length_penalty": 1.0
+    }  # fmt: skip
     assert settings_summary(searching) == "4 beams"
     assert with_param(searching, "beam_width", "1").request_params()["temperature"] == 0.25
     with pytest.raises(UsageError, match="unknown parameter 'heat'"):
@@ -120,7 +122,7 @@ def test_one_parameter_by_its_name() -> None:
 
 
 NAMES = (
-    *("help", "new", "sessions", "export", "edit", "regenerate", "continue", "branch", "accept", "copy"),
+    *("help", "new", "sessions", "export", "edit", "regenerate", "continue", "branch", "accept", "undo", "copy"),
     *("probabilities", "model", "reload", "sampling", "set", "n", "beams", "system"),
     *("pool", "tables", "tree", "events", "memory", "steps", "theme", "quit"),
 )
@@ -133,7 +135,7 @@ def test_the_commands_and_their_keys() -> None:
         "f1": "help", "f2": "model", "f3": "sampling", "f4": "system", "f5": "pool", "f6": "tables", "f7": "tree",
         "f8": "events", "f9": "memory", "f10": "steps", "ctrl+n": "new", "ctrl+o": "sessions", "ctrl+r": "reload",
         "ctrl+t": "theme", "ctrl+q": "quit", "alt+e": "edit", "alt+r": "regenerate", "alt+c": "continue",
-        "alt+y": "copy", "alt+p": "probabilities", "alt+left": "branch", "alt+right": "branch",
+        "alt+u": "undo", "alt+y": "copy", "alt+p": "probabilities", "alt+left": "branch", "alt+right": "branch",
     }  # fmt: skip
     bound = {
         binding.key: binding.action
@@ -147,7 +149,9 @@ def test_the_commands_and_their_keys() -> None:
 
 
 def test_the_help_shows_the_keys_that_commands_declare() -> None:
-    shown = set(re.findall(r"{(\w+)}", " ".join(key for keys in KEYS.values() for key in keys)))
+    shown = set(
+        re.findall(r"{(\w+)}", " ".join(part for keys in KEYS.values() for line in keys.items() for part in line))
+    )
     assert shown == {command.name for command in COMMANDS.values() if command.shown_key} - {"reload"}
 
 

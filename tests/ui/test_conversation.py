@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillm.ui.chat.conversation import Candidate, Conversation, Turn
-from minillm.ui.chat.transcript import ReasoningSplitter, split_reasoning
+from minillm.ui.chat.conversation import Candidate, Conversation, SessionStore, Turn, to_markdown
+from minillm.ui.chat.transcript import ReasoningSplitter, num_common, split_reasoning
 
 
 def said(conversation: Conversation, question: str, text: str) -> Turn:
@@ -59,25 +61,77 @@ def test_a_withdrawn_branch_shows_the_one_beside_it() -> None:
     assert shown(conversation) == ["a", "b"]
 
 
-def test_the_oldest_turns_are_dropped_from_what_the_model_is_told() -> None:
+def test_the_oldest_half_is_dropped_from_what_the_model_is_told() -> None:
     conversation = Conversation()
-    for number in range(3):
+    for number in range(6):
         said(conversation, str(number), "x")
     conversation.ask("now")
-    assert conversation.drop_oldest()
-    assert conversation.drop_oldest()
-    assert [m["content"] for m in conversation.messages("s")] == ["s", "2", "x", "now"]
-    assert conversation.drop_oldest()
-    assert not conversation.drop_oldest(), "the question itself stays"
-    assert len(conversation.turns) == 4
+    assert conversation.drop_oldest_half()
+    assert [m["content"] for m in conversation.messages("s")] == ["s", "4", "x", "5", "x", "now"], "7 of 15 characters"
+    assert conversation.drop_oldest_half()
+    assert [m["content"] for m in conversation.messages("s")] == ["s", "now"]
+    assert not conversation.drop_oldest_half(), "the question itself stays"
+    assert len(conversation.turns) == 7
 
 
-def test_an_accepted_candidate_is_the_answer() -> None:
+def test_turns_without_words_are_dropped_too() -> None:
     conversation = Conversation()
+    said(conversation, "", "")
+    conversation.ask("")
+    assert conversation.drop_oldest_half()
+    assert conversation.num_dropped == 1
+
+
+def with_candidates(conversation: Conversation) -> Turn:
     answer = conversation.ask("q")
-    answer.candidates = [Candidate("one", 1), Candidate("two", 2)]
-    answer.accept(1)
-    assert (answer.text, answer.num_output_tokens, answer.candidates) == ("two", 2, [])
+    answer.candidates = [Candidate("one", 1, "stop"), Candidate("two", 2, "length"), Candidate("", 0, "abort")]
+    answer.finish_reason = "abort"
+    assert conversation.leaf is not None
+    return conversation.leaf
+
+
+def test_an_accepted_candidate_is_the_answer_and_the_others_are_branches() -> None:
+    conversation = Conversation()
+    turn = with_candidates(conversation)
+    conversation.accept(turn, 1)
+    answer = turn.answer
+    assert (answer.text, answer.num_output_tokens, answer.candidates, answer.finish_reason) == ("two", 2, [], "length")
+    assert conversation.leaf is turn
+    texts = [(each.question, each.answer.text, each.answer.finish_reason) for each in conversation.siblings(turn)]
+    assert texts == [("q", "one", "stop"), ("q", "two", "length")], "the third said nothing"
+    assert len({each.answer.request_id for each in conversation.siblings(turn)}) == 2
+
+
+def test_a_choice_can_be_undone_until_something_was_said_after_it() -> None:
+    conversation = Conversation()
+    turn = with_candidates(conversation)
+    before = copy.deepcopy(turn.answer)
+    choice = conversation.accept(turn, 0)
+    assert conversation.undo(choice)
+    assert (turn.answer, conversation.siblings(turn), conversation.leaf) == (before, [turn], turn)
+    choice = conversation.accept(turn, 0)
+    conversation.switch(turn, 1)
+    conversation.ask("on the other branch")
+    assert not conversation.undo(choice)
+    assert turn.answer.text == "one"
+
+
+def test_candidates_survive_the_disk_and_are_exported_and_found(tmp_path: Path) -> None:
+    conversation = Conversation()
+    with_candidates(conversation)
+    store = SessionStore(tmp_path)
+    store.save(conversation)
+    again = store.load(store.path_of(conversation))
+    assert again.leaf is not None
+    assert [(each.text, each.num_tokens, each.finish_reason) for each in again.leaf.answer.candidates] == [
+        ("one", 1, "stop"), ("two", 2, "length"), ("", 0, "abort")
+    ]  # fmt: skip
+    assert [each.title for each in store.list("two")] == ["q"]
+    assert "candidate 2 of 3\n\ntwo" in to_markdown(again)
+    data = conversation.to_data()
+    data["turns"][0]["answer"]["candidates"][0]["text"] = 5
+    with pytest.raises(ValueError, match="text"):
+        Conversation.from_data(data)
 
 
 def test_a_conversation_survives_the_disk() -> None:
@@ -123,3 +177,11 @@ def test_reasoning_does_not_depend_on_how_the_text_is_cut(parts: list[str], data
     pieces += splitter.finish()
     whole = split_reasoning("".join(parts))
     assert ("".join(t for inside, t in pieces if inside), "".join(t for inside, t in pieces if not inside)) == whole
+
+
+def test_the_common_beginning_ends_with_a_word() -> None:
+    texts = ["The quick brown fox jumps over", "The quick brown fox jumped high", "The quick brown fox jumps o"]
+    assert texts[0][: num_common(texts)] == "The quick brown fox "
+    assert num_common(["short", "short"]) == num_common(["The quick brown fox jumps over"]) == 0
+    assert num_common(["The quick brown fox jumps over"] * 2) == 30
+    assert num_common(["", "The quick brown fox jumps over"]) == 0

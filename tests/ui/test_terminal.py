@@ -107,7 +107,7 @@ def test_the_engine_ends_with_an_app_that_was_killed(tmp_path: Path) -> None:
         wait_until(lambda: all(gone(process) for process in engines(log)))
 
 
-@pytest.mark.parametrize("keys", ["\x03", "\x11"], ids=["control c", "control q"])
+@pytest.mark.parametrize("keys", ["\x03\x03", "\x11"], ids=["control c", "control q"])
 def test_keys_that_end_it_before_there_is_a_screen(keys: str) -> None:
     with session(typed_before=keys) as running:
         assert running.end() == 0
@@ -198,7 +198,8 @@ def test_control_c_stops_the_answer_and_then_quits() -> None:
         running.wait_for("word")
         running.type("\x03")
         running.wait_for("stopped")
-        time.sleep(1.1)
+        running.type("\x03")
+        running.wait_for("ctrl+c again quits")
         running.type("\x03")
         assert running.end() == 0
         assert running.modes_left_on() == []

@@ -63,7 +63,7 @@ class AnswerRun:
 
     def _generate(self, told: list[dict[str, str]], params: dict[str, Any], **how: Any) -> None:
         view, request_id = self.view, self.answer.request_id
-        if isinstance(view, AnswerView):
+        if view is not None:
             view.update_summary()
         self.send(messages.Generate(request_id, self.conversation.conversation_id, told, params, **how))
 
@@ -77,6 +77,8 @@ class AnswerRun:
     async def take(self, event: messages.Event) -> Ending | None:
         """Take an event of this answer; returns the ending that it brings, if any."""
         match event:
+            case messages.Reading():
+                self._read(event)
             case messages.Started():
                 await self._start(event)
             case messages.TextDelta():
@@ -90,6 +92,13 @@ class AnswerRun:
             case messages.ContextFull():
                 return self._make_room(event)
         return None
+
+    def _read(self, event: messages.Reading) -> None:
+        answer, view = self.answer, self.view
+        answer.num_read_tokens, answer.reading_left = event.num_computed_tokens, event.seconds_left
+        answer.num_prompt_tokens = event.num_prompt_tokens
+        if view is not None:
+            view.update_summary()
 
     async def _start(self, event: messages.Started) -> None:
         answer, view = self.answer, self.view
@@ -124,7 +133,8 @@ class AnswerRun:
             candidate.text, candidate.num_tokens = beam.text, beam.num_tokens
             candidate.score, candidate.logprob = beam.score, beam.logprob
             candidate.finish_reason = "stop" if beam.finished else None
-        self.answer.num_output_tokens = max((beam.num_tokens for beam in beams), default=0)
+        longest = max((beam.num_tokens for beam in beams), default=0)
+        self.answer.num_output_tokens = max(self.answer.num_output_tokens, longest)
 
     def _finish(self, event: messages.Finished) -> Ending | None:
         answer = self.answer
@@ -140,14 +150,14 @@ class AnswerRun:
         """Go on without the oldest turns. It is an error only where the last question alone does not fit."""
         if self._superseded:
             return Ending("lost", "the context is full: this answer cannot go on")
-        if self.conversation.drop_oldest():
+        if self.conversation.drop_oldest_half():
             self.ask()
         elif event.num_tokens + 1 < event.max_model_len:
             self.ask(room=1)
         else:
             size = f"the question has {plural(event.num_tokens, 'token')} with what belongs to it"
             room = f"the context holds {count(event.max_model_len)}"
-            return Ending("lost", f"{size}, and {room}: shorten it, or start with a larger --max-model-len")
+            return Ending("lost", f"{size}, and {room}: shorten it, or choose a model with a longer context (F2)")
         return None
 
     async def draw(self, lines_ahead: int) -> None:

@@ -14,6 +14,7 @@ from minillm.ui.bars import VIEWS
 from minillm.ui.chat.conversation import Conversation, Turn, export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.chat.talk import Talk
+from minillm.ui.chat.transcript import CandidatesView
 from minillm.ui.settings import with_param
 
 COMMANDS = CommandTable()
@@ -120,10 +121,11 @@ async def switch_branch(talk: Talk, direction: str) -> None:
     chosen = conversation.switch(branching, -1 if direction.startswith("p") else 1)
     await talk.transcript.show_path(conversation)
     talk.transcript.select(talk.transcript.view_of(chosen))
+    talk.refresh_status()
     talk.save()
 
 
-@command("accept", "take candidate N; the others' blocks are freed", argument="N", shown_key="1 … 9")
+@command("accept", "take candidate N; the others become branches", argument="N", shown_key="1 … 9")
 async def accept(talk: Talk, number: str) -> None:
     turn = next((turn for turn in talk.conversation.turns[::-1] if turn.answer.candidates), None)
     if turn is None:
@@ -138,9 +140,20 @@ async def accept(talk: Talk, number: str) -> None:
         await talk.accept(turn, int(number) - 1)
 
 
+@command("undo", "have the candidates to choose from again", "alt+u")
+async def undo(talk: Talk, _: str) -> None:
+    _check_idle(talk)
+    await talk.undo()
+
+
 @command("copy", "copy the selected answer, or its last code block", "alt+y", argument="[code]")
 async def copy(talk: Talk, part: str) -> None:
-    text = _turn(talk).answer.text
+    turn = _turn(talk)
+    text = turn.answer.text
+    if candidates := turn.answer.candidates:
+        view = talk.transcript.view_of(turn)
+        shown = None if view is None else view.answer_view
+        text = candidates[shown.focused_index if isinstance(shown, CandidatesView) else 0].text
     if part:
         blocks = [match.group(2) for match in _FENCE.finditer(text)]
         if not blocks:

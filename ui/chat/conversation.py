@@ -8,7 +8,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,9 @@ class Answer:
     tokens_per_second: float = 0.0
     in_reasoning: bool = False  # the text begins inside the model's <think> section
     tokens: list[TokenChoice] = field(default_factory=list)  # of the text; not saved
-    candidates: list[Candidate] = field(default_factory=list)  # to choose from; not saved
+    candidates: list[Candidate] = field(default_factory=list)  # to choose from
+    num_read_tokens: int = 0  # of the prompt, while it is computed; not saved
+    reading_left: float | None = None  # seconds until it is, if that is known; not saved
 
     @property
     def num_context_tokens(self) -> int:
@@ -56,13 +58,18 @@ class Answer:
         return self.num_prompt_tokens + longest
 
     @property
+    def num_known_tokens(self) -> int:
+        """Of the context, those that are computed."""
+        return self.num_read_tokens if self.time_to_first_token is None else self.num_context_tokens
+
+    @property
     def is_open(self) -> bool:
         return self.finish_reason is None
 
-    def accept(self, index: int) -> None:
-        """Take a candidate for the answer; the others are gone."""
-        chosen = self.candidates[index]
+    def take(self, chosen: Candidate) -> None:
+        """Take a candidate for the answer."""
         self.text, self.tokens, self.num_output_tokens = chosen.text, chosen.tokens, chosen.num_tokens
+        self.finish_reason = chosen.finish_reason or self.finish_reason
         self.candidates = []
 
 
@@ -74,6 +81,15 @@ class Turn:
     answer: Answer
     parent: Turn | None = None
     children: list[Turn] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate that was accepted, and all that it takes to undo it."""
+
+    turn: Turn
+    before: Answer  # with all candidates
+    others: list[Turn]  # the branches that the others became
 
 
 @dataclass
@@ -127,6 +143,32 @@ class Conversation:
         self.leaf = turn
         return turn.answer
 
+    def accept(self, turn: Turn, index: int) -> Choice:
+        """Take a candidate for the answer; each of the others that says something becomes a branch beside it."""
+        before, siblings = replace(turn.answer), self.siblings(turn)
+        turns = []
+        for number, candidate in enumerate(before.candidates):
+            if number == index:
+                turn.answer.take(candidate)
+                turns.append(turn)
+            elif candidate.text.strip():
+                answer = replace(before, request_id=self.new_request_id())
+                answer.take(candidate)
+                turns.append(Turn(turn.question, answer, turn.parent))
+        at = siblings.index(turn)
+        siblings[at : at + 1] = turns
+        return Choice(turn, before, [each for each in turns if each is not turn])
+
+    def undo(self, choice: Choice) -> bool:
+        """Have all candidates to choose from again; False where something was said after one of them since."""
+        turn, siblings = choice.turn, self.siblings(choice.turn)
+        if any(each.children or each not in siblings for each in (turn, *choice.others)):
+            return False
+        for other in choice.others:
+            siblings.remove(other)
+        turn.answer, self.leaf = choice.before, turn
+        return True
+
     def new_request_id(self) -> str:
         return f"{self.conversation_id}-{uuid.uuid4().hex[:8]}"
 
@@ -155,12 +197,20 @@ class Conversation:
                 messages.append({"role": "assistant", "content": turn.answer.text})
         return messages
 
-    def drop_oldest(self) -> bool:
-        """Tell the model one turn less from now on; False where only the last question is left."""
-        if self.num_dropped + 1 >= len(self.turns):
+    def drop_oldest_half(self) -> bool:
+        """Tell the model about half as much from now on; False where only the last question is left.
+
+        So the next questions begin alike, and find their blocks: with one turn less for each, none would.
+        """
+        lengths = [len(turn.question) + len(turn.answer.text) for turn in self.turns[self.num_dropped :]]
+        if len(lengths) < 2:
             return False
-        self.num_dropped += 1
-        return True
+        half = sum(lengths) / 2
+        while True:
+            lengths.pop(0)
+            self.num_dropped += 1
+            if len(lengths) == 1 or sum(lengths) <= half:
+                return True
 
     def name_of(self, request_id: str) -> str | None:
         """``turn 2``, or ``turn 2b`` for its second branch; None for a request of another conversation."""
@@ -189,7 +239,7 @@ class Conversation:
                 {
                     "parent": None if turn.parent is None else number[id(turn.parent)],
                     "question": turn.question,
-                    "answer": {name: getattr(turn.answer, name) for name in _SAVED},
+                    "answer": _answer_data(turn.answer),
                 }
                 for turn in turns
             ],
@@ -206,7 +256,7 @@ class Conversation:
             turns: list[Turn] = []
             conversation = cls(str(data["id"]), str(data["system"]), str(data["model"]), float(data["began"]))
             for item in data["turns"]:
-                answer = Answer(**{name: item["answer"][name] for name in _SAVED})
+                answer = _answer_of(item["answer"])
                 if not isinstance(answer.text, str) or not isinstance(item["question"], str):
                     raise ValueError("a text is none")
                 answer.finish_reason = answer.finish_reason or "lost"
@@ -219,7 +269,27 @@ class Conversation:
         return conversation
 
 
-_SAVED = tuple(item.name for item in fields(Answer) if item.name not in ("tokens", "candidates"))
+_UNSAVED = ("tokens", "candidates", "num_read_tokens", "reading_left")
+_SAVED = tuple(item.name for item in fields(Answer) if item.name not in _UNSAVED)
+_SAVED_OF_CANDIDATES = tuple(item.name for item in fields(Candidate) if item.name != "tokens")
+
+
+def _answer_data(answer: Answer) -> dict[str, Any]:
+    data = {name: getattr(answer, name) for name in _SAVED}
+    if answer.candidates:
+        names = _SAVED_OF_CANDIDATES
+        data["candidates"] = [{name: getattr(each, name) for name in names} for each in answer.candidates]
+    return data
+
+
+def _answer_of(data: Mapping[str, Any]) -> Answer:
+    candidates = []
+    for item in data.get("candidates", []):
+        candidate = Candidate(**{name: item[name] for name in _SAVED_OF_CANDIDATES})
+        if not isinstance(candidate.text, str):
+            raise ValueError("a candidate's text is none")
+        candidates.append(replace(candidate, finish_reason=candidate.finish_reason or "lost"))
+    return Answer(**{name: data[name] for name in _SAVED}, candidates=candidates)
 
 
 @dataclass(frozen=True)
@@ -298,7 +368,7 @@ class SessionStore:
         for path in self.directory.glob("*.json"):
             try:
                 turns = _read(path)["turns"]
-                whole = "\n".join(turn["question"] + "\n" + turn["answer"]["text"] for turn in turns).casefold()
+                whole = "\n".join(turn["question"] + "\n" + _all_text(turn["answer"]) for turn in turns).casefold()
                 if all(word in whole for word in words):
                     unfinished = any(turn["answer"]["finish_reason"] is None for turn in turns)
                     saved = path.stat().st_mtime
@@ -306,6 +376,11 @@ class SessionStore:
             except (OSError, ValueError, KeyError, TypeError, IndexError):
                 continue  # not ours, or broken: opening it says why
         return sorted(found, key=lambda summary: -summary.saved)
+
+
+def _all_text(answer: Mapping[str, Any]) -> str:
+    """An answer's text, or that of its candidates."""
+    return "\n".join([answer["text"], *(each["text"] for each in answer.get("candidates", []))])
 
 
 def _read(path: Path) -> Any:
@@ -318,7 +393,10 @@ def to_markdown(conversation: Conversation) -> str:
     if conversation.system:
         lines += [f"> {line}" for line in conversation.system.splitlines()] + [""]
     for turn in turns:
-        lines += ["## You", "", turn.question, "", f"## {conversation.model or 'The model'}", "", turn.answer.text, ""]
+        name, several = conversation.model or "The model", turn.answer.candidates
+        lines += ["## You", "", turn.question, ""]
+        for number, text in enumerate([each.text for each in several] or [turn.answer.text], start=1):
+            lines += [f"## {name}" + (f", candidate {number} of {len(several)}" if several else ""), "", text, ""]
     return "\n".join(lines)
 
 

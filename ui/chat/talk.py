@@ -9,11 +9,11 @@ from textual.content import Content
 from textual.reactive import var
 from textual.widgets import Static, TextArea
 
-from minillm.errors import MinillmError
+from minillm.errors import MinillmError, UsageError
 from minillm.service.messages import Command, Forget, Keep, Notice, Pin, Report
 from minillm.ui.bars import FULL, LoadingBar, Status, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
-from minillm.ui.chat.conversation import Answer, Candidate, Conversation, SessionStore, Turn
+from minillm.ui.chat.conversation import Answer, Candidate, Choice, Conversation, SessionStore, Turn
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
@@ -43,6 +43,9 @@ class Talk(Vertical):
     beside_model: var[bool] = var(False)
     """Whether a model computes an answer on the same cores."""
 
+    leaf: var[Turn | None] = var(None)
+    """The last turn that is shown."""
+
     def __init__(self, store: SessionStore, commands: CommandTable) -> None:
         super().__init__(id="talk")
         self.store = store
@@ -52,11 +55,11 @@ class Talk(Vertical):
         self.editing: Turn | None = None  # whose question is being changed in the prompt
         self.engine = EngineState()  # as far as this widget has heard
         self.pool: Pool | None = None
-        self.ended_at = 0.0  # when the last answer did
         self.num_waiting = 0  # commands that keys have called, and that have not run yet
         self._text = Drawing(self, self._draw, share=0.014, longest=1.0)
         self._saved_at = 0.0
         self._warned_full = False
+        self._choice: Choice | None = None  # the last candidate that was accepted
         self._pinned_system = ""
         self._report_every = 0.0  # as the engine was told last
 
@@ -204,7 +207,6 @@ class Talk(Vertical):
         """End the answer. One that was stopped before its first word is taken back."""
         run, self.run = self.run, None
         assert run is not None
-        self.ended_at = time.monotonic()
         if not await run.end(ending.reason):
             self.prompt.put_back(self.conversation.withdraw())
             await self.transcript.show_path(self.conversation)
@@ -223,15 +225,32 @@ class Talk(Vertical):
         self._warned_full = True
         await self.transcript.add_note(
             f"the context is nearly full ({count(answer.num_context_tokens)} of {count(loaded.max_model_len)} tokens): "
-            "the oldest turns will be left out when it is; Ctrl+N begins anew", "warning"
+            "the oldest half will be left out when it is; Ctrl+N begins anew", "warning"
         )  # fmt: skip
 
     async def accept(self, turn: Turn, index: int) -> None:
-        turn.answer.accept(index)
+        """Take a candidate for the answer; the others become branches. `undo` has them all to choose from again."""
+        self._choice = self.conversation.accept(turn, index)
         self.send(Keep(turn.answer.request_id, index))
+        await self._show_anew(turn)
+        self.notify(f"{index + 1} is the answer; the others are branches beside it (Alt+← →), Alt+U undoes it")
+
+    async def undo(self) -> None:
+        """Have the candidates of the last choice to choose from again.
+
+        Raises:
+            UsageError: there is none, or it was asked on since.
+        """
+        choice, self._choice = self._choice, None
+        if choice is None or not self.conversation.undo(choice):
+            raise UsageError("there is no choice to undo; Alt+← → shows the other branches")
+        await self._show_anew(choice.turn)
+
+    async def _show_anew(self, turn: Turn) -> None:
         view = self.transcript.view_of(turn)
         if view is not None:
             await view.show_answer()
+        await self.transcript.show_path(self.conversation)
         self.save()
         self.refresh_status()
 
@@ -239,12 +258,12 @@ class Talk(Vertical):
         """Take the first candidate, a search's best, where the user goes on without choosing."""
         leaf = self.conversation.leaf
         if leaf is not None and leaf.answer.candidates and not leaf.answer.is_open:
-            self.notify("the first candidate was taken")
             await self.accept(leaf, 0)
 
     def refresh_status(self) -> None:
         """Show the activity. Drawing and reports leave the processor to a model that computes on it."""
-        loaded, pool, leaf = self.engine.loaded, self.pool, self.conversation.leaf
+        loaded, pool = self.engine.loaded, self.pool
+        leaf = self.leaf = self.conversation.leaf
         self.beside_model = self.run is not None and loaded is not None and loaded.device == "cpu"
         self._text.pace(self.beside_model)
         every = self._text.interval
@@ -259,7 +278,7 @@ class Talk(Vertical):
             activity=_activity(self.engine.phase, self.run, answer),
             tokens_per_second=answer.tokens_per_second,
             time_to_first_token=answer.time_to_first_token,
-            context_used=answer.num_context_tokens,
+            context_used=answer.num_known_tokens,
             context_size=loaded.max_model_len if loaded is not None else 0,
             blocks_used=pool.used_blocks if pool is not None else 0,
             blocks_total=pool.num_blocks if pool is not None else 0,
@@ -286,7 +305,7 @@ class Talk(Vertical):
     async def open_conversation(self, conversation: Conversation) -> None:
         """Show another conversation; the engine frees the blocks of the old one."""
         self.send(Forget(self.conversation.conversation_id))
-        self.run = self.editing = None
+        self.run = self.editing = self._choice = None
         self._warned_full = False
         self.conversation = conversation
         await self.transcript.clear()

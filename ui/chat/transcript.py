@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from textual.containers import Grid, Vertical, VerticalScroll
 from textual.content import Content
 from textual.widgets import Collapsible, Static
 
+from minillm.cache.runs import common_length
 from minillm.progress import size
 from minillm.text.safe import clean, clean_line
 from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
 _MOST_SHOWN = 4000  # characters of a question; a pasted book is not laid out again at every resize
 _MOST_LINES = 40
 _NARROWEST = 26  # columns of a candidate's card
-_MOST_ON_CARD = 1500  # characters: the end of a long text, for that is where it grows
+_LEAST_COMMON, _MOST_COMMON = 16, 400  # characters with which all candidates begin
 WELCOME = """\
 Ask something and press Enter.
-Ctrl+J begins a new line, Escape stops an answer, F1 lists all keys, / all commands."""
+Ctrl+J begins a new line, Escape stops an answer, F1 lists all keys, / all commands.
+/n 3 and a question: three answers that share their memory. `minillm demo` shows how, in three minutes."""
 OPEN, CLOSE = "<think>", "</think>"  # around the reasoning
 
 
@@ -183,10 +186,19 @@ class AnswerView(Growing, Vertical):
         update_in_place(self._summary, Content(summary(self.answer)))
 
 
+def reading(answer: Answer) -> str:
+    """How far the prompt is computed, and for how long it will be."""
+    done, total = answer.num_read_tokens, answer.num_prompt_tokens
+    if not total:
+        return "reading the prompt …"
+    left = f" · {duration(answer.reading_left)} left" if answer.reading_left is not None else ""
+    return f"reading the prompt: {count(done)} of {plural(total, 'token')}{left}"
+
+
 def summary(answer: Answer) -> str:
     """One line: length, speed, tokens from the cache, and why it ended."""
     if answer.time_to_first_token is None and answer.finish_reason is None:
-        return "reading the prompt …"
+        return reading(answer)
     words = []
     if answer.num_output_tokens:
         words.append(plural(answer.num_output_tokens, "token"))
@@ -203,39 +215,67 @@ def summary(answer: Answer) -> str:
     return " · ".join(words)
 
 
-class CandidateCard(Static, can_focus=True):
-    """One candidate. Enter or a click accepts it."""
+class CandidateCard(VerticalScroll, can_focus=True):
+    """One candidate. Enter or a double click accepts it, Space shows it on the whole screen."""
+
+    ALLOW_MAXIMIZE = True
 
     def __init__(self, index: int) -> None:
-        super().__init__(Content("…"))
+        super().__init__()
         self.index = index
         self.border_title = str(index + 1)
+        self._text = Static(Content("…"))
 
-    def show(self, candidate: Candidate) -> None:
-        reasoning, answer = split_reasoning(candidate.text)
-        text = clean(answer.strip() or reasoning.strip())
-        update_in_place(self, Content(text if len(text) <= _MOST_ON_CARD else "… " + text[-_MOST_ON_CARD:]))
+    def compose(self) -> ComposeResult:
+        yield self._text
+
+    def on_mount(self) -> None:
+        self.anchor()  # the end is where a text grows
+
+    def show(self, candidate: Candidate, num_common: int) -> None:
+        """Show the text without its first ``num_common`` characters, which are shown above all cards."""
+        text = _text_of(candidate)[num_common:]
+        update_in_place(self._text, Content(f"… {text}" if num_common else text))
         self.border_subtitle = candidate_facts(candidate)
         self.set_class(candidate.finish_reason is not None, "-finished")
 
-    def on_click(self) -> None:
-        self.post_message(CommandAsked("accept", str(self.index + 1)))
+    def on_click(self, event: events.Click) -> None:
+        if event.chain == 2:
+            self.post_message(CommandAsked("accept", str(self.index + 1)))
 
     def on_key(self, event: events.Key) -> None:
         if event.key == "enter":
             event.stop()
             self.post_message(CommandAsked("accept", str(self.index + 1)))
+        elif event.key == "space":
+            event.stop()
+            if self.screen.maximized is None:
+                self.screen.maximize(self, container=False)
+            else:
+                self.screen.minimize()
+
+
+def _text_of(candidate: Candidate) -> str:
+    reasoning, answer = split_reasoning(candidate.text)
+    return clean(answer.strip() or reasoning.strip())
+
+
+def num_common(texts: Sequence[str]) -> int:
+    """Characters of whole words with which all texts begin; 0 where it is not worth a line of its own."""
+    length = min(common_length(texts[0], each) for each in texts)
+    while length and not (texts[0][length - 1].isspace() or all(len(each) == length for each in texts)):
+        length -= 1
+    return length if len(texts) > 1 and length >= _LEAST_COMMON else 0
 
 
 def candidate_facts(candidate: Candidate) -> str:
-    """``23 tokens · log p -12.3 · score -0.54``."""
-    words = [plural(candidate.num_tokens, "token")]
-    if candidate.logprob is not None:
-        words.append(f"log p {candidate.logprob:.1f}")
-    if candidate.score is not None:
-        words.append(f"score {candidate.score:.2f}")
+    """``score -0.54 · 23 tokens · log p -12.3``: the first ones stay where there is little room."""
+    words = [] if candidate.score is None else [f"score {candidate.score:.2f}"]
+    words.append(plural(candidate.num_tokens, "token"))
     if candidate.finish_reason is not None:
         words.append("✓" if candidate.finish_reason == "stop" else candidate.finish_reason)
+    if candidate.logprob is not None:
+        words.append(f"log p {candidate.logprob:.1f}")
     return " · ".join(words)
 
 
@@ -246,12 +286,19 @@ class CandidatesView(Vertical):
         super().__init__()
         self.answer = answer
         self._cards = [CandidateCard(index) for index in range(len(answer.candidates))]
-        self._summary = Static(Content("reading the prompt …"), classes="summary")
+        self._common = Static(classes="common")
+        self._summary = Static(Content(summary(answer)), classes="summary")
 
     def compose(self) -> ComposeResult:
+        yield self._common
         with Grid():
             yield from self._cards
         yield self._summary
+
+    @property
+    def focused_index(self) -> int:
+        """The number of the card that has the keyboard; of the first where none has."""
+        return next((card.index for card in self._cards if card.has_focus), 0)
 
     async def on_mount(self) -> None:
         await self.flush()
@@ -265,15 +312,28 @@ class CandidatesView(Vertical):
 
     async def flush(self, lines_ahead: int = 0) -> None:
         """Show the candidates as they stand now."""
-        for card, candidate in zip(self._cards, self.answer.candidates, strict=False):
-            card.show(candidate)
-        done = sum(candidate.finish_reason is not None for candidate in self.answer.candidates)
-        if self.answer.time_to_first_token is None and self.answer.is_open:
-            return
-        if self.answer.is_open:
-            text = f"{done} of {len(self._cards)} have ended · 1, 2 … accepts one and stops the others"
+        candidates = self.answer.candidates
+        common = num_common([_text_of(each) for each in candidates])
+        self._common.display = bool(common)
+        if common:
+            whole = _text_of(candidates[0])[:common].rstrip()
+            shown = whole if len(whole) <= _MOST_COMMON else "… " + whole[-_MOST_COMMON:]
+            update_in_place(self._common, Content(f"all begin: {shown}"))
+        for card, candidate in zip(self._cards, candidates, strict=False):
+            card.show(candidate, common)
+        self.update_summary()
+
+    def update_summary(self) -> None:
+        answer, last = self.answer, min(9, len(self._cards))
+        done = sum(candidate.finish_reason is not None for candidate in answer.candidates)
+        if answer.time_to_first_token is None and answer.is_open:
+            text = summary(answer)
+        elif not answer.is_open:
+            text = f"1 … {last}, a double click, or Tab and Enter accepts one · Space: the whole screen"
+        elif done == len(self._cards):  # a beam search may go on, see `BeamSearchParams.early_stopping`
+            text = f"searching for better ones · 1 … {last} accepts one and ends the search"
         else:
-            text = f"1 … {min(9, len(self._cards))}, a click, or Tab and Enter accepts one; the others are freed"
+            text = f"{done} of {len(self._cards)} have ended · 1 … {last} accepts one and stops the others"
         update_in_place(self._summary, Content(text))
 
 
@@ -359,7 +419,8 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
         await self._add(Note(text, kind))
 
     async def _add(self, *widgets: Static | TurnView) -> None:
-        await self.query("#welcome").remove()
+        if any(isinstance(each, TurnView) for each in widgets):
+            await self.query("#welcome").remove()
         await self.mount_all(widgets)
 
     async def clear(self) -> None:
