@@ -25,6 +25,7 @@ from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.conversation import Conversation, SessionStore
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.talk import Talk
+from minillm.ui.chat.transcript import CandidateCard
 from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import EngineApp, EngineEvent, EngineState
 from minillm.ui.memory.panel import MemoryPanel
@@ -48,6 +49,7 @@ class ChatScreen(Screen[None]):
 
     BINDINGS = [  # noqa: RUF012
         *hidden_keys({"escape": "stop", "ctrl+c": "interrupt", "alt+v": "expand"}, priority=True),
+        *hidden_keys({"tab": "next"}),
         *hidden_keys({"alt+up": "select(-1)", "alt+down": "select(1)"}, priority=True),
         *hidden_keys({key: f"scroll({where!r})" for key, where in _SCROLLS.items()}, priority=True),
         *COMMANDS.bindings("chat"),
@@ -145,6 +147,8 @@ class ChatScreen(Screen[None]):
             self.minimize()
         elif self.has_class("-expanded"):
             self.action_expand()
+        elif talk.take_back():
+            pass
         elif talk.run is not None:
             talk.run.stop()
             talk.refresh_status()
@@ -212,6 +216,14 @@ class ChatScreen(Screen[None]):
         if not self.has_class("-expanded"):
             self.talk.prompt.focus()
 
+    def action_next(self) -> None:
+        """tab: from the prompt to the first candidate, where there are some; else to the next widget."""
+        cards = self.query(CandidateCard)
+        if self.focused is self.talk.prompt and self.talk.prompt.num_picks and cards:
+            cards[len(cards) - self.talk.prompt.num_picks].focus()
+        else:
+            self.focus_next()
+
     def action_select(self, step: int) -> None:
         self.talk.transcript.select_next(step)
 
@@ -273,15 +285,10 @@ class ChatApp(EngineApp):
 
     @work
     async def _ask(self, question: str) -> None:
-        """Put a question into the prompt, and send it once the model is ready, unless it has been changed by then."""
-        while not self.chat.is_mounted:
+        """Send a question, which waits until the model is ready."""
+        while not self.chat.is_mounted or self.chat.talk.engine.phase == "off":
             await asyncio.sleep(_SOON)
-        prompt = self.chat.query_one(PromptInput)
-        prompt.text = question
-        with contextlib.suppress(MinillmError):  # the chat says why the model does not load
-            await self.until_ready()
-            if prompt.text == question:
-                prompt.post_message(PromptInput.Submitted(question))
+        self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
 
     def pass_on(self, event: Event) -> None:
         self.chat.post_message(EngineEvent(event))
@@ -333,10 +340,13 @@ class ChatApp(EngineApp):
             self.push_screen(Palette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
-        """The palette's commands: every slash command that needs no argument."""
+        """The palette's commands: all slash commands; one that needs an argument is put into the prompt."""
         for command in COMMANDS.values() if isinstance(screen, ChatScreen) else ():
-            if not command.needs_argument:
-                title = command.name.capitalize() + (f"  {command.shown_key}" if command.shown_key else "")
+            title = command.name.capitalize() + (f"  {command.shown_key}" if command.shown_key else "")
+            if command.needs_argument:
+                title = f"{command.name.capitalize()} {command.argument} …"
+                yield SystemCommand(title, command.summary, partial(self.chat.talk.prompt.begin, f"/{command.name} "))
+            else:
                 yield SystemCommand(title, command.summary, partial(self.chat.action_command, command.name))
 
     async def on_unmount(self) -> None:

@@ -165,7 +165,6 @@ class DemoApp(ChatApp):
     async def ask(self, question: str, **params: Any) -> None:
         for name, value in {"n": 1, "beam_width": 1, **params}.items():
             self.settings = with_param(self.settings, name, str(value))
-        self.chat.talk.prompt.text = question
         self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
         await self.until(lambda: self.chat.talk.run is not None)
         await self.until(lambda: self.chat.talk.run is None)

@@ -54,7 +54,7 @@ class BlockManager:
         self.subscribers: list[Subscriber] = []
         self.num_copies = 0  # copies on write, ever
         self.num_evictions = 0  # cached blocks that were given up, ever
-        self.num_hit_tokens = 0  # tokens of prompts that were found in the cache, ever
+        self.num_hit_tokens = 0  # tokens of prompts that were in blocks already, ever
         self.num_looked_up_tokens = 0
         self.prefix_caching = prefix_caching
         self.prefixes = PrefixCache(block_size)
@@ -86,12 +86,16 @@ class BlockManager:
                     self._cached.pop(block, None)
                 counts[block] += 1
             table.num_tokens = table.writable = len(table.blocks) * self.block_size
-            self.num_hit_tokens += table.num_tokens
-            self.num_looked_up_tokens += len(token_ids)
+            self.count_hit(table.num_tokens, len(token_ids))
             if table.blocks and self.subscribers:
                 self.emit(CacheEvent("hit", seq_id, tuple(table.blocks)))
         self.tables[seq_id] = table
         return table
+
+    def count_hit(self, num_tokens: int, num_looked_up: int) -> None:
+        """Count tokens of a prompt that need not be computed, of all that it has."""
+        self.num_hit_tokens += num_tokens
+        self.num_looked_up_tokens += num_looked_up
 
     def fork(self, parent: BlockTable, child_id: int, num_tokens: int | None = None) -> BlockTable:
         """Make a table that shares the blocks of ``parent``'s first ``num_tokens`` tokens (all by default).

@@ -184,6 +184,7 @@ class Scheduler:
                 return False
         if shared and shared >= cached.num_tokens and parent is not None and parent.table is not None:
             sequence.table = self.cache.fork(parent.table, sequence.seq_id, shared)
+            self.cache.count_hit(shared, len(prompt))
         else:
             sequence.table = self.cache.allocate(sequence.seq_id, prompt, group.salt, cached)
         sequence.num_computed = sequence.table.num_tokens

@@ -120,6 +120,15 @@ async def test_a_click_focuses_a_card_and_two_accept_it() -> None:
         await until(pilot, lambda: turn.answer.text == "sample2 sample2 ")
 
 
+async def test_tab_goes_from_the_prompt_to_the_first_card() -> None:
+    async with chat(sampling={"n": 3}) as pilot:
+        turn = await ask(pilot, "choose")
+        await pilot.press("tab")
+        assert next(iter(screen(pilot).query(CandidateCard))).has_focus
+        await pilot.press("tab", "enter")
+        await until(pilot, lambda: turn.answer.text == "sample2 sample2 ")
+
+
 async def test_space_shows_a_card_on_the_whole_screen_and_escape_leaves_it() -> None:
     async with chat(sampling={"n": 3}) as pilot:
         await ask(pilot, "choose")

@@ -75,7 +75,6 @@ async def test_a_second_question_waits_for_the_first_answer() -> None:
         await say(pilot, "another")
         await pilot.pause(0.1)
         assert len(screen(pilot).query(AnswerView)) == 1
-        assert screen(pilot).query_one(PromptInput).text == "another"
 
 
 async def test_a_new_conversation_forgets_the_old_one_and_frees_its_blocks() -> None:
@@ -135,6 +134,64 @@ async def test_a_failed_request_gives_the_question_back_with_the_reason() -> Non
         await pilot.pause()
         assert screen(pilot).query_one(PromptInput).text == "fail"
         assert (await ask(pilot, "echo on")).answer.text
+
+
+async def test_a_question_waits_for_the_answer_before_it() -> None:
+    async with chat() as pilot:
+        await say(pilot, "slow")
+        await until(pilot, lambda: "word" in seen(pilot))
+        await say(pilot, "echo two")
+        await until(pilot, lambda: "1 question will be asked next" in seen(pilot))
+        talk = screen(pilot).talk
+        await until(pilot, lambda: len(talk.conversation.turns) == 2 and not talk.conversation.turns[1].answer.is_open)
+        assert [turn.question for turn in talk.conversation.turns] == ["slow", "echo two"]
+        assert "will be asked" not in seen(pilot)
+
+
+async def test_escape_takes_a_waiting_question_back_before_it_stops_the_answer() -> None:
+    async with chat() as pilot:
+        await say(pilot, "slow")
+        await until(pilot, lambda: "word" in seen(pilot))
+        await say(pilot, "echo two")
+        await say(pilot, "echo three")
+        await until(pilot, lambda: "2 questions" in seen(pilot))
+        await pilot.press("escape")
+        talk = screen(pilot).talk
+        assert talk.prompt.text == "echo two\necho three"
+        assert talk.run is not None
+        assert not talk.run.is_stopping
+        talk.prompt.text = ""
+        await say(pilot, "echo four")
+        await until(pilot, lambda: "1 question" in seen(pilot))
+        talk.run.stop()
+        await until(pilot, lambda: talk.run is None)
+        assert talk.prompt.text == "echo four", "an answer that was stopped is no reason to ask the next"
+
+
+async def test_a_question_waits_for_the_model() -> None:
+    async with chat() as pilot:
+        talk = screen(pilot).talk
+        talk.prompt.text = "echo one"
+        await pilot.press("ctrl+r", "enter")
+        await until(pilot, lambda: talk.conversation.turns and not talk.conversation.turns[0].answer.is_open)
+        assert talk.conversation.turns[0].answer.text == "one"
+
+
+async def test_keys_behind_enter_are_the_next_question() -> None:
+    async with chat() as pilot:
+        await pilot.press(*"echo one", "enter", *"abc")
+        prompt = screen(pilot).query_one(PromptInput)
+        await until(pilot, lambda: screen(pilot).talk.conversation.num_answers == 1)
+        assert prompt.text == "abc"
+
+
+async def test_editing_is_shown_until_it_ends() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        await pilot.press("alt+e")
+        await until(pilot, lambda: "editing" in seen(pilot))
+        await pilot.press("escape")
+        await until(pilot, lambda: "editing" not in seen(pilot))
 
 
 async def test_letters_reach_the_prompt_from_anywhere() -> None:

@@ -33,6 +33,7 @@ class AnswerRun:
     max_model_len: int
     is_stopping: bool = False
     _superseded: str = ""  # the request whose text this one continues
+    _num_before: int = 0  # tokens of that text
     _to_accept: tuple[int, str] | None = None  # a candidate and its text, once the others have stopped
     _first_token_at: float = 0.0
 
@@ -57,6 +58,7 @@ class AnswerRun:
     def go_on(self) -> None:
         told, answer = self.conversation.messages(self.settings.system), self.answer
         self._superseded, answer.request_id = answer.request_id, self.conversation.new_request_id()
+        self._num_before = answer.num_output_tokens
         answer.finish_reason = answer.time_to_first_token = None
         # Several answers to choose from would begin with the same text: one goes on.
         self._generate(told, self.settings.params_to_continue(), continues=True)
@@ -103,8 +105,8 @@ class AnswerRun:
     async def _start(self, event: messages.Started) -> None:
         answer, view = self.answer, self.view
         self._first_token_at = time.monotonic()
-        answer.num_prompt_tokens = event.num_prompt_tokens
-        answer.num_cached_tokens = event.num_cached_tokens
+        answer.num_prompt_tokens = max(0, event.num_prompt_tokens - self._num_before)
+        answer.num_cached_tokens = min(event.num_cached_tokens, answer.num_prompt_tokens)
         answer.time_to_first_token = event.time_to_first_token
         if isinstance(view, AnswerView) and not answer.text:
             answer.in_reasoning = event.in_reasoning
@@ -140,7 +142,7 @@ class AnswerRun:
         answer = self.answer
         if not answer.candidates:
             answer.tokens_per_second = event.tokens_per_second
-            answer.num_output_tokens = event.num_output_tokens
+            answer.num_output_tokens = self._num_before + event.num_output_tokens
             return Ending(event.finish_reason)
         answer.candidates[event.index].finish_reason = event.finish_reason
         reasons = [candidate.finish_reason for candidate in answer.candidates]
@@ -164,8 +166,9 @@ class AnswerRun:
         """Show the text that came since the last time; ``lines_ahead``: see `ModelMarkdown.append_text`."""
         view, answer = self.view, self.answer
         elapsed = time.monotonic() - self._first_token_at
-        if answer.num_output_tokens > 1 and elapsed > 0 and answer.is_open:
-            answer.tokens_per_second = (answer.num_output_tokens - 1) / elapsed
+        new = answer.num_output_tokens - self._num_before
+        if new > 1 and elapsed > 0 and answer.is_open:
+            answer.tokens_per_second = (new - 1) / elapsed
         if view is not None:
             await view.flush(lines_ahead)
 

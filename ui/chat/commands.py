@@ -85,7 +85,6 @@ async def edit(talk: Talk, _: str) -> None:
     talk.prompt.text = ""
     talk.prompt.put_back(turn.question)
     talk.prompt.focus()
-    talk.notify("Enter asks the changed question as a branch; Escape leaves it as it was")
 
 
 @command("regenerate", "another answer to the selected question, as a branch", "alt+r")

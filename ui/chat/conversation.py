@@ -405,11 +405,13 @@ def to_json(conversation: Conversation) -> str:
 
 
 def export(conversation: Conversation, target: Path) -> Path:
-    """Write a conversation to a file: ``.json`` as JSON, anything else as Markdown. An existing file is not touched.
+    """Write a conversation to a file: ``.json`` as JSON, else as Markdown. An existing file is not touched.
 
     Raises:
-        MinillmError: the file exists, or cannot be written.
+        MinillmError: the file exists, cannot be written, or has the ending of another format.
     """
+    if target.suffix.lower() not in ("", ".json", ".md", ".markdown", ".txt"):
+        raise UsageError(f"/export writes .md, .txt or .json, not {target.suffix}")
     text = to_json(conversation) if target.suffix == ".json" else to_markdown(conversation)
     target = expanded(str(target), "/export")
     try:

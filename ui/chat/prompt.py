@@ -59,6 +59,12 @@ class PromptInput(TextArea):
         self._held.clear()
         return text
 
+    def begin(self, text: str) -> None:
+        """Have the user go on with a text in place of the one that stands here."""
+        self.text = text
+        self.move_cursor(self.document.end)
+        self.focus()
+
     def remember(self, text: str) -> None:
         """Have ↑ bring this text back."""
         if not self._history or self._history[-1] != text:
@@ -112,7 +118,7 @@ class PromptInput(TextArea):
         """Handle a key that has a meaning in this text area only. Return False for every other key."""
         if event.key == "enter":
             if self.full_text.strip():
-                self.post_message(self.Submitted(self.full_text.strip()))
+                self.post_message(self.Submitted(self.take().strip()))  # here: the next key may be there already
         elif not self.text and event.key.isdecimal() and 1 <= int(event.key) <= self.num_picks:
             self.post_message(CommandAsked("accept", event.key))
         elif event.key == "up" and self.cursor_at_first_line:

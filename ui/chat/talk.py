@@ -20,7 +20,7 @@ from minillm.ui.chat.transcript import Transcript
 from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import CommandAsked, EngineApp, EngineCommand, EngineEvent, EngineState, Phase
 from minillm.ui.memory.pool import Pool
-from minillm.ui.numbers import count, duration
+from minillm.ui.numbers import count, duration, plural
 
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
 _LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores
@@ -43,6 +43,9 @@ class Talk(Vertical):
     beside_model: var[bool] = var(False)
     """Whether a model computes an answer on the same cores."""
 
+    editing: var[Turn | None] = var(None)
+    """The turn whose question is being changed in the prompt."""
+
     leaf: var[Turn | None] = var(None)
     """The last turn that is shown."""
 
@@ -52,9 +55,9 @@ class Talk(Vertical):
         self.commands = commands
         self.conversation = Conversation()
         self.run: AnswerRun | None = None
-        self.editing: Turn | None = None  # whose question is being changed in the prompt
         self.engine = EngineState()  # as far as this widget has heard
         self.pool: Pool | None = None
+        self._waiting: list[str] = []  # questions that are asked when this answer has ended, or the model is loaded
         self.num_waiting = 0  # commands that keys have called, and that have not run yet
         self._text = Drawing(self, self._draw, share=0.014, longest=1.0)
         self._saved_at = 0.0
@@ -74,6 +77,9 @@ class Talk(Vertical):
         self.query_one("#hints").display = False
         self.prompt.focus()
         self.watch(self.app, "settings", self._pin_system)
+
+    def watch_editing(self, turn: Turn | None) -> None:
+        self.prompt.border_title = "" if turn is None else "editing · Enter asks it as a branch · Esc leaves it"
 
     async def _take_state(self, state: EngineState) -> None:
         before, self.engine = self.engine, state
@@ -95,9 +101,11 @@ class Talk(Vertical):
                 text = "this model has no chat template, so it cannot chat (F2: another)"
                 await self.transcript.add_note(text, "warning")
             self._pin_system()
+            await self._ask_waiting()
         elif state.phase in _NOTES:
             text, kind = _NOTES[state.phase]
             await self.transcript.add_note(state.error + text, kind)
+            self.take_back()
         self.refresh_status()
 
     async def on_engine_event(self, message: EngineEvent) -> None:
@@ -129,15 +137,41 @@ class Talk(Vertical):
                 command, argument = self.commands.parse(message.text)
             except MinillmError as error:
                 self.notify(str(error))
+                self.prompt.put_back(message.text)
                 return
-            self.prompt.take()
             await self.run_command(command.name, argument)
-        elif self.can_ask():
-            self.prompt.take()
-            editing, self.editing = self.editing, None
-            await self.accept_best()
-            self.conversation.ask(unescaped(message.text), instead_of=editing)
-            await self.request_answer()
+        elif self.run is not None or self.engine.phase == "loading":
+            self._set_waiting([*self._waiting, message.text])
+        elif not self.can_ask():
+            self.prompt.put_back(message.text)
+        else:
+            await self._ask(message.text)
+
+    async def _ask(self, question: str) -> None:
+        editing, self.editing = self.editing, None
+        await self.accept_best()
+        self.conversation.ask(unescaped(question), instead_of=editing)
+        await self.request_answer()
+
+    def _set_waiting(self, questions: list[str]) -> None:
+        self._waiting = questions
+        words = f"{plural(len(questions), 'question')} will be asked next · Esc takes it back"
+        self.prompt.border_subtitle = words if questions else ""
+
+    async def _ask_waiting(self) -> None:
+        """Ask the next of the questions that were typed too early."""
+        if self._waiting:
+            question, *others = self._waiting
+            self._set_waiting(others)
+            await self._ask(question)
+
+    def take_back(self) -> bool:
+        """Put the questions that wait back into the prompt; False where none does."""
+        questions = self._waiting
+        self._set_waiting([])
+        for question in reversed(questions):
+            self.prompt.put_back(question)
+        return bool(questions)
 
     async def on_command_asked(self, message: CommandAsked) -> None:
         await self.run_command(message.name, message.argument)
@@ -217,6 +251,10 @@ class Talk(Vertical):
         await self._warn_if_full(run.answer)
         if ending.error:
             await self.transcript.add_note(ending.error, "error")
+        if ending.reason in ("stop", "length") and not run.answer.candidates:
+            await self._ask_waiting()
+        else:
+            self.take_back()
 
     async def _warn_if_full(self, answer: Answer) -> None:
         loaded = self.engine.loaded
@@ -306,6 +344,7 @@ class Talk(Vertical):
         """Show another conversation; the engine frees the blocks of the old one."""
         self.send(Forget(self.conversation.conversation_id))
         self.run = self.editing = self._choice = None
+        self._set_waiting([])
         self._warned_full = False
         self.conversation = conversation
         await self.transcript.clear()
