@@ -210,7 +210,10 @@ def launch(
     norm_weight, eps = norm or (x, 0.0)
     features, columns = weight.shape
     tokens = triton.next_power_of_2(x.shape[0])
-    rows, width, warps = tile or recorded_tile(tokens, features, columns) or _tile_for(tokens, features, columns)
+    if scales is not None:
+        rows, width, warps = tile or _fp8_tile(tokens, columns)
+    else:
+        rows, width, warps = tile or recorded_tile(tokens, features, columns) or _tile_for(tokens, features, columns)
     num_rows = features // 2 if gated else features
     _matvec_kernel[(triton.cdiv(num_rows, rows),)](
         out, x, weight if scales is None else readable(weight), scales,
@@ -232,3 +235,14 @@ def _tile_for(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
     width = min(2048 if tokens == 1 else 1024, max(16, triton.next_power_of_2(columns)))
     rows = max(1, min(8 if tokens == 1 else 4, 8192 // width, triton.next_power_of_2(features) // 512))
     return rows, width, (4 if width <= 1024 else 8) if tokens == 1 else 2
+
+
+def _fp8_tile(tokens: int, columns: int) -> tuple[int, int, int]:
+    """Take more rows than in 16 bits, so that each number of x is converted for more weights.
+
+    Half the bytes leave half the time for a weight's instructions. One token takes 4.2 to 5.2 of them on 9.0, and up to
+    8.5 by tiles that are fastest in 16 bits. (Counted in the compiled kernel, not measured.)
+    """
+    rows, width = (8, 2048) if tokens == 1 else (4, 1024)
+    width = min(width, max(16, triton.next_power_of_2(columns)))
+    return rows, width, max(1, width // 512)
