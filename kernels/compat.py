@@ -1,7 +1,7 @@
 """Where Triton's compiler and its interpreter (``TRITON_INTERPRET=1``), or two generations of GPUs, differ.
 
 The interpreter keeps bfloat16 as raw 16-bit integers: casts work, arithmetic does not. Element-wise arithmetic in our
-kernels is float32 anyway; matrix products go through `dot`.
+kernels is float32 anyway; matrix products go through `dot`, FP8 through `widen` and `narrow`.
 """
 
 import functools
@@ -62,6 +62,45 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
     if INTERPRETED.value or device.type != "cuda" or _capability(device.index or 0) < (9, 0):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
+
+
+@triton.jit
+def widen(weights):
+    """Weights in float32; those of FP8 come as `readable` has made them.
+
+    The bits of FP8, put below a sign and an exponent of float16, are the same number times 2^-8.
+    """
+    if weights.dtype == tl.uint8:
+        bits = weights.to(tl.uint16)
+        halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        result = tl.where((bits & 0x7F) == 0x7F, float("nan"), halves.to(tl.float32) * 256)
+    else:
+        result = weights.to(tl.float32)
+    return result
+
+
+@triton.jit
+def narrow(x):
+    """Float32 numbers as float8_e4m3fn, to nearest. (The interpreter's own conversion cuts off, and loses NaN.)"""
+    if INTERPRETED:
+        size = tl.minimum(tl.abs(x), 448.0)
+        exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, -6)
+        steps = size * tl.exp2((3 - exponent).to(tl.float32)) + 8388608.0 - 8388608.0  # a whole number, 16 at most
+        code = tl.where(x == x, (exponent + 6) * 8 + steps.to(tl.int32), 0x7F) | tl.where(x < 0, 0x80, 0)
+        levels = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        levels = x.to(tl.float8e4nv)
+    return levels
+
+
+def readable(levels: torch.Tensor) -> torch.Tensor:
+    """``levels`` of FP8 as kernels load them: as bytes where the GPU does not convert them (below 8.9)."""
+    return levels if has_fp8(levels.device) else levels.view(torch.uint8)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether a GPU computes with FP8 (8.9); on a CPU, where all is interpreted, there is none."""
+    return device.type == "cuda" and _capability(device.index or 0) >= (8, 9)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Matrices of 4 to 8 bits a weight as kernels read them, and how each is made and read back.
 
 A row is cut into groups of 32 weights along the input. A weight is ``scale * (level - zero) + offset``; levels are
-whole numbers. `Layout` says where scales, zeros and offsets come from. Every layout keeps the bits per weight of the
-format that it is for:
+whole numbers, or numbers of FP8. `Layout` says where scales, zeros and offsets come from. Every layout keeps the bits
+per weight of the format that it is for:
 
 =========  ========================================================================  =====================
 layout     levels; scales                                                            stored formats
@@ -12,13 +12,14 @@ layout     levels; scales                                                       
 ``offset`` a scale and an offset a group                                             Q4_1, Q5_1
 ``super``  256 weights share a scale and an offset; 8 groups multiply them by 6 bits  Q4_K, Q5_K
 ``bytes``  256 weights share a scale; groups of 16 or 32 multiply it by 8 bits       Q6_K, IQ4_XS
+``float``  levels of float8_e4m3fn; one scale a row                                  FP8
 =========  ========================================================================  =====================
 
 Levels of up to 6 bits lie in a plane of nibbles and a plane of the bits above them. A 32-bit word of nibbles has eight
 neighbours along the input, the first four in the low halves of its bytes and the next four in the high halves; a word
 of 8-bit levels holds four. The four are in bytes 0, 2, 1, 3: so one mask makes of a word four whole numbers in bytes,
 or, with the bits of 1,024 above them, two neighbours as two float16. The higher plane is in the same order for shifts
-by whole words: see `_high_shifts`.
+by whole words: see `_high_shifts`. Levels of FP8 lie in a row as they are.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from torch import Tensor
 
 GROUP = 32  # weights
 SUPER = 256  # weights that share a scale of scales
+LARGEST_FP8 = 448.0  # in float8_e4m3fn
 _EXPANDED = 1 << 20  # weights at a time
 
-Scales = Literal["plain", "zeros", "offset", "super", "bytes"]
+Scales = Literal["plain", "zeros", "offset", "super", "bytes", "float"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Layout:
         return SUPER if self.scales in ("super", "bytes") else max(self.group, GROUP)
 
 
+FP8 = Layout(8, "float", group=0)
 # The levels of IQ4_NL and IQ4_XS (llama.cpp's ``kvalues_iq4nl``).
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -67,10 +70,11 @@ class LowBit:
 
     layout: Layout
     shape: tuple[int, int]
-    levels: Tensor  # [out, in / 32 * words_per_group] int32; of 8 bits 128 more than the level
+    # [out, in / 32 * words_per_group] int32, of 8 bits 128 more than the level; ``float``: [out, in] float8_e4m3fn
+    levels: Tensor
     high: Tensor | None  # [out, in / 32 * (bits - 4)] int32
     # ``plain``: [out, groups], a floating dtype. ``zeros``, ``offset``: [out, groups, 2] float16. ``super``: [out,
-    # in / 256, 4] int32, see `pack_super`. ``bytes``: [out, in / group] int8.
+    # in / 256, 4] int32, see `pack_super`. ``bytes``: [out, in / group] int8. ``float``: [out, 1] float32.
     scales: Tensor
     units: Tensor | None = None  # ``bytes``: [out, in / 256] float16, the scales of the scales
 
@@ -152,6 +156,9 @@ def random_matrix(layout: Layout, shape: tuple[int, int], deviation: float, gene
     def unit(value: float, *size: int) -> Tensor:
         return torch.full(size, value, dtype=torch.float16, device=device)
 
+    if layout == FP8:
+        weights = torch.randn(shape, generator=generator, device=device)
+        return LowBit(FP8, shape, (weights * 32).to(torch.float8_e4m3fn), None, unit(deviation / 32, out, 1).float())
     words = random(-(1 << 31), 1 << 31, out, width // GROUP * layout.words_per_group)
     high, units = None, None
     if layout.bits in (5, 6):
@@ -174,8 +181,10 @@ _BYTES = (0, 16, 8, 24)  # shifts of four neighbours
 
 
 def unpack_levels(matrix: LowBit) -> Tensor:
-    """The levels ``[out, in]``, int32, zeros not yet subtracted."""
+    """The levels ``[out, in]``, int32, zeros not yet subtracted; of FP8 as they are."""
     out, width = matrix.shape
+    if matrix.layout == FP8:
+        return matrix.levels
     shifts = torch.tensor(_BYTES, dtype=torch.int32, device=matrix.device)
     if matrix.layout.bits == 8:
         return ((matrix.levels[..., None] >> shifts) & 255).view(out, width) - 128
@@ -241,10 +250,21 @@ def in_eight_bits(weight: Tensor) -> LowBit:
     return LowBit(Layout(8, "plain"), (out, width), words, None, scales)
 
 
+def in_fp8(weight: Tensor) -> LowBit:
+    """A matrix ``[out, in]`` rounded to FP8, each row with the scale of its largest weight; NaN spoils a row."""
+    wide = weight.float()
+    scales = wide.abs().amax(1, keepdim=True) / LARGEST_FP8
+    levels = (wide / torch.where(scales == 0, 1.0, scales)).to(torch.float8_e4m3fn)
+    return LowBit(FP8, (weight.shape[0], weight.shape[1]), levels, None, scales)
+
+
 def factors(matrix: LowBit, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """``scales``, ``zeros`` and ``offsets`` of every group, each ``[out, in / 16 or 32]``, in ``dtype``."""
+    """``scales``, ``zeros`` and ``offsets`` of every group, each ``[out, groups]``, in ``dtype``.
+
+    Groups are of 16 or 32; of FP8 a row is one.
+    """
     layout, (out, width) = matrix.layout, matrix.shape
-    groups = width // min(layout.group or width, GROUP)
+    groups = 1 if layout == FP8 else width // min(layout.group or width, GROUP)
     none = torch.zeros(1, 1, dtype=dtype, device=matrix.device).expand(out, groups)
 
     def spread(values: Tensor) -> Tensor:

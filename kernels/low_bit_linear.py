@@ -11,7 +11,7 @@ up to 64       `low_bit_matmul`: weights become float16 in registers, the matrix
 more           cuBLAS, for a part of the rows at a time, unpacked to memory that stays in the L2
 =============  ======================================================================================================
 
-In float32 all but the first unpack.
+In float32 all but the first unpack. FP8 has kernels of its own (`fp8_linear`), and is unpacked where they refuse.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from minillm.kernels import fp8_linear
 from minillm.kernels import low_bit_matmul as matmul
 from minillm.kernels import low_bit_matvec as matvec
 from minillm.kernels.activation import silu_mul
-from minillm.kernels.low_bit import LowBit
+from minillm.kernels.low_bit import FP8, LowBit
 from minillm.kernels.low_bit_unpack import dequantise
 from minillm.kernels.norm import rms_norm
 
@@ -34,6 +35,8 @@ _UNPACKED = 1 << 24  # weights at a time
 
 def linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
     """``x [tokens, in] @ matrix.T + bias``, in ``out`` if given; with ``norm`` of RMSNorm's result."""
+    if _is_for_fp8(x, parts):
+        return fp8_linear.linear(x, parts[0], bias, out, norm)
     if out is None:
         out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts))
     return _compute(x, parts, bias, out, norm, add=False)
@@ -41,8 +44,10 @@ def linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tenso
 
 def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm: Norm) -> Tensor:
     """``silu(gate) * up`` of ``gate, up = linear(x, …)``."""
+    if _is_for_fp8(x, parts):
+        return fp8_linear.gated_linear(x, parts[0], bias, norm)
     tokens, features = x.shape[0], sum(part.shape[0] for part in parts)
-    if len(parts) > 1 or tokens > _most_fused(x):
+    if len(parts) > 1 or tokens > _most_fused(x, parts):
         return silu_mul(linear(x, parts, bias, None, norm))
     out = x.new_empty(tokens, features // 2)
     if tokens <= matvec.MOST_TOKENS:
@@ -53,18 +58,20 @@ def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm
 
 def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residual: Tensor) -> Tensor:
     """``residual += linear(x, …)``."""
+    if _is_for_fp8(x, parts):
+        return fp8_linear.linear_add(x, parts[0], bias, residual)
     return _compute(x, parts, bias, residual, None, add=True)
 
 
 def _compute(
     x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, norm: Norm | None, *, add: bool
 ) -> Tensor:
-    tokens = x.shape[0]
-    if tokens <= matvec.MOST_TOKENS:
+    tokens, most = x.shape[0], _most_fused(x, parts)
+    if tokens <= min(most, matvec.MOST_TOKENS):
         numbers = matvec.quantise_activations(x, None if norm is None else norm[0])
         for part, bias_part, columns in _columns(parts, bias, out):
             matvec.product(numbers, part, bias_part, columns, eps=None if norm is None else norm[1], add=add)
-    elif tokens <= _most_fused(x):
+    elif tokens <= most:
         halves = matmul.halve_activations(x, norm)
         for part, bias_part, columns in _columns(parts, bias, out):
             matmul.matmul(halves, part, bias_part, columns, add=add)
@@ -75,8 +82,14 @@ def _compute(
     return out
 
 
-def _most_fused(x: Tensor) -> int:
+def _is_for_fp8(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
+    return len(parts) == 1 and parts[0].layout == FP8 and fp8_linear.takes(x, parts[0])
+
+
+def _most_fused(x: Tensor, parts: tuple[LowBit, ...]) -> int:
     """Tokens up to which a matrix is not unpacked."""
+    if any(part.layout == FP8 for part in parts):  # beside others, or too many tokens for its own kernels
+        return 0
     return _MOST_FUSED if x.dtype.itemsize == 2 else matvec.MOST_TOKENS
 
 

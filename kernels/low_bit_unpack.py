@@ -1,14 +1,15 @@
 """Low-bit matrices, or rows of them, unpacked: for embeddings, and for cuBLAS.
 
 `_dequantise_kernel`: grid (rows / ROWS, groups / GROUPS); reads the matrix or the chosen rows, writes them unpacked.
+`_widen_kernel` does so for FP8; its grid is (rows, columns / COLUMNS).
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import pdl_options, wait_for_inputs
-from minillm.kernels.low_bit import GROUP, LowBit
+from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
+from minillm.kernels.low_bit import FP8, GROUP, LowBit
 from minillm.kernels.low_bit_tiles import constants_of, level_bytes, load_factors, load_levels, planes_of
 
 
@@ -57,9 +58,32 @@ def _dequantise_kernel(
     tl.store(out_ptr + at, weights.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _widen_kernel(
+    out_ptr, index_ptr, levels_ptr, scales_ptr, num_columns,
+    INDEXED: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    row = place
+    if INDEXED:
+        row = tl.load(index_ptr + place).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = columns < num_columns
+    weights = widen(tl.load(levels_ptr + row * num_columns + columns, mask=mask, other=0.0)) * tl.load(scales_ptr + row)
+    tl.store(out_ptr + place * num_columns + columns, weights.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 def dequantise(matrix: LowBit, out: Tensor, index: Tensor | None = None) -> Tensor:
     """Write the matrix's rows, or those that ``index [rows]`` names, unpacked to ``out [rows, in]``, contiguous."""
     num_rows, columns = matrix.shape
+    if matrix.layout == FP8:
+        width = min(2048, triton.next_power_of_2(columns))
+        _widen_kernel[(out.shape[0], triton.cdiv(columns, width))](
+            out, matrix.scales if index is None else index, readable(matrix.levels), matrix.scales, columns,
+            INDEXED=index is not None, COLUMNS=width, **pdl_options(out.device),
+        )  # fmt: skip
+        return out
     rows = 1 if index is not None else 16
     groups = min(16, triton.next_power_of_2(columns // GROUP))
     _dequantise_kernel[(triton.cdiv(out.shape[0], rows), triton.cdiv(columns // GROUP, groups))](

@@ -87,8 +87,9 @@ class EngineConfig:
         "matrices in 8 bits (a file's of 4 bits in 4 besides), which is faster and has other last digits",
     )  # fmt: skip
     quantize: str | None = choice(
-        None, ("int8", "int4"),
-        help="on a GPU, round the matrices of a model of 16 or 32 bits while it is loaded, the embedding excepted",
+        None, ("int8", "int4", "fp8"),
+        help="on a GPU, round the matrices of a model of 16 or 32 bits while it is loaded, the embedding excepted, and "
+        "the head in fp8; this is for many requests at a time, on a GPU that computes with it",
     )  # fmt: skip
     load_format: str = choice(
         "auto", ("auto", "dummy", *(f"dummy:{form}" for form in FORMS)),

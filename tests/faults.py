@@ -25,6 +25,7 @@ SIZES = "tests/fit/test_sizes.py::"
 BUDGET = "tests/fit/test_budget.py::"
 FITTING = "tests/runner/test_fits.py::"
 LOW_BIT = "tests/kernels/test_low_bit.py::"
+FP8 = "tests/kernels/test_fp8.py::"
 PACKED_FILES = "tests/weights/test_quantised.py"
 CPU_LOW_BIT = "tests/kernels/test_cpu_low_bit.py"
 BLOCKS_OF_FILES = (
@@ -618,6 +619,17 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "test_matvec.py::test_matvec[3-22-2100-True-dtype0]"),
         ("triton-matvec-bias-of-the-gate", "tl.load(bias_ptr + num_rows + rows,", "tl.load(bias_ptr + rows,",
          KERNELS + "test_matvec.py::test_matvec[3-22-2100-True-dtype0]"),
+        ("fp8-scale-of-the-gate", "scales_ptr + num_rows + rows,", "scales_ptr + rows,",
+         FP8 + "test_products_are_those_of_the_unpacked_weights[1-shape0-dtype0]"),
+    ],
+    "kernels/compat.py": [
+        ("fp8-nan-is-480", "tl.where((bits & 0x7F) == 0x7F,", "tl.where((bits & 0x7F) == 0x80,",
+         FP8 + "test_every_number_is_widened_exactly"),
+    ],
+    "kernels/fp8_linear.py": [
+        ("fp8-norm-forgotten", "scale * factor)", "scale)", FP8 + "test_tokens_are_rounded_each_by_its_largest_number"),
+        ("fp8-scale-of-zero", "LARGEST), _LEAST)", "LARGEST), 0.0)",
+         FP8 + "test_tokens_are_rounded_each_by_its_largest_number"),
     ],
     "kernels/blocks.py": [
         ("triton-last-word-not-copied", "mask = offsets < words", "mask = offsets < words - 1",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from minillm.errors import WeightsError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.weights import PACKED, QUANTIZED_BITS, expected_tensors, is_plain_matrix, weights_in_memory
+from minillm.fit.weights import PACKED, QUANTIZED, expected_tensors, is_plain_matrix, weights_in_memory
 from minillm.model.config import ModelConfig
 from minillm.weights.files import find_downloaded
 from minillm.weights.manifest import ModelEntry, PathSource
@@ -26,7 +26,7 @@ class Sized:
     shape: Shape
     size: int
     downloaded: bool = False
-    quantize: str = ""  # int8, int4: to this its matrices are turned while it is loaded
+    quantize: str = ""  # int8, int4, fp8: to this its matrices are turned while it is loaded
 
     def fit(self, budget: Budget) -> Fit:
         """How it would lie in memory."""
@@ -81,7 +81,7 @@ def sized_forms(entry: ModelEntry) -> list[Sized]:
 def quantized(model: Sized) -> list[Sized]:
     """A model that is stored in 16 or 32 bits, its matrices turned to fewer while it is loaded; none of another."""
     plain = any(is_plain_matrix(tensor) for tensor in model.tensors)
-    return [replace(model, quantize=kind) for kind in QUANTIZED_BITS] if plain else []
+    return [replace(model, quantize=kind) for kind in QUANTIZED] if plain else []
 
 
 def ranked(models: Iterable[Sized], budget: Budget) -> list[tuple[Sized, Fit]]:

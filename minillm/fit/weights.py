@@ -5,16 +5,17 @@ The engine keeps low-bit matrices as they are stored. This file is the one place
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minillm.weights.shape import Shape
-from minillm.weights.stored import BLOCKS, FP8, PLAIN, StoredTensor
+from minillm.weights.stored import BLOCKS, FP8, FP8_BLOCKS, PLAIN, StoredTensor
 
 KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 _IN_4_BITS = ("Q4_0", "Q4_1", "Q4_K")
 _WIDENED_BITS = 8.5  # other low-bit types of GGUF become 8-bit numbers in groups of 32 with a scale
 _IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, and 6 in the file
-QUANTIZED_BITS = {"int8": 9.0, "int4": 5.0}  # bits per weight, by --quantize
+QUANTIZED = ("int8", "int4", "fp8")  # by --quantize
+_BITS = {"int8": 9.0, "int4": 5.0}  # per weight; FP8 has 8, and 32 a row
 _FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
 PACKED = "model.layers.packed"  # all matrices of a low-bit model of which only the size is known
 _GATE = re.compile(r"(gate_proj|ffn_gate)\.weight$")
@@ -28,7 +29,7 @@ class Layout:
     Args:
         element_size: bytes of a number in the engine's dtype.
         packs: matrices that are stored in 16 bits take 2 bytes, whatever the dtype: so it is on a CPU.
-        quantize: matrices of layers, and a head of its own, become "int8" or "int4".
+        quantize: matrices of layers become "int8", "int4" or "fp8", and not in FP8 a head of its own.
         keeps_low_bit: matrices of few bits stay as they are stored; else they become numbers, of 4 bytes on a CPU.
         in_8_bits: all matrices become products of 8 bits (`kernels.cpu.low_bit`), and the embedding keeps few bits.
     """
@@ -53,7 +54,7 @@ def weights_in_memory(
     tensors: Iterable[StoredTensor], layout: Layout, share: Callable[[StoredTensor], float] = lambda tensor: 1.0
 ) -> Weights:
     """Add up a model's tensors; ``share`` is the part of each that a rank holds."""
-    found = list(tensors)
+    found = _with_blocks(tensors)
     tied = not any(tensor.name in _HEADS for tensor in found)
     memory = read = 0.0
     loading = 0.0
@@ -77,6 +78,14 @@ def weights_in_memory(
         if layout.packs and tensor.kind in _FLOATS and tensor.name not in _EMBEDDINGS:
             loading = max(loading, part * _in_float32(tensor))
     return Weights(round(memory), round(read), round(loading))
+
+
+def _with_blocks(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """The tensors, those of FP8 told apart that have a scale for each block: they become numbers."""
+    found = list(tensors)
+    scales = (t.name for t in found if t.name.endswith("_scale_inv") and len(t.shape) == 2 and t.shape[1] > 1)
+    in_blocks = {name.removesuffix("_scale_inv") for name in scales}
+    return [replace(t, kind=FP8_BLOCKS) if t.kind in FP8 and t.name in in_blocks else t for t in found]
 
 
 def is_plain_matrix(tensor: StoredTensor) -> bool:
@@ -109,15 +118,18 @@ def _low_bit_table(tensor: StoredTensor, layout: Layout) -> float:
 def _held(tensor: StoredTensor, layout: Layout) -> float:
     is_matrix = _is_matrix(tensor)
     if tensor.kind in _FLOATS:
-        if is_matrix and layout.quantize:
-            return tensor.count * QUANTIZED_BITS[layout.quantize] / 8
+        if is_matrix and layout.quantize == "fp8" and tensor.name not in _HEADS:
+            return _in_fp8(tensor)
+        if is_matrix and layout.quantize in _BITS:
+            return tensor.count * _BITS[layout.quantize] / 8
         if is_matrix and layout.packs:
             return _packed(tensor)
         if len(tensor.shape) == 2 and not tensor.name.endswith(".weight"):
             return tensor.num_bytes  # scales of packed weights (AWQ, GPTQ, compressed-tensors)
         return tensor.count * layout.element_size
     if tensor.kind in FP8:
-        return tensor.count * layout.element_size  # it becomes numbers of the dtype
+        kept = layout.keeps_low_bit and tensor.kind != FP8_BLOCKS
+        return _in_fp8(tensor) if kept else tensor.count * layout.element_size
     if tensor.kind in BLOCKS and tensor.kind not in PLAIN:
         if not layout.keeps_low_bit:
             return tensor.count * layout.element_size
@@ -126,6 +138,10 @@ def _held(tensor: StoredTensor, layout: Layout) -> float:
         if tensor.kind == "IQ4_XS":
             return tensor.count * _IQ4_XS_BITS / 8
     return tensor.num_bytes
+
+
+def _in_fp8(tensor: StoredTensor) -> int:
+    return tensor.count + 4 * tensor.shape[0]  # a scale for each row
 
 
 def _packed(tensor: StoredTensor) -> int:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from minillm.forms import FORMS
-from minillm.kernels.low_bit import Layout, LowBit, random_matrix
+from minillm.kernels.low_bit import FP8, Layout, LowBit, random_matrix
 from minillm.model.config import ModelConfig
 from minillm.model.loader import parameter_shapes
 
@@ -14,6 +14,7 @@ _LAYOUTS = {
     "4k": Layout(4, "super"),
     "5k": Layout(5, "super"),
     "6k": Layout(6, "bytes", zero=32, group=16),
+    "fp8": FP8,
 }
 
 
@@ -48,6 +49,8 @@ class RandomTensors:
             return None
         out, width = self._shapes[name]
         layout = _LAYOUTS[FORMS[self._form][self._is_finer(name)]]
+        if layout == FP8 and not name.endswith("_proj.weight"):
+            return None
         if width % layout.block:
             layout = _LAYOUTS["8"]
         return random_matrix(layout, (out, width), 0.02, self._generator)

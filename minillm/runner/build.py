@@ -15,7 +15,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import TensorSource, load_llama, parameter_shapes
 from minillm.model.random_tensors import RandomTensors
-from minillm.model.rounded_tensors import BITS, RoundedTensors
+from minillm.model.rounded_tensors import RoundedTensors
 from minillm.model.settle import settle
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
@@ -105,7 +105,7 @@ def build_runner(
     check_fits(description.name, model_config, description.tensors, shard, budget)
     source: TensorSource = description.open_source(device)
     if config.quantize is not None:
-        source = RoundedTensors(source, BITS[config.quantize])
+        source = RoundedTensors(source, config.quantize)
     model = load_llama(
         source,
         model_config,

@@ -18,8 +18,9 @@ from minillm.kernels import LowBit
 from minillm.text.reading import is_there, open_regular, read_json, shown
 from minillm.text.safe import clean_line
 from minillm.weights.files import ModelFiles
-from minillm.weights.packed import FIRST, OTHERS, Levels, logical_shape, unpack, widened
+from minillm.weights.packed import FIRST, OTHERS, Levels, fp8_matrix, fp8_planes, logical_shape, unpack
 from minillm.weights.quantised import Quantised, read_quantised
+from minillm.weights.stored import FP8_BLOCKS
 
 if TYPE_CHECKING:
     from minillm.weights.gguf_file import GGUFCheckpoint
@@ -162,24 +163,29 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
     def stored_as(self, name: str) -> str:
         if name not in self._stems:
             return super().stored_as(name)
-        return "F8_E4M3" if self._form.method == "fp8" else f"{self._form.method} {self._form.bits}-bit"
+        in_fp8 = "F8_E4M3" if self._form.block is None else FP8_BLOCKS
+        return in_fp8 if self._form.method == "fp8" else f"{self._form.method} {self._form.bits}-bit"
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """One tensor, or the given rows and columns of it."""
         if name not in self._stems:
             return super().tensor(name, rows, columns)
         if self._form.method == "fp8":
-            whole = self._checked(name, lambda: widened(self._form, lambda part: self._part(name, part)))
+            levels, scales = self._fp8(name)
+            whole = levels.float() * scales
         else:
             whole = self._levels(name, torch.device("cpu")).numbers()
         return whole[rows or slice(None), columns or slice(None)].contiguous()
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """A matrix in few bits, or rows and columns of it; None of others, of FP8, or where no kernel reads it."""
-        if name not in self._stems or self._form.method == "fp8":
+        """A matrix in few bits, or rows and columns of it; None of others, or where no kernel reads it."""
+        if name not in self._stems or self._form.block is not None:
             return None
-        taken = columns or slice(0, self.shape(name)[1])
-        return self._levels(name, device).low_bit(self._form.bits, rows or slice(None), taken)
+        taken, width = rows or slice(None), columns or slice(0, self.shape(name)[1])
+        if self._form.method == "fp8":
+            levels, scales = self._fp8(name)
+            return fp8_matrix(levels[taken, width].to(device), scales[taken].to(device))
+        return self._levels(name, device).low_bit(self._form.bits, taken, width)
 
     def _first(self, name: str) -> str:
         return f"{self._stems[name]}.{FIRST[self._form.method]}"
@@ -190,6 +196,9 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         if full not in self._where:
             return None
         return super().tensor(full)
+
+    def _fp8(self, name: str) -> tuple[Tensor, Tensor]:
+        return self._checked(name, lambda: fp8_planes(self._form, lambda part: self._part(name, part)))
 
     def _levels(self, name: str, device: torch.device) -> Levels:
         def read(part: str) -> Tensor | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minillm.kernels import LowBit
-from minillm.kernels.low_bit import GROUP, Layout, pack_levels
+from minillm.kernels.low_bit import FP8, GROUP, Layout, pack_levels
 from minillm.weights.quantised import Quantised
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its first column, its second, ...
@@ -156,8 +156,11 @@ def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor
     return Levels(levels, scales, zeros, groups)
 
 
-def widened(form: Quantised, read: Callable[[str], Tensor | None]) -> Tensor:
-    """The weights ``[out, in]`` of FP8, in float32. Raises ValueError where scales are missing or do not fit."""
+def fp8_planes(form: Quantised, read: Callable[[str], Tensor | None]) -> tuple[Tensor, Tensor]:
+    """The levels ``[out, in]`` of FP8 and their scales, float32: ``[out, 1]``, or of blocks ``[out, in]``.
+
+    Raises ValueError where scales are missing or do not fit.
+    """
     first, inverse = read("weight"), read("weight_scale_inv")
     scale = read("weight_scale") if inverse is None else inverse
     if first is None or scale is None:
@@ -170,5 +173,10 @@ def widened(form: Quantised, read: Callable[[str], Tensor | None]) -> Tensor:
         scale = scale.repeat_interleave(min(high, rows), 0)[:rows].repeat_interleave(min(wide, columns), 1)[:, :columns]
     else:
         _need(scale.numel() in (1, rows), "its scales do not fit")
-        scale = scale.reshape(-1, 1)
-    return first.float() * scale
+        scale = scale.reshape(-1, 1).expand(rows, 1)
+    return first, scale
+
+
+def fp8_matrix(levels: Tensor, scales: Tensor) -> LowBit:
+    """A matrix ``[out, in]`` of FP8 with a scale for each row."""
+    return LowBit(FP8, (levels.shape[0], levels.shape[1]), levels.contiguous(), None, scales.contiguous())

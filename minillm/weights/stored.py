@@ -22,7 +22,8 @@ _INDEX = "model.safetensors.index.json"
 
 # Types of safetensors: bytes of a value.
 PLAIN = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-FP8 = {"F8_E4M3": 1, "F8_E5M2": 1}
+FP8_BLOCKS = "F8_E4M3 in blocks"  # each with a scale
+FP8 = {"F8_E4M3": 1, "F8_E5M2": 1, FP8_BLOCKS: 1}
 # Types of GGUF by number: name, values of a block, bytes of a block (ggml.h). The gguf package knows them, too, and its
 # import takes 0.2 s.
 GGML_TYPES = {

@@ -130,8 +130,8 @@ def test_a_file_and_a_directory_are_rows_of_their_own(
     directory = forge_hf(tmp_path / "1b", LLAMA_1B, hf_tensors(LLAMA_1B))
     assert list(rows(run, str(directory), "--device", "cpu")) == [str(directory)], "a CPU rounds nothing"
     found = rows(run, str(directory), "--memory", "4GiB")
-    assert [row["quantize"] for row in found.values()] == [None, "int8", "int4"]
-    assert [row["fits"] for row in found.values()] == [False, True, True]
+    assert [row["quantize"] for row in found.values()] == [None, "int8", "int4", "fp8"]
+    assert [row["fits"] for row in found.values()] == [False, True, True, True]
     assert run(str(directory), "--memory", "4GiB")[1].endswith(f"--model {directory} --quantize int8\n")
     assert len(rows(run, str(gguf))) == 1, "it has few bits already"
 

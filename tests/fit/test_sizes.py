@@ -145,12 +145,27 @@ def test_matrices_that_are_quantised_while_they_are_loaded_shrink(tmp_path: Path
     model = sized("x", forge_hf(tmp_path / "8b", LLAMA_8B, hf_tensors(LLAMA_8B)))
     plain = LLAMA_8B.table * 2 + LLAMA_8B.vectors * 2
     matrices = LLAMA_8B.matrices + LLAMA_8B.table  # the head, too
-    for each, bits in zip(quantized(model), (9.0, 5.0), strict=True):
+    *whole, in_fp8 = quantized(model)
+    for each, bits in zip(whole, (9.0, 5.0), strict=True):
         layout = Layout(2, quantize=each.quantize)
         assert weights_in_memory(each.tensors, layout).memory == plain + matrices * bits / 8
+    rows = sum(tensor.shape[0] for tensor in model.tensors if tensor.name.endswith("_proj.weight"))
+    memory = weights_in_memory(in_fp8.tensors, Layout(2, quantize=in_fp8.quantize)).memory
+    assert memory == plain + LLAMA_8B.table * 2 + LLAMA_8B.matrices + 4 * rows
     tied = sized("x", forge_hf(tmp_path / "1b", LLAMA_1B, hf_tensors(LLAMA_1B)))
     memory = weights_in_memory(tied.tensors, Layout(2, quantize="int8")).memory
     assert memory == 2 * (LLAMA_1B.table + LLAMA_1B.vectors) + LLAMA_1B.matrices * 9.0 / 8
+
+
+def test_fp8_takes_a_byte_a_weight_where_rows_have_a_scale() -> None:
+    name, shape = "model.layers.0.mlp.up_proj.weight", (512, 1024)
+    matrix, count = StoredTensor(name, shape, "F8_E4M3"), 512 * 1024
+    assert weights_in_memory([matrix], GPU).memory == count + 4 * 512
+    assert weights_in_memory([matrix], Layout(2, keeps_low_bit=False)).memory == 2 * count
+    whole = StoredTensor(f"{name}_scale_inv", (), "F32")
+    assert weights_in_memory([matrix, whole], GPU).memory < 1.01 * count
+    blocks = StoredTensor(f"{name}_scale_inv", (4, 8), "F32")
+    assert weights_in_memory([matrix, blocks], GPU).memory == 2 * count + blocks.num_bytes
 
 
 def header_of(values: object, data: bytes = b"") -> bytes:

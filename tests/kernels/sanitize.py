@@ -31,7 +31,7 @@ from minillm.kernels import low_bit_linear as few_bits
 from minillm.kernels.arguments import HeadNorms
 from minillm.kernels.chunked_prefill import prefill_attention
 from minillm.kernels.decode_attention import paged_attention
-from minillm.kernels.low_bit import Layout, random_matrix
+from minillm.kernels.low_bit import FP8, Layout, random_matrix
 from minillm.kernels.prefix_decode_attention import prefix_attention
 from minillm.kernels.prefix_plan import FREE, AttentionShape, WorkList, plan_attention
 
@@ -84,7 +84,7 @@ def main() -> None:
         Layout(6, "bytes", 32, 16),
         Layout(8, "plain"),
     )
-    for layout in (*layouts, Layout(8, "plain")):
+    for layout in (*layouts, FP8):
         generator = torch.Generator(DEVICE).manual_seed(0)
         matrix = random_matrix(layout, (2 * 77, 512), 0.02, generator)
         x, weight = randn(300, 512, dtype=torch.bfloat16), randn(512, dtype=torch.bfloat16)

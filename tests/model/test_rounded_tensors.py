@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minillm import LLM, kernels
 from minillm.errors import UsageError
-from minillm.kernels.low_bit import dequantise
+from minillm.kernels.low_bit import dequantise, in_fp8
 from minillm.kernels.low_bit_rounding import rounded
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
@@ -44,32 +44,35 @@ def load(source: TensorSource, checkpoint: SafetensorsCheckpoint, weights: Liter
     return load_llama(source, config, device=CPU, dtype=torch.float32, max_positions=64, weights=weights)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
 def test_a_model_computes_with_them(
-    checkpoint: SafetensorsCheckpoint, monkeypatch: pytest.MonkeyPatch, bits: int
+    checkpoint: SafetensorsCheckpoint, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     pytest.importorskip("triton")
     from minillm.kernels import low_bit_linear
 
     monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
-    expected = load(Numbers(checkpoint, bits), checkpoint, "expanded")
-    model = load(RoundedTensors(checkpoint, bits), checkpoint, "stored")
+    expected = load(Numbers(checkpoint, form), checkpoint, "expanded")
+    model = load(RoundedTensors(checkpoint, form), checkpoint, "stored")
     assert all(weight.parts for layer in model.layers for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
-    assert model.head.parts
+    assert bool(model.head.parts) == (form != "fp8")
     assert isinstance(model.embedding, Tensor)
     tokens = [3, 14, 15, 92, 65, 35]
     found, exact = (logits_in_chunks(each, tokens, [5, 1]) for each in (model, expected))
     torch.testing.assert_close(found, exact, atol=2e-3, rtol=2e-3)
     plain = logits_in_chunks(load(checkpoint, checkpoint, "stored"), tokens, [5, 1])
-    assert float((plain - exact).abs().max()) > (1e-3 if bits == 4 else 1e-5), "nothing was rounded"
+    assert float((plain - exact).abs().max()) > (1e-5 if form == "int8" else 1e-3), "nothing was rounded"
 
 
 def test_a_rank_rounds_its_part(checkpoint: SafetensorsCheckpoint) -> None:
     name, part = "model.layers.0.self_attn.o_proj.weight", (slice(8, 24), slice(32, 64))
-    stored = RoundedTensors(checkpoint, 4).low_bit(name, CPU, *part)
+    stored = RoundedTensors(checkpoint, "int4").low_bit(name, CPU, *part)
     assert stored is not None
     assert torch.equal(dequantise(stored), dequantise(rounded(checkpoint.tensor(name, *part), 4)))
-    assert RoundedTensors(checkpoint, 4).low_bit(name, CPU, slice(0, 8), slice(0, 16)) is None, "no group is whole"
+    assert RoundedTensors(checkpoint, "int4").low_bit(name, CPU, None, slice(0, 16)) is None, "no group is whole"
+    in_8_bits = RoundedTensors(checkpoint, "fp8").low_bit(name, CPU, None, slice(0, 16))
+    assert in_8_bits is not None
+    assert torch.equal(dequantise(in_8_bits), dequantise(in_fp8(checkpoint.tensor(name, None, slice(0, 16)))))
 
 
 def test_a_cpu_rounds_nothing() -> None:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from minillm import kernels
 from minillm.errors import WeightsError
-from minillm.kernels.low_bit import dequantise
+from minillm.kernels.low_bit import FP8, dequantise
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama, parameter_shapes
@@ -132,11 +132,12 @@ def test_weights_are_those_of_the_format(tmp_path: Path, kind: str) -> None:
         assert checkpoint.shape(name) == tuple(weights.shape)
         assert torch.equal(checkpoint.tensor(name), weights.float())
         matrix = checkpoint.low_bit(name, CPU, None, None)
-        if "_proj" not in name or ":" not in kind or kind.endswith("act"):
+        if "_proj" not in name or kind == "block" or kind.endswith("act"):
             assert matrix is None
             continue
         assert matrix is not None
         assert torch.equal(dequantise(matrix, torch.float64), weights)
+        assert (matrix.layout == FP8) == (":" not in kind)
         rows, columns = slice(16, 32), slice(weights.shape[1] // 2, weights.shape[1])
         part = checkpoint.low_bit(name, CPU, rows, columns)
         assert torch.equal(checkpoint.tensor(name, rows, columns), weights[rows, columns].float())
@@ -153,7 +154,7 @@ def test_columns_cut_within_a_group_are_widened(tmp_path: Path) -> None:
     assert torch.equal(dequantise(part, torch.float64), exact[name][:, 64:])
 
 
-@pytest.mark.parametrize("kind", ["gptq:4-32-act", "awq:4-32", "packed:4-32", "block"])
+@pytest.mark.parametrize("kind", ["gptq:4-32-act", "awq:4-32", "packed:4-32", "tensor", "block"])
 def test_logits_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     pytest.importorskip("triton")
     from minillm.kernels import low_bit_linear
@@ -174,7 +175,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.Mo
         expected = theirs(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(logits_in_chunks(load("expanded"), ids, [20]), expected, atol=1e-4, rtol=1e-4)
     kept = load("stored")
-    assert bool(kept.layers[0].qkv.parts) == (kind in ("awq:4-32", "packed:4-32"))
+    assert bool(kept.layers[0].qkv.parts) == (kind in ("awq:4-32", "packed:4-32", "tensor"))
     torch.testing.assert_close(logits_in_chunks(kept, ids, [19, 1]), expected, atol=2e-3, rtol=2e-3)
 
 
