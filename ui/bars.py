@@ -69,7 +69,7 @@ class View:
 VIEWS = (
     View("pool", "f5", "pool", "every block of the cache"),
     View("tables", "f6", "tables", "the block tables"),
-    View("tree", "f7", "tree", "who shares which blocks with whom"),
+    View("strands", "f7", "fork", "the text in its blocks: shared once, parting where it forks"),
     View("events", "f8", "log", "allocate, fork, copy on write, free, hit, evict, swap"),
     View("memory", "f9", "mem", "what is used, shared, cached and wasted"),
     View("steps", "f10", "steps", "what each step did, and where its time went"),

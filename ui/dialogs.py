@@ -330,7 +330,7 @@ KEYS = {
         "{quit}": "quit",
     },
     "Memory": {
-        "{pool}, {tables}, {tree}": "pool, block tables, fork tree; again: hide",
+        "{pool}, {tables}, {strands}": "pool, block tables, strands; again: hide",
         "{events}, {memory}, {steps}": "events, figures, steps",
         "Alt+V": "the view on the whole screen, and back",
         "Tab": "into the view: arrows move, its keys are shown there",

@@ -16,6 +16,7 @@ from minillm.engine.engine import Engine
 from minillm.sequence import Sequence
 from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableView
 
+_WORD_TOKENS, _WORDS = 16, 80  # of a block's tokens, and of their text in characters
 _MOST_LOGGED = 400  # events of one picture; a step of a large batch can make thousands
 
 
@@ -43,6 +44,7 @@ class CacheView:
     _since: dict[int, float] = field(default_factory=dict)  # block -> when it was taken
     _log: list[LogEntry] = field(default_factory=list)
     _num_unlogged: int = 0
+    _words: dict[int, str] = field(default_factory=dict)  # by block, as they were last sent
 
     def __post_init__(self) -> None:
         self.engine.cache.subscribers.append(self._note)
@@ -78,7 +80,23 @@ class CacheView:
         self._counts = counts
         log, self._log = self._log, []
         unlogged, self._num_unlogged = self._num_unlogged, 0
-        return CacheChanged(tables, gone, cached, uncached, counts, log, unlogged)
+        return CacheChanged(tables, gone, cached, uncached, counts, log, unlogged, self._new_words(tables))
+
+    def _new_words(self, changes: list[TableView]) -> dict[int, str]:
+        """The first words of blocks that these tables have gained, and of the one that each was filling."""
+        tokenizer, size, found = self.engine.tokenizer, self.engine.cache.block_size, {}
+        for table in changes:
+            owner = self._owners.get(table.seq_id)
+            if owner is None or tokenizer is None or table.state == "swapped":
+                continue
+            blocks, first = self._tables[table.seq_id].blocks, max(0, table.keep - 1)
+            for number in range(first, len(blocks)):
+                start = number * size
+                token_ids = owner.sequence.token_ids[start : min(start + size, start + _WORD_TOKENS, table.num_tokens)]
+                words = tokenizer.decode(token_ids)[:_WORDS]
+                if words and self._words.get(blocks[number]) != words:
+                    self._words[blocks[number]] = found[blocks[number]] = words
+        return found
 
     def _table_changes(self) -> tuple[list[TableView], list[int]]:
         saved, before = self.engine.scheduler.swap.saved, self._tables

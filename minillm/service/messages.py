@@ -248,6 +248,7 @@ class CacheChanged(Event):
     counts: CacheCounts = msgspec.field(default_factory=CacheCounts)
     log: list[LogEntry] = []
     num_unlogged: int = 0  # events that were too many to send
+    words: dict[int, str] = {}  # the first words of blocks that are held, where they are new; not cleaned
 
 
 class Stepped(Event):

@@ -309,7 +309,7 @@ async def test_exporting_and_copying(tmp_path: Path) -> None:
 async def test_every_view_opens_with_its_key_and_closes_with_it() -> None:
     async with chat(size=(150, 44)) as pilot:
         await ask(pilot, "echo one")
-        for key, view in (("f6", "tables"), ("f7", "tree"), ("f8", "events"), ("f9", "memory"), ("f10", "steps")):
+        for key, view in (("f6", "tables"), ("f7", "strands"), ("f8", "events"), ("f9", "memory"), ("f10", "steps")):
             await pilot.press(key)
             assert screen(pilot).memory_view == view
         await pilot.press("f10")

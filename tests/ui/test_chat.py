@@ -313,6 +313,7 @@ async def test_help_opens_with_a_question_mark_and_closes() -> None:
 async def test_the_panel_shows_blocks_and_the_block_table() -> None:
     async with chat() as pilot:
         await ask(pilot, "echo one")
+        await pilot.press("f5")
         await until(pilot, lambda: "idle" in seen(pilot))
         shown = seen(pilot)
         assert "3 of 64 blocks" in shown
@@ -425,6 +426,7 @@ async def test_a_large_pool_is_drawn_by_the_line() -> None:
         from minillm.ui.memory.pool import Pool
 
         screen(pilot).show_pool(Pool(20_000, 16, 1024))
+        await pilot.press("f5")
         await pilot.pause()
         pool_map = screen(pilot).query_one(PoolMap)
         assert pool_map.virtual_size.height == 625

@@ -124,7 +124,7 @@ def test_one_parameter_by_its_name() -> None:
 NAMES = (
     *("help", "new", "sessions", "export", "edit", "regenerate", "continue", "branch", "accept", "undo", "copy"),
     *("probabilities", "model", "reload", "sampling", "set", "n", "beams", "system"),
-    *("pool", "tables", "tree", "events", "memory", "steps", "theme", "quit"),
+    *("pool", "tables", "strands", "events", "memory", "steps", "theme", "quit"),
 )
 
 
@@ -132,7 +132,7 @@ def test_the_commands_and_their_keys() -> None:
     assert tuple(COMMANDS) == NAMES
     keys = {key: command.name for command in COMMANDS.values() for key in command.keys}
     assert keys == {
-        "f1": "help", "f2": "model", "f3": "sampling", "f4": "system", "f5": "pool", "f6": "tables", "f7": "tree",
+        "f1": "help", "f2": "model", "f3": "sampling", "f4": "system", "f5": "pool", "f6": "tables", "f7": "strands",
         "f8": "events", "f9": "memory", "f10": "steps", "ctrl+n": "new", "ctrl+o": "sessions", "ctrl+r": "reload",
         "ctrl+t": "theme", "ctrl+q": "quit", "alt+e": "edit", "alt+r": "regenerate", "alt+c": "continue",
         "alt+u": "undo", "alt+y": "copy", "alt+p": "probabilities", "alt+left": "branch", "alt+right": "branch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import memory_script as script
@@ -24,9 +25,10 @@ from minillm.ui.engine_app import DARK, EngineCommand
 from minillm.ui.memory.figures import memory_lines
 from minillm.ui.memory.logs import EventLog, StepList, event_words, split_bar
 from minillm.ui.memory.panel import MemoryPanel
-from minillm.ui.memory.pool import Pool
+from minillm.ui.memory.pool import Copy, Pool
 from minillm.ui.memory.pool_map import PoolMap
-from minillm.ui.memory.tables import BlockTableView, block_trees, tree_lines
+from minillm.ui.memory.strands import Strands, block_trees, strand_lines, tree_lines
+from minillm.ui.memory.tables import BlockTableView
 from minillm.ui.numbers import spans, sparkline
 
 STYLES = Path(ui.__file__).parent
@@ -129,7 +131,7 @@ async def test_every_view_shows_itself_and_names_the_others(size: tuple[int, int
     expected = {
         "pool": ("of 128 blocks", "ppp·54··", "turn 2 · 1"),
         "tables": ("turn 2 · 1", "0 → 0", "×9"),
-        "tree": ("● 3 blocks ×9", "system prompt", "├─"),
+        "strands": ("├─", "turn 4 · 1", "on the host"),
         "events": ("turn 4", "swap"),
         "memory": ("used", "shared", "waste", "cached", "free", "paging", "sharing", "60%", "9,216"),
         "steps": ("decoded", "prefilled", "20.0", "▒", "█"),
@@ -157,7 +159,7 @@ async def test_an_unknown_view_is_refused() -> None:
 
 @pytest.mark.anyio
 async def test_a_view_catches_up_when_it_is_opened() -> None:
-    async with panel_of(view="tree") as (pilot, panel, pool):
+    async with panel_of(view="strands") as (pilot, panel, pool):
         assert "no sequence holds a block" in seen(pilot)
         panel.view = "tables"
         await pilot.pause()
@@ -166,7 +168,7 @@ async def test_a_view_catches_up_when_it_is_opened() -> None:
         feed(panel, pool, picture(TABLES))
         await pilot.pause()
         assert "ppp·54··" in seen(pilot)
-        panel.view = "tree"
+        panel.view = "strands"
         await pilot.pause()
         await pilot.pause()
         assert "turn 3 · 3" in seen(pilot)
@@ -176,8 +178,8 @@ async def test_a_view_catches_up_when_it_is_opened() -> None:
 async def test_the_tabs_open_views_with_the_mouse() -> None:
     async with panel_of(picture(TABLES)) as (pilot, panel, _):
         line = seen(pilot).splitlines()[panel.region.y]
-        await pilot.click(offset=(line.index("tree") + 1, panel.region.y))
-        assert panel.view == "tree"
+        await pilot.click(offset=(line.index("fork") + 1, panel.region.y))
+        assert panel.view == "strands"
 
 
 @pytest.mark.parametrize("width", [44, 46, 60, 78, 200])
@@ -315,7 +317,7 @@ async def test_tokens_and_names_of_strangers_are_shown_and_not_obeyed() -> None:
             await pilot.pause()
             shown = seen(pilot)
             assert not {"\x1b", "\x9b", "\u202e", "\r"} & set(shown), view
-            if view in ("pool", "tables", "tree"):
+            if view in ("pool", "tables", "strands"):
                 assert "␛[31mred‹9B›0m" in shown, view
             if view == "pool":
                 assert "[bold]x[/]" in shown
@@ -444,18 +446,60 @@ def test_a_deep_tree_needs_no_deep_stack() -> None:
 
 @pytest.mark.anyio
 async def test_the_tree_tells_what_is_shared_and_what_is_private() -> None:
-    async with panel_of(picture(TABLES), view="tree") as (pilot, _, _):
+    async with panel_of(picture(TABLES), view="strands") as (pilot, _, _):
         shown = seen(pilot)
         for words in (
-            "● 3 blocks ×9  0–2",
+            "┏ 3 blocks ×9",
             "├─ system prompt pinned  0 own",
             "│     └─ turn 2 · 4 running  1 own",
-            "└─ turn 3 · 3 running  2 own ▰▱▱▱ 34–35",
+            "└─ turn 3 · 3 running  2 own",
             "turn 4 · 1 swapped  3 on the host",
             "16 blocks for 9 sequences",
             "50 without sharing: 68% saved",
         ):
             assert words in shown, words
+
+
+@pytest.mark.anyio
+async def test_strands_show_the_first_words_of_each_block_once() -> None:
+    event = picture(TABLES)
+    event.words = {0: "You are a cat", 1: script.HOSTILE, 4: "Say why", 20: "A black cat", 21: "The cat of a bl\ufffd"}
+    async with panel_of(event, view="strands") as (pilot, _, _):
+        lines = seen(pilot).splitlines()
+        shown = "\n".join(lines)
+        assert shown.count("You are a cat") == 1, "nine sequences share it"
+        assert "\x1b" not in shown
+        assert any("│ A black cat" in line and "▰" in line for line in lines), "a part of it is filled"
+        assert "The cat of a bl" in shown
+        assert "\ufffd" not in shown
+
+
+@pytest.mark.anyio
+async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_moment() -> None:
+    before = picture(TABLES[:4], log=[LogEntry(1.2, "hit", 2, "", [0, 1, 2], detail=48)])
+    async with panel_of(before, view="strands") as (pilot, panel, pool):
+        assert "48 of 75 tokens" in seen(pilot)
+        copied = table(4, "turn 2", 1, "running", 91, [0, 1, 2, 4, 5, 60])
+        feed(
+            panel, pool, CacheChanged([copied], gone=[3], log=[LogEntry(2.1, "copy", 4, "turn 2", [21, 60], detail=3)])
+        )
+        await pilot.pause()
+        await pilot.pause()
+        assert "⧉ 21→60" in seen(pilot)
+        assert "✕ turn 2 · 1  2.0 KiB came back" in seen(pilot)
+        pool.copies[60] = Copy(21, -100.0)
+        pool.left[0] = replace(pool.left[0], moment=-100.0)
+        panel.query_one(Strands)._fade()
+        await pilot.pause()
+        assert "⧉" not in seen(pilot)
+        assert "came back" not in seen(pilot)
+
+
+def test_of_many_blocks_the_first_and_the_last_are_drawn() -> None:
+    [line] = tree_lines(block_trees([table(1, "a", 0, "idle", 16 * 100, list(range(100)))]))
+    assert [each.place for each in strand_lines([line])] == [-2, 0, 1, -1, 96, 97, 98, 99]
+    [line] = tree_lines(block_trees([table(1, "a", 0, "idle", 16 * 7, list(range(7)))]))
+    assert [each.place for each in strand_lines([line])] == [-2, *range(7)]
 
 
 # --- event log --------------------------------------------------------------------------------------------------------

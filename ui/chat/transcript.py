@@ -19,6 +19,7 @@ from minillm.text.safe import clean, clean_line
 from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
 from minillm.ui.drawing import update_in_place
 from minillm.ui.engine_app import CommandAsked
+from minillm.ui.memory.strands import NUM_COLOURS
 from minillm.ui.numbers import count, duration, plural
 from minillm.ui.textual_internals import Growing
 
@@ -221,7 +222,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
     ALLOW_MAXIMIZE = True
 
     def __init__(self, index: int) -> None:
-        super().__init__()
+        super().__init__(classes=f"-strand-{index % NUM_COLOURS}")
         self.index = index
         self.border_title = str(index + 1)
         self._text = Static(Content("…"))
@@ -237,7 +238,6 @@ class CandidateCard(VerticalScroll, can_focus=True):
         text = _text_of(candidate)[num_common:]
         update_in_place(self._text, Content(f"… {text}" if num_common else text))
         self.border_subtitle = candidate_facts(candidate)
-        self.set_class(candidate.finish_reason is not None, "-finished")
 
     def on_click(self, event: events.Click) -> None:
         if event.chain == 2:

@@ -20,7 +20,8 @@ from minillm.ui.memory.line_view import BlockChosen, LineView
 from minillm.ui.memory.logs import STEP_HEADING, EventLog, StepList
 from minillm.ui.memory.pool import Memory, Names, Pool
 from minillm.ui.memory.pool_map import PoolMap
-from minillm.ui.memory.tables import HEADING, BlockTableView, ForkTree
+from minillm.ui.memory.strands import Strands
+from minillm.ui.memory.tables import HEADING, BlockTableView
 from minillm.ui.numbers import duration, plural
 
 _VISIBLE = str.maketrans({"\n": "↵", "\t": "⇥"})
@@ -119,7 +120,7 @@ def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
     return {
         "pool": PoolView(memory),
         "tables": MemoryView("tables", "block tables", tables, "t: tokens"),
-        "tree": MemoryView("tree", "fork tree", lambda: headed("tree", ForkTree(memory))),
+        "strands": MemoryView("strands", "strands", lambda: headed("strands", Strands(memory))),
         "events": MemoryView("events", "events", events),
         "memory": MemoryView("memory", "memory", lambda: [MemoryFigures(memory)]),
         "steps": MemoryView("steps", "steps", steps),
@@ -168,14 +169,15 @@ def _fact(name: str, text: str) -> Content:
 class MemoryPanel(Vertical):
     """Only the view that is shown is kept up to date; the others catch up when they are opened."""
 
-    view: reactive[str] = reactive("pool", init=False)
+    view: reactive[str] = reactive("strands", init=False)
 
     def __init__(self) -> None:
         super().__init__()
         self._memory = Memory()
         self._log = EventLog(self._memory)
         self._views = memory_views(self._memory, self._log)
-        self._empty = [name for name in self._views if name != "pool"]  # views that the first screen does not show
+        # Views that the first screen does not show. (The pool's is made at once: its parts know where they lie.)
+        self._empty = [name for name in self._views if name not in ("pool", "strands")]
         self._stale: set[str] = set()
         self._changed: set[int] = set()  # blocks that look other than they are drawn
         self._inspect_timer: Timer | None = None
@@ -184,7 +186,8 @@ class MemoryPanel(Vertical):
         yield ViewTabs()
         yield from self._views.values()
 
-    def on_mount(self) -> None:
+    async def on_mount(self) -> None:
+        await self._views["strands"].fill()
         self._show_view()
         self.call_after_refresh(self._fill_views)
 

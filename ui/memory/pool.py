@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from minillm.text.safe import clean_line
 _MOST_LOGGED = 10_000  # events that the log keeps
 _MOST_STEPS = 1_000
 _LONGEST_NAME = 60  # characters
+_MOST_LEFT = 16
 _HISTORY = 600  # figures over time: a minute at ten a second
 
 
@@ -42,6 +44,23 @@ class PoolFigures:
     used_slots: int = 0  # slots of used blocks that hold a token
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A copy on write, and when it was heard of."""
+
+    source: int
+    moment: float
+
+
+@dataclass(frozen=True)
+class Left:
+    """A table that is gone, the blocks that nobody else held, and when it was heard of."""
+
+    table: TableView
+    num_blocks: int
+    moment: float
+
+
 @dataclass
 class Pool:
     """Every block's state, the block tables, the latest events, and the latest steps."""
@@ -60,6 +79,10 @@ class Pool:
     num_logged: int = 0  # events ever, those that were not sent included
     history: deque[PoolFigures] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
+    words: dict[int, str] = field(default_factory=dict)  # the first ones of each block; not cleaned
+    copies: dict[int, Copy] = field(default_factory=dict)  # by the block that was taken
+    hits: dict[int, tuple[int, float]] = field(default_factory=dict)  # by seq_id: tokens that were there, and when
+    left: deque[Left] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
 
     def __post_init__(self) -> None:
         self.ref_counts = array("l", bytes(array("l").itemsize * self.num_blocks))
@@ -73,8 +96,18 @@ class Pool:
         """Take a change over; returns the blocks that look different now."""
         self._cached.difference_update(event.uncached)
         self._cached.update(event.cached)
-        touched = {*event.cached, *event.uncached}
+        touched, now = {*event.cached, *event.uncached}, time.monotonic()
+        self.words.update(event.words)
+        for entry in event.log:
+            if entry.kind == "copy":
+                source, taken = entry.blocks
+                self.copies[taken] = Copy(source, now)
+            elif entry.kind == "hit":
+                self.hits[entry.seq_id] = entry.detail, now
         for seq_id in event.gone:
+            if (table := self.tables.get(seq_id)) is not None and table.state != "swapped":
+                alone = sum(len(self._holders.get(block, ())) == 1 for block in table.blocks)
+                self.left.append(Left(table, alone, now))
             touched.update(self._let_go(self.tables.pop(seq_id, None)))
         for change in event.tables:
             touched.update(self._take_table(change))
