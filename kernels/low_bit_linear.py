@@ -11,7 +11,7 @@ up to 64       `low_bit_matmul`: weights become float16 in registers, the matrix
 more           cuBLAS, for a part of the rows at a time, unpacked to memory that stays in the L2
 =============  ======================================================================================================
 
-In float32 all but the first unpack.
+In float32 all but the first unpack, and so does a matrix whose tiles say that it is faster: `LowBit.tiles`.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from torch.nn import functional
 from minillm.kernels import low_bit_matmul as matmul
 from minillm.kernels import low_bit_matvec as matvec
 from minillm.kernels.activation import silu_mul
-from minillm.kernels.low_bit import LowBit
+from minillm.kernels.low_bit import UNPACKED, LowBit, bucket
 from minillm.kernels.low_bit_unpack import dequantise
 from minillm.kernels.norm import rms_norm
 
@@ -42,7 +42,7 @@ def linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tenso
 def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm: Norm) -> Tensor:
     """``silu(gate) * up`` of ``gate, up = linear(x, …)``."""
     tokens, features = x.shape[0], sum(part.shape[0] for part in parts)
-    if len(parts) > 1 or tokens > _most_fused(x):
+    if len(parts) > 1 or not _is_fused(x, parts):
         return silu_mul(linear(x, parts, bias, None, norm))
     out = x.new_empty(tokens, features // 2)
     if tokens <= matvec.MOST_TOKENS:
@@ -64,7 +64,7 @@ def _compute(
         numbers = matvec.quantise_activations(x, None if norm is None else norm[0])
         for part, bias_part, columns in _columns(parts, bias, out):
             matvec.product(numbers, part, bias_part, columns, eps=None if norm is None else norm[1], add=add)
-    elif tokens <= _most_fused(x):
+    elif _is_fused(x, parts):
         halves = matmul.halve_activations(x, norm)
         for part, bias_part, columns in _columns(parts, bias, out):
             matmul.matmul(halves, part, bias_part, columns, add=add)
@@ -75,9 +75,13 @@ def _compute(
     return out
 
 
-def _most_fused(x: Tensor) -> int:
-    """Tokens up to which a matrix is not unpacked."""
-    return _MOST_FUSED if x.dtype.itemsize == 2 else matvec.MOST_TOKENS
+def _is_fused(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
+    """Whether no matrix is unpacked."""
+    tokens = x.shape[0]
+    if tokens <= matvec.MOST_TOKENS:
+        return True
+    is_short = tokens <= _MOST_FUSED and x.dtype.itemsize == 2
+    return is_short and all(part.tiles.get(bucket(tokens)) != UNPACKED for part in parts)
 
 
 def _columns(
