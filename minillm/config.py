@@ -90,6 +90,9 @@ class EngineConfig:
         None, ("int8", "int4"),
         help="on a GPU, round the matrices of a model of 16 or 32 bits while it is loaded, the embedding excepted",
     )  # fmt: skip
+    enable_tuning: bool = flag(
+        True, help="measure how low-bit matrices are cut best when a kind of GPU first meets them"
+    )
     load_format: str = choice(
         "auto", ("auto", "dummy", *(f"dummy:{form}" for form in FORMS)),
         help="dummy: random weights; with a form, as a file of few bits would hold them",
