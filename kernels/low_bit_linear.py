@@ -76,7 +76,7 @@ def _compute(
 
 
 def _is_fused(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
-    """Whether no matrix is unpacked."""
+    """Whether no matrix is unpacked; where one is, all are."""
     tokens = x.shape[0]
     if tokens <= matvec.MOST_TOKENS:
         return True

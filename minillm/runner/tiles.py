@@ -166,6 +166,7 @@ def choose_tiles(
         on_message(f"{file.card} is new to {len(missing)} kinds of matrices: measuring how to cut them")
         for each in measured(missing, dtype, file, on_progress, on_message, measure):
             tiles.setdefault(str(each.product), {})[each.tokens] = each.tile
+        torch.cuda.empty_cache()  # the pool of blocks takes what is free
     set_tiles(model, tiles)
     if ranks is not None and not ranks.rank:
         ranks.least(0)

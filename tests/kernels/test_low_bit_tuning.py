@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from shapes import DEVICE, relative_error
+from shapes import DEVICE, ON_GPU, relative_error
 from test_low_bit import LAYOUTS, some
 from torch import Tensor
 from torch.nn import functional
@@ -150,7 +150,7 @@ def test_ctrl_c_while_compiling_begins_nothing_more(monkeypatch: pytest.MonkeyPa
 
     def launch(job: Job) -> None:
         ran.append(job)
-        time.sleep(0.02)
+        time.sleep(0.1)
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
@@ -161,3 +161,18 @@ def test_ctrl_c_while_compiling_begins_nothing_more(monkeypatch: pytest.MonkeyPa
         prepared({Q4: [some(Q4.layout, 32, 256)]}, HALF, interrupt)
     assert ran
     assert len(ran) < len({Job(Q4, tokens, tile).kernel for tokens in buckets(HALF) for tile in candidates(Q4, tokens)})
+
+
+def test_matrices_follow_each_other_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's own, copies where it has too few of them, and of many the first."""
+    own = [some(Q4.layout, 32, 256, seed) for seed in range(80)]
+    taken: list[Sequence[LowBit]] = []
+    monkeypatch.setattr(low_bit_tuning, "launcher", lambda job, matrices, dtype: taken.append(matrices))
+    for count in (1, 3, 80):
+        list(fastest([Job(Q4, 1, (1, 1, 16))], {Q4: own[:count]}, HALF, lambda launch, launches: float(launches)))
+    one, three, many = taken
+    if not ON_GPU:
+        assert (len(one), len(three), len(many)) == (4, 4, 4)
+    assert [each.levels.data_ptr() for each in three[:3]] == [each.levels.data_ptr() for each in own[:3]]
+    assert len({each.levels.data_ptr() for each in one}) == len(one)
+    assert all(torch.equal(each.levels, own[0].levels) for each in one)
