@@ -99,7 +99,7 @@ def launcher(job: Job, matrices: Sequence[LowBit], dtype: torch.dtype) -> Callab
     """The job's product with one matrix after another."""
     place, (features, columns) = job.product.place, job.product.shape
     cut = [(replace(each, tiles={job.tokens: job.tile}),) for each in matrices]
-    x = torch.randn(job.tokens, columns, dtype=dtype, device=matrices[0].device)
+    x = torch.linspace(-1, 1, job.tokens * columns, device=matrices[0].device).view(-1, columns).to(dtype)
     norm = torch.ones_like(x[0]), 1e-5
     out = x.new_zeros(job.tokens, features)
     if place == "gated":
@@ -116,7 +116,7 @@ def prepared(
     jobs = [
         Job(each, tokens, tile) for each in products for tokens in buckets(dtype) for tile in candidates(each, tokens)
     ]
-    kernels = {job.kernel: job for job in jobs}
+    kernels = {job.kernel: job for job in jobs if job.tile}  # cuBLAS would keep memory for every thread
 
     def rehearse(job: Job) -> bool:
         matrix = products[job.product][0]
@@ -130,14 +130,11 @@ def prepared(
         return True
 
     runs = {}
-    pool = ThreadPoolExecutor(os.cpu_count())
-    try:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # ctrl-c does not wait for what has not begun: `map` cancels it
         for done, (kernel, fits) in enumerate(zip(kernels, pool.map(rehearse, kernels.values()), strict=True), 1):
             runs[kernel] = fits
             on_count(done, len(kernels))
-    finally:
-        pool.shutdown(cancel_futures=True)  # ctrl-c does not wait for what has not begun
-    return [job for job in jobs if runs[job.kernel]]
+    return [job for job in jobs if runs.get(job.kernel, True)]
 
 
 @torch.inference_mode()
