@@ -12,7 +12,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -90,31 +89,28 @@ class TileFile:
 def products_of(model: Llama) -> dict[Product, list[LowBit]]:
     """The low-bit matrices of a model, or of a rank's part of it, by their products."""
     found: dict[Product, list[LowBit]] = {}
-    for weight, name in _weights(model):
+    for weight, place in _weights(model):
         for part in weight.parts:
-            found.setdefault(name(part), []).append(part)
+            found.setdefault(Product(part.layout, part.shape, place), []).append(part)
     return found
 
 
 def set_tiles(model: Llama, tiles: Tiles) -> None:
     """Let every low-bit matrix of a model have the tiles of its product."""
-    for weight, name in _weights(model):
-        weight.parts = tuple(replace(part, tiles=tiles.get(str(name(part)), {})) for part in weight.parts)
+    for weight, place in _weights(model):
+        names = [str(Product(part.layout, part.shape, place)) for part in weight.parts]
+        pairs = zip(weight.parts, names, strict=True)
+        weight.parts = tuple(replace(part, tiles=tiles.get(name, {})) for part, name in pairs)
 
 
-def _weights(model: Llama) -> Iterator[tuple[LinearWeight, Callable[[LowBit], Product]]]:
-    """Every linear layer, and what makes a `Product` of one of its matrices."""
-
-    def named(part: LowBit, place: Place) -> Product:
-        return Product(part.layout, part.shape, place)
-
+def _weights(model: Llama) -> Iterator[tuple[LinearWeight, Place]]:
+    """Every linear layer, and where its products are."""
     for layer in model.layers:
-        yield layer.qkv, partial(named, place="norm")
-        # A gate of two matrices is no part of their products.
-        yield layer.gate_up, partial(named, place="gated" if len(layer.gate_up.parts) == 1 else "norm")
-        yield layer.o, partial(named, place="add")
-        yield layer.down, partial(named, place="add")
-    yield model.head, partial(named, place="norm")
+        yield layer.qkv, "norm"
+        yield layer.gate_up, "gated" if len(layer.gate_up.parts) == 1 else "norm"  # two matrices: a gate on its own
+        yield layer.o, "add"
+        yield layer.down, "add"
+    yield model.head, "norm"
 
 
 def measured(

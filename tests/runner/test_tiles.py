@@ -275,3 +275,20 @@ def test_known_tiles_are_of_every_number_of_tokens() -> None:
     few = {n: whole[n] for n in (1, 2)}
     assert known({str(product): few}, [product], HALF) == {}
     assert known({str(product): few}, [product], torch.float32) == {str(product): few}
+
+
+def test_a_card_of_each_name_capability_and_version_of_triton_has_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    files = []
+    for card, capability, version in (("A/B c", (8, 6), "3.6.0"), ("D", (8, 6), "3.6.0"), ("D", (8, 9), "3.6.0"),
+                                      ("D", (8, 9), "3.7.0")):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, card=card: card)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        monkeypatch.setattr("triton.__version__", version)
+        files.append(TileFile.of(torch.device("cuda", 0)))
+    assert files[0].path == tmp_path / "tiles" / "A-B-c-8-6-triton3-6-0.json"
+    assert len({each.path for each in files}) == 4
+    assert len({each.kernels for each in files}) == 1
+    assert files[0].card == "A/B c"
