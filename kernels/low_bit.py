@@ -24,7 +24,8 @@ by whole words: see `_high_shifts`. Levels of FP8 lie in a row as they are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -77,6 +78,8 @@ class LowBit:
     # in / 256, 4] int32, see `pack_super`. ``bytes``: [out, in / group] int8. ``float``: [out, 1] float32.
     scales: Tensor
     units: Tensor | None = None  # ``bytes``: [out, in / 256] float16, the scales of the scales
+    # How its products are cut on this card, by `bucket`, where that was measured: see `minillm.kernels.low_bit_tuning`.
+    tiles: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -96,6 +99,14 @@ class LowBit:
             shape=(taken[0].shape[0], self.shape[1]),
             levels=taken[0], high=taken[1], scales=taken[2], units=taken[3],  # type: ignore[arg-type]
         )  # fmt: skip
+
+
+UNPACKED = ()  # the tile of a product that is fastest by unpacking the matrix
+
+
+def bucket(tokens: int) -> int:
+    """The numbers of tokens that share a tile, by the largest of them; the matrix unit takes eight at a time."""
+    return tokens if tokens <= 2 else max(8, 1 << (tokens - 1).bit_length())
 
 
 def concatenated(matrices: list[LowBit | None]) -> tuple[LowBit, ...]:

@@ -11,7 +11,8 @@ up to 64       `low_bit_matmul`: weights become float16 in registers, the matrix
 more           cuBLAS, for a part of the rows at a time, unpacked to memory that stays in the L2
 =============  ======================================================================================================
 
-In float32 all but the first unpack. FP8 has kernels of its own (`fp8_linear`), and is unpacked where they refuse.
+In float32 all but the first unpack, and so does a matrix whose tiles say that it is faster: `LowBit.tiles`. FP8 has
+kernels of its own (`fp8_linear`), and is unpacked where they refuse.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from minillm.kernels import fp8_linear
 from minillm.kernels import low_bit_matmul as matmul
 from minillm.kernels import low_bit_matvec as matvec
 from minillm.kernels.activation import silu_mul
-from minillm.kernels.low_bit import FP8, LowBit
+from minillm.kernels.low_bit import FP8, UNPACKED, LowBit, bucket
 from minillm.kernels.low_bit_unpack import dequantise
 from minillm.kernels.norm import rms_norm
 
@@ -47,7 +48,7 @@ def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm
     if _is_for_fp8(x, parts):
         return fp8_linear.gated_linear(x, parts[0], bias, norm)
     tokens, features = x.shape[0], sum(part.shape[0] for part in parts)
-    if len(parts) > 1 or tokens > _most_fused(x, parts):
+    if len(parts) > 1 or not _is_fused(x, parts):
         return silu_mul(linear(x, parts, bias, None, norm))
     out = x.new_empty(tokens, features // 2)
     if tokens <= matvec.MOST_TOKENS:
@@ -66,19 +67,18 @@ def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residu
 def _compute(
     x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, norm: Norm | None, *, add: bool
 ) -> Tensor:
-    tokens, most = x.shape[0], _most_fused(x, parts)
-    if tokens <= min(most, matvec.MOST_TOKENS):
-        numbers = matvec.quantise_activations(x, None if norm is None else norm[0])
-        for part, bias_part, columns in _columns(parts, bias, out):
-            matvec.product(numbers, part, bias_part, columns, eps=None if norm is None else norm[1], add=add)
-    elif tokens <= most:
-        halves = matmul.halve_activations(x, norm)
-        for part, bias_part, columns in _columns(parts, bias, out):
-            matmul.matmul(halves, part, bias_part, columns, add=add)
-    else:
+    if not _is_fused(x, parts):
         x = x if norm is None else rms_norm(x, *norm)
         for part, bias_part, columns in _columns(parts, bias, out):
             _unpacked(x, part, bias_part, columns, add)
+    elif x.shape[0] <= matvec.MOST_TOKENS:
+        numbers = matvec.quantise_activations(x, None if norm is None else norm[0])
+        for part, bias_part, columns in _columns(parts, bias, out):
+            matvec.product(numbers, part, bias_part, columns, eps=None if norm is None else norm[1], add=add)
+    else:
+        halves = matmul.halve_activations(x, norm)
+        for part, bias_part, columns in _columns(parts, bias, out):
+            matmul.matmul(halves, part, bias_part, columns, add=add)
     return out
 
 
@@ -86,11 +86,15 @@ def _is_for_fp8(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
     return len(parts) == 1 and parts[0].layout == FP8 and fp8_linear.takes(x, parts[0])
 
 
-def _most_fused(x: Tensor, parts: tuple[LowBit, ...]) -> int:
-    """Tokens up to which a matrix is not unpacked."""
+def _is_fused(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
+    """Whether no matrix is unpacked; where one is, all are."""
     if any(part.layout == FP8 for part in parts):  # beside others, or too many tokens for its own kernels
-        return 0
-    return _MOST_FUSED if x.dtype.itemsize == 2 else matvec.MOST_TOKENS
+        return False
+    tokens = x.shape[0]
+    if tokens <= matvec.MOST_TOKENS:
+        return True
+    is_short = tokens <= _MOST_FUSED and x.dtype.itemsize == 2
+    return is_short and all(part.tiles.get(bucket(tokens)) != UNPACKED for part in parts)
 
 
 def _columns(

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED, pdl_options, wait_for_inputs
-from minillm.kernels.low_bit import GROUP, LowBit
+from minillm.kernels.low_bit import GROUP, LowBit, bucket
 from minillm.kernels.low_bit_lanes import GROWTH, codes, eight_weights, fours, load_row, row_factors
 from minillm.kernels.low_bit_tiles import constants_of, pair, planes_of
 
@@ -250,7 +250,7 @@ def matmul(
     """
     layout, (features, columns) = matrix.layout, matrix.shape
     tokens, num_rows = x.scales.shape[0], features // 2 if gated else features
-    warps, row_tiles, tiles, ahead = tile or tile_for(tokens, features, columns)
+    warps, row_tiles, tiles, ahead = tile or matrix.tiles.get(bucket(tokens)) or tile_for(tokens, features, columns)
     levels, high, scales, units = planes_of(matrix)
     if layout.group == 16:
         scales = scales.view(torch.int16)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED, pdl_options, wait_for_inputs
-from minillm.kernels.low_bit import GROUP, LowBit
+from minillm.kernels.low_bit import GROUP, LowBit, bucket
 from minillm.kernels.low_bit_tiles import constants_of, dot4, level_bytes, load_factors, load_levels, planes_of
 
 MOST_TOKENS = 2
@@ -222,7 +222,7 @@ def product(
     eps: float | None = None,
     gated: bool = False,
     add: bool = False,
-    tile: tuple[int, int, int] | None = None,
+    tile: tuple[int, ...] | None = None,
 ) -> Tensor:
     """``x @ matrix.T + bias``, written to ``out [tokens, out]``, whose rows may lie apart, or added to it.
 
@@ -234,7 +234,7 @@ def product(
     features, columns = matrix.shape
     tokens, groups = x.planes.shape[0], columns // GROUP
     num_rows = features // 2 if gated else features
-    rows, warps, programs = tile or _tile_for(groups, num_rows)
+    rows, warps, programs = tile or matrix.tiles.get(bucket(tokens)) or tile_for(groups, num_rows)
     grid = (min(triton.cdiv(num_rows, rows), programs * _processors(out.device)),)
     spans = x.squares.shape[1]
     # Triton wants powers of two: three tokens are three launches.
@@ -256,7 +256,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _tile_for(groups: int, rows: int) -> tuple[int, int, int]:
+def tile_for(groups: int, rows: int) -> tuple[int, int, int]:
     """Rows and warps of a program, and programs of a multiprocessor; measured on an H200."""
     if INTERPRETED.value:
         return 64, 4, 1

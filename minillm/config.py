@@ -91,6 +91,9 @@ class EngineConfig:
         help="on a GPU, round the matrices of a model of 16 or 32 bits while it is loaded, the embedding excepted, and "
         "the head in fp8; this is for many requests at a time, on a GPU that computes with it",
     )  # fmt: skip
+    enable_tuning: bool = flag(
+        True, help="measure how low-bit matrices are cut best when a kind of GPU first meets them"
+    )
     load_format: str = choice(
         "auto", ("auto", "dummy", *(f"dummy:{form}" for form in FORMS)),
         help="dummy: random weights; with a form, as a file of few bits would hold them",

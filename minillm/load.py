@@ -68,14 +68,14 @@ def load_engine(
         raise UsageError(f"tensor_parallel_size {size} needs {size} GPUs, and this machine has {there}")
     description = describe(name, config, on_progress, on_message)
     if size == 1:
-        runner, limits = build_runner(description, config, device, None, on_progress)
+        runner, limits = build_runner(description, config, device, None, on_progress, on_message)
         return new_engine(runner, config, limits, description, nullcontext, runner.close)
     check_size(description.config, size)
     if device.type == "cpu" and torchrun is None:
         torch.set_num_threads(max(1, torch.get_num_threads() // size))
     ranks, leader = lead(name, config, device, torchrun)
     with leader.watched():
-        runner, limits = build_runner(description, config, device, ranks, on_progress)
+        runner, limits = build_runner(description, config, device, ranks, on_progress, on_message)
     runner.observers.append(Followers(leader))
     endings = ExitStack()
     for end in (ranks.close, runner.close, leader.close):  # the last first: the graphs hold the ranks' collectives

@@ -27,6 +27,10 @@ def ignore_progress(progress: Progress) -> None:
     """Do nothing with it."""
 
 
+def ignore_message(message: str) -> None:
+    """Do nothing with it."""
+
+
 def size(num_bytes: float) -> str:
     """``154 MiB``: the unit that leaves few digits, as memory is counted; one decimal where a digit stands alone."""
     for unit in ("B", "KiB", "MiB"):

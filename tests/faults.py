@@ -26,6 +26,8 @@ BUDGET = "tests/fit/test_budget.py::"
 FITTING = "tests/runner/test_fits.py::"
 LOW_BIT = "tests/kernels/test_low_bit.py::"
 FP8 = "tests/kernels/test_fp8.py::"
+TUNING = "tests/kernels/test_low_bit_tuning.py::"
+TILES = "tests/runner/test_tiles.py::"
 PACKED_FILES = "tests/weights/test_quantised.py"
 CPU_LOW_BIT = "tests/kernels/test_cpu_low_bit.py"
 BLOCKS_OF_FILES = (
@@ -666,6 +668,34 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("low-bit-token-of-another-eight", "token % 8 * 32", "token % 4 * 32", LOW_BIT + "test_tiles[q8_0-tile1]"),
         ("low-bit-range-of-float16", "tl.exp2(13.0 - exponent)", "tl.exp2(0.0 * exponent)",
          LOW_BIT + "test_activations_that_float16_could_not_hold"),
+    ],
+    "kernels/low_bit_linear.py": [
+        ("low-bit-never-unpacked", "!= UNPACKED for part", "is not None or True for part",
+         TUNING + "test_a_tile_that_says_unpacked_unpacks"),
+    ],
+    "kernels/low_bit_tuning.py": [
+        ("slowest-tile-taken", "best = min(range", "best = max(range",
+         TUNING + "test_the_fastest_candidate_of_each_number_of_tokens_is_found"),
+        ("tile-that-fits-no-card-timed", "return [job for job in jobs if runs.get(job.kernel, True)]", "return jobs",
+         TUNING + "test_each_kernel_is_compiled_once_and_what_does_not_fit_the_card_is_no_candidate"),
+        ("ctrl-c-waits-for-the-compiler", "pool.map(rehearse, kernels.values())",
+         "list(pool.map(rehearse, kernels.values()))", TUNING + "test_ctrl_c_while_compiling_begins_nothing_more"),
+        ("too-few-matrices-for-the-l2", "for _ in range(count - len(matrices))", "for _ in range(0)",
+         TUNING + "test_matrices_follow_each_other_in_turn"),
+    ],
+    "minillm/runner/tiles.py": [
+        ("tiles-of-other-models-lost", '{**self.read(ignore_message), **tiles}', "tiles",
+         TILES + "test_only_what_is_missing_is_measured_and_the_rest_is_kept"),
+        ("tiles-of-other-kernels", '(found["card"], found["kernels"]) != (self.card, self.kernels)',
+         'found["card"] != self.card', TILES + "test_tiles_of_another_card_or_of_other_kernels_count_for_nothing"),
+        ("tiles-unchecked", "in candidates(product, tokens) for", "is not None for",
+         TILES + "test_a_tile_that_is_no_candidate_counts_for_nothing"),
+        ("recorded-card-measured", "if missing and file.card != RECORDED:", "if missing:",
+         TILES + "test_the_recorded_card_is_not_measured_but_what_was_measured_there_is_used"),
+        ("rank-reads-too-early", "if ranks is not None and ranks.rank:", "if False:",
+         TILES + "test_a_waiting_rank_reads_after_the_first_has_written"),
+        ("gate-of-two-matrices", "if len(layer.gate_up.parts) == 1 else", "if True else",
+         TILES + "test_a_gate_of_two_layouts_has_no_gate_in_its_products"),
     ],
     "kernels/low_bit_lanes.py": [
         ("low-bit-scale-of-the-other-half", "factors[1] if WORD > 1 else factors[0]", "factors[0]",

@@ -11,11 +11,12 @@ import torch
 from torch.nn import functional
 
 from minillm import kernels
-from minillm.bench.meter import Limits, copies_for_cold_l2, graph_microseconds, read_bandwidth
+from minillm.bench.meter import Limits, read_bandwidth
 from minillm.bench.ops import DEVICE, DTYPE, OPS, Case, paged_attention, prefix_attention, random
 from minillm.bench.table import NoOptions, computed, shape, shown, word
 from minillm.checks import integer
 from minillm.errors import MinillmError, UsageError
+from minillm.kernels.timing import copies_for_cold_l2, graph_microseconds
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 

@@ -1,4 +1,4 @@
-"""The clocks: times of launches, the best rates of the machine, and a meter on the steps of an engine."""
+"""The clocks: wall-clock times, the best rates of the machine, and a meter on the steps of an engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from minillm.bench.table import shown
 from minillm.engine.engine import Engine
+from minillm.kernels.timing import device_seconds, now
 from minillm.runner.step import StepObserver, StepWork
 
 
@@ -33,39 +34,6 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) ->
         synchronize(device)
         times.append(time.perf_counter() - began)
     return statistics.median(times[1:])
-
-
-def _device_seconds(run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of ``run`` by the GPU's clock."""
-    times = []
-    for _ in range(repeats):
-        begin = _now()
-        run()
-        end = _now()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(times)
-
-
-def copies_for_cold_l2(bytes_per_launch: int) -> int:
-    """The number of copies of a launch's inputs through which launches should rotate."""
-    cold = 400 << 20  # several times the largest L2
-    return max(1, min(64, -(-cold // max(1, bytes_per_launch))))
-
-
-def graph_microseconds(launch: Callable[[int], object], launches: int = 24) -> float:
-    """Median microseconds of ``launch(i)``, i counting up, over replays of one CUDA graph, which hide the host's work.
-
-    Each launch should use another copy of the inputs (`copies_for_cold_l2`), so that it finds nothing in the L2.
-    """
-    for i in range(3):
-        launch(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(launches):
-            launch(i)
-    return _device_seconds(graph.replay, 11) * 1e6 / launches
 
 
 def read_bandwidth(device: torch.device, size: int = 1 << 29) -> float:
@@ -92,7 +60,7 @@ class Limits:
         if device.type != "cuda":
             return cls(bandwidth)
         a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-        return cls(bandwidth, 2 * 8192**3 / _device_seconds(lambda: a @ b, 10))
+        return cls(bandwidth, 2 * 8192**3 / device_seconds(lambda: a @ b, 10))
 
 
 @dataclass
@@ -121,12 +89,12 @@ class Meter(StepObserver):
         flops = 2 * config.num_parameters * work.num_tokens
         self.floor += max(bytes_read / self.limits.copy_bandwidth, flops / self.limits.matmul_rate)
         if model.device.type == "cuda":
-            self._marks.append([_now()] if work.decode is not None and not work.chunks else [])
+            self._marks.append([now()] if work.decode is not None and not work.chunks else [])
 
     def end(self) -> None:
         """Note the end of a decode step's work; the last of several calls for a step counts."""
         if self._marks and self._marks[-1]:
-            self._marks[-1][1:] = [_now()]
+            self._marks[-1][1:] = [now()]
 
     def conclude(self) -> None:
         """Read the device's clock: gaps between the end of one decode step and the start of the next."""
@@ -136,12 +104,6 @@ class Meter(StepObserver):
         idle = sum(max(0.0, before[1].elapsed_time(after[0])) for before, after in pairs)
         total = sum(before[0].elapsed_time(after[0]) for before, after in pairs)
         self.idle_share = idle / total if total else None
-
-
-def _now() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 @contextmanager

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.bench.meter import copies_for_cold_l2
 from minillm.kernels import AttentionShape, Pages, Places, SamplingInputs, WorkList, plan_attention, reference
 from minillm.kernels.prefix_plan import FREE
+from minillm.kernels.timing import copies_for_cold_l2
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 _BLOCK_SIZE = 16

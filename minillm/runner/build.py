@@ -8,7 +8,7 @@ import torch
 
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
-from minillm.fit.budget import GRAPH_BYTES
+from minillm.fit.budget import GRAPH_BYTES, Budget
 from minillm.fit.forms import shape_of
 from minillm.kernels import Costs
 from minillm.model.config import ModelConfig
@@ -20,7 +20,7 @@ from minillm.model.settle import settle
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
-from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress
+from minillm.progress import OnMessage, OnProgress, Progress, ignore_message, ignore_progress
 from minillm.runner.device_runner import DeviceRunner, decode_bytes
 from minillm.runner.fits import check_fits
 from minillm.runner.pool_size import activation_bytes, budget_of, free_bytes, size_pool
@@ -58,7 +58,7 @@ def describe(
     name: str,
     config: EngineConfig,
     on_progress: OnProgress = ignore_progress,
-    on_message: OnMessage = lambda message: None,
+    on_message: OnMessage = ignore_message,
 ) -> Description:
     kind, _, form = config.load_format.partition(":")
     dummy = kind == "dummy"
@@ -80,14 +80,14 @@ def describe(
     return Description(name, model, stored, lambda device: checkpoint, files.source, tokenizer)
 
 
-def build_runner(
+def load_weights(
     description: Description,
     config: EngineConfig,
     device: torch.device,
     ranks: Ranks | None,
     on_progress: OnProgress = ignore_progress,
-) -> tuple[Runner, Limits]:
-    """Load the weights, or this rank's part of them, and allocate the pool."""
+) -> tuple[Llama, Budget]:
+    """The model, or this rank's part of it, and the budget of the memory that was there before."""
     dtype, model_config = choose_dtype(config, device), description.config
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current one
@@ -118,6 +118,25 @@ def build_runner(
     )
     if in_8_bits:
         settle(model, longest)
+    return model, budget
+
+
+def build_runner(
+    description: Description,
+    config: EngineConfig,
+    device: torch.device,
+    ranks: Ranks | None,
+    on_progress: OnProgress = ignore_progress,
+    on_message: OnMessage = ignore_message,
+) -> tuple[Runner, Limits]:
+    """Load the weights, or this rank's part of them, choose tiles, and allocate the pool."""
+    model, budget = load_weights(description, config, device, ranks, on_progress)
+    dtype, model_config = model.dtype, description.config
+    longest = config.max_model_len or model_config.max_position_embeddings
+    if device.type == "cuda" and config.enable_tuning:
+        from minillm.runner.tiles import TileFile, choose_tiles  # not at the top: it imports Triton
+
+        choose_tiles(model, TileFile.of(device), ranks, on_progress, on_message)
     tokens = budget.step_tokens(shape_of(model_config), budget_of(config, device, dtype).available)
     if ranks is not None:
         tokens = ranks.least(tokens)

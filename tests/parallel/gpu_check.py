@@ -59,8 +59,8 @@ def _sum_on_rank(rank: int, size: int, port: int) -> None:
     import torch
     from torch.distributed import PrefixStore, TCPStore
 
-    from minillm.bench.meter import graph_microseconds
     from minillm.kernels.all_reduce import all_reduce
+    from minillm.kernels.timing import graph_microseconds
     from minillm.parallel.collectives import Ranks
 
     store = TCPStore("127.0.0.1", port, timeout=timedelta(minutes=2))

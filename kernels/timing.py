@@ -1,0 +1,46 @@
+"""Times of launches by the GPU's own clock."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+
+def device_seconds(run: Callable[[], object], repeats: int) -> float:
+    """Median seconds of ``run`` by the GPU's clock."""
+    times = []
+    for _ in range(repeats):
+        begin = now()
+        run()
+        end = now()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return statistics.median(times)
+
+
+def copies_for_cold_l2(bytes_per_launch: int) -> int:
+    """The number of copies of a launch's inputs through which launches should rotate."""
+    cold = 400 << 20  # several times the largest L2
+    return max(1, min(64, -(-cold // max(1, bytes_per_launch))))
+
+
+def graph_microseconds(launch: Callable[[int], object], launches: int = 24, replays: int = 11) -> float:
+    """Median microseconds of ``launch(i)``, i counting up, over replays of one CUDA graph, which hide the host's work.
+
+    Each launch should use another copy of the inputs (`copies_for_cold_l2`), so that it finds nothing in the L2.
+    """
+    for i in range(3):
+        launch(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for i in range(launches):
+            launch(i)
+    return device_seconds(graph.replay, replays) * 1e6 / launches
+
+
+def now() -> torch.cuda.Event:
+    """A moment of the GPU's clock, when it has done all earlier work."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

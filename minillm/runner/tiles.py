@@ -1,0 +1,178 @@
+"""How the low-bit products of a loaded model are cut on its GPU: as recorded, as measured before, or measured now.
+
+Measured tiles are kept in a file for each kind of card and version of Triton. It says which kernels they were measured
+with; those of others count for nothing, and neither does a tile that is no candidate any more.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import triton
+
+from minillm.kernels import (
+    LinearWeight,
+    LowBit,
+    low_bit_lanes,
+    low_bit_matmul,
+    low_bit_matvec,
+    low_bit_tiles,
+    low_bit_tuning,
+)
+from minillm.kernels.low_bit_tuning import OnCount, Place, Product, Tile, Timed, buckets, candidates
+from minillm.model.llama import Llama
+from minillm.parallel.collectives import Ranks
+from minillm.progress import OnMessage, OnProgress, Progress, ignore_message
+from minillm.system import cache_dir
+from minillm.text.reading import read_bytes
+from minillm.text.safe import parse_json
+
+RECORDED = "NVIDIA H200"  # whose tiles the kernels' own rules are
+_KERNELS = (low_bit_matvec, low_bit_matmul, low_bit_tiles, low_bit_lanes)
+_MOST_BYTES = 1 << 24
+
+Tiles = Mapping[str, Mapping[int, Tile]]  # by the product's name, then by `bucket`
+Measure = Callable[[Mapping[Product, Sequence[LowBit]], torch.dtype, OnCount, OnCount], Iterator[Timed]]
+
+
+@dataclass(frozen=True)
+class TileFile:
+    """The file of a kind of card."""
+
+    card: str
+    path: Path
+    kernels: str  # a digest of their sources
+
+    @classmethod
+    def of(cls, device: torch.device) -> "TileFile":
+        card, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        name = re.sub(r"[^A-Za-z0-9]+", "-", f"{card} {'.'.join(map(str, capability))} triton{triton.__version__}")
+        sources = "".join(map(inspect.getsource, _KERNELS))
+        return cls(card, cache_dir() / "tiles" / f"{name}.json", hashlib.sha256(sources.encode()).hexdigest())
+
+    def read(self, on_message: OnMessage) -> Tiles:
+        """What was measured before; nothing where there is no file, and where it is damaged, which is said."""
+        try:
+            found = parse_json(read_bytes(self.path, _MOST_BYTES))
+            if (found["card"], found["kernels"]) != (self.card, self.kernels):
+                return {}
+            return {
+                str(product): {int(tokens): tuple(tile) for tokens, tile in tiles.items()}
+                for product, tiles in found["tiles"].items()
+            }
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            on_message(f"{self.path} cannot be read ({type(error).__name__}): the tiles in it are measured anew")
+            return {}
+
+    def add(self, tiles: Tiles, on_message: OnMessage) -> None:
+        """Replace the file, all at once, by what it has and these; without room for it, say so."""
+        content = {"card": self.card, "kernels": self.kernels, "tiles": {**self.read(ignore_message), **tiles}}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.path.parent) as scratch:
+                part = Path(scratch, self.path.name)
+                part.write_text(json.dumps(content, indent=1), encoding="utf-8")
+                os.replace(part, self.path)
+        except OSError as error:
+            on_message(f"{self.path} cannot be written ({error.strerror}): tiles will be measured again")
+
+
+def products_of(model: Llama) -> dict[Product, list[LowBit]]:
+    """The low-bit matrices of a model, or of a rank's part of it, by their products."""
+    found: dict[Product, list[LowBit]] = {}
+    for weight, place in _weights(model):
+        for part in weight.parts:
+            found.setdefault(Product(part.layout, part.shape, place), []).append(part)
+    return found
+
+
+def set_tiles(model: Llama, tiles: Tiles) -> None:
+    """Let every low-bit matrix of a model have the tiles of its product."""
+    for weight, place in _weights(model):
+        names = [str(Product(part.layout, part.shape, place)) for part in weight.parts]
+        pairs = zip(weight.parts, names, strict=True)
+        weight.parts = tuple(replace(part, tiles=tiles.get(name, {})) for part, name in pairs)
+
+
+def _weights(model: Llama) -> Iterator[tuple[LinearWeight, Place]]:
+    """Every linear layer, and where its products are."""
+    for layer in model.layers:
+        yield layer.qkv, "norm"
+        yield layer.gate_up, "gated" if len(layer.gate_up.parts) == 1 else "norm"  # two matrices: a gate on its own
+        yield layer.o, "add"
+        yield layer.down, "add"
+    yield model.head, "norm"
+
+
+def measured(
+    products: Mapping[Product, Sequence[LowBit]],
+    dtype: torch.dtype,
+    file: TileFile,
+    on_progress: OnProgress,
+    on_message: OnMessage,
+    measure: Measure = low_bit_tuning.measure,
+) -> Iterator[Timed]:
+    """Measure the tiles of these products; what is measured, also before ctrl-c, is added to ``file`` at the end."""
+    found: dict[str, dict[int, Tile]] = {}
+
+    def tell(label: str, unit: str) -> OnCount:
+        return lambda done, total: on_progress(Progress(label, done, total, unit))
+
+    compiling, timing = (
+        tell("compiling kernels to measure", "kernels"),
+        tell(f"measuring tiles for {file.card}", "tiles"),
+    )
+    try:
+        for each in measure(products, dtype, compiling, timing):
+            found.setdefault(str(each.product), {})[each.tokens] = each.tile
+            yield each
+    finally:
+        file.add(found, on_message)
+
+
+def choose_tiles(
+    model: Llama,
+    file: TileFile,
+    ranks: Ranks | None,
+    on_progress: OnProgress,
+    on_message: OnMessage = ignore_message,
+    measure: Measure = low_bit_tuning.measure,
+) -> None:
+    """Set the tiles that ``file`` has, and measure what it lacks, unless the card is the recorded one.
+
+    Of several ranks the first measures alone; the others read what it has written, and measure what is theirs alone.
+    """
+    products, dtype = products_of(model), model.dtype
+    if not products:
+        return
+    if ranks is not None and ranks.rank:
+        ranks.least(0)  # the first has written
+    tiles = known(file.read(on_message), products, dtype)
+    missing = {each: found for each, found in products.items() if str(each) not in tiles}
+    if missing and file.card != RECORDED:
+        on_message(f"{file.card} is new to {len(missing)} kinds of matrices: measuring how to cut them")
+        for each in measured(missing, dtype, file, on_progress, on_message, measure):
+            tiles.setdefault(str(each.product), {})[each.tokens] = each.tile
+        torch.cuda.empty_cache()  # the pool of blocks takes what is free
+    set_tiles(model, tiles)
+    if ranks is not None and not ranks.rank:
+        ranks.least(0)
+
+
+def known(tiles: Tiles, products: Iterable[Product], dtype: torch.dtype) -> dict[str, dict[int, Tile]]:
+    """The tiles of those products that have a candidate for every number of tokens."""
+
+    def is_whole(product: Product) -> bool:
+        found = tiles.get(str(product), {})
+        return all(found.get(tokens) in candidates(product, tokens) for tokens in buckets(dtype))
+
+    return {str(each): dict(tiles[str(each)]) for each in products if is_whole(each)}
