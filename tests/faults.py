@@ -703,6 +703,11 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("low-bit-lane-of-another-group", "part = (group % 8) * 4", "part = (group % 4) * 4",
          LOW_BIT + "test_products[q4_k-2-shape0]"),
     ],
+    "minillm/system.py": [
+        ("heap-keeps-its-holes", "libc.mallopt(_MMAP, 1 << 16)", "libc.mallopt(_MMAP, 1 << 20)",
+         "tests/test_system.py"),
+        ("heap-is-not-trimmed", "libc.malloc_trim(0)", "libc.malloc_trim", "tests/test_system.py"),
+    ],
     "kernels/cpu/low_bit.py": [
         ("int8-remainders-dropped", "scratch.given.index_select(1, self._finer), scalar(1 / _FINER)",
          "scratch.given.index_select(1, self._finer), scalar(0.0)", CPU_LOW_BIT),

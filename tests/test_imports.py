@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kernels", "minillm", "ui")
 CACHE_MAY_NOT = {"torch", "numpy"}
+OPTIONAL = {"llama_cpp": "llama-cpp-python"}  # modules of distributions that no environment needs
 
 # Rooms of the house, one floor a line: a room imports only rooms on the lines before its own. A folder is one room,
 # and so is a file directly in minillm/.
@@ -164,7 +165,7 @@ def declared(*requirements: str) -> set[str]:
 
 def distributions(paths: Iterable[Path]) -> set[str]:
     """The distributions that these files import from, without the standard library and our own files."""
-    owners = packages_distributions()
+    owners = {**packages_distributions(), **{module: [name] for module, name in OPTIONAL.items()}}
     modules = {module.split(".")[0] for path in paths for module in imported(path)}
     ours = {"minillm", "__future__", *(path.stem for path in (ROOT / "tests").rglob("*.py"))}
     missing = {module for module in modules - sys.stdlib_module_names - ours if module not in owners}
@@ -175,6 +176,9 @@ def distributions(paths: Iterable[Path]) -> set[str]:
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     runtime, dev = declared(*project["dependencies"]), declared(*project["optional-dependencies"]["dev"])
+    assert declared(*project["optional-dependencies"]["peers"]) == {OPTIONAL["llama_cpp"]}
     assert distributions(path for room, path in files_of_rooms() if room != "bench") == runtime
-    assert distributions((ROOT / "minillm" / "bench").rglob("*.py")) <= runtime | dev, "peers are measured beside it"
+    assert distributions((ROOT / "minillm" / "bench").rglob("*.py")) <= runtime | dev | set(OPTIONAL.values()), (
+        "peers are measured beside it"
+    )
     assert distributions((ROOT / "tests").rglob("*.py")) <= runtime | dev

@@ -4,20 +4,18 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from minillm.bench.meter import Limits, metered, read_bandwidth
+from minillm.bench.peers import PEERS, Timing
 from minillm.bench.table import ModelOptions, Subject, shown
 from minillm.bench.workloads import drive, times_of
 from minillm.checks import choice, integer
-from minillm.errors import UsageError
 from minillm.llm import LLM
 from minillm.params import MAX_TOKENS, SamplingParams
 
@@ -29,10 +27,6 @@ while os.getppid() == int(sys.argv[1]):
     for _ in range(100_000):
         pass
 """
-Timing = tuple[float, float]  # seconds of one run, from the requests to the first tokens and to the end
-_SAME_NAMES = (  # in our configuration and in transformers'
-    "vocab_size", "hidden_size", "head_dim", "intermediate_size", "max_position_embeddings", "tie_word_embeddings",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ class Options(ModelOptions):
     batch_size: int = integer(1, 1, MAX_TOKENS, help="sequences that decode together")
     input_len: int = integer(128, 1, MAX_TOKENS, help="prompt tokens of each")
     output_len: int = integer(256, 1, MAX_TOKENS, help="tokens that each generates")
-    peer: str | None = choice(None, ("transformers",), help="measure this too, in the same process")
+    peer: str | None = choice(None, tuple(PEERS), help="measure this too, in the same process")
     busy: int = integer(0, 0, 1024, help="measure again, beside N other processes that each keep a core busy")
 
 
@@ -68,7 +62,7 @@ def measure(subject: Subject, options: Options) -> list[LatencyResult]:
     prompts = torch.randint(0, model.config.vocab_size, size, generator=generator).tolist()
     runners: dict[str, Callable[[int], Timing]] = {f"minillm {subject.name}": partial(_run, llm, prompts)}
     if options.peer is not None:
-        run_peer, peer_name = _transformers(llm, prompts)
+        run_peer, peer_name = PEERS[options.peer](subject, prompts)
         runners[f"{peer_name} {subject.name}"] = run_peer
     for run in runners.values():
         run(min(8, options.output_len))
@@ -111,32 +105,6 @@ def _run(llm: LLM, prompts: list[list[int]], output_len: int) -> Timing:
     llm.reset_prefix_cache()  # the prompts of the last run would be found there
     seconds, outputs = drive(llm.engine, [(prompt, params) for prompt in prompts])
     return max(times_of(output)[0] for output in outputs), seconds
-
-
-def _transformers(llm: LLM, prompts: list[list[int]]) -> tuple[Callable[[int], Timing], str]:
-    """A function that lets transformers, with random weights in the shape of ``llm``, generate; and the peer's name."""
-    try:
-        import transformers
-    except ImportError:
-        raise UsageError("--peer transformers needs the package transformers; pip install transformers") from None
-    model, c = llm.engine.runner.model, llm.engine.runner.model.config
-    config = transformers.LlamaConfig(
-        num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_heads,
-        num_key_value_heads=c.num_kv_heads,
-        **{name: getattr(c, name) for name in _SAME_NAMES},
-    )
-    with torch.device(model.device):
-        theirs: Any = transformers.LlamaForCausalLM(config).to(model.dtype).eval()
-    inputs = torch.tensor(prompts, device=model.device)
-    given = {"attention_mask": torch.ones_like(inputs), "do_sample": False, "pad_token_id": 0}
-
-    def seconds(count: int) -> float:
-        began = time.perf_counter()
-        theirs.generate(inputs, max_new_tokens=count, min_new_tokens=count, **given)
-        return time.perf_counter() - began
-
-    return lambda output_len: (seconds(1), seconds(output_len)), f"transformers {transformers.__version__}"
 
 
 def _result(name: str, runs: list[Timing], options: Options, floor_rate: float) -> LatencyResult:

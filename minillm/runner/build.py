@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from minillm.runner.fits import check_fits
 from minillm.runner.pool_size import activation_bytes, budget_of, free_bytes, size_pool
 from minillm.runner.runner import Runner
 from minillm.runner.threads import FreeCores, follows_free_cores
+from minillm.system import compact_heap
 from minillm.text.tokenizer import Tokenizer
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.resolve import resolve
@@ -106,18 +108,19 @@ def load_weights(
     source: TensorSource = description.open_source(device)
     if config.quantize is not None:
         source = RoundedTensors(source, config.quantize)
-    model = load_llama(
-        source,
-        model_config,
-        device=device,
-        dtype=dtype,
-        max_positions=longest,
-        ranks=ranks,
-        weights="int8" if in_8_bits else "stored" if budget.layout().keeps_low_bit else "expanded",
-        on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
-    )
-    if in_8_bits:
-        settle(model, longest)
+    with compact_heap() if in_8_bits else nullcontext():
+        model = load_llama(
+            source,
+            model_config,
+            device=device,
+            dtype=dtype,
+            max_positions=longest,
+            ranks=ranks,
+            weights="int8" if in_8_bits else "stored" if budget.layout().keeps_low_bit else "expanded",
+            on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
+        )
+        if in_8_bits:
+            settle(model, longest)
     return model, budget
 
 

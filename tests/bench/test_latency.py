@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from minillm.bench.latency import Options, measure
+from minillm.bench.latency import RUNS, Options, measure
 from minillm.bench.meter import Limits, metered
 from minillm.bench.table import Subject
 from minillm.errors import UsageError
@@ -27,6 +31,47 @@ def test_a_busy_machine_is_measured_beside_the_quiet_one(subject: Subject) -> No
         "what the machine can do at best is measured when it is quiet"
     )
     assert results[0].peak_kv_tokens == 2 * 16
+
+
+class FakeLlama:
+    """What the peer asks of llama-cpp-python."""
+
+    ctx = "context"
+
+    def __init__(self, path: str, **options: object) -> None:
+        self.path, self.options = path, options
+        self.evaluated: list[list[int]] = [[]]
+
+    def reset(self) -> None:
+        self.evaluated.append([])
+
+    def eval(self, tokens: list[int]) -> None:
+        self.evaluated[-1].append(len(tokens))
+
+
+def test_llama_cpp_reads_the_same_file_and_prompt(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeLlama] = []
+    waits: list[str] = []
+
+    def llama(path: str, **options: object) -> FakeLlama:
+        made.append(FakeLlama(path, **options))
+        return made[-1]
+
+    module = SimpleNamespace(Llama=llama, llama_synchronize=waits.append, __version__="1")
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    results = measure(replace(subject, name="m.gguf"), Options(input_len=3, output_len=4, peer="llama.cpp"))
+    assert [result.name for result in results] == ["minillm m.gguf", "llama.cpp 1 m.gguf"]
+    assert made[0].path == "m.gguf"
+    assert made[0].options["n_threads"] == torch.get_num_threads()
+    assert made[0].evaluated[1:] == [[3, 1, 1, 1]] * (1 + RUNS), "the prompt, then token by token, in each run"
+    assert waits == ["context"] * (4 * (1 + RUNS))
+    with pytest.raises(UsageError, match="GGUF"):
+        measure(subject, Options(peer="llama.cpp"))
+    with pytest.raises(UsageError, match="one sequence"):
+        measure(subject, Options(peer="llama.cpp", batch_size=2))
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(UsageError, match="pip install llama-cpp-python"):
+        measure(subject, Options(peer="llama.cpp"))
 
 
 def test_options_out_of_range_are_refused() -> None:

@@ -1,0 +1,37 @@
+"""The system below: what is freed goes back to it."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+HOLES = """
+import re
+from pathlib import Path
+import torch
+from minillm.system import compact_heap
+
+def megabytes() -> int:
+    return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1000
+
+def every_other(size: int) -> list[torch.Tensor]:
+    return [torch.ones(size, dtype=torch.uint8) for _ in range(2000)][::2]
+
+before = megabytes()
+with compact_heap():
+    larger = every_other(100_000)
+    print(megabytes() - before)
+    smaller = every_other(50_000)
+print(megabytes() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc alone has holes to give back")
+def test_a_compact_heap_has_no_holes() -> None:
+    run = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+    meanwhile, afterwards = map(int, run.stdout.split())
+    assert meanwhile < 130, "100 MB are held, and some pages that are not full"
+    assert afterwards < 180, "50 more"
