@@ -10,9 +10,13 @@ more               `torch._scaled_mm`: x rounded token by token, FP8 x FP8 on th
 =================  ==================================================================================================
 
 `_quantise_kernel`: grid (tokens); tile: a whole row, read once and written in 8 bits. The norm in front is fused: its
-``1 / sqrt(mean(x^2) + eps)`` is a factor of the scale. The residual and SwiGLU come behind the product, as ops of their
-own. What `takes` refuses is unpacked: see `minillm.kernels.low_bit_linear`.
+``1 / sqrt(mean(x^2) + eps)`` is a factor of the scale. `_finish_kernel`: grid (tokens, columns / TILE); scales the sums
+of levels, with SwiGLU or the residual, for `torch._scaled_mm` with scales of tokens and columns takes twice the time at
+few tokens. It is the faster one from `_SCALED_INSIDE` tokens on. What `takes` refuses is unpacked: see
+`minillm.kernels.low_bit_linear`.
 """
+
+import functools
 
 import torch
 import triton
@@ -27,6 +31,8 @@ from minillm.kernels.low_bit import LARGEST_FP8, LowBit
 Norm = tuple[Tensor, float]  # weight, eps
 MOST_FUSED = 2  # tokens
 _UNIT = 16  # of which both sides of a matrix are a multiple, for `torch._scaled_mm`
+_SCALED_INSIDE = 1024  # tokens
+_TILE = 1024
 _LEAST = tl.constexpr(1e-30)  # of a scale: zeros stay zeros, and numbers far below it become zeros
 
 
@@ -68,6 +74,34 @@ def quantise(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
     return levels, scales
 
 
+@triton.jit
+def _finish_kernel(
+    out_ptr, sums_ptr, token_scales_ptr, scales_ptr, bias_ptr, num_columns, out_stride,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < num_columns
+    wait_for_inputs(PDL)
+    token_scale = tl.load(token_scales_ptr + token)
+    sums_ptr += token * num_columns * (2 if GATED else 1)
+    result = tl.load(sums_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    result *= token_scale * tl.load(scales_ptr + columns, mask=mask, other=0.0)
+    if BIAS:
+        result += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if GATED:
+        columns_up = num_columns + columns
+        up = tl.load(sums_ptr + columns_up, mask=mask, other=0.0).to(tl.float32)
+        up *= token_scale * tl.load(scales_ptr + columns_up, mask=mask, other=0.0)
+        if BIAS:
+            up += tl.load(bias_ptr + columns_up, mask=mask, other=0.0).to(tl.float32)
+        result = result * tl.sigmoid(result) * up
+    at = out_ptr + token * out_stride + columns
+    if ADD:
+        result += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 def takes(x: Tensor, matrix: LowBit) -> bool:
     """Whether the product of any number of tokens is computed here: more than a few where the GPU computes with FP8."""
     fits = not (matrix.shape[0] % _UNIT or matrix.shape[1] % _UNIT)
@@ -83,28 +117,48 @@ def linear(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor | None, n
     if _are_few(x):
         out = x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out
         return matvec.launch(out, x, matrix.levels, bias, norm, scales=matrix.scales)
-    product = _product(x, matrix, bias, norm)
-    return product if out is None else out.copy_(product)
+    out = x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out
+    return _product(x, matrix, bias, out, norm)
 
 
 def gated_linear(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm) -> Tensor:
     """``silu(gate) * up`` of ``gate, up = linear(x, …)``."""
-    if not _are_few(x):
-        return silu_mul(_product(x, matrix, bias, norm))
     out = x.new_empty(x.shape[0], matrix.shape[0] // 2)
+    if not _are_few(x):
+        return _product(x, matrix, bias, out, norm, gated=True)
     return matvec.launch(out, x, matrix.levels, bias, norm, gated=True, scales=matrix.scales)
 
 
 def linear_add(x: Tensor, matrix: LowBit, bias: Tensor | None, residual: Tensor) -> Tensor:
     """``residual += linear(x, …)``."""
     if not _are_few(x):
-        return residual.add_(_product(x, matrix, bias, None))
+        return _product(x, matrix, bias, residual, None, add=True)
     return matvec.launch(residual, x, matrix.levels, bias, add=True, scales=matrix.scales)
 
 
-def _product(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm | None) -> Tensor:
-    levels, scales = quantise(x, norm)
-    return torch._scaled_mm(
-        levels, matrix.levels.t(), scale_a=scales, scale_b=matrix.scales.t(), bias=bias, out_dtype=x.dtype,
-        use_fast_accum=True,
+def _product(
+    x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None,
+    *, gated: bool = False, add: bool = False,
+) -> Tensor:  # fmt: skip
+    levels, token_scales = quantise(x, norm)
+    if x.shape[0] >= _SCALED_INSIDE:
+        product = torch._scaled_mm(
+            levels, matrix.levels.t(), scale_a=token_scales, scale_b=matrix.scales.t(), bias=bias, out_dtype=x.dtype,
+            use_fast_accum=True,
+        )  # fmt: skip
+        return silu_mul(product) if gated else out.add_(product) if add else out.copy_(product)
+    one = _one(x.device)
+    sums = torch._scaled_mm(
+        levels, matrix.levels.t(), scale_a=one, scale_b=one, out_dtype=x.dtype, use_fast_accum=True
+    )  # in bfloat16, which has the range
+    columns = out.shape[1]
+    _finish_kernel[(x.shape[0], triton.cdiv(columns, _TILE))](
+        out, sums, token_scales, matrix.scales, token_scales if bias is None else bias, columns, out.stride(0),
+        GATED=gated, ADD=add, BIAS=bias is not None, TILE=_TILE, **pdl_options(x.device),
     )  # fmt: skip
+    return out
+
+
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)

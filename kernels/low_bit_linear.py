@@ -8,6 +8,7 @@ tokens         computed by
 =============  ======================================================================================================
 1, 2           `low_bit_matvec`: activations in whole numbers of 16 bits, products of bytes
 up to 64       `low_bit_matmul`: weights become float16 in registers, the matrix unit does the rest
+17 to 256      `low_bit_dot`, where the GPU has a matrix unit that four warps use together
 more           cuBLAS, for a part of the rows at a time, unpacked to memory that stays in the L2
 =============  ======================================================================================================
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels import fp8_linear
+from minillm.kernels import low_bit_dot as dot
 from minillm.kernels import low_bit_matmul as matmul
 from minillm.kernels import low_bit_matvec as matvec
 from minillm.kernels.activation import silu_mul
@@ -30,7 +32,7 @@ from minillm.kernels.low_bit_unpack import dequantise
 from minillm.kernels.norm import rms_norm
 
 Norm = tuple[Tensor, float]  # weight, eps
-_MOST_FUSED = 64  # tokens
+_MOST_FUSED = 64  # tokens; of `low_bit_dot` more
 _UNPACKED = 1 << 24  # weights at a time
 
 
@@ -50,11 +52,7 @@ def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm
     tokens, features = x.shape[0], sum(part.shape[0] for part in parts)
     if len(parts) > 1 or not _is_fused(x, parts):
         return silu_mul(linear(x, parts, bias, None, norm))
-    out = x.new_empty(tokens, features // 2)
-    if tokens <= matvec.MOST_TOKENS:
-        numbers = matvec.quantise_activations(x, norm[0])
-        return matvec.product(numbers, parts[0], bias, out, eps=norm[1], gated=True)
-    return matmul.matmul(matmul.halve_activations(x, norm), parts[0], bias, out, gated=True)
+    return _multiply(x, parts, bias, x.new_empty(tokens, features // 2), norm, gated=True)
 
 
 def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -67,18 +65,30 @@ def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residu
 def _compute(
     x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, norm: Norm | None, *, add: bool
 ) -> Tensor:
-    if not _is_fused(x, parts):
-        x = x if norm is None else rms_norm(x, *norm)
-        for part, bias_part, columns in _columns(parts, bias, out):
-            _unpacked(x, part, bias_part, columns, add)
-    elif x.shape[0] <= matvec.MOST_TOKENS:
+    if _is_fused(x, parts):
+        return _multiply(x, parts, bias, out, norm, add=add)
+    x = x if norm is None else rms_norm(x, *norm)
+    for part, bias_part, columns in _columns(parts, bias, out):
+        _unpacked(x, part, bias_part, columns, add)
+    return out
+
+
+def _multiply(
+    x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, norm: Norm | None,
+    *, gated: bool = False, add: bool = False,
+) -> Tensor:  # fmt: skip
+    """The product by the kernel of so many tokens; with a gate there is one part."""
+    tokens, each = x.shape[0], _columns(parts, bias, out)
+    if tokens <= matvec.MOST_TOKENS:
         numbers = matvec.quantise_activations(x, None if norm is None else norm[0])
-        for part, bias_part, columns in _columns(parts, bias, out):
-            matvec.product(numbers, part, bias_part, columns, eps=None if norm is None else norm[1], add=add)
-    else:
-        halves = matmul.halve_activations(x, norm)
-        for part, bias_part, columns in _columns(parts, bias, out):
-            matmul.matmul(halves, part, bias_part, columns, add=add)
+        for part, bias_part, columns in each:
+            eps = None if norm is None else norm[1]
+            matvec.product(numbers, part, bias_part, columns, eps=eps, gated=gated, add=add)
+        return out
+    by_dot = dot.takes(x)
+    halves = matmul.halve_activations(x, norm, by_eights=not by_dot)
+    for part, bias_part, columns in each:
+        (dot.product if by_dot else matmul.matmul)(halves, part, bias_part, columns, gated=gated, add=add)
     return out
 
 
@@ -91,7 +101,7 @@ def _is_fused(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
     if any(part.layout == FP8 for part in parts):  # beside others, or too many tokens for its own kernels
         return False
     tokens = x.shape[0]
-    if tokens <= matvec.MOST_TOKENS:
+    if tokens <= matvec.MOST_TOKENS or dot.takes(x):
         return True
     is_short = tokens <= _MOST_FUSED and x.dtype.itemsize == 2
     return is_short and all(part.tiles.get(bucket(tokens)) != UNPACKED for part in parts)

@@ -33,16 +33,21 @@ _SPAN = 2048  # columns that a program prepares
 
 
 class HalfActivations(NamedTuple):
-    """Activations ``[tokens, in]`` in float16, in the kernel's order, and the scale of each token, float32."""
+    """Activations ``[tokens, in]`` in float16, in the kernel's order, and the scale of each token, float32.
 
-    x: Tensor  # [eights of tokens, in / 128 rounded up to spans, 4 words, 8 tokens, 4 groups, 8 columns]
+    In is rounded up to turns of 128, and these to spans. The order is that of tokens for `low_bit_dot`.
+    """
+
+    # by eights: [eights of tokens, turns, 4 words, 8 tokens, 4 groups, 8 columns]
+    # by tokens: [tokens, turns * 128], in a turn: 4 words, 4 pairs of columns, 4 groups, both columns
+    x: Tensor
     scales: Tensor  # [tokens]
 
 
 @triton.jit
 def _halve_kernel(
     out_ptr, scales_ptr, x_ptr, norm_ptr, num_columns, eps,
-    NORM: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, BY_EIGHTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     token = tl.program_id(1).to(tl.int64)
@@ -60,23 +65,33 @@ def _halve_kernel(
     x = tl.load(x_ptr + token * num_columns + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
     if NORM:
         x *= tl.load(norm_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
-    turn = token // 8 * tl.num_programs(0) * (SPAN // 128) + columns // 128
-    at = turn * 1024 + columns % 32 // 8 * 256 + token % 8 * 32 + columns % 128 // 32 * 8 + columns % 8
+    turns, group, word = tl.num_programs(0) * (SPAN // 128), columns % 128 // 32, columns % 32 // 8
+    if BY_EIGHTS:
+        turn = token // 8 * turns + columns // 128
+        at = turn * 1024 + word * 256 + token % 8 * 32 + group * 8 + columns % 8
+    else:
+        turn = token * turns + columns // 128
+        at = turn * 128 + word * 32 + columns % 8 // 2 * 8 + group * 2 + columns % 2
     tl.store(out_ptr + at, (x * growth).to(tl.float16))
     if tl.program_id(0) == 0:  # NaN and infinity stay
         tl.store(scales_ptr + token, norm_scale / (growth * GROWTH) + 0.0 * tl.sum(row, 0))
 
 
-def halve_activations(x: Tensor, norm: tuple[Tensor, float] | None = None) -> HalfActivations:
+def halve_activations(
+    x: Tensor, norm: tuple[Tensor, float] | None = None, *, by_eights: bool = True
+) -> HalfActivations:
     """``x [tokens, in]``, with ``norm`` (weight, eps) normalised, in float16, whose range a scale extends."""
     tokens, columns = x.shape
     spans = triton.cdiv(columns, _SPAN)
-    half = x.new_empty(triton.cdiv(tokens, 8), spans * _SPAN // 128, 4, 8, 4, 8, dtype=torch.float16)
+    turns = spans * _SPAN // 128
+    shape = (triton.cdiv(tokens, 8), turns, 4, 8, 4, 8) if by_eights else (tokens, turns * 128)
+    half = x.new_empty(shape, dtype=torch.float16)
     scales = x.new_empty(tokens, dtype=torch.float32)
     weight, eps = norm or (x, 0.0)
     _halve_kernel[(spans, tokens)](
         half, scales, x, weight, columns, eps, NORM=norm is not None,
-        COLUMNS=triton.next_power_of_2(columns), SPAN=_SPAN, num_warps=8, **pdl_options(x.device),
+        COLUMNS=triton.next_power_of_2(columns), SPAN=_SPAN, BY_EIGHTS=by_eights, num_warps=8,
+        **pdl_options(x.device),
     )  # fmt: skip
     return HalfActivations(half, scales)
 

@@ -669,6 +669,13 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("low-bit-range-of-float16", "tl.exp2(13.0 - exponent)", "tl.exp2(0.0 * exponent)",
          LOW_BIT + "test_activations_that_float16_could_not_hold"),
     ],
+    "kernels/low_bit_dot.py": [
+        ("dot-of-small-scales", "(words >> (at % SHARE * BITS))", "(words >> (at % SHARE * 0))",
+         LOW_BIT + "test_dozens_of_tokens[q5_0-shape0]"),
+        ("dot-gate-is-up", "is_second * num_rows", "is_second * 0", LOW_BIT + "test_dozens_of_tokens[q4_1-shape0]"),
+        ("dot-parts-overlap", "begin = tl.program_id(2) * share", "begin = tl.program_id(2) * 0",
+         LOW_BIT + "test_dozens_of_tokens[q4_1-shape0]"),
+    ],
     "kernels/low_bit_linear.py": [
         ("low-bit-never-unpacked", "!= UNPACKED for part", "is not None or True for part",
          TUNING + "test_a_tile_that_says_unpacked_unpacks"),

@@ -22,7 +22,7 @@ from minillm.kernels.low_bit import (
 )
 
 pytest.importorskip("triton")
-from minillm.kernels import low_bit_linear, low_bit_matmul, low_bit_matvec, low_bit_unpack
+from minillm.kernels import low_bit_dot, low_bit_linear, low_bit_matmul, low_bit_matvec, low_bit_unpack
 
 LAYOUTS = {
     "q4_0": Layout(4, "plain", zero=8),
@@ -166,15 +166,50 @@ def test_tiles(name: str, tile: tuple[int, int, int, int]) -> None:
         assert relative_error(got, exact + residual.double()) < 2e-3
 
 
+@pytest.mark.parametrize("shape", [(22, 768), *([(1030, 4096), (4096, 14336)] if ON_GPU else [])])
+@pytest.mark.parametrize("name", LAYOUTS if ON_GPU else ["q4_1", "q5_0", "q6_k", "iq4_xs", "awq", "int8 rows"])
+def test_dozens_of_tokens(name: str, shape: tuple[int, int]) -> None:
+    """Rows and tokens end within a tile; so do parts of the input."""
+    (out, width), tokens = shape, 130 if ON_GPU else 17
+    matrix, x, bias, norm = some(LAYOUTS[name], out, width), randn(tokens, width), randn(out), randn(width)
+    weight, residual = dequantise(matrix, torch.float64), randn(tokens, out)
+    normed = reference.norm_linear(x.double(), norm.double(), 1e-5, weight, bias.double())
+    halves = low_bit_matmul.halve_activations(x, (norm, 1e-5), by_eights=False)
+    wide = torch.full((tokens, out + 3), 7.0, device=DEVICE)
+    low_bit_dot.product(halves, matrix, bias, wide[:, 1:-2])
+    assert relative_error(wide[:, 1:-2], normed) < 2e-3
+    assert bool((wide[:, [0, -2, -1]] == 7.0).all())
+    gated = low_bit_dot.product(halves, matrix, bias, randn(tokens, out // 2), gated=True)
+    assert relative_error(gated, reference.silu_mul(normed)) < 5e-3
+    sums = residual.double() + torch.nn.functional.linear(x.double(), weight, bias.double())
+    halves, tile = low_bit_matmul.halve_activations(x, by_eights=False), low_bit_dot.Tile(128, 32, 4, 4, 3)
+    for each in (tile, None) if ON_GPU else (tile,):
+        got = low_bit_dot.product(halves, matrix, bias, residual.clone(), add=True, tile=each)
+        assert relative_error(got, sums) < 2e-3
+
+
+def test_rows_that_begin_within_a_word() -> None:
+    """One group a row: the scales from the second row on begin at half a word; a GPU reads whole words only."""
+    matrix, x = some(LAYOUTS["q4_0"], 20, 32), randn(17, 32)
+    part = matrix.rows(slice(1, 20))
+    assert part.scales.data_ptr() % 4
+    got = low_bit_dot.product(low_bit_matmul.halve_activations(x, by_eights=False), part, None, randn(17, 19))
+    exact = torch.nn.functional.linear(x.double(), dequantise(matrix, torch.float64))
+    assert relative_error(got, exact[:, 1:]) < 2e-3
+
+
 @pytest.mark.parametrize("width", [32, 160])
-def test_a_turn_that_the_input_does_not_fill(width: int) -> None:
+@pytest.mark.parametrize("kernel", ["lanes", "dot"])
+def test_a_turn_that_the_input_does_not_fill(kernel: str, width: int) -> None:
     matrix, x = some(LAYOUTS["q4_1"], 20, width), randn(3, width)
     exact = torch.nn.functional.linear(x.double(), dequantise(matrix, torch.float64))
-    got = low_bit_matmul.matmul(low_bit_matmul.halve_activations(x), matrix, None, torch.empty(3, 20, device=DEVICE))
+    multiply = low_bit_dot.product if kernel == "dot" else low_bit_matmul.matmul
+    halves = low_bit_matmul.halve_activations(x, by_eights=kernel == "lanes")
+    got = multiply(halves, matrix, None, torch.empty(3, 20, device=DEVICE))
     assert relative_error(got, exact) < 2e-3
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 257])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 18, 257])
 def test_a_layer_of_several_layouts(tokens: int) -> None:
     """A file may store v finer than q and k; each number of tokens has its own kernel."""
     matrices = [some(LAYOUTS[name], rows, 256, seed) for seed, (name, rows) in enumerate([("q4_k", 20), ("q6_k", 11)])]
@@ -217,7 +252,7 @@ def test_activations_that_float16_could_not_hold() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("tokens", [2, 5])
+@pytest.mark.parametrize("tokens", [2, 5, 17])
 def test_numbers_that_are_none_are_seen(value: float, tokens: int) -> None:
     matrix, x = some(LAYOUTS["q4_0"], 8, 64), randn(tokens, 64, dtype=torch.float16)
     x[1, 7] = value
@@ -229,7 +264,7 @@ def test_numbers_that_are_none_are_seen(value: float, tokens: int) -> None:
 def test_a_scale_that_is_nan_spoils_its_row_only() -> None:
     matrix = some(LAYOUTS["q4_0"], 8, 64)
     matrix.scales[2, 1] = float("nan")
-    for tokens in (1, 5):
+    for tokens in (1, 5, 17):
         got = low_bit_linear.linear(randn(tokens, 64, dtype=torch.float16), (matrix,), None, None, None)
         assert got[:, 2].isnan().all()
         assert got[:, [0, 1, 3, 4, 5, 6, 7]].isfinite().all()
