@@ -23,7 +23,7 @@ from minillm.progress import size
 from minillm.service.messages import TokenChoice
 from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import hidden_keys
-from minillm.ui.chat.conversation import SessionStore, SessionSummary
+from minillm.ui.chat.conversation import Fork, SessionStore, SessionSummary
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.numbers import bar, plural
 from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
@@ -242,36 +242,62 @@ _LOOKS = (
 _LONGEST = 2000  # tokens that are laid out at a time
 
 
-class ProbabilityScreen(Dialog[None]):
-    """An answer's tokens, coloured by how probable the model held each, with the alternatives at the cursor."""
+class ProbabilityScreen(Dialog[Fork]):
+    """An answer's tokens, coloured by how probable the model held each, with the alternatives at the cursor.
+
+    Gives back the fork that begins with the alternative that was chosen.
+    """
 
     BINDINGS = [  # noqa: RUF012
         Binding("left", "move(-1)", "Previous token", priority=True),
         Binding("right", "move(1)", "Next token", priority=True),
+        Binding("up", "choose(-1)", "Alternative above", priority=True),
+        Binding("down", "choose(1)", "Alternative below", priority=True),
+        Binding("enter", "fork", "Go on from it", priority=True),
         *hidden_keys({"home": "move(-1000000)", "end": "move(1000000)"}, priority=True),
         Binding("n", "unlikely", "Next unlikely"),
     ]
 
     def __init__(self, tokens: Sequence[TokenChoice]) -> None:
         self._tokens = tokens[:_LONGEST]
-        self._cursor = 0
+        self._cursor = self._chosen = 0  # a token; one of its alternatives
         legend = [part for _, words, look in _LOOKS for part in ((words, look), "  ")]
         self._text, self._alternatives = Static(), Static(id="alternatives")
         self._area = VerticalScroll(self._text, id="tokens", can_focus=False)
-        hint = Content.assemble(*legend, "← → move · n: next below one half · Escape closes")
-        super().__init__("probabilities", hint, self._area, self._alternatives)
+        hint = Content.assemble(*legend, "← → move · n: next below one half · ↑ ↓ and Enter: go on from there")
+        super().__init__("probabilities", hint, self._area, self._alternatives, Static("", classes="problem"))
 
     def on_mount(self) -> None:
+        self._go_to(0)
+
+    def _go_to(self, place: int) -> None:
+        self._cursor = max(0, min(len(self._tokens) - 1, place))
+        said = self._tokens[self._cursor]
+        self._chosen = next((i for i, each in enumerate(_alternatives(said)) if each.text != said.text), 0)
+        self.say("")
         self._show()
 
     def action_move(self, step: int) -> None:
-        self._cursor = max(0, min(len(self._tokens) - 1, self._cursor + step))
-        self._show()
+        self._go_to(self._cursor + step)
 
     def action_unlikely(self) -> None:
         after = range(self._cursor + 1, len(self._tokens))
-        self._cursor = next((i for i in after if self._tokens[i].logprob < math.log(0.5)), self._cursor)
+        self._go_to(next((i for i in after if self._tokens[i].logprob < math.log(0.5)), self._cursor))
+
+    def action_choose(self, step: int) -> None:
+        self._chosen = (self._chosen + step) % len(_alternatives(self._tokens[self._cursor]))
         self._show()
+
+    def action_fork(self) -> None:
+        tokens = list(self._tokens[: self._cursor])
+        chosen = _alternatives(self._tokens[self._cursor])[self._chosen]
+        fork = Fork([*tokens, chosen])
+        if not chosen.text:
+            self.say("this token has no text: the answer would end here")
+        elif "\ufffd" in fork.text:
+            self.say("this token is a part of a character: choose one before or behind it")
+        else:
+            self.dismiss(fork)
 
     def _show(self) -> None:
         chances = [math.exp(min(0.0, token.logprob)) for token in self._tokens]
@@ -282,16 +308,25 @@ class ProbabilityScreen(Dialog[None]):
         self._text.update(Content.assemble(*zip(texts, looks, strict=True)))
         token = self._tokens[self._cursor]
         lines = [Content(f"token {self._cursor + 1} of {len(self._tokens)} · log p {token.logprob:.2f}")]
-        for text, logprob in zip(token.top_texts, token.top_logprobs, strict=True):
-            figures = f"{math.exp(logprob):>7.1%} {bar(math.exp(logprob), 20)}"
-            lines.append(Content.assemble((_visible(text), "bold" if text == token.text else ""), figures))
-        if token.text not in token.top_texts:
-            lines.append(Content.assemble((_visible(token.text), "bold"), f"{math.exp(token.logprob):>7.1%}"))
+        for number, each in enumerate(_alternatives(token)):
+            chance = math.exp(each.logprob)
+            figures = f"{chance:>7.1%} {bar(chance, 20)}"
+            looks_of = "bold" if each.text == token.text else ""
+            mark = "▸" if number == self._chosen else " "
+            lines.append(Content.assemble((mark, "$text-accent"), (_visible(each.text), looks_of), figures))
         self._alternatives.update(Content("\n").join(lines))
         # Roughly where the cursor's line is: as far down as its share of the characters before it.
         width = max(1, self._area.size.width)
         line = sum(1 + len(each) // width for each in "".join(texts[: self._cursor]).split("\n")) - 1
         self._area.scroll_to_region(Region(0, max(0, line - 1), 1, 3), animate=False)
+
+
+def _alternatives(token: TokenChoice) -> list[TokenChoice]:
+    """The most probable tokens, and the one that was drawn if it is not among them; each as a choice of its own."""
+    pairs = list(zip(token.top_texts, token.top_logprobs, strict=True))
+    if token.text not in token.top_texts:
+        pairs.append((token.text, token.logprob))
+    return [TokenChoice(text, logprob, token.top_texts, token.top_logprobs) for text, logprob in pairs]
 
 
 def _visible(text: str) -> str:

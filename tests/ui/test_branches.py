@@ -9,6 +9,7 @@ import pytest
 from driving import answered, ask, chat, notes, say, screen, seen, until
 from textual.widgets import Collapsible, Input, OptionList, Static
 
+from minillm.service.messages import TokenChoice
 from minillm.ui.chat.conversation import SessionStore
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.transcript import CandidateCard, CandidatesView, Transcript
@@ -260,6 +261,37 @@ async def test_probabilities_show_alternatives_and_no_control_character() -> Non
         assert "␛[31m" in text
         await pilot.press("right", "right", "right")
         assert "token 3 of 3" in str(pilot.app.screen.query_one("#alternatives", Static).render())
+
+
+async def test_a_token_is_picked_and_the_answer_goes_on_from_it_in_a_branch() -> None:
+    async with chat() as pilot:
+        first = await ask(pilot, "echo xyz")
+        await pilot.press("alt+p")
+        await until(pilot, lambda: isinstance(pilot.app.screen, ProbabilityScreen))
+        await pilot.press("right", "down")  # to the token that was said
+        assert "▸  a␛[31m" in str(pilot.app.screen.query_one("#alternatives", Static).render())
+        await pilot.press("up", "enter")
+        await until(pilot, lambda: screen(pilot).talk.conversation.leaf is not first)
+        turn = await answered(pilot, first)
+        assert screen(pilot).talk.conversation.siblings(turn) == [first, turn]
+        assert turn.question == first.question
+        assert turn.answer.text.startswith("a\x1b[31mb")
+        assert [token.text for token in turn.answer.tokens[:2]] == ["a\x1b[31m", "b"]
+        assert turn.answer.finish_reason == "stop"
+        assert first.answer.text == "xyz"
+        assert "2/2" in seen(pilot)
+
+
+async def test_a_token_without_a_text_and_a_part_of_a_character_are_no_forks() -> None:
+    def choice(text: str, other: str) -> TokenChoice:
+        return TokenChoice(text, -0.1, [text, other], [-0.1, -2.0])
+
+    async with chat() as pilot:
+        pilot.app.push_screen(ProbabilityScreen([choice("a", ""), choice("b", "\ufffd")]))
+        await until(pilot, lambda: isinstance(pilot.app.screen, ProbabilityScreen))
+        for key, words in (("", "would end here"), ("right", "a part of a character")):
+            await pilot.press(*([key] if key else []), "enter")
+            assert words in str(pilot.app.screen.query_one(".problem", Static).render())
 
 
 async def test_a_conversation_is_saved_as_it_grows_and_resumed(tmp_path: Path) -> None:

@@ -162,14 +162,14 @@ async def copy(talk: Talk, part: str) -> None:
     talk.notify("the code block is copied" if part else "the answer is copied")
 
 
-@command("probabilities", "the answer's tokens by probability", "alt+p")
+@command("probabilities", "the answer's tokens by probability; Enter goes on from another one", "alt+p")
 async def show_probabilities(talk: Talk, _: str) -> None:
     from minillm.ui.dialogs import ProbabilityScreen
 
-    tokens = _turn(talk).answer.tokens
-    if not tokens:
+    turn = _turn(talk)
+    if not turn.answer.tokens:
         raise UsageError("the probabilities of this answer are not known: beams and saved answers have none")
-    talk.app.push_screen(ProbabilityScreen(tokens))
+    _ask(talk, ProbabilityScreen(turn.answer.tokens), lambda fork: talk.call_later(talk.fork, turn, fork))
 
 
 def _change(talk: Talk, **changes: Any) -> None:

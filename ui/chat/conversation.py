@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from minillm.errors import MinillmError, UsageError
 from minillm.service.messages import TokenChoice
@@ -81,6 +81,16 @@ class Turn:
     answer: Answer
     parent: Turn | None = None
     children: list[Turn] = field(default_factory=list)
+
+
+class Fork(NamedTuple):
+    """Another way for an answer to go on."""
+
+    tokens: list[TokenChoice]  # that stay, and the one that was chosen instead of the next
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
 
 
 @dataclass(frozen=True)
@@ -158,6 +168,15 @@ class Conversation:
         at = siblings.index(turn)
         siblings[at : at + 1] = turns
         return Choice(turn, before, [each for each in turns if each is not turn])
+
+    def fork(self, turn: Turn, fork: Fork) -> Turn:
+        """Add a branch beside a turn, whose answer is the beginning of one and is to be continued."""
+        answer = Answer(self.new_request_id(), fork.text, "abort", in_reasoning=turn.answer.in_reasoning)
+        answer.tokens, answer.num_output_tokens = fork.tokens, len(fork.tokens)
+        self.leaf = Turn(turn.question, answer, turn.parent)
+        siblings = self.siblings(turn)
+        siblings.insert(siblings.index(turn) + 1, self.leaf)
+        return self.leaf
 
     def undo(self, choice: Choice) -> bool:
         """Have all candidates to choose from again; False where something was said after one of them since."""

@@ -13,7 +13,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.service.messages import Command, Forget, Keep, Notice, Pin, Report
 from minillm.ui.bars import FULL, LoadingBar, Status, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
-from minillm.ui.chat.conversation import Answer, Candidate, Choice, Conversation, SessionStore, Turn
+from minillm.ui.chat.conversation import Answer, Candidate, Choice, Conversation, Fork, SessionStore, Turn
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
@@ -218,6 +218,15 @@ class Talk(Vertical):
         await self.transcript.show_path(self.conversation)
         self._begin(turn).ask()
         self.refresh_status()
+        self.save()
+
+    async def fork(self, turn: Turn, fork: Fork) -> None:
+        """Go on from another token of an answer, in a branch beside it."""
+        if not self.can_ask():
+            return
+        branch = self.conversation.fork(turn, fork)
+        await self.transcript.show_path(self.conversation)
+        self.continue_answer(branch)
         self.save()
 
     def continue_answer(self, turn: Turn) -> None:
