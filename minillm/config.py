@@ -40,6 +40,11 @@ class EngineConfig:
     )  # fmt: skip
     block_size: int = custom(16, _block_size, metavar="N", parse=int, help="token slots per block, a power of two")
     num_blocks: int | None = integer(None, 1, _MOST, help="blocks in the pool (default: what memory allows)")
+    pool_tokens: int | None = integer(
+        None, 1, _MOST,
+        help="tokens that the pool holds at most, or max_model_len where that is more (default: 32768 on a CPU and in "
+        "the chat, else what memory allows)",
+    )  # fmt: skip
     max_model_len: int | None = integer(
         None, 1, _MOST, help="longest prompt plus answer in tokens (default: the model's own, or the pool's)"
     )

@@ -18,7 +18,7 @@ from textual.screen import Screen
 
 from minillm.errors import MinillmError
 from minillm.service.client import ENGINE_COMMAND
-from minillm.service.messages import BlockFacts, CacheChanged, Event, Stepped
+from minillm.service.messages import BlockFacts, CacheChanged, Event, MemoryUse, Stepped
 from minillm.text.safe import clean
 from minillm.ui.bars import KeyBar, TitleBar, hidden_keys
 from minillm.ui.chat.commands import COMMANDS
@@ -99,7 +99,7 @@ class ChatScreen(Screen[None]):
 
     def on_engine_event(self, message: EngineEvent) -> None:
         event = message.event
-        if isinstance(event, CacheChanged | Stepped):
+        if isinstance(event, CacheChanged | Stepped | MemoryUse):
             self.panel.take(event)
             self._memory.soon()
         elif isinstance(event, BlockFacts):
@@ -112,10 +112,12 @@ class ChatScreen(Screen[None]):
     def show_pool(self, pool: Pool | None) -> None:
         self.pool = self.talk.pool = pool
         self.panel.show_pool(pool)
+        self.talk.transcript.show_blocks(pool)
 
     async def _draw_memory(self) -> None:
         if self.panel.display:
             self._show_memory()
+        self.talk.transcript.show_blocks(self.pool)
         if self.talk.run is None:  # else the text brings it along
             self.talk.refresh_status()
 

@@ -369,6 +369,7 @@ KEYS = {
         "{events}, {memory}, {steps}": "events, figures, steps",
         "Alt+V": "the view on the whole screen, and back",
         "Tab": "into the view: arrows move, its keys are shown there",
+        "┃ │ ╎": "beside an answer: its blocks, shared, its own, being filled",
     },
 }
 

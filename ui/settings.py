@@ -15,6 +15,7 @@ from minillm.user_config import UserConfig
 CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}
 # A reader would see finished answers replaced by longer ones, for as long again.
 CHAT_BEAMS: Mapping[str, Any] = {"early_stopping": True}
+POOL_TOKENS = 32768
 NUM_ALTERNATIVES = 5  # most probable tokens that every answer brings, for the view of probabilities
 # The sampling parameters that a beam search takes over.
 _SHARED = ("max_tokens", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -61,7 +62,7 @@ def load_settings(file: UserConfig, flags: Settings) -> Settings:
     """
     settings = Settings(
         model=flags.model,
-        engine={**file.engine, **flags.engine},
+        engine=with_desktop_pool({**file.engine, **flags.engine}),
         sampling={**CHAT_SAMPLING, **file.sampling, **flags.sampling},
         beams={**file.beams, **flags.beams},
         system=flags.system or file.system,
@@ -71,6 +72,13 @@ def load_settings(file: UserConfig, flags: Settings) -> Settings:
     SamplingParams(**settings.sampling)
     BeamSearchParams(**settings.beams)
     return settings
+
+
+def with_desktop_pool(engine: dict[str, Any]) -> dict[str, Any]:
+    """The engine's options, with a pool of a few contexts where they do not say its size: others need the GPU, too."""
+    if engine.keys() & {"pool_tokens", "num_blocks", "gpu_memory_utilization"}:
+        return engine
+    return {**engine, "pool_tokens": POOL_TOKENS}
 
 
 @dataclass(frozen=True)

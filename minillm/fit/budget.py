@@ -107,7 +107,10 @@ class Budget:
         needed = weights.memory + max(weights.loading, steps + least * per_token)
         room = left - steps
         if not self.on_gpu:
-            room = min(room, int(left * CPU_POOL_SHARE), max(CPU_POOL_TOKENS, least) * per_token)
+            room = min(room, int(left * CPU_POOL_SHARE))
+        most = self.config.pool_tokens or (None if self.on_gpu else CPU_POOL_TOKENS)
+        if most is not None:
+            room = min(room, max(most, least) * per_token)
         block = self.config.block_size
         tokens = max(0, room) // (per_token * block) * block
         context = min(tokens, shape.context)

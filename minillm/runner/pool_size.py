@@ -19,6 +19,13 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else system.memory()[0]
 
 
+def device_memory(device: torch.device) -> tuple[int, int, int]:
+    """Bytes of a device's memory: free, in all, and held by this process, on a GPU without the driver's own."""
+    if device.type == "cuda":
+        return *torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
+    return *system.memory(), system.resident_bytes()
+
+
 def budget_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Budget:
     """The memory of a device as it is now."""
     on_gpu = device.type == "cuda"
@@ -81,11 +88,11 @@ def size_pool(
         raise CapacityError(f"max_model_len {longest} is above the model's context of {limit} tokens; lower it")
     block_bytes = model.kv_bytes_per_token(element_size) * config.block_size
     if device.type == "cpu":
-        room = int(free_bytes(device) * CPU_POOL_SHARE) - reserved
-        most = -(-max(CPU_POOL_TOKENS, config.max_model_len or 0) // config.block_size)
+        room, most = int(free_bytes(device) * CPU_POOL_SHARE) - reserved, CPU_POOL_TOKENS
     else:
         free, total = torch.cuda.mem_get_info(device)
         room, most = int(free - total * (1 - config.gpu_memory_utilization)) - reserved, sys.maxsize
+    most = -(-max(config.pool_tokens or most, config.max_model_len or 0) // config.block_size)
     room, num_blocks = max(0, room), config.num_blocks
     if num_blocks is None:
         num_blocks = min(room // block_bytes, most)

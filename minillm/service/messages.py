@@ -251,6 +251,16 @@ class CacheChanged(Event):
     words: dict[int, str] = {}  # the first words of blocks that are held, where they are new; not cleaned
 
 
+class MemoryUse(Event):
+    """Who has the memory of the model's device, in bytes; ``cache`` is the pool, as far as it is there."""
+
+    total: int
+    free: int
+    weights: int
+    cache: int
+    rest: int  # of the engine's process: room for the steps
+
+
 class Stepped(Event):
     steps: list[StepReport]  # since the last such event
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 from minillm.engine.engine import Engine
 from minillm.outputs import CompletionOutput, Delta, RequestOutput, StepReport, TokenLogprobs
+from minillm.runner.pool_size import device_memory
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
 from minillm.service.cache_view import CacheView, Owner
 
 _INTERVAL = 0.1  # seconds between two pictures of the pool, and of the beams, unless `Report` says otherwise
 _MOST_STEPS = 100  # in one message
+_MEMORY_INTERVAL = 2.0  # seconds between two looks at the device's memory
 _IMPOSSIBLE = -1e4  # the least log-probability that is sent: JSON has no infinity
 
 
@@ -44,7 +46,7 @@ class Teller:
         self.view = CacheView(engine)
         self._engine, self._owners = engine, owners
         self._interval, self._text_interval = _INTERVAL, 0.0
-        self._last_picture = self._last_text = 0.0
+        self._last_picture = self._last_text = self._last_memory = 0.0
         self._unsent: dict[tuple[str, int], messages.TextDelta] = {}  # by request and completion
         self._steps: list[StepReport] = []  # that are not sent yet
         self._last_step = engine.figures.last_step
@@ -152,7 +154,20 @@ class Teller:
                 self._steps = []
             if picture is not None:
                 self.send(picture)
+            if moment - self._last_memory >= _MEMORY_INTERVAL:
+                self._last_memory = moment
+                self.send(memory_use(self._engine))
             self._last_picture = moment
+
+
+def memory_use(engine: Engine) -> messages.MemoryUse:
+    """The memory of the model's device as it is now."""
+    model, cache = engine.runner.model, engine.cache
+    free, total, own = device_memory(model.device)
+    pool = model.local.kv_bytes_per_token(model.dtype.itemsize) * cache.block_size * cache.num_blocks
+    beside = max(0, own - model.weight_bytes)
+    held = min(pool, beside)  # a CPU's pool takes no memory before it is written
+    return messages.MemoryUse(total, free, min(own, model.weight_bytes), held, beside - held)
 
 
 def by_score(output: CompletionOutput) -> float:

@@ -86,8 +86,11 @@ def test_ranks_share_the_cache() -> None:
     assert gpu(24, tensor_parallel_size=16).kv_bytes_per_token(LLAMA_8B) == LLAMA_8B.kv_bytes_per_token(2) // 8
 
 
+@pytest.mark.parametrize("pool_tokens", [None, 4096])
 @pytest.mark.parametrize("gib", [0.3, 1, 4])
-def test_a_cpu_leaves_as_much_context_as_the_pool_gets(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_leaves_as_much_context_as_the_pool_gets(
+    gib: float, pool_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = Shape(24, 1024, 4096, 16, 16, 64, 1000, 30_000)
     sizes = {"vocab_size": 1000, "hidden_size": 1024, "num_layers": 24, "num_heads": 16, "num_kv_heads": 16}
     model = ModelConfig(
@@ -95,8 +98,13 @@ def test_a_cpu_leaves_as_much_context_as_the_pool_gets(gib: float, monkeypatch: 
         max_position_embeddings=30_000, rope=RopeConfig(theta=1e4), **sizes,  # type: ignore[arg-type]
     )  # fmt: skip
     monkeypatch.setattr("minillm.runner.pool_size.free_bytes", lambda device: int(gib * GIB))
-    blocks, longest = size_pool(EngineConfig(device="cpu"), model, torch.device("cpu"), 4)
-    assert cpu(gib).fit(Weights(0, 0), shape).context == longest == min(blocks * 16, 30_000)
+    config = EngineConfig(device="cpu", pool_tokens=pool_tokens)
+    blocks, longest = size_pool(config, model, torch.device("cpu"), 4)
+    assert replace(cpu(gib), config=config).fit(Weights(0, 0), shape).context == longest == min(blocks * 16, 30_000)
+    if pool_tokens is not None:
+        assert blocks * 16 <= pool_tokens
+        longer = replace(config, max_model_len=8192)
+        assert gib < 4 or size_pool(longer, model, torch.device("cpu"), 4) == (512, 8192)
 
 
 def test_16_bits_stay_16_on_the_processors_that_have_the_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from minillm.service.messages import (
     LoadFailed,
     Loading,
     LogEntry,
+    MemoryUse,
     Notice,
     Pin,
     Report,
@@ -127,6 +128,8 @@ async def test_a_conversation_keeps_its_blocks_and_the_next_turn_reuses_them(tmp
         assert isinstance(first, Finished)
         assert (first.num_output_tokens, first.finish_reason) == (12, "length")
         text = "".join(event.text for event in running.events if isinstance(event, TextDelta))
+        use = await running.find(MemoryUse)
+        assert 0 < use.weights + use.cache + use.rest < use.total >= use.free > 0
         idle = await running.pool(lambda pool: [table.state for table in pool.tables.values()] == ["idle"])
         assert idle.tables_of("a")[0].num_tokens == first.num_context_tokens - 1
         messages = [

@@ -19,7 +19,7 @@ from textual.widget import Widget
 
 from minillm import ui
 from minillm.outputs import StepReport
-from minillm.service.messages import CacheChanged, Inspect, LogEntry, Stepped, TableView
+from minillm.service.messages import CacheChanged, Inspect, LogEntry, MemoryUse, Stepped, TableView
 from minillm.ui.bars import VIEWS, tab_labels
 from minillm.ui.engine_app import DARK, EngineCommand
 from minillm.ui.memory.figures import memory_lines
@@ -623,6 +623,19 @@ def test_memory_figures_are_token_true_and_fit(width: int, height: int) -> None:
     for figure in ("197", "112", "59", "32", "1,760", "256", "800", "9,216", "480 of 800"):
         assert figure in text, figure
     assert pool.num_blocks * pool.block_size == 197 + 59 + 32 + 1_760
+
+
+@pytest.mark.parametrize("width", [42, 78])
+def test_the_gauge_shows_the_model_the_cache_and_other_programs(width: int) -> None:
+    pool = new_pool()
+    pool.use = MemoryUse(24 << 30, 12 << 30, 5 << 30, 4 << 30, 1 << 30)
+    lines = figures_text(pool, width, 40)
+    assert max(map(len, lines)) <= width
+    assert len(lines[0]) == width
+    assert abs(lines[0].count("░") - width / 12) <= 1, "others: 2 of 24 GiB"
+    text = " ".join(lines[1:5])
+    for words in ("device 24.0 GiB", "weights 5.0", "cache 4.0", "steps 1.0", "others 2.0", "free 12.0"):
+        assert words in text, words
 
 
 def test_the_chart_shows_every_kind_that_is_there() -> None:

@@ -17,8 +17,10 @@ from minillm.cache.runs import common_length
 from minillm.progress import size
 from minillm.text.safe import clean, clean_line
 from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
+from minillm.ui.chat.gutter import Gutter
 from minillm.ui.drawing import update_in_place
 from minillm.ui.engine_app import CommandAsked
+from minillm.ui.memory.pool import Pool
 from minillm.ui.memory.strands import NUM_COLOURS
 from minillm.ui.numbers import count, duration, plural
 from minillm.ui.textual_internals import Growing
@@ -139,8 +141,10 @@ class AnswerView(Growing, Vertical):
         self._splitter = ReasoningSplitter(answer.in_reasoning)
         self._part: ReasoningView | ModelMarkdown | None = None  # the one that grows now
         self._summary = Static(Content("…"), classes="summary")
+        self.block_marks = Gutter(answer)
 
     def compose(self) -> ComposeResult:
+        yield self.block_marks
         yield self._summary
 
     async def on_mount(self) -> None:
@@ -382,6 +386,7 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
     def __init__(self) -> None:
         super().__init__()
         self._selected: TurnView | None = None
+        self._pool: Pool | None = None  # as the gutters were shown last
 
     def compose(self) -> ComposeResult:
         yield _welcome()
@@ -392,6 +397,20 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
     @property
     def turn_views(self) -> list[TurnView]:
         return [child for child in self.children if isinstance(child, TurnView)]
+
+    def show_blocks(self, pool: Pool | None) -> None:
+        """Show beside the answers in sight which blocks hold them."""
+        self._pool, top = pool, self.scroll_offset.y
+        for view in self.turn_views[::-1]:
+            region = view.virtual_region
+            if region.bottom < top:
+                break
+            if region.y < top + self.size.height and isinstance(view.answer_view, AnswerView):
+                view.answer_view.block_marks.show(pool)
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self.show_blocks(self._pool)
 
     def view_of(self, turn: Turn) -> TurnView | None:
         return next((view for view in self.turn_views if view.turn is turn), None)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from minillm.progress import size
+from minillm.service.messages import MemoryUse
 from minillm.ui.memory.line_view import LineView, Parts
 from minillm.ui.memory.pool import Memory, Pool, PoolFigures
 from minillm.ui.numbers import bar, count, sparkline
@@ -44,7 +45,7 @@ class MemoryFigures(LineView):
 
 def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
     """All lines for a room of ``width`` and ``height`` cells."""
-    lines: list[Parts] = []
+    lines = _gauge(pool.use, width) if pool.use is not None else []
     if width >= _SIDE_BY_SIDE:
         half = (width - 4) // 2
         right = [*_savings(pool, half), *_counts(pool, half, spread=False)]
@@ -54,10 +55,43 @@ def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
             lines.append([*one, (" " * rest, "label"), *two])
     else:
         rule: Parts = [("", "label")]
-        lines = [*_shares(pool, width), rule, *_savings(pool, width), rule, *_counts(pool, width, spread=True)]
+        lines += [*_shares(pool, width), rule, *_savings(pool, width), rule, *_counts(pool, width, spread=True)]
     room = height - len(lines) - 2
     if room >= _LEAST_CHART:
         lines += [[("", "label")], *_chart(pool, width, min(room, 24))]
+    return lines
+
+
+def _gauge(use: MemoryUse, width: int) -> list[Parts]:
+    """The device's memory: a bar, and in words the model's part, the cache's, and that of all other programs."""
+    others = max(0, use.total - use.free - use.weights - use.cache - use.rest)
+    kinds = [
+        ("weights", use.weights, "used", "█"),
+        ("cache", use.cache, "shared", "▓"),
+        ("steps", use.rest, "cached", "▒"),
+        ("others", others, "waste", "░"),
+        ("free", use.free, "free", "·"),
+    ]
+    bar_parts: Parts = []
+    start = 0.0
+    for _, amount, part, mark in kinds:
+        end = start + amount / max(1, use.total) * width
+        bar_parts.append((mark * (round(end) - round(start)), part))
+        start = end
+    words: Parts = [(f"device {size(use.total)}: ", "label")]
+    for name, amount, part, mark in kinds:
+        words += [(f"{mark} ", part), (f"{name} ", "label"), (f"{size(amount)}  ", "figure")]
+    return [bar_parts, *_wrapped(words, width), [("", "label")]]
+
+
+def _wrapped(parts: Parts, width: int) -> list[Parts]:
+    """Lines of at most ``width`` cells; a part is not cut, and its mark and name stay with it."""
+    lines: list[Parts] = [[]]
+    groups = [parts[:1], *(parts[i : i + 3] for i in range(1, len(parts), 3))]
+    for group in groups:
+        if sum(len(text) for text, _ in [*lines[-1], *group]) > width and lines[-1]:
+            lines.append([])
+        lines[-1] += group
     return lines
 
 

@@ -10,7 +10,7 @@ from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widget import Widget
 
-from minillm.service.messages import BlockFacts, CacheChanged, Inspect, Stepped, TableView
+from minillm.service.messages import BlockFacts, CacheChanged, Inspect, MemoryUse, Stepped, TableView
 from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import ViewTabs
 from minillm.ui.drawing import Drawn
@@ -207,13 +207,15 @@ class MemoryPanel(Vertical):
         self._stale = set(self._views)
         self._catch_up()
 
-    def take(self, event: CacheChanged | Stepped) -> None:
+    def take(self, event: CacheChanged | Stepped | MemoryUse) -> None:
         """Take an event of the engine over; `show_news` shows it."""
         pool = self._memory.pool
         if pool is None:
             return
         if isinstance(event, Stepped):
             pool.steps.extend(event.steps)
+        elif isinstance(event, MemoryUse):
+            pool.use = event
         else:
             self._changed.update(pool.apply(event))
 

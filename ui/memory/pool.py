@@ -12,7 +12,7 @@ from enum import Enum
 from msgspec import structs
 
 from minillm.outputs import StepReport
-from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableView
+from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, MemoryUse, TableView
 from minillm.text.safe import clean_line
 
 _MOST_LOGGED = 10_000  # events that the log keeps
@@ -83,6 +83,7 @@ class Pool:
     copies: dict[int, Copy] = field(default_factory=dict)  # by the block that was taken
     hits: dict[int, tuple[int, float]] = field(default_factory=dict)  # by seq_id: tokens that were there, and when
     left: deque[Left] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
+    use: MemoryUse | None = None  # of the device
 
     def __post_init__(self) -> None:
         self.ref_counts = array("l", bytes(array("l").itemsize * self.num_blocks))

@@ -1,0 +1,49 @@
+"""The gutter: one column beside an answer that tells whose the blocks are that hold its tokens."""
+
+from itertools import groupby
+
+from textual.content import Content
+
+from minillm.ui.chat.conversation import Answer
+from minillm.ui.drawing import Drawn
+from minillm.ui.memory.pool import BlockState, Pool
+from minillm.ui.textual_internals import Growing
+
+# The line of a block, its first row, and its look: told by shape first, then by colour.
+_SHARED, _OWN, _FILLING = ("┃", "┣", "$text-accent"), ("│", "├", "$text-muted"), ("╎", "├", "$text-warning")
+_LOOKS = {BlockState.SHARED: _SHARED, BlockState.PINNED: _SHARED, BlockState.CACHED: _SHARED, BlockState.OWNED: _OWN}
+
+
+class Gutter(Growing, Drawn):
+    """One mark for each block of an answer, from its first token's block down; empty where the blocks are gone."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(lambda width, height: gutter(self.pool, answer, height))
+        self.pool: Pool | None = None
+
+    def show(self, pool: Pool | None) -> None:
+        """Show the blocks as the pool has them now."""
+        self.pool = pool
+        self.update()
+
+
+def gutter(pool: Pool | None, answer: Answer, height: int) -> Content:
+    """A column of ``height`` rows: each block has its share of them, and where there are more blocks, a row has one.
+
+    A thick line is a block that is shared, or was found; a thin one is the answer's own; a dashed one is being filled.
+    """
+    tables = pool.tables_of(answer.request_id) if pool is not None else []
+    if pool is None or not tables or tables[0].state == "swapped" or answer.time_to_first_token is None:
+        return Content("\n" * (height - 1))
+    table, first = tables[0], answer.num_prompt_tokens // pool.block_size
+    looks = [_LOOKS.get(pool.state(block), _OWN) for block in table.blocks[first:]]
+    if looks and answer.is_open:
+        looks[-1] = _FILLING
+    if not looks:
+        return Content("\n" * (height - 1))
+    rows = [row * len(looks) // height for row in range(height)]
+    parts = []
+    for number, group in groupby(rows):
+        line, begin, look = looks[number]
+        parts += [(begin, look), *((line, look) for _ in list(group)[1:])]
+    return Content("\n").join(Content.styled(mark, look) for mark, look in parts)
