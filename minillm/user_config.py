@@ -2,7 +2,7 @@
 
 model = "smollm2-360m"
 system = "You are brief."    # of the chat
-theme = "light"              # or "dark"
+theme = "light"              # or "dark", or one of Textual's, as "nord"
 
 [sampling]                   # as the flags of `minillm generate`
 temperature = 0.6
@@ -29,8 +29,12 @@ from minillm.text.reading import read_bytes
 from minillm.text.safe import clean_line
 from minillm.weights.manifest import default_model
 
+THEMES = (
+    "dark", "light", "nord", "gruvbox", "catppuccin-mocha", "dracula", "tokyo-night", "monokai", "flexoki",
+    "catppuccin-latte", "catppuccin-frappe", "catppuccin-macchiato", "solarized-light", "solarized-dark", "rose-pine",
+    "rose-pine-moon", "rose-pine-dawn", "atom-one-dark", "atom-one-light",
+)  # of the chat  # fmt: skip
 _MAX_BYTES = 1 << 20
-_THEMES = ("dark", "light")
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
 _SHARED = (_SAMPLING & _SEARCH) - {"n"}  # the parameters that a search takes over from sampling
@@ -53,8 +57,8 @@ class UserConfig:
             if not isinstance(value, str if is_text else dict):
                 wanted = f"{each.name} must be a text" if is_text else f"[{each.name}] must be a table"
                 raise UsageError(f"{wanted}, not {shown(value)}")
-        if self.theme and self.theme not in _THEMES:
-            raise UsageError(f"theme must be dark or light, not {shown(self.theme)}")
+        if self.theme and self.theme not in THEMES:
+            raise UsageError(f"theme must be one of {', '.join(THEMES)}, not {shown(self.theme)}")
         EngineConfig(**self.engine)
         SamplingParams(**self.sampling)
         BeamSearchParams(**self.beams)

@@ -95,7 +95,7 @@ class ViewTabs(Widget):
             if view.name == self.current:
                 part = ((key, "$footer-key-foreground"), (_MARK, "$primary"), (title, "bold $foreground"))
             else:
-                part = ((key, "$foreground 60%"), (" ", "$primary"), (title, "$foreground 60%"))
+                part = ((key, "$dim"), (" ", "$primary"), (title, "$dim"))
             parts.append(Content.assemble(*part))
         return Content(" " * gap).join(parts)
 

@@ -1,7 +1,6 @@
 """The app as its screens know it: the engine's process, the settings, notifications, and the messages between them."""
 
 import asyncio
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,47 +13,13 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.theme import Theme
 
-from minillm.errors import UsageError
 from minillm.progress import Progress
 from minillm.service.client import EngineProcess
 from minillm.service.messages import Command, Event, Load, Loaded, LoadFailed, Loading
 from minillm.text.safe import clean_line
 from minillm.ui.settings import Settings
 from minillm.ui.textual_internals import QuietApp
-
-# Colours have meaning: blue is owned and alive, violet is shared, amber warns, red failed.
-_COLOURS = {
-    "primary": ("#7fa8d1", "#2d6597"),
-    "secondary": ("#b596d8", "#7a4bab"),
-    "success": ("#8dbb8a", "#35743e"),
-    "warning": ("#dcae5f", "#9a6200"),
-    "error": ("#e0796c", "#b0352a"),
-    "foreground": ("#d3dae1", "#2a2f35"),
-    "background": ("#11151a", "#fcfbf8"),
-    "surface": ("#171c22", "#f3f1eb"),
-    "panel": ("#1f262e", "#e8e5dd"),
-}  # dark, light
-
-
-def _theme(name: str, *, dark: bool) -> Theme:
-    colours: dict[str, Any] = {part: shades[0 if dark else 1] for part, shades in _COLOURS.items()}
-    blue, ground = colours["primary"], colours["background"]
-    footer = {"footer-key-foreground": blue, "footer-background": ground}
-    return Theme(name, accent=blue, dark=dark, variables=footer, **colours)
-
-
-DARK, LIGHT = _theme("minillm-dark", dark=True), _theme("minillm-light", dark=False)
-
-
-def preferred_theme(name: str = "") -> Theme:
-    """The one called ``dark`` or ``light``; without a name by the background that the terminal reports in ``COLORFGBG``
-    (rxvt, Konsole, iTerm2); dark where it is silent.
-    """
-    if name:
-        return LIGHT if name == "light" else DARK
-    background = os.environ.get("COLORFGBG", "").rpartition(";")[2]
-    return LIGHT if background in ("7", "15") else DARK
-
+from minillm.ui.themes import find_theme
 
 Phase = Literal["off", "loading", "ready", "failed", "crashed"]
 
@@ -101,9 +66,7 @@ class EngineApp(QuietApp):
     def __init__(self, settings: Settings, engine_command: Sequence[str], driver_class: type[Driver]) -> None:
         super().__init__(driver_class=driver_class)
         self.set_reactive(EngineApp.settings, settings)
-        self.register_theme(DARK)
-        self.register_theme(LIGHT)
-        self.theme = preferred_theme(settings.theme).name
+        self._use_theme(find_theme(settings.theme))
         self._engine_command = engine_command
         self._engine: EngineProcess | None = None
         self._files = tempfile.TemporaryDirectory(prefix="minillm-", ignore_cleanup_errors=True)
@@ -176,12 +139,13 @@ class EngineApp(QuietApp):
         super().notify(clean_line(message, 400), **{**options, "markup": False})
 
     def set_theme(self, name: str) -> None:
-        """``light``, ``dark``, or empty: the other one.
+        """Use the theme of this name; without one, the light one in place of a dark one, and the other way round.
 
         Raises:
             UsageError: no such theme.
         """
-        themes = {"light": LIGHT, "dark": DARK, "": LIGHT if self.current_theme.dark else DARK}
-        if name not in themes:
-            raise UsageError(f"the theme is light or dark, not {name!r}")
-        self.theme = themes[name].name
+        self._use_theme(find_theme(name or ("light" if self.current_theme.dark else "dark")))
+
+    def _use_theme(self, theme: Theme) -> None:
+        self.register_theme(theme)
+        self.theme = theme.name

@@ -32,7 +32,7 @@ class Settings:
     sampling: Mapping[str, Any] = field(default_factory=lambda: dict(CHAT_SAMPLING))
     beams: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
-    theme: str = ""  # "dark", "light", or as the terminal says
+    theme: str = ""  # one of `THEMES`; empty: as the terminal says
 
     @property
     def searches(self) -> bool:

@@ -18,6 +18,7 @@ import minillm
 from minillm.cli.options import MODEL_NAMES, Parser, add_model_option, add_model_options, add_sampling_options, option
 from minillm.errors import MinillmError, UsageError, memory_errors
 from minillm.text.safe import clean_line
+from minillm.user_config import THEMES
 
 
 def command_parser() -> Parser:
@@ -53,7 +54,9 @@ _file = partial(option, metavar="FILE")
 _CONFIG = _file("--config", help="settings (default: config.toml in the user's directory)")
 _JSON = _switch("--json", help="write JSON")
 _NAME = option("model", nargs="?", metavar="NAME", help=f"{MODEL_NAMES} (default: the default model)")
-_THEME = option("--theme", choices=("dark", "light"), help="colours (default: as the terminal says)")
+_THEME = option(
+    "--theme", choices=THEMES, metavar="NAME", help="colours: dark, light, nord … (default: by the terminal)"
+)
 
 # Of each command: its summary, the function here that runs it, and the functions that add its options.
 _COMMANDS: dict[str, tuple[Any, ...]] = {

@@ -163,7 +163,7 @@ def test_words_are_completed_from_the_parser(run: Run, tiny_model: Path) -> None
     assert "-t" in completed(run, "generate", "a prompt", "-")
     assert completed(run, "generate", "--dtype", "fl") == completed(run, "generate", "--dtype", "=", "fl")
     assert completed(run, "generate", "--dtype", "=") == ["auto", "float32", "bfloat16", "float16"]
-    assert completed(run, "chat", "--theme", "") == ["dark", "light"]
+    assert completed(run, "chat", "--theme", "d") == ["dark", "dracula"]
     assert completed(run, "bench", "lat") == ["latency"]
     assert "--batch-size" in completed(run, "bench", "latency", "--b")
     for anything in (

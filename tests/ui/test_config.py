@@ -72,7 +72,7 @@ def test_the_pool_is_a_few_contexts_unless_its_size_is_said(tmp_path: Path, opti
     [
         ("model = ", "config.toml"),
         ("modle = 'x'", "did you mean model"),
-        ("theme = 'blue'", "theme must be dark or light"),
+        ("theme = 'blue'", "theme must be one of dark, light, nord"),
         ("model = 3", "model must be a text"),
         ("sampling = 3", r"\[sampling\] must be a table"),
         ("[sampling]\ntemperature = -1", "temperature"),

@@ -21,7 +21,7 @@ from minillm import ui
 from minillm.outputs import StepReport
 from minillm.service.messages import CacheChanged, Inspect, LogEntry, MemoryUse, Stepped, TableView
 from minillm.ui.bars import VIEWS, tab_labels
-from minillm.ui.engine_app import DARK, EngineCommand
+from minillm.ui.engine_app import EngineCommand
 from minillm.ui.memory.figures import memory_lines
 from minillm.ui.memory.logs import EventLog, StepList, event_words, split_bar
 from minillm.ui.memory.panel import MemoryPanel
@@ -30,6 +30,7 @@ from minillm.ui.memory.pool_map import PoolMap
 from minillm.ui.memory.strands import Strands, block_trees, strand_lines, tree_lines
 from minillm.ui.memory.tables import BlockTableView
 from minillm.ui.numbers import spans, sparkline
+from minillm.ui.themes import find_theme
 
 STYLES = Path(ui.__file__).parent
 VIEW_NAMES = [view.name for view in VIEWS]
@@ -54,8 +55,8 @@ class PanelApp(App[None]):
             yield MemoryPanel()
 
     def on_mount(self) -> None:
-        self.register_theme(DARK)
-        self.theme = DARK.name
+        self.register_theme(find_theme("dark"))
+        self.theme = find_theme("dark").name
         self.screen.add_class("-memory")
 
     def on_engine_command(self, message: EngineCommand) -> None:

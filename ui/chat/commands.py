@@ -244,7 +244,7 @@ for _view in VIEWS:
         await talk.run_action(f"screen.view({name!r})")
 
 
-@command("theme", "light or dark", "ctrl+t", argument="[light|dark]", scope="app")
+@command("theme", "light, dark, or one of Textual's by its name", "ctrl+t", argument="[NAME]", scope="app")
 async def choose_theme(talk: Talk, name: str) -> None:
     talk.app.set_theme(name)
 

@@ -7,9 +7,10 @@ pictures become text with their target beside them: nothing is hidden behind a w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
@@ -21,6 +22,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.css.query import NoMatches
+from textual.highlight import HighlightTheme, highlight
 from textual.widget import AwaitMount, Widget
 from textual.widgets import Label, Markdown, Static
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
@@ -192,7 +194,18 @@ class Fence(MarkdownFence):
     def highlight(cls, code: str, language: str, ansi: bool = False, dark: bool = False) -> Content:
         if len(code) > _MOST_HIGHLIGHTED:
             return Content(code)
-        return super().highlight(code, _known_language(language) if language else "text", ansi, dark)
+        return highlight(code, language=_known_language(language) if language else "text", theme=_legible_code())
+
+
+@cache
+def _legible_code() -> type[HighlightTheme]:
+    """Textual's colours of code, none of them faded."""
+    faded = re.compile(r"\$text \d+%| \d+%")
+    styles = {
+        token: faded.sub(lambda found: "$dim" if "text" in found[0] else "", style)
+        for token, style in HighlightTheme.STYLES.items()
+    }
+    return type("LegibleCode", (HighlightTheme,), {"STYLES": styles})
 
 
 class ModelMarkdown(Growing, Markdown):

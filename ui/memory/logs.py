@@ -151,10 +151,10 @@ class EventLog(LineView):
     def legend(self, width: int, height: int) -> Content:
         """The letters of the kinds: ● shown, ○ hidden."""
         items = [
-            Content.styled(f"{'○' if key in self.hidden else '●'}{key} {kinds[0].split('_')[0]}", "$foreground 60%")
+            Content.styled(f"{'○' if key in self.hidden else '●'}{key} {kinds[0].split('_')[0]}", "$dim")
             for key, kinds in KINDS.items()
         ]
-        items.append(Content.styled(f"space {'goes on' if self.paused else 'pauses'}", "$foreground 60%"))
+        items.append(Content.styled(f"space {'goes on' if self.paused else 'pauses'}", "$dim"))
         return flow(items, width, height)
 
 

@@ -149,7 +149,7 @@ def block_facts(memory: Memory) -> Content:
     if holders := pool.holders(block):
         lines.append(_fact("owners", ", ".join(f"{memory.table_name(table)} ({n})" for table, n in holders)))
     if facts.tokens:
-        lines.append(Content.assemble(("tokens  ", "$foreground 60%"), token_text(facts.tokens)))
+        lines.append(Content.assemble(("tokens  ", "$dim"), token_text(facts.tokens)))
     if facts.node is not None:
         after = f" after {clean_line(facts.before, 40)}" if facts.before else ", a first one"
         lines.append(_fact("hash", f"node {facts.node}{after}"))
@@ -158,12 +158,12 @@ def block_facts(memory: Memory) -> Content:
 
 def token_text(tokens: list[str]) -> Content:
     """Tokens one after another, with a thin rule where one ends; invisible characters have a sign."""
-    rule = ("│", "$foreground 35%")
+    rule = ("│", "$frame")
     return Content.assemble(*(part for token in tokens for part in (clean(token).translate(_VISIBLE), rule)))
 
 
 def _fact(name: str, text: str) -> Content:
-    return Content.assemble((f"{name:<8}", "$foreground 60%"), text)
+    return Content.assemble((f"{name:<8}", "$dim"), text)
 
 
 class MemoryPanel(Vertical):

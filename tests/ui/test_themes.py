@@ -1,0 +1,144 @@
+"""Every theme can be read: the contrast of each character on the screen, with all colours and with 256 of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from driving import answered, ask, chat, say, screen, until
+from rich.color import Color as RichColour
+from textual.color import Color
+from textual.pilot import Pilot
+
+from minillm.errors import UsageError
+from minillm.service.messages import MemoryUse, TokenChoice
+from minillm.ui.dialogs import HelpScreen, ProbabilityScreen
+from minillm.ui.themes import LEAST_FRAME, LEAST_TEXT, contrast, find_theme, in_256_colours, readable
+from minillm.user_config import THEMES
+
+pytestmark = pytest.mark.anyio
+DARK_GROUND = "#000000"  # stands for the terminal's own
+
+
+def is_mark(text: str) -> bool:
+    """Frames, bars, and points of blocks that are free: no letter or figure."""
+    return all(0x2500 <= ord(character) <= 0x25FF or character in "·⋮ " for character in text)
+
+
+def colour_of(colour: RichColour | None, otherwise: str) -> Color:
+    return Color.parse(otherwise) if colour is None or colour.is_default else Color(*colour.get_truecolor())
+
+
+def words_of(pilot: Pilot[Any]) -> Iterator[tuple[str, Color, Color]]:
+    """Every piece of text on the screen, or in a dialog, its colour, and that of its ground."""
+    strips = pilot.app.screen._compositor.render_strips(pilot.app.size)
+    boxes = pilot.app.screen.query(".dialog, CommandPalette > Vertical")
+    if boxes:  # all behind it is dim
+        region = boxes.first().region
+        strips = [strip.crop(region.x, region.right) for strip in strips[region.y : region.bottom]]
+    for strip in strips:
+        for segment in strip:
+            style = segment.style
+            if segment.text.strip() and style is not None:
+                ink, ground = colour_of(style.color, "#ffffff"), colour_of(style.bgcolor, DARK_GROUND)
+                if style.dim:
+                    ink = ground.blend(ink, 0.5)
+                yield segment.text.strip(), *((ground, ink) if style.reverse else (ink, ground))
+
+
+async def faint(pilot: Pilot[Any], where: str) -> list[str]:
+    """What cannot be read in some theme."""
+    found = []
+    for name in THEMES:
+        screen(pilot).app.set_theme(name)
+        await pilot.pause()
+        for text, ink, ground in words_of(pilot):
+            least = LEAST_FRAME if is_mark(text) else LEAST_TEXT
+            pairs = (ink, ground), (in_256_colours(ink), in_256_colours(ground))
+            measured = min(contrast(*pair) for pair in pairs)
+            if measured < least:
+                found.append(f"{where}, {name}: {text[:30]!r} {ink.hex} on {ground.hex}: {measured:.2f}")
+    return found
+
+
+async def test_the_talk_can_be_read_in_every_theme() -> None:
+    async with chat(size=(160, 50)) as pilot:
+        await ask(pilot, "echo # A head\n\nA *word*, `code`, a [link](http://x.y)\n\n- one\n\n> said\n\n```python\n"
+                  "def f(x):  # a comment\n    return 'text', 3\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |")  # fmt: skip
+        await pilot.press("alt+up")  # the turn is selected
+        screen(pilot).talk.notify("a notice")
+        await say(pilot, "/wrong")
+        found = await faint(pilot, "talk")
+        await pilot.press("escape")
+        await say(pilot, "/n 3")
+        before = screen(pilot).talk.conversation.leaf
+        await say(pilot, "choose")
+        await answered(pilot, before)
+        found += await faint(pilot, "candidates")
+        assert not found, "\n".join(found)
+
+
+async def test_the_memory_can_be_read_in_every_theme() -> None:
+    async with chat(size=(160, 50)) as pilot:
+        await ask(pilot, "echo one two three")
+        pool = screen(pilot).pool
+        assert pool is not None
+        pool.use = MemoryUse(24 << 30, 12 << 30, 5 << 30, 4 << 30, 1 << 30)
+        found = []
+        for view in ("pool", "tables", "strands", "events", "memory", "steps"):
+            screen(pilot).panel.view = view
+            await pilot.pause()
+            found += await faint(pilot, view)
+        assert not found, "\n".join(found)
+
+
+async def test_dialogs_can_be_read_in_every_theme() -> None:
+    choice = TokenChoice("a", -0.05, ["a", "b"], [-0.05, -3.0])
+    unlikely = TokenChoice("c", -4.0, ["a", "b"], [-0.05, -3.0])
+    async with chat(size=(120, 40)) as pilot:
+        found = []
+        for key in ("f1", "f2", "f3", "f4", "ctrl+o", "ctrl+p"):
+            before = pilot.app.screen
+            await pilot.press(key)
+            await until(pilot, lambda before=before: pilot.app.screen is not before)  # type: ignore[misc]
+            await pilot.pause()
+            if key == "f1":
+                assert isinstance(pilot.app.screen, HelpScreen)
+            found += await faint(pilot, key)
+            await pilot.press("escape")
+            await until(pilot, lambda before=before: pilot.app.screen is before)  # type: ignore[misc]
+        pilot.app.push_screen(ProbabilityScreen([choice, unlikely]))
+        await pilot.pause()
+        found += await faint(pilot, "probabilities")
+        assert not found, "\n".join(found)
+
+
+def test_a_theme_is_found_by_its_name_or_named() -> None:
+    assert find_theme("nord").dark
+    assert not find_theme("light").dark
+    with pytest.raises(UsageError, match="did you mean nord"):
+        find_theme("nrod")
+    with pytest.raises(UsageError, match="known: dark, light"):
+        find_theme("zzzzzz")
+
+
+def test_the_terminal_says_light_or_dark(monkeypatch: pytest.MonkeyPatch) -> None:
+    for background, is_dark in (("0;15", False), ("15;0", True), ("", True)):
+        monkeypatch.setenv("COLORFGBG", background)
+        find_theme.cache_clear()
+        assert find_theme().dark == is_dark
+
+
+def test_contrast_is_that_of_wcag() -> None:
+    black, white, grey = Color(0, 0, 0), Color(255, 255, 255), Color(118, 118, 118)
+    assert contrast(black, white) == contrast(white, black) == pytest.approx(21)
+    assert contrast(grey, white) == pytest.approx(4.54, abs=0.01)
+    assert contrast(grey, grey) == 1
+
+
+def test_a_colour_moves_no_further_than_it_must() -> None:
+    ground, white = Color(0, 0, 0), Color(255, 255, 255)
+    assert readable(Color(200, 200, 200), [ground], white, 4.5) == Color(200, 200, 200)
+    moved = readable(Color(40, 40, 40), [ground], white, 4.5)
+    assert 4.5 < contrast(moved, ground) < 7

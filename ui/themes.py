@@ -1,0 +1,131 @@
+"""Themes: our own two and Textual's, with colours that can be read on every ground that they lie on.
+
+A colour that is too near to its ground is blended towards white or black, as little as it takes, also where a terminal
+has only 256 colours. Contrast is that of WCAG 2.1, https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from textual.color import Color
+from textual.theme import Theme
+
+from minillm.errors import UsageError
+from minillm.user_config import THEMES
+
+LEAST_TEXT, LEAST_FRAME = 4.5, 1.5  # contrast of text, of frames and marks
+_LEAST_FOREGROUND = 8.0  # so that less of it is still text
+_SPARE = 0.15  # for roundings by the terminal
+
+# Colours have meaning: blue is owned and alive, violet is shared, amber warns, red failed.
+_COLOURS = {
+    "primary": ("#7fa8d1", "#2d6597"),
+    "secondary": ("#b596d8", "#7a4bab"),
+    "success": ("#8dbb8a", "#35743e"),
+    "warning": ("#dcae5f", "#9a6200"),
+    "error": ("#e0796c", "#b0352a"),
+    "foreground": ("#d3dae1", "#2a2f35"),
+    "background": ("#11151a", "#fcfbf8"),
+    "surface": ("#171c22", "#f3f1eb"),
+    "panel": ("#1f262e", "#e8e5dd"),
+}  # dark, light
+_MEANINGS = ("primary", "secondary", "accent", "success", "warning", "error")
+
+
+def _own(name: str, *, dark: bool) -> Theme:
+    colours: dict[str, Any] = {part: shades[0 if dark else 1] for part, shades in _COLOURS.items()}
+    return Theme(name, accent=colours["primary"], dark=dark, **colours)
+
+
+@cache
+def find_theme(name: str = "") -> Theme:
+    """The theme of this name, legible; without a name, light or dark by the terminal's background.
+
+    Raises:
+        UsageError: there is no such theme.
+    """
+    name = name or terminal_background()
+    if name in ("dark", "light"):
+        return legible(_own(f"minillm-{name}", dark=name == "dark"))
+    if name not in THEMES:
+        near = get_close_matches(name, THEMES, 1)
+        raise UsageError(
+            f"no theme {name!r}; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(THEMES)}")
+        )
+    from textual.theme import BUILTIN_THEMES  # here, for most starts need none of them
+
+    return legible(BUILTIN_THEMES[name])
+
+
+def terminal_background() -> str:
+    """``light`` or ``dark`` as ``COLORFGBG`` says (rxvt, Konsole, iTerm2); dark where it is silent."""
+    return "light" if os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15") else "dark"
+
+
+def legible(theme: Theme) -> Theme:
+    """The theme with colours of enough contrast, and with our own names of them: see ``app.tcss``."""
+    shades = {name: str(shade) for name, shade in theme.to_color_system().generate().items()}
+    grounds = [Color.parse(shades[name]) for name in ("background", "surface", "panel")]
+    ground = grounds[0]
+    goal = Color(255, 255, 255) if theme.dark else Color(0, 0, 0)
+
+    def text(colour: Color, least: float = LEAST_TEXT) -> str:
+        return readable(colour, grounds, goal, least).hex
+
+    foreground = Color.parse(text(Color.parse(shades["foreground"]), _LEAST_FOREGROUND))
+    colours = {name: text(Color.parse(shades[name])) for name in _MEANINGS}
+    parsed = {name: Color.parse(each) for name, each in colours.items()}
+    dim = text(ground.blend(foreground, 0.7))
+    strands = [parsed[name] for name in ("primary", "success", "warning", "error")]
+    between = [one.blend(other, 0.5) for one, other in zip(strands, [*strands[1:], parsed["secondary"]], strict=True)]
+    variables = {
+        **theme.variables,
+        **{f"text-{name}": colour for name, colour in colours.items()},
+        **{f"strand-{number}": text(each) for number, each in enumerate([*strands, *between])},
+        "text": foreground.hex, "text-muted": dim, "text-disabled": dim, "dim": dim,
+        "frame": readable(ground.blend(foreground, 0.3), grounds, goal, LEAST_FRAME).hex,
+        "footer-key-foreground": colours["primary"], "footer-background": ground.hex, "footer-foreground": dim,
+    }  # fmt: skip
+    return replace(
+        theme, foreground=foreground.hex, variables=variables, background=ground.hex, surface=grounds[1].hex,
+        panel=grounds[2].hex, **colours,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def readable(colour: Color, grounds: Sequence[Color], goal: Color, least: float) -> Color:
+    """The colour, blended towards ``goal`` until its contrast on all grounds is ``least``, or nothing is left of it."""
+    for step in range(21):
+        blended = colour.blend(goal, step / 20)
+        if all(contrast(*pair) >= least + _SPARE for ground in grounds for pair in _shown(blended, ground)):
+            return blended
+    return goal
+
+
+def _shown(colour: Color, ground: Color) -> list[tuple[Color, Color]]:
+    return [(colour, ground), (in_256_colours(colour), in_256_colours(ground))]
+
+
+@cache
+def in_256_colours(colour: Color) -> Color:
+    """The nearest of the 256 colours that most terminals have."""
+    from rich.color import Color as RichColour
+    from rich.color import ColorSystem
+
+    nearest = RichColour.from_rgb(*colour.rgb).downgrade(ColorSystem.EIGHT_BIT).get_truecolor()
+    return Color(*nearest)
+
+
+def contrast(one: Color, other: Color) -> float:
+    """From 1, equal, to 21, black on white."""
+    lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@cache
+def _luminance(colour: Color) -> float:
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour.normalized)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
