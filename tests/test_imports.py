@@ -32,7 +32,7 @@ rank engine
 beams branch
 load
 llm service
-ui
+server ui
 bench
 cli
 """

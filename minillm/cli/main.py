@@ -101,6 +101,24 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         _switch("-q", "--quiet", help="no progress bar"),
         *(_CONFIG, add_model_options, add_sampling_options),
     ),
+    "serve": (
+        "answer OpenAI's protocol over HTTP: chats, completions, forks, pinned prefixes, the cache",
+        "serve.run",
+        option("name", nargs="?", metavar="MODEL", help=f"{MODEL_NAMES} (default: the default model)"),
+        option(
+            "--host", default="127.0.0.1", metavar="HOST", help="address (127.0.0.1); others need a key"
+        ),
+        option("--port", type=int, default=8000, metavar="N", help="port (8000); 0: any that is free"),
+        _file("--api-key-file", help="keys that clients need, one a line, perhaps with a name before: `anna: KEY`"),
+        option("--api-key", metavar="KEY", help="one key; better in the environment, as MINILLM_API_KEY"),
+        option("--served-model-name", action="append", metavar="NAME", help="the model's name for clients"),
+        option("--allowed-host", action="append", metavar="HOST", help="another name that this server goes by"),
+        option("--allow-origin", action="append", metavar="URL", help="a web page that may use it (CORS)"),
+        option("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait (1024)"),
+        option("--max-body", type=int, default=8 << 20, metavar="BYTES", help="of one request (8388608)"),
+        option("--grace", type=int, default=30, metavar="SECONDS", help="for answers under way when it ends (30)"),
+        *(_CONFIG, add_model_options),
+    ),
     "models": (
         "list the models that have a name: which are downloaded, and which fit this machine",
         "models.models",

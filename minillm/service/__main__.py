@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from minillm.errors import MinillmError
 from minillm.progress import Progress
-from minillm.service.messages import Command, Event, Load, Loaded, LoadFailed, Loading, Notice, decode_command, encode
+from minillm.service.messages import Command, Event, Load, LoadFailed, Loading, Notice, decode_command, encode
 
 if TYPE_CHECKING:
     from minillm.service.conversations import Conversations
@@ -54,28 +54,14 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
     from minillm.config import EngineConfig
     from minillm.load import best_form, load_engine
     from minillm.service.conversations import Conversations
+    from minillm.service.facts import loaded
 
     config = EngineConfig(**command.options)
     tell = (lambda done: send(Loading(done)), lambda text: send(Notice(text)))
     model_name = best_form(command.model, config, *tell)
     engine = load_engine(model_name, config, *tell)
-    conversations, model = Conversations(engine, send), engine.runner.model
-    send(
-        Loaded(
-            model=model_name,
-            source=engine.source,
-            device=str(model.device),
-            dtype=str(model.dtype).removeprefix("torch."),
-            max_model_len=engine.max_model_len,
-            block_size=engine.cache.block_size,
-            num_blocks=engine.cache.num_blocks,
-            num_host_blocks=engine.scheduler.swap.num_blocks,
-            block_bytes=model.config.kv_bytes_per_token(model.dtype.itemsize) * engine.cache.block_size,
-            has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,
-            seconds=time.monotonic() - began,
-        )
-    )
-    return conversations
+    send(loaded(engine, model_name, time.monotonic() - began))
+    return Conversations(engine, send)
 
 
 def _read_commands(commands: queue.Queue[Command | None]) -> None:

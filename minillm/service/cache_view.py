@@ -48,6 +48,11 @@ class CacheView:
 
     def __post_init__(self) -> None:
         self.engine.cache.subscribers.append(self._note)
+        self._touched.update(range(self.engine.cache.num_blocks))  # the first picture names all that is cached
+
+    def close(self) -> None:
+        """Look no more."""
+        self.engine.cache.subscribers.remove(self._note)
 
     def _note(self, event: CacheEvent) -> None:
         now = time.monotonic()

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from minillm.cache.runs import common_length
@@ -11,7 +11,7 @@ from minillm.engine.driver import Driver
 from minillm.engine.engine import Engine
 from minillm.engine.idle import shared_length
 from minillm.errors import MinillmError, UsageError
-from minillm.outputs import RequestOutput
+from minillm.outputs import Delta, RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
@@ -27,6 +27,7 @@ class Conversations:
     send: Callable[[messages.Event], None]
     answers: dict[str, Answer] = field(default_factory=dict)  # under way, by request
     kept: dict[str, Answer] = field(default_factory=dict)  # ended, and with blocks that stay
+    others: Callable[[], Mapping[int, Owner]] = dict  # the owners of sequences that are not this app's, by seq_id
 
     def __post_init__(self) -> None:
         self._driver = Driver(self.engine)
@@ -34,6 +35,7 @@ class Conversations:
         self._pause = self._next_step = 0.0  # seconds from one step to the next, at least; the time of the next one
         self._pinning: SequenceGroup | None = None  # a system prompt that is being computed
         self._pinned: Sequence | None = None
+        self._closed = False
 
     def handle(self, command: messages.Command) -> None:
         """Carry out a command; one that cannot be is answered by an event."""
@@ -104,24 +106,43 @@ class Conversations:
 
     def step(self) -> None:
         """Compute one step, if there is work, and send its results."""
-        engine, teller = self.engine, self.teller
         if self._pause:
             time.sleep(max(0.0, min(self._pause, self._next_step - time.monotonic())))
             self._next_step = time.monotonic() + self._pause
         try:
-            deltas = engine.step()
+            deltas = self.engine.step()
         except Exception as error:  # the engine has freed the step's blocks, and goes on
             deltas = []
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
+        self.take(deltas, self.engine.take_finished())
+
+    def take(self, deltas: Iterable[Delta], finished: Iterable[RequestOutput]) -> None:
+        """Send the results of a step. Those of requests that are not this app's are left alone."""
         for delta in deltas:
             if (answer := self.answers.get(delta.request_id)) is not None:
-                teller.add_delta(answer, delta)
-        teller.end_step(self.answers.values())
-        for output in engine.take_finished():
+                self.teller.add_delta(answer, delta)
+        self.teller.end_step(self.answers.values())
+        for output in finished:
             if self._pinning is not None and output.request_id == self._pinning.request_id:
                 self._finish_pin()
             elif (answer := self.answers.pop(output.request_id, None)) is not None:
                 self._finish(answer, output)
+
+    def close(self) -> None:
+        """Let go of everything. Answers under way end at the next step; then `is_idle` is true."""
+        self._closed = True
+        for request_id in (*self.answers, *self.kept):
+            self._drop(request_id)
+        if self._pinned is not None:
+            held.unpin(self._driver, self._pinned)
+        if self._pinning is not None:
+            self.engine.abort(self._pinning.request_id)
+        self.teller.view.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of this app is under way."""
+        return not self.answers and self._pinning is None
 
     def _finish(self, answer: Answer, output: RequestOutput) -> None:
         if output.error is not None:
@@ -137,13 +158,17 @@ class Conversations:
         else:
             self._release(answer)
 
-    def _owners(self) -> dict[int, Owner]:
+    def own(self) -> dict[int, Owner]:
+        """The owners of this app's sequences, by seq_id."""
         found = [(name, "idle", each) for name, kept in self.kept.items() for each in kept.sequences]
         found += [(name, "running", each) for name, answer in self.answers.items() for each in answer.group.sequences]
         owners = {each.seq_id: Owner(name, each.index, state, each) for name, state, each in found}
         if self._pinned is not None:
             owners[self._pinned.seq_id] = Owner("system prompt", 0, "pinned", self._pinned)
         return owners
+
+    def _owners(self) -> dict[int, Owner]:
+        return {**self.others(), **self.own()}
 
     # --- blocks that stay ---------------------------------------------------------------------------------------------
 
@@ -192,7 +217,9 @@ class Conversations:
     def _finish_pin(self) -> None:
         assert self._pinning is not None
         sequence, self._pinning = self._pinning.sequences[0], None
-        if sequence.table is not None:
+        if self._closed:
+            held.release(self._driver, sequence)
+        elif sequence.table is not None:
             try:
                 held.pin(self._driver, sequence)
                 self._pinned = sequence

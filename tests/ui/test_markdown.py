@@ -17,6 +17,7 @@ from textual.widgets import Static
 
 from minillm.ui.app import ChatApp
 from minillm.ui.chat.markdown import ModelMarkdown
+from minillm.ui.themes import find_theme
 
 TEXTS = {
     "paragraphs": "One line that is rather long, so that it is broken at the end.\n\nAnother *one*.\nA third.",
@@ -33,6 +34,9 @@ TEXTS = {
 
 class Shown(App[None]):
     CSS_PATH = ChatApp.CSS_PATH
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return find_theme("dark").variables
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():

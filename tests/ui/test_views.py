@@ -49,6 +49,9 @@ class PanelApp(App[None]):
         super().__init__()
         self.asked: list[int] = []
 
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return find_theme("dark").variables
+
     def compose(self) -> ComposeResult:
         with Container(id="body"):
             yield Vertical(id="talk")

@@ -1,0 +1,129 @@
+"""``minillm serve``: the engine for every client that speaks OpenAI's protocol."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from minillm.cli.options import given
+from minillm.config import EngineConfig
+from minillm.errors import UsageError
+from minillm.progress import loading_bar, say
+from minillm.server.access import AccessRules
+from minillm.server.app import Service
+from minillm.server.serving import ServerConfig, serve
+from minillm.service import messages as chat
+from minillm.system import expanded
+from minillm.user_config import read_config
+
+_VARIABLE = "MINILLM_API_KEY"
+_SHORTEST_KEY = 8
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until ctrl-c."""
+    if arguments.api_key is not None:
+        _hide_key(arguments.api_key)
+    config = read_config(arguments.config)
+    model = config.choose_model(arguments.name or arguments.model)
+    options = {**config.engine, **given(arguments, EngineConfig)}
+    EngineConfig(**options)
+    server = server_config(arguments, os.environ.get(_VARIABLE, ""))
+    with ExitStack() as bar:
+        report = bar.enter_context(loading_bar())
+
+        def told(event: chat.Event) -> None:
+            if isinstance(event, chat.Loading):
+                report(event.progress)
+            elif isinstance(event, chat.Notice):
+                say(event.text)
+
+        def opened(address: str, service: Service) -> None:
+            bar.close()
+            facts = service.facts.facts
+            pool = f"{facts.num_blocks * facts.block_size:,} tokens of cache"
+            keys = ", with keys" if server.rules.keys else ""
+            say(f"{service.names[0]} on {facts.device} ({facts.dtype}, {pool}) at {address}/v1{keys}; ctrl-c ends it")
+
+        asyncio.run(serve(server, model, options, told, opened))
+    return 0
+
+
+def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
+    """The server's configuration, checked; raises UsageError.
+
+    Args:
+        key: of the environment; empty: none.
+    """
+    bounds = {"port": (0, 65535), "max_waiting": (1, 1 << 20), "max_body": (1024, 1 << 31), "grace": (0, 3600)}
+    for name, (low, high) in bounds.items():
+        value = getattr(arguments, name)
+        if not low <= value <= high:
+            raise UsageError(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")
+    keys = _keys(key, arguments.api_key_file)
+    host = arguments.host
+    if not _is_local(host) and not keys:
+        raise UsageError(
+            f"--host {host} lets other machines in: give a key as well ({_VARIABLE}, --api-key-file or --api-key)"
+        )
+    hosts = ("127.0.0.1", "localhost", "::1", host.lower(), *(name.lower() for name in arguments.allowed_host or ()))
+    if not _is_local(host) and not arguments.allowed_host:
+        hosts = ()  # its names are unknown here, and no web page has the key
+    if "*" in (arguments.allow_origin or ()):
+        raise UsageError("--allow-origin: name each origin, like https://example.org; '*' would let every web page in")
+    rules = AccessRules(keys, hosts, tuple(arguments.allow_origin or ()), arguments.max_body)
+    names = tuple(arguments.served_model_name or ())
+    return ServerConfig(host, arguments.port, rules, names, arguments.max_waiting, arguments.grace)
+
+
+def _keys(key: str, file: str | None) -> Mapping[str, str]:
+    """The keys with their owners' names: one of the environment, and those of a file, ``name: key`` a line."""
+    found = {key: "key"} if key else {}
+    if file is not None:
+        path = expanded(file, "--api-key-file")
+        for number, line in enumerate(_lines(path), 1):
+            name, colon, value = line.rpartition(":")
+            found[value.strip()] = name.strip() if colon else f"key {number}"
+    for each in found:
+        if len(each) < _SHORTEST_KEY or not each.isascii() or any(c.isspace() for c in each):
+            raise UsageError(f"an API key must have {_SHORTEST_KEY} ASCII characters at least, and no spaces")
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or error}") from None
+    lines = [line.strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    if not lines:
+        raise UsageError(f"--api-key-file {path}: there is no key in it")
+    return lines
+
+
+def _is_local(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _hide_key(key: str) -> None:
+    """Start this program anew with the key in its environment: everybody on this machine can read its arguments."""
+    words, left = [], list(sys.orig_argv)
+    while left:
+        word = left.pop(0)
+        if word == "--api-key":
+            left[:1] = []
+        elif not word.startswith("--api-key="):
+            words.append(word)
+    os.execve(sys.executable, [sys.executable, *words[1:]], {**os.environ, _VARIABLE: key})

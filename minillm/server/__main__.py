@@ -1,0 +1,90 @@
+"""The engine's process of the server: calls come on stdin, events go to stdout, it computes in between.
+
+Run as ``python -m minillm.server``. It ends when stdin does, so it never outlives the HTTP side.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from minillm.errors import MinillmError
+from minillm.server import messages
+from minillm.service import messages as chat
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the HTTP side's to interpret
+    events = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # a stray print must not reach the other side as an event
+    lock = threading.Lock()
+
+    def send(event: messages.Event) -> None:
+        data = messages.encode(event)
+        with lock:
+            try:
+                written = 0
+                while written < len(data):
+                    written += events.write(data[written:]) or 0
+            except BrokenPipeError:
+                os._exit(0)
+
+    first = messages.read_call(sys.stdin.buffer)
+    if not isinstance(first, messages.Load):
+        return 0
+    try:
+        _serve(first, send)
+    except MinillmError as error:
+        send(messages.Telling(chat.LoadFailed(str(error), error.exit_code)))
+        return error.exit_code
+    return 0
+
+
+def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
+    """Load the model, then answer until stdin ends."""
+    began = time.monotonic()
+    from minillm.config import EngineConfig
+    from minillm.engine.driver import Driver
+    from minillm.load import best_form, load_engine
+    from minillm.server.calls import CallReader
+    from minillm.server.room import Room
+    from minillm.server.sessions import Sessions
+    from minillm.service.facts import loaded
+
+    config = EngineConfig(**load.options)
+
+    def progress(done: object) -> None:
+        send(messages.Telling(chat.Loading(done)))  # type: ignore[arg-type]
+
+    def notice(text: str) -> None:
+        send(messages.Telling(chat.Notice(text)))
+
+    name = best_form(load.model, config, progress, notice)
+    engine = load_engine(name, config, progress, notice)
+    driver = Driver(engine)
+    room = Room(driver, send)
+    sessions = Sessions(driver, room, send)
+    room.others = sessions.owners
+    calls = CallReader(driver, room, sessions, send)
+    threading.Thread(target=calls.read, args=(sys.stdin.buffer,), daemon=True).start()
+    facts = loaded(engine, name, time.monotonic() - began)
+    sizes = (engine.scheduler.max_num_seqs, engine.runner.model.config.vocab_size)
+    send(messages.Ready(facts, *sizes, defaults=dict(engine.defaults)))
+    while True:
+        while not (engine.has_work and calls.jobs.empty()):
+            job = calls.jobs.get()
+            if job is None:
+                return
+            job()
+            if calls.jobs.empty():
+                room.report()
+        sessions.take(*room.step())
+        idle = not engine.has_work
+        room.report(now=idle)
+        sessions.report(now=idle)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Answers in OpenAI's forms, as data for JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minillm.server.messages import Completion, Ended, Token
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Usage:
+    """The tokens of one request, over all its prompts."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    def add(self, ended: Ended, num_tokens: int) -> None:
+        """Count an answer that has ended."""
+        self.prompt += ended.num_prompt_tokens
+        self.cached += ended.num_cached_tokens
+        self.completion += num_tokens
+
+    def json(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The part that all chunks of one response have in common."""
+
+    id: str
+    model: str
+    kind: str  # "chat.completion" or "text_completion"
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, choices: list[Json], usage: Usage) -> Json:
+        return {**self._head(self.kind), "choices": choices, "usage": usage.json()}
+
+    def chunk(self, choices: list[Json], usage: Usage | None = None, *, has_usage: bool = False) -> Json:
+        """A piece of a stream; ``has_usage`` says that the last one will tell the use of tokens."""
+        kind = f"{self.kind}.chunk" if self.kind.startswith("chat") else self.kind
+        tail = {"usage": None if usage is None else usage.json()} if has_usage or usage is not None else {}
+        return {**self._head(kind), "choices": choices, **tail}
+
+    def _head(self, kind: str) -> Json:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def extras(each: Completion) -> Json:
+    """Fields of a choice that are ours; only those that it has."""
+    found: Json = {}
+    if each.stop_reason is not None:
+        found["stop_reason"] = each.stop_reason
+    if each.score is not None:
+        found |= {"score": each.score, "cumulative_logprob": each.cumulative_logprob}
+    return found
+
+
+def chat_logprobs(tokens: Sequence[Token]) -> Json:
+    """Log-probabilities as in chat completions."""
+    return {"content": [{**_entry(t.text, t.raw, t.logprob), "top_logprobs": _top(t)} for t in tokens], "refusal": None}
+
+
+def _top(token: Token) -> list[Json]:
+    return [_entry(*each) for each in token.top]
+
+
+def _entry(text: str, raw: bytes, logprob: float | None) -> Json:
+    return {"token": text, "logprob": logprob, "bytes": list(raw)}
+
+
+def text_logprobs(tokens: Sequence[Token], offset: int = 0) -> Json:
+    """Log-probabilities as in completions; ``offset`` characters lie before the first token."""
+    texts, offsets = [], []
+    for token in tokens:
+        texts.append(token.text)
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [None if t.logprob is None else {text: value for text, _, value in t.top} for t in tokens],
+        "text_offset": offsets,
+    }

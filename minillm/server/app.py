@@ -1,0 +1,363 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+import minillm
+from minillm.errors import MinillmError, UsageError
+from minillm.server import bodies, messages
+from minillm.server.access import Access, AccessRules
+from minillm.server.answers import Frame
+from minillm.server.bodies import BadField, ChatBody, CompletionBody
+from minillm.server.engine_process import EngineDied, EngineProcess
+from minillm.server.forms import ChatForm, TextForm
+from minillm.server.generating import Asked, Generating, error_json
+from minillm.server.metrics import Metrics
+from minillm.server.openapi import document
+from minillm.server.seats import Seats
+
+_PING_SECONDS = 15.0  # after which a silent stream of events says that it is alive
+_MOST_WATCHERS = 32
+_MOST_UNREAD = 256  # events that wait for a slow watcher, before it loses its stream
+
+
+@dataclass
+class Service:
+    """All that the routes need."""
+
+    engine: EngineProcess
+    facts: messages.Ready
+    names: tuple[str, ...]  # of the model
+    seats: Seats
+    metrics: Metrics
+    send_seconds: float = 60.0
+    prefixes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    began: float = field(default_factory=time.time)
+    sessions: dict[str, str] = field(default_factory=dict)  # tenant by session
+    closing: asyncio.Event = field(default_factory=asyncio.Event)  # streams without an end have one now
+
+    def check_model(self, name: str | None) -> None:
+        """Raise HTTPException for a model that is not this one: none is loaded by request."""
+        if name is not None and name not in self.names:
+            raise HTTPException(404, f"the model {name!r} is not served here; {self.names[0]} is")
+
+
+def make_app(service: Service, rules: AccessRules) -> ASGIApp:
+    """The application, behind its rules of access."""
+    handlers: list[tuple[str, str, Callable[[Service, Request], Awaitable[Any]]]] = [
+        ("POST", "/v1/chat/completions", _chat),
+        ("POST", "/v1/completions", _completions),
+        ("GET", "/v1/models", _models),
+        ("GET", "/v1/models/{name:path}", _model),
+        ("GET", "/health", _health),
+        ("GET", "/version", _version),
+        ("GET", "/metrics", _metrics),
+        ("POST", "/tokenize", _tokenize),
+        ("POST", "/detokenize", _detokenize),
+        ("GET", "/v1/prefixes", _list_prefixes),
+        ("POST", "/v1/prefixes", _pin),
+        ("DELETE", "/v1/prefixes/{name}", _unpin),
+        ("GET", "/v1/cache", _cache),
+        ("GET", "/v1/cache/events", _cache_events),
+        ("GET", "/v1/session", _open_session),
+        ("POST", "/v1/session/{name}", _session_command),
+        ("GET", "/openapi.json", _openapi),
+    ]
+    routes = [Route(path, _endpoint(service, handler), methods=[method]) for method, path, handler in handlers]
+    errors: dict[Any, Any] = {HTTPException: _on_http, Exception: _on_defect}
+    app = Starlette(routes=routes, exception_handlers=errors)
+    return Access(app, rules, service.metrics)
+
+
+def _endpoint(service: Service, handler: Callable[[Service, Request], Awaitable[Any]]) -> Any:
+    async def endpoint(request: Request) -> Any:
+        try:
+            return await handler(service, request)
+        except BadField as error:
+            return _json(error_json(400, str(error), error.field), 400)
+        except EngineDied as error:
+            return _json(error_json(503, str(error)), 503)
+        except UsageError as error:
+            return _json(error_json(400, str(error)), 400)
+        except MinillmError as error:
+            return _json(error_json(500, str(error)), 500)
+
+    endpoint.__name__ = handler.__name__
+    return endpoint
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json(error_json(error.status_code, str(error.detail)), error.status_code)
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    return _json(error_json(500, "internal error; the server's log says more"), 500)
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+async def _chat(service: Service, request: Request) -> Generating:
+    body = bodies.read_body(ChatBody, request.state.body)
+    body.check()
+    service.check_model(body.model)
+    for name in ("tools", "tool_choice", "response_format"):
+        value = getattr(body, name)
+        if value not in (None, [], "none", {"type": "text"}):
+            raise BadField(f"{name}: not supported", name)
+    name, tenant = f"chatcmpl-{secrets.token_hex(12)}", request.state.tenant
+    call = messages.Complete(
+        name, tenant, body.conversation(), body.params(service.facts.defaults), bool(body.stream), False, body.keep, body.fork,
+        _salt(tenant, body.cache_salt),
+    )  # fmt: skip
+    frame = Frame(name, service.names[0], "chat.completion")
+    return _generating(service, body, Asked(tenant, [call], frame, ChatForm(bool(body.logprobs)), bool(body.stream)))
+
+
+async def _completions(service: Service, request: Request) -> Generating:
+    body = bodies.read_body(CompletionBody, request.state.body)
+    body.check()
+    service.check_model(body.model)
+    name, tenant, prompts, params = (
+        f"cmpl-{secrets.token_hex(12)}",
+        request.state.tenant,
+        body.prompts(),
+        body.params(service.facts.defaults),
+    )
+    one = messages.Complete(
+        name, tenant, None, params, bool(body.stream), body.echo, body.keep, body.fork, _salt(tenant, body.cache_salt)
+    )
+    copy = msgspec.structs.replace
+    calls = [copy(one, request_id=f"{name}-{number}", prompt=prompt) for number, prompt in enumerate(prompts)]
+    if len(calls) == 1:
+        calls[0].request_id = name
+    form = TextForm(body.n or 1, body.echo, body.logprobs is not None)
+    frame = Frame(name, service.names[0], "text_completion")
+    return _generating(service, body, Asked(tenant, calls, frame, form, bool(body.stream)))
+
+
+def _generating(service: Service, body: ChatBody | CompletionBody, asked: Asked) -> Generating:
+    has_usage = body.stream_options is not None and body.stream_options.include_usage
+    asked = replace(asked, has_usage=has_usage, priority=body.priority)
+    return Generating(asked, service.engine, service.seats, service.metrics, service.send_seconds)
+
+
+def _salt(tenant: str, salt: str | None) -> str | None:
+    """The salt of the prefix cache: one key's is not another's."""
+    return None if salt is None else f"{tenant}\n{salt}"
+
+
+# --- models, tokens, health -------------------------------------------------------------------------------------------
+
+
+def _model_json(service: Service, name: str) -> dict[str, Any]:
+    facts = service.facts.facts
+    owner = {"id": name, "object": "model", "created": int(service.began), "owned_by": "minillm"}
+    return {**owner, "max_model_len": facts.max_model_len, "source": facts.source}
+
+
+async def _models(service: Service, request: Request) -> Response:
+    return _json({"object": "list", "data": [_model_json(service, name) for name in service.names]})
+
+
+async def _model(service: Service, request: Request) -> Response:
+    name = request.path_params["name"]
+    service.check_model(name)
+    return _json(_model_json(service, name))
+
+
+async def _health(service: Service, request: Request) -> Response:
+    alive = not service.engine.ended.is_set()
+    return _json({"status": "ok" if alive else "the engine has ended"}, 200 if alive else 503)
+
+
+async def _version(service: Service, request: Request) -> Response:
+    return _json({"version": minillm.__version__})
+
+
+async def _metrics(service: Service, request: Request) -> Response:
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _tokenize(service: Service, request: Request) -> Response:
+    body = bodies.read_body(bodies.TokenizeBody, request.state.body)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise BadField("give either prompt or messages", "prompt")
+    prompt: Any = body.prompt
+    if body.messages is not None:
+        prompt = messages.Conversation(body.messages, body.add_generation_prompt)
+    make = partial(
+        messages.Tokenize, prompt=prompt, add_special_tokens=body.add_special_tokens, parse_special=body.parse_special
+    )
+    found = await service.engine.ask(make)
+    value = {
+        "tokens": found["tokens"],
+        "count": len(found["tokens"]),
+        "max_model_len": service.facts.facts.max_model_len,
+    }
+    if body.return_token_strs:
+        value["token_strs"] = found["texts"]
+    return _json(value)
+
+
+async def _detokenize(service: Service, request: Request) -> Response:
+    body = bodies.read_body(bodies.DetokenizeBody, request.state.body)
+    service.check_model(body.model)
+    for token_id in body.tokens:
+        if not 0 <= token_id < service.facts.vocab_size:
+            raise BadField(f"tokens: {token_id} is not from 0 to {service.facts.vocab_size - 1}", "tokens")
+    return _json({"prompt": await service.engine.ask(partial(messages.Detokenize, token_ids=body.tokens))})
+
+
+# --- prefixes and the pool --------------------------------------------------------------------------------------------
+
+
+async def _list_prefixes(service: Service, request: Request) -> Response:
+    own = [each for each in service.prefixes.values() if each["tenant"] == request.state.tenant]
+    return _json({"object": "list", "data": [_without_tenant(each) for each in own]})
+
+
+async def _pin(service: Service, request: Request) -> Response:
+    body = bodies.read_body(bodies.PrefixBody, request.state.body)
+    if (body.prompt is None) == (body.messages is None):
+        raise BadField("give either prompt or messages", "prompt")
+    prompt: Any = body.prompt
+    if body.messages is not None:
+        prompt = messages.Conversation(body.messages, add_generation_prompt=False)
+    elif not prompt:
+        raise BadField("prompt is empty; give at least one token", "prompt")
+    tenant = request.state.tenant
+    make = partial(messages.PinPrefix, tenant=tenant, prompt=prompt, salt=_salt(tenant, body.cache_salt))
+    found = {"object": "prefix", "created": int(time.time()), **await service.engine.ask(make)}
+    service.prefixes[found["id"]] = {**found, "tenant": tenant}
+    return _json(found)
+
+
+async def _unpin(service: Service, request: Request) -> Response:
+    name = request.path_params["name"]
+    prefix = service.prefixes.get(name)
+    if prefix is None or prefix["tenant"] != request.state.tenant:
+        raise HTTPException(404, f"there is no prefix {name}")
+    del service.prefixes[name]
+    return _json(await service.engine.ask(partial(messages.UnpinPrefix, prefix_id=name)))
+
+
+def _without_tenant(prefix: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in prefix.items() if name != "tenant"}
+
+
+async def _cache(service: Service, request: Request) -> Response:
+    return _json(await service.engine.ask(messages.ReadCache))
+
+
+async def _cache_events(service: Service, request: Request) -> Response:
+    watcher = f"watcher-{secrets.token_hex(8)}"
+    engine = service.engine
+
+    def start() -> None:
+        engine.send(messages.Watch(watcher))
+
+    def stop() -> None:
+        engine.send(messages.Unwatch(watcher))
+
+    return _listening(service, watcher, start, stop, lambda changed: b"data: " + msgspec.json.encode(changed) + b"\n\n")
+
+
+async def _open_session(service: Service, request: Request) -> Response:
+    """A chat app's stream of events; the first line tells its name and the model's facts."""
+    session, tenant, engine = f"s{secrets.token_hex(8)}", request.state.tenant, service.engine
+    service.sessions[session] = tenant
+
+    def start() -> None:
+        engine.send(messages.OpenSession(session, tenant))
+
+    def stop() -> None:
+        service.sessions.pop(session, None)
+        engine.send(messages.CloseSession(session))
+
+    first = msgspec.json.encode({"session": session}) + b"\n" + msgspec.json.encode(service.facts.facts) + b"\n"
+    return _listening(service, session, start, stop, bytes, first, ping=b"\n", media_type="application/x-ndjson")
+
+
+async def _session_command(service: Service, request: Request) -> Response:
+    session = request.path_params["name"]
+    if service.sessions.get(session) != request.state.tenant:
+        raise HTTPException(404, "there is no such session")
+    for line in request.state.body.splitlines():
+        service.engine.send(messages.SessionCommand(session, line))
+    return _json({})
+
+
+def _listening(
+    service: Service,
+    name: str,
+    start: Callable[[], object],
+    stop: Callable[[], object],
+    encode: Callable[[Any], bytes],
+    first: bytes = b"",
+    *,
+    ping: bytes = b": alive\n\n",
+    media_type: str = "text/event-stream",
+) -> Response:
+    """A stream of the events that the engine sends to ``name``; a listener that does not read loses it."""
+    engine = service.engine
+    if len(engine.listeners) >= _MOST_WATCHERS:
+        raise HTTPException(429, f"{_MOST_WATCHERS} are watching already")
+    waiting: asyncio.Queue[Any] = asyncio.Queue(_MOST_UNREAD)
+    lost = asyncio.Event()
+
+    def listen(event: Any) -> None:
+        try:
+            waiting.put_nowait(event)
+        except asyncio.QueueFull:
+            lost.set()
+
+    async def events() -> AsyncIterator[bytes]:
+        engine.listeners[name] = listen
+        start()
+        ends = [asyncio.create_task(end.wait()) for end in (lost, service.closing, engine.ended)]
+        coming = asyncio.create_task(waiting.get())
+        try:
+            if first:
+                yield first
+            while True:
+                await asyncio.wait([coming, *ends], timeout=_PING_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if any(end.done() for end in ends):
+                    return
+                if coming.done():
+                    yield encode(coming.result())
+                    coming = asyncio.create_task(waiting.get())
+                else:
+                    yield ping
+        finally:
+            for task in (coming, *ends):
+                task.cancel()
+            engine.listeners.pop(name, None)
+            stop()
+
+    return StreamingResponse(events(), media_type=media_type, headers={"cache-control": "no-cache"})
+
+
+async def _openapi(service: Service, request: Request) -> Response:
+    return _json(document())

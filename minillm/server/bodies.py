@@ -1,0 +1,269 @@
+"""The bodies of requests. A field that is unknown, or of the wrong type, is an error that names it.
+
+Fields are OpenAI's (https://platform.openai.com/docs/api-reference), then ours under the names of `minillm.params`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from minillm.checks import declared
+from minillm.errors import UsageError
+from minillm.params import BeamSearchParams, SamplingParams
+from minillm.server.messages import Conversation, ForkPoint
+
+MAX_N = 64
+MAX_PROMPTS = 256  # of one request
+_PARAMS = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)}
+_SAMPLING = {name for name, _, _ in declared(SamplingParams)}
+_SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class BadField(UsageError):
+    """A request's field is wrong; ``field`` is its name, empty where it is the body as a whole."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # of no use here: texts are not padded
+
+
+class ForkOf(msgspec.Struct, forbid_unknown_fields=True):
+    """A place in an earlier answer of the same key."""
+
+    id: str
+    index: int = 0
+    num_tokens: int | None = None
+
+
+class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields of both kinds of completions."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None  # a label of the caller's; it changes nothing
+    metadata: dict[str, str] | None = None  # like ``user``
+    store: bool | None = None  # nothing is stored: only false
+    service_tier: Literal["auto", "default"] | None = None
+    # ours
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[str | list[int]] | None = None
+    beam_width: int | None = None
+    use_beam_search: bool | None = None  # with ``n`` or ``best_of`` beams
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    num_beam_groups: int | None = None
+    diversity_penalty: float | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None  # OpenAI's; prefixes are found without it
+    priority: int = 0  # lower is sooner, among requests of one key
+    keep: bool = False  # the answer's blocks stay, for `fork_of`
+    fork_of: str | ForkOf | None = None
+
+    @property
+    def fork(self) -> ForkPoint | None:
+        """The fork that is asked for, for the engine."""
+        of = self.fork_of
+        if of is None:
+            return None
+        return ForkPoint(of) if isinstance(of, str) else ForkPoint(of.id, of.index, of.num_tokens)
+
+    def check(self) -> None:
+        """Raise BadField for a value that no request can have."""
+        if self.store:
+            raise BadField("store: this server stores nothing; leave it out", "store")
+        if self.stream_options is not None and not self.stream:
+            raise BadField("stream_options: only with stream", "stream_options")
+        for name in ("n", "beam_width", "best_of"):
+            value = getattr(self, name, None)
+            if value is not None and not 1 <= value <= MAX_N:
+                raise BadField(f"{name} must be from 1 to {MAX_N}, not {value}", name)
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= 256:
+            raise BadField("cache_salt must have 1 to 256 characters", "cache_salt")
+        if not -(1 << 31) < self.priority < 1 << 31:
+            raise BadField("priority must be below 2^31 in size", "priority")
+
+
+class CompletionBody(_Generation):
+    """``/v1/completions``."""
+
+    prompt: str | list[int | str | list[int]] | None = None  # one kind in a list
+    echo: bool = False
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    prompt_logprobs: int | None = None
+
+    def prompts(self) -> list[str | list[int] | None]:
+        """The prompts, at least one; None is an empty one behind a fork."""
+        found: list[Any] = [self.prompt]  # text, ids or none
+        if isinstance(self.prompt, list):
+            kinds = {type(each) for each in self.prompt}
+            if len(kinds) > 1:
+                raise BadField("prompt: text and ids in one list; give a list of one kind", "prompt")
+            if kinds and kinds != {int}:
+                found = list(self.prompt)
+        if self.prompt is None and self.fork_of is None:
+            raise BadField("prompt is missing", "prompt")
+        if len(found) > MAX_PROMPTS:
+            raise BadField(f"prompt: {len(found)} prompts; at most {MAX_PROMPTS}", "prompt")
+        if self.fork_of is None and not all(found):
+            raise BadField("prompt is empty; give at least one token", "prompt")
+        return found
+
+    def check(self) -> None:
+        super().check()
+        if self.suffix:
+            raise BadField("suffix: no model here fills gaps; leave it out", "suffix")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise BadField(f"best_of {self.best_of} is below n {self.n}", "best_of")
+        if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
+            raise BadField("best_of: which answers are best is known at the end only; leave stream out", "best_of")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
+            raise BadField(f"logprobs must be from 0 to 20, not {self.logprobs}", "logprobs")
+
+    def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
+        """The engine's parameters; ``defaults`` are the model's own for samples."""
+        values = _given(self, defaults)
+        values.setdefault("max_tokens", 16)
+        values["logprobs"] = self.logprobs
+        if self.best_of is not None and self.best_of > (self.n or 1) and "beam_width" not in values:
+            values["n"] = self.best_of
+            values["logprobs"] = self.logprobs or 0
+        return _checked(values)
+
+
+class ChatBody(_Generation):
+    """``/v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    modalities: list[Literal["text"]] | None = None
+
+    def conversation(self) -> Conversation | None:
+        """The conversation for the engine; None behind a fork without messages."""
+        if self.messages is None:
+            if self.fork_of is None:
+                raise BadField("messages is missing", "messages")
+            return None
+        if self.fork_of is not None:
+            raise BadField("messages: a fork goes on with the answer itself; leave messages out", "messages")
+        return Conversation(self.messages, self.add_generation_prompt, self.continue_final_message)
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadField("top_logprobs: only with logprobs", "top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= 20:
+            raise BadField(f"top_logprobs must be from 0 to 20, not {self.top_logprobs}", "top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise BadField("max_tokens and max_completion_tokens are two names of one thing; give one", "max_tokens")
+
+    def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
+        """The engine's parameters; ``defaults`` are the model's own for samples."""
+        values = _given(self, defaults)
+        if self.max_completion_tokens is not None:
+            values["max_tokens"] = self.max_completion_tokens
+        values["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        return _checked(values)
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``/tokenize``: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    parse_special: bool = False  # control tokens that the text spells are control tokens
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class PrefixBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """``/v1/prefixes``: a beginning to keep. Messages are taken as the beginning of a conversation."""
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    cache_salt: str | None = None
+
+
+def read_body(kind: type[Body], data: bytes) -> Body:
+    """The body as its type; raises BadField."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        what, _, path = text.partition(" - at `$.")
+        field = path.split("[")[0].split(".")[0].rstrip("`")
+        if "unknown field" in what or "missing required field" in what:
+            field = field or what.split("`")[1]
+        shown = f"{path.rstrip('`')}: " if path else ""
+        raise BadField(f"{shown}{what[:1].lower()}{what[1:]}", field) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadField(f"the body is not valid JSON: {str(error)[:200]}") from None
+
+
+def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value for name in _PARAMS if (value := getattr(body, name, None)) is not None}
+    if body.use_beam_search:
+        values.setdefault("beam_width", getattr(body, "best_of", None) or body.n or BeamSearchParams.beam_width)
+    return values if "beam_width" in values else {**defaults, **values}
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """The values, once they are checked; raises BadField."""
+    searches = "beam_width" in values
+    known = _SEARCH if searches else _SAMPLING
+    values = {name: value for name, value in values.items() if value is not None}
+    for name in values:
+        if name not in known:
+            other = "only without beam_width: a beam search does not draw" if searches else "only with beam_width"
+            raise BadField(f"{name}: {other}", name)
+    if searches and "n" not in values:
+        values["n"] = 1
+    try:
+        (BeamSearchParams if searches else SamplingParams)(**values)
+    except UsageError as error:
+        text = str(error)
+        raise BadField(text, next((name for name in values if text.startswith(name)), "")) from None
+    return values

@@ -1,0 +1,113 @@
+"""Calls of the HTTP side become jobs of the engine's thread. Work that takes long is done in threads beside it."""
+
+import queue
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import BinaryIO
+
+from minillm.engine.driver import Driver
+from minillm.errors import MinillmError
+from minillm.server import messages
+from minillm.server.prepare import prepare, prompt_ids
+from minillm.server.room import Room
+from minillm.server.sessions import Sessions
+
+_THREADS = 2
+
+
+class CallReader:
+    """Reads calls in a thread of its own.
+
+    Attributes:
+        jobs: for the engine's thread, in their order; None at the end.
+    """
+
+    def __init__(self, driver: Driver, room: Room, sessions: Sessions, send: Callable[[messages.Event], None]) -> None:
+        self.jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._driver, self._room, self._sessions, self._send = driver, room, sessions, send
+        self._pool = ThreadPoolExecutor(_THREADS, "prepare")
+
+    def read(self, stream: BinaryIO) -> None:
+        """Read until the stream ends."""
+        while (call := messages.read_call(stream)) is not None:
+            self.take(call)
+        self.jobs.put(None)
+
+    def take(self, call: messages.Call) -> None:
+        """Carry out a call, or have it done."""
+        room, sessions, then = self._room, self._sessions, self.jobs.put
+        match call:
+            case messages.Complete():
+                room.preparing.add(call.request_id)
+                self._pool.submit(self._prepare, call)
+            case messages.Tokenize() | messages.Detokenize():
+                self._pool.submit(self._answer, call.call_id, partial(self._tokens, call))
+            case messages.PinPrefix():
+                self._pool.submit(self._pin, call)
+            case messages.Abort(request_id):
+                then(partial(room.abort, request_id))
+            case messages.UnpinPrefix():
+                then(partial(room.unpin, call))
+            case messages.ReadCache():
+                then(partial(room.read_cache, call))
+            case messages.Watch(watcher):
+                then(partial(room.watch, watcher))
+            case messages.Unwatch(watcher):
+                then(partial(room.unwatch, watcher))
+            case messages.OpenSession(session):
+                then(partial(sessions.open, session))
+            case messages.SessionCommand(session, command):
+                then(partial(self._command, session, command))
+            case messages.CloseSession(session):
+                then(partial(sessions.close, session))
+
+    def _prepare(self, call: messages.Complete) -> None:
+        try:
+            prepared = prepare(self._driver, call)
+        except MinillmError as error:
+            self.jobs.put(partial(self._room.refuse, call.request_id, error))
+        except Exception as error:
+            sys.stderr.write(f"not prepared: {type(error).__name__}: {error}\n")
+            self.jobs.put(partial(self._room.refuse, call.request_id, MinillmError("the prompt cannot be read")))
+        else:
+            self.jobs.put(partial(self._room.add, prepared))
+
+    def _pin(self, call: messages.PinPrefix) -> None:
+        def work() -> None:
+            ids = prompt_ids(self._driver, call.prompt)
+            self.jobs.put(partial(self._room.pin, call, ids))
+
+        self._answer(call.call_id, work, silent=True)
+
+    def _answer(self, call_id: str, work: Callable[[], object], *, silent: bool = False) -> None:
+        """Send the value of ``work``, or why there is none."""
+        try:
+            value = work()
+        except MinillmError as error:
+            self._send(messages.Result(call_id, None, str(error)))
+        except Exception as error:
+            sys.stderr.write(f"call failed: {type(error).__name__}: {error}\n")
+            self._send(messages.Result(call_id, None, "the text cannot be read"))
+        else:
+            if not silent:
+                self._send(messages.Result(call_id, value))
+
+    def _tokens(self, call: messages.Tokenize | messages.Detokenize) -> object:
+        tokenizer = self._driver.tokenizer
+        if isinstance(call, messages.Detokenize):
+            return tokenizer.decode(call.token_ids)
+        if isinstance(call.prompt, messages.Conversation):
+            ids = prompt_ids(self._driver, call.prompt)
+        else:
+            ids = self._driver.token_ids(
+                call.prompt, add_special_tokens=call.add_special_tokens, parse_special=call.parse_special
+            )
+        return {"tokens": ids, "texts": [tokenizer.token_text(each) for each in ids]}
+
+    def _command(self, session: str, command: bytes) -> None:
+        try:
+            self._sessions.handle(session, command)
+        except ValueError as error:
+            sys.stderr.write(f"not a command: {error}\n")

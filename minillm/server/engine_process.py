@@ -1,0 +1,189 @@
+"""The HTTP side of the engine's process, on asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minillm.errors import MinillmError, UsageError
+from minillm.server import messages
+from minillm.service import messages as chat
+
+# -P: a module of the current directory must not stand in for one of the standard library.
+COMMAND = (sys.executable, "-P", "-m", "minillm.server")
+_KEY_VARIABLE = "MINILLM_API_KEY"
+
+
+class EngineDied(MinillmError):
+    """The engine's process has ended."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer under way: texts as they come, then its end."""
+
+    request_id: str
+    texts: list[messages.Text] = field(default_factory=list)  # that nobody has taken
+    began: messages.Began | None = None
+    ended: messages.Ended | messages.Refused | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # set when there is more, or the end
+
+    def take(self) -> list[messages.Text]:
+        """The texts since the last call, those of one completion joined."""
+        texts, self.texts = self.texts, []
+        if len(texts) < 2:
+            return texts
+        joined: dict[int, messages.Text] = {}
+        for text in texts:
+            if (one := joined.setdefault(text.index, text)) is not text:
+                one.text += text.text
+                one.num_tokens += text.num_tokens
+                one.tokens = one.tokens + text.tokens
+                one.finish_reason, one.stop_reason = text.finish_reason, text.stop_reason
+        return list(joined.values())
+
+
+@dataclass
+class EngineProcess:
+    """The engine's process, and all who wait for something from it. Made by `start`."""
+
+    process: asyncio.subprocess.Process
+    told: Callable[[chat.Event], object] = lambda event: None  # how loading goes on
+    ready: asyncio.Future[messages.Ready] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answers: dict[str, Answer] = field(default_factory=dict)
+    figures: messages.Figures | None = None
+    listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)  # of pictures and of sessions
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    failure: MinillmError | None = None
+    _results: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @classmethod
+    async def start(
+        cls,
+        model: str,
+        options: dict[str, Any],
+        told: Callable[[chat.Event], object] = lambda event: None,
+        command: Sequence[str] = COMMAND,
+    ) -> EngineProcess:
+        """Start the process; ``ready`` is done when the model is loaded. Its stderr is this process's."""
+        places = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+        environment.pop(_KEY_VARIABLE, None)  # it needs no key
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *command, env=environment, stdin=pipe, stdout=pipe, start_new_session=True
+        )
+        engine = cls(process, told)
+        engine.send(messages.Load(model, options))
+        engine.reading = asyncio.create_task(engine._read())  # type: ignore[attr-defined]
+        return engine
+
+    def send(self, call: messages.Call) -> None:
+        """Send a call; one for a process that has ended is dropped."""
+        assert self.process.stdin is not None
+        if not self.process.stdin.is_closing():
+            self.process.stdin.write(messages.encode(call))
+
+    def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
+        """Begin a request; ``news`` is set whenever something of it has come."""
+        if self.ended.is_set():
+            raise self.failure or EngineDied("the engine has ended")
+        answer = self.answers[call.request_id] = Answer(call.request_id, news=news)
+        self.send(call)
+        return answer
+
+    def leave(self, answer: Answer) -> None:
+        """Forget an answer; a request that has not ended is aborted."""
+        if self.answers.pop(answer.request_id, None) is not None and answer.ended is None:
+            self.send(messages.Abort(answer.request_id))
+
+    async def ask(self, make: Callable[[str], messages.Call]) -> Any:
+        """The result of a call, given its id; raises UsageError where the engine refuses it."""
+        if self.ended.is_set():
+            raise self.failure or EngineDied("the engine has ended")
+        call_id = f"call-{next(self._numbers)}"
+        future = self._results[call_id] = asyncio.get_running_loop().create_future()
+        self.send(make(call_id))
+        try:
+            return await future
+        finally:
+            self._results.pop(call_id, None)
+
+    async def stop(self) -> None:
+        """End the process."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), 2)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+        await self.ended.wait()
+
+    async def _read(self) -> None:
+        stream = self.process.stdout
+        assert stream is not None
+        try:
+            while True:
+                size = int.from_bytes(await stream.readexactly(4), "little")
+                self._take(messages.decode_event(await stream.readexactly(size)))
+        except asyncio.IncompleteReadError:
+            pass
+        finally:
+            code = await self.process.wait()
+            self.failure = self.failure or EngineDied(f"the engine's process has ended (exit code {code})")
+            self.ended.set()
+            if not self.ready.done():
+                self.ready.set_exception(self.failure)
+            for answer in self.answers.values():
+                answer.ended = answer.ended or messages.Refused(answer.request_id, str(self.failure), "internal")
+                answer.news.set()
+            for future in self._results.values():
+                if not future.done():
+                    future.set_exception(self.failure)
+
+    def _take(self, event: messages.Event) -> None:
+        match event:
+            case messages.Stepped(texts):
+                for text in texts:
+                    if (answer := self.answers.get(text.request_id)) is not None:
+                        answer.texts.append(text)
+                        answer.news.set()
+            case messages.Ended(request_id) | messages.Refused(request_id):
+                if (answer := self.answers.get(request_id)) is not None:
+                    answer.ended = event
+                    answer.news.set()
+            case messages.Began(request_id):
+                if (answer := self.answers.get(request_id)) is not None:
+                    answer.began = event
+                    answer.news.set()
+            case messages.Figures():
+                self.figures = event
+            case messages.Result(call_id, value, error):
+                future = self._results.get(call_id)
+                if future is not None and not future.done():
+                    if error:
+                        future.set_exception(UsageError(error))
+                    else:
+                        future.set_result(value)
+            case messages.Picture(watcher, changed):
+                if (listener := self.listeners.get(watcher)) is not None:
+                    listener(changed)
+            case messages.SessionEvent(session, line):
+                if (listener := self.listeners.get(session)) is not None:
+                    listener(line)
+            case messages.Ready():
+                self.ready.set_result(event)
+            case messages.Telling(told):
+                if isinstance(told, chat.LoadFailed):
+                    self.failure = UsageError(told.error) if told.exit_code == 2 else MinillmError(told.error)
+                self.told(told)

@@ -1,0 +1,239 @@
+"""A response that is generated: one JSON object, or server-sent events. It ends when its client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from minillm.server.answers import Frame, Json, Usage
+from minillm.server.engine_process import Answer, EngineDied, EngineProcess
+from minillm.server.messages import Complete, Completion, Ended, Refused, Text
+from minillm.server.metrics import Metrics
+from minillm.server.seats import Full, Seats
+
+_TYPE_JSON = (b"content-type", b"application/json")
+_EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class Form(Protocol):
+    """How the completions of a request look."""
+
+    def first(self, number: int, index: int, answer: Answer) -> Json | None:
+        """The choice that precedes the texts of a stream."""
+
+    def piece(self, number: int, text: Text) -> Json | None:
+        """The choice of a chunk of a stream; None where there is nothing to say yet."""
+
+    def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
+        """The choices of a prompt's answer."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that has been read: its calls, one for each prompt, and how they are answered."""
+
+    tenant: str
+    calls: Sequence[Complete]
+    frame: Frame
+    form: Form
+    streamed: bool
+    has_usage: bool = False  # the stream ends with the use of tokens
+    priority: int = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are computed at a time, if there is room."""
+        return sum(call.params.get("beam_width") or call.params.get("n") or 1 for call in self.calls)
+
+
+class Failed(Exception):
+    """A request that ends with an error."""
+
+    def __init__(self, status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        super().__init__(message)
+        self.status, self.headers = status, headers
+
+    def json(self) -> Json:
+        return error_json(self.status, str(self))
+
+
+def error_json(status: int, message: str, field: str = "", code: str | None = None) -> Json:
+    """An error in OpenAI's form."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
+
+
+@dataclass
+class Generating:
+    """An ASGI response."""
+
+    asked: Asked
+    engine: EngineProcess
+    seats: Seats
+    metrics: Metrics
+    send_seconds: float  # that a client has to read what was sent
+    usage: Usage = field(default_factory=Usage)
+    _started: bool = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(self._patient(send)))
+        gone = asyncio.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not work.done():
+                self.metrics.disconnects.inc()
+            work.cancel()
+            gone.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        if not work.cancelled() and (error := work.exception()) is not None and not isinstance(error, TimeoutError):
+            raise error
+
+    def _patient(self, send: Send) -> Send:
+        """``send``, with a limit on how long a client may leave lie what it gets."""
+
+        async def patient(message: Any) -> None:
+            async with asyncio.timeout(self.send_seconds):
+                await send(message)
+
+        return patient
+
+    async def _work(self, send: Send) -> None:
+        began = time.monotonic()
+        try:
+            async with self.seats.take(self.asked.tenant, self.asked.num_sequences, self.asked.priority):
+                await self._answer(send, began)
+            self.metrics.whole.observe(time.monotonic() - began)
+        except Full as full:
+            retry = [(b"retry-after", str(full.retry_after).encode())]
+            await self._fail(send, Failed(429, "the queue is full; try again later", retry))
+        except Failed as failed:
+            await self._fail(send, failed)
+        except EngineDied as died:
+            await self._fail(send, Failed(503, str(died)))
+
+    async def _fail(self, send: Send, failed: Failed) -> None:
+        if self._started:  # the headers are gone: the error is an event, and the stream ends
+            await send(_body(_event(failed.json()), more=False))
+        else:
+            await send_json(send, failed.status, failed.json(), failed.headers)
+
+    async def _answer(self, send: Send, began: float) -> None:
+        news = asyncio.Event()
+        answers: list[Answer] = []
+        try:
+            answers.extend(self.engine.complete(call, news) for call in self.asked.calls)
+            await (self._stream if self.asked.streamed else self._at_once)(send, answers, news, began)
+        finally:
+            for answer in answers:
+                self.engine.leave(answer)
+
+    async def _at_once(self, send: Send, answers: list[Answer], news: asyncio.Event, began: float) -> None:
+        while any(answer.ended is None for answer in answers):
+            await news.wait()
+            news.clear()
+            _raise_refused(answers)
+        choices: list[Json] = []
+        for number, answer in enumerate(answers):
+            choices += self._end(number, answer)
+        await send_json(send, 200, self.asked.frame.whole(choices, self.usage))
+
+    def _end(self, number: int, answer: Answer) -> list[Json]:
+        """The choices of an answer that has ended; its tokens are counted."""
+        ended = answer.ended
+        assert isinstance(ended, Ended)
+        self._count(answer, sum(each.num_tokens for each in ended.completions))
+        return self.asked.form.whole(number, ended.completions, answer)
+
+    def _count(self, answer: Answer, num_tokens: int) -> None:
+        ended = answer.ended
+        assert isinstance(ended, Ended)
+        self.usage.add(ended, num_tokens)
+        self.metrics.prompt_tokens.inc(ended.num_prompt_tokens)
+        self.metrics.cached_tokens.inc(ended.num_cached_tokens)
+        self.metrics.completion_tokens.inc(num_tokens)
+
+    async def _stream(self, send: Send, answers: list[Answer], news: asyncio.Event, began: float) -> None:
+        asked, frame, form = self.asked, self.asked.frame, self.asked.form
+        seen: set[tuple[int, int]] = set()
+        counts = [0] * len(answers)
+        left = set(range(len(answers)))
+        while left:
+            await news.wait()
+            news.clear()
+            choices: list[Json] = []
+            if not self._started:
+                _raise_refused(answers)
+            for number in sorted(left):
+                answer = answers[number]
+                texts = answer.take()
+                ended = answer.ended
+                if isinstance(ended, Refused):
+                    _raise_refused(answers)
+                elif ended is not None:
+                    left.discard(number)
+                    texts += [_as_text(answer.request_id, each) for each in ended.completions]
+                for text in texts:
+                    if (number, text.index) not in seen:
+                        seen.add((number, text.index))
+                        if (opening := form.first(number, text.index, answer)) is not None:
+                            choices.append(opening)
+                    counts[number] += text.num_tokens
+                    if (choice := form.piece(number, text)) is not None:
+                        choices.append(choice)
+                if ended is not None:
+                    self._count(answer, counts[number])
+            if choices:
+                if not self._started:
+                    self.metrics.first_token.observe(time.monotonic() - began)
+                    await self._start(send)
+                events = [_event(frame.chunk([each], has_usage=asked.has_usage)) for each in choices]
+                await send(_body(b"".join(events), more=True))
+        if not self._started:
+            await self._start(send)
+        last = _event(frame.chunk([], self.usage)) if asked.has_usage else b""
+        await send(_body(last + b"data: [DONE]\n\n", more=False))
+
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+
+
+async def send_json(send: Send, status: int, value: Json, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """Send a whole response."""
+    body = msgspec.json.encode(value)
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [_TYPE_JSON, length, *headers]})
+    await send(_body(body, more=False))
+
+
+async def _until_gone(receive: Receive) -> None:
+    """Return when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _raise_refused(answers: Sequence[Answer]) -> None:
+    for answer in answers:
+        if isinstance(answer.ended, Refused):
+            status = {"usage": 400, "capacity": 400}.get(answer.ended.kind, 500)
+            raise Failed(status, answer.ended.error)
+
+
+def _as_text(request_id: str, each: Completion) -> Text:
+    return Text(request_id, each.index, each.text, each.num_tokens, each.tokens, each.finish_reason, each.stop_reason)
+
+
+def _event(value: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _body(data: bytes, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}

@@ -1,0 +1,59 @@
+"""uvicorn's protocol, with bounds on headers: those that come slowly, or without end, end the connection."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEADER_SECONDS = 20.0
+HEADER_BYTES = 64 << 10
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    _late: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+    _in_head = True
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._late is None:  # the first bytes of the next request
+                self._late = self.loop.call_later(HEADER_SECONDS, self._end)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > HEADER_BYTES:
+            self._end()
+
+    def on_headers_complete(self) -> None:
+        self._head_came()
+        if sum(len(name) + len(value) for name, value in self.headers) > HEADER_BYTES:
+            self._end()
+            return
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_head, self._head_bytes = True, 0
+
+    def _await_head(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        self._late = self.loop.call_later(HEADER_SECONDS, self._end)
+
+    def _head_came(self) -> None:
+        self._in_head = False
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _end(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()

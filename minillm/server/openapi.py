@@ -1,0 +1,55 @@
+"""The OpenAPI document, https://spec.openapis.org/oas/v3.1.0, made from the types of the bodies."""
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+import minillm
+from minillm.server import bodies
+
+_ROUTES: tuple[tuple[str, str, str, Any], ...] = (
+    ("post", "/v1/chat/completions", "Answer a conversation", bodies.ChatBody),
+    ("post", "/v1/completions", "Complete prompts", bodies.CompletionBody),
+    ("get", "/v1/models", "The model that is served", None),
+    ("get", "/v1/models/{name}", "The model that is served", None),
+    ("get", "/health", "Whether the engine runs", None),
+    ("get", "/version", "The version of minillm", None),
+    ("get", "/metrics", "Figures for Prometheus", None),
+    ("post", "/tokenize", "Text or a conversation to token ids", bodies.TokenizeBody),
+    ("post", "/detokenize", "Token ids to text", bodies.DetokenizeBody),
+    ("get", "/v1/prefixes", "The prefixes that are pinned", None),
+    ("post", "/v1/prefixes", "Compute a prefix and keep its blocks", bodies.PrefixBody),
+    ("delete", "/v1/prefixes/{name}", "Let a prefix go", None),
+    ("get", "/v1/cache", "Block tables and figures of the pool", None),
+    ("get", "/v1/cache/events", "The pool's changes as they come", None),
+)
+
+
+@cache
+def document() -> dict[str, Any]:
+    """The document as data."""
+    kinds = [kind for *_, kind in _ROUTES if kind is not None]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    of_kind = dict(zip(kinds, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for method, path, summary, kind in _ROUTES:
+        codes = [200, 400, 401, 403, 404, 408, 413, 415, 429, 503]
+        entry: dict[str, Any] = {
+            "summary": summary,
+            "responses": {str(code): {"description": "an answer" if code == 200 else "an error"} for code in codes},
+        }
+        if kind is not None:
+            entry["requestBody"] = {"required": True, "content": {"application/json": {"schema": of_kind[kind]}}}
+        if "{name}" in path:
+            entry["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        paths.setdefault(path, {})[method] = entry
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "minillm", "version": minillm.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }

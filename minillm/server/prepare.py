@@ -1,0 +1,55 @@
+"""A request of the HTTP side becomes token ids and parameters.
+
+This runs in threads beside the engine's: a template or a long text must not hold a step up.
+"""
+
+from dataclasses import dataclass
+
+from minillm.engine.driver import Driver
+from minillm.errors import UsageError
+from minillm.params import BeamSearchParams, Params, SamplingParams
+from minillm.server.messages import Complete, Conversation, Token
+from minillm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that the engine can take, but for what precedes it where it is a fork."""
+
+    call: Complete
+    token_ids: list[int]
+    params: Params
+    in_reasoning: bool
+
+
+def prepare(driver: Driver, call: Complete) -> Prepared:
+    """Make the token ids and the parameters of a request; raises MinillmError where it makes no sense."""
+    params: Params = (BeamSearchParams if "beam_width" in call.params else SamplingParams)(**call.params)
+    token_ids = [] if call.prompt is None else prompt_ids(driver, call.prompt, special=call.fork is None)
+    opened = False
+    if isinstance(call.prompt, Conversation):
+        opened = driver.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
+    return Prepared(call, token_ids, params, opened)
+
+
+def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, special: bool = True) -> list[int]:
+    """The ids of a prompt; ``special`` says whether text gets the special tokens that begin a text."""
+    if isinstance(prompt, Conversation):
+        return driver.tokenizer.apply_chat_template(
+            prompt.messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+        )
+    if isinstance(prompt, str):
+        if not driver.engine.requests.tokenizer:
+            raise UsageError("this model has no tokenizer; give token ids instead of text")
+        return driver.token_ids(prompt, add_special_tokens=special)
+    return prompt
+
+
+def token_of(tokenizer: Tokenizer | None, token_id: int, logprob: float | None, top: list[tuple[int, float]]) -> Token:
+    """A token for the HTTP side."""
+    if tokenizer is None:
+        return Token(token_id, str(token_id), b"", logprob, [(str(other), b"", value) for other, value in top])
+    text, raw = tokenizer.token_text, tokenizer.token_bytes
+    return Token(token_id, text(token_id), raw(token_id), logprob, [(text(i), raw(i), value) for i, value in top])

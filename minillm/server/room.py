@@ -1,0 +1,381 @@
+"""The requests of the HTTP side on one engine, in the engine's own thread."""
+
+import secrets
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+
+from minillm.engine import held
+from minillm.engine.driver import Driver
+from minillm.engine.requests import Request
+from minillm.errors import CapacityError, MinillmError, UsageError
+from minillm.outputs import CompletionOutput, Delta, RequestOutput
+from minillm.params import BeamSearchParams, SamplingParams
+from minillm.sequence import Sequence, SequenceGroup
+from minillm.server import messages
+from minillm.server.prepare import Prepared, token_of
+from minillm.service.cache_view import CacheView, Owner
+
+_MOST_REMEMBERED = 2_000  # answers that can be forked, the latest
+_MOST_REMEMBERED_TOKENS = 4_000_000
+_MOST_KEPT = 256  # answers whose blocks stay
+_FIGURES_INTERVAL = 0.5  # seconds
+_PICTURE_INTERVAL = 0.1
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(slots=True)
+class Live:
+    """A request under way."""
+
+    prepared: Prepared
+    group: SequenceGroup
+    token_ids: list[int]  # of the prompt
+
+
+@dataclass(slots=True)
+class Remembered:
+    """An answer that has ended."""
+
+    tenant: str
+    prompt_ids: list[int]
+    output_ids: list[list[int]]  # by completion
+    salt: str | None
+    sequences: list[Sequence]  # whose blocks stay
+
+
+@dataclass(slots=True)
+class Pinned:
+    tenant: str
+    call_id: str
+    group: SequenceGroup
+    sequence: Sequence | None = None  # None until it is computed
+
+
+@dataclass
+class Room:
+    """Drives an engine for many clients; all methods are called in one thread.
+
+    Attributes:
+        send: takes events for the HTTP side.
+        others: the owners of sequences that belong to no request of this room, by seq_id.
+    """
+
+    driver: Driver
+    send: Callable[[messages.Event], None]
+    others: Callable[[], dict[int, Owner]] = dict
+    live: dict[str, Live] = field(default_factory=dict)
+    remembered: OrderedDict[str, Remembered] = field(default_factory=OrderedDict)
+    pinned: dict[str, Pinned] = field(default_factory=dict)
+    watchers: dict[str, CacheView] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.engine = self.driver.engine
+        self.preparing: set[str] = set()  # requests on their way here; another thread adds to it
+        self._gone: set[str] = set()  # those of them that have been aborted
+        self._num_remembered_tokens = 0
+        self._figures_at = self._picture_at = 0.0
+        self._num_prefilled = self._num_decoded = 0
+        self._last_figures: messages.Figures | None = None
+        self._last_step = self.engine.figures.last_step
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def add(self, prepared: Prepared) -> None:
+        """Queue a request; one that is refused is told so."""
+        call = prepared.call
+        if not self._arrives(call.request_id):
+            return
+        with self._refusing(call.request_id):
+            token_ids, parent, salt = prepared.token_ids, None, call.salt
+            if call.fork is not None:
+                before, parent, salt = self._forked(call)
+                token_ids = before + token_ids
+            if not token_ids:
+                raise UsageError("the prompt is empty; give at least one token")
+            params = prepared.params
+            if "max_tokens" not in call.params:
+                params = replace(params, max_tokens=max(params.min_tokens, 1, self._fitting(len(token_ids), params)))
+            request = Request(
+                token_ids, params, parent=parent, hold=call.keep, salt=salt, streamed=False, request_id=call.request_id
+            )
+            group = self.engine.add(request)
+            self.live[call.request_id] = Live(prepared, group, token_ids)
+            if call.echo:
+                tokenizer = self.engine.tokenizer
+                text = "" if tokenizer is None else tokenizer.decode(token_ids)
+                self.send(messages.Began(call.request_id, text))
+
+    @contextmanager
+    def _refusing(self, request_id: str) -> Iterator[None]:
+        try:
+            yield
+        except MinillmError as error:
+            kind = "capacity" if isinstance(error, CapacityError) else "usage"
+            self.send(messages.Refused(request_id, str(error), kind))
+
+    def _fitting(self, num_prompt_tokens: int, params: BeamSearchParams | SamplingParams) -> int:
+        """Tokens that each completion can have at most in context and pool, for a request that does not say."""
+        cache, pinned = self.engine.cache, self.engine.scheduler.idle.num_pinned_blocks
+        shared = num_prompt_tokens // cache.block_size
+        blocks = (cache.num_blocks - pinned - shared) // params.num_sequences
+        room = blocks * cache.block_size - num_prompt_tokens % cache.block_size
+        return min(room, self.engine.max_model_len - num_prompt_tokens)
+
+    def _forked(self, call: messages.Complete) -> tuple[list[int], Sequence | None, str | None]:
+        """The tokens before a fork, a sequence that holds blocks of them, and the salt that they were found under."""
+        fork = call.fork
+        assert fork is not None
+        answer = self.remembered.get(fork.request_id)
+        if answer is None or answer.tenant != call.tenant:
+            known = f"the latest {_MOST_REMEMBERED} can be forked"
+            raise UsageError(f"fork_of: no answer {fork.request_id} is known; {known}")
+        if not 0 <= fork.index < len(answer.output_ids):
+            raise UsageError(f"fork_of: the answer has {len(answer.output_ids)} completions, and none {fork.index}")
+        output = answer.output_ids[fork.index]
+        count = len(output) if fork.num_tokens is None else fork.num_tokens
+        if not 0 <= count <= len(output):
+            raise UsageError(f"fork_of: the completion has {len(output)} tokens, and {count} of them are asked for")
+        self.remembered.move_to_end(fork.request_id)
+        kept = [each for each in answer.sequences if each.table is not None]
+        before = answer.prompt_ids + output[:count]
+        parent = next((each for each in kept if each.token_ids[: len(before)] == before), None)
+        return before, parent, answer.salt if call.salt is None else call.salt
+
+    def abort(self, request_id: str) -> None:
+        """End a request, wherever it is; nobody waits for it any more."""
+        if request_id in self.live:
+            self.engine.abort(request_id)
+        elif request_id in self.preparing:
+            self._gone.add(request_id)
+
+    def refuse(self, request_id: str, error: MinillmError) -> None:
+        """Tell that a request could not be prepared."""
+        if self._arrives(request_id):
+            with self._refusing(request_id):
+                raise error
+
+    def _arrives(self, request_id: str) -> bool:
+        """Note that a request has been prepared. Returns whether anybody still waits for it."""
+        self.preparing.discard(request_id)
+        gone = request_id in self._gone
+        self._gone.discard(request_id)
+        return not gone
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self) -> tuple[list[Delta], list[RequestOutput]]:
+        """Compute one step and send its results. Returns those that belong to others."""
+        engine = self.engine
+        try:
+            deltas = engine.step()
+        except Exception as error:  # the engine has freed the step's blocks, and goes on
+            deltas = []
+            sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
+        step = engine.figures.last_step
+        if step is not None and step is not self._last_step:
+            self._last_step = step
+            self._num_prefilled += step.num_prefill_tokens
+            self._num_decoded += step.num_decodes
+        texts, strange = [], []
+        for delta in deltas:
+            live = self.live.get(delta.request_id)
+            if live is None:
+                strange.append(delta)
+            elif live.prepared.call.streamed and not delta.replaces:
+                texts.append(self._text(live, delta))
+        if texts:
+            self.send(messages.Stepped(texts))
+        outputs = []
+        for name in list(engine.requests.finished):
+            group = engine.requests.finished[name]
+            output = engine.requests.take(name)
+            if name in self.live:
+                self._end(self.live.pop(name), output)
+            elif name in self.pinned:
+                self._end_pin(name, group)
+            else:
+                outputs.append(output)
+        return strange, outputs
+
+    def _text(self, live: Live, delta: Delta) -> messages.Text:
+        tokens: list[messages.Token] = []
+        if live.group.params.logprobs is not None and delta.token_ids:
+            sequence = next(each for each in live.group.sequences if each.index == delta.index)
+            first = sequence.num_output_tokens - len(delta.token_ids)
+            tokens = [self._token(each) for each in sequence.logprobs[first : first + len(delta.token_ids)]]
+        count = len(delta.token_ids)
+        return messages.Text(
+            delta.request_id, delta.index, delta.text, count, tokens, delta.finish_reason, delta.stop_reason
+        )
+
+    def _token(self, each: object) -> messages.Token:
+        token_id, logprob, top = each.token_id, each.logprob, each.top  # type: ignore[attr-defined]
+        top = [(other, max(_LEAST_LOGPROB, value)) for other, value in top]
+        return token_of(self.engine.tokenizer, token_id, max(_LEAST_LOGPROB, logprob), top)
+
+    def _end(self, live: Live, output: RequestOutput) -> None:
+        call, group = live.prepared.call, live.group
+        self._remember(live, output)
+        if output.error is not None:
+            self.send(messages.Refused(call.request_id, output.error, "internal"))
+            return
+        wanted = not call.streamed or isinstance(group.params, BeamSearchParams)
+        self.send(
+            messages.Ended(
+                call.request_id,
+                len(live.token_ids),
+                output.num_cached_tokens,
+                [self._completion(each) for each in output.outputs] if wanted else [],
+                live.prepared.in_reasoning,
+            )
+        )
+
+    def _completion(self, each: CompletionOutput) -> messages.Completion:
+        return messages.Completion(
+            each.index,
+            each.text,
+            len(each.token_ids),
+            [self._token(token) for token in each.logprobs or ()],
+            each.finish_reason or "abort",
+            each.stop_reason,
+            None if each.cumulative_logprob is None else max(_LEAST_LOGPROB, each.cumulative_logprob),
+            None if each.score is None else max(_LEAST_LOGPROB, each.score),
+        )
+
+    # --- answers that can be forked -----------------------------------------------------------------------------------
+
+    def _remember(self, live: Live, output: RequestOutput) -> None:
+        call, sequences = live.prepared.call, [each for each in live.group.sequences if each.table is not None]
+        if output.error is not None or any(each.finish_reason == "abort" for each in output.outputs):
+            self._release(sequences)
+            return
+        ids = [each.token_ids for each in output.outputs]
+        self.remembered[call.request_id] = Remembered(call.tenant, live.token_ids, ids, live.group.salt, sequences)
+        self._num_remembered_tokens += len(live.token_ids) + sum(map(len, ids))
+        while len(self.remembered) > _MOST_REMEMBERED or self._num_remembered_tokens > _MOST_REMEMBERED_TOKENS:
+            _, old = self.remembered.popitem(last=False)
+            self._num_remembered_tokens -= len(old.prompt_ids) + sum(map(len, old.output_ids))
+            self._release(old.sequences)
+        kept = [each for each in self.remembered.values() if each.sequences]
+        for old in kept[: max(0, len(kept) - _MOST_KEPT)]:
+            self._release(old.sequences)
+            old.sequences = []
+
+    def _release(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            held.release(self.driver, sequence)
+
+    # --- prefixes -----------------------------------------------------------------------------------------------------
+
+    def pin(self, call: messages.PinPrefix, token_ids: list[int]) -> None:
+        """Compute a prefix whose blocks then stay; the result names it."""
+        name = f"prefix-{secrets.token_hex(8)}"
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        try:
+            group = self.engine.add(Request(token_ids, params, hold=True, salt=call.salt, request_id=name))
+        except MinillmError as error:
+            self.send(messages.Result(call.call_id, None, str(error)))
+        else:
+            self.pinned[name] = Pinned(call.tenant, call.call_id, group)
+
+    def _end_pin(self, name: str, group: SequenceGroup) -> None:
+        pin, sequence = self.pinned[name], group.sequences[0]
+        try:
+            if group.error is not None or sequence.table is None:
+                raise MinillmError(group.error or "the pool has no room for it")
+            held.pin(self.driver, sequence)
+        except MinillmError as error:
+            del self.pinned[name]
+            self.send(messages.Result(pin.call_id, None, str(error)))
+            return
+        pin.sequence = sequence
+        count = len(sequence.token_ids) - 1
+        self.send(messages.Result(pin.call_id, {"id": name, "num_tokens": count, "num_blocks": len(sequence.blocks)}))
+
+    def unpin(self, call: messages.UnpinPrefix) -> None:
+        """Let a prefix go."""
+        pin = self.pinned.get(call.prefix_id)
+        if pin is None or pin.sequence is None:
+            self.send(messages.Result(call.call_id, None, f"there is no prefix {call.prefix_id}"))
+            return
+        del self.pinned[call.prefix_id]
+        held.unpin(self.driver, pin.sequence)
+        self.send(messages.Result(call.call_id, {"id": call.prefix_id, "deleted": True}))
+
+    # --- the pool -----------------------------------------------------------------------------------------------------
+
+    def owners(self) -> dict[int, Owner]:
+        """The owner of every sequence, by seq_id."""
+        found = self.others()
+        for name, answer in self.remembered.items():
+            found.update((each.seq_id, Owner(name, each.index, "idle", each)) for each in answer.sequences)
+        for name, live in self.live.items():
+            found.update((each.seq_id, Owner(name, each.index, "running", each)) for each in live.group.sequences)
+        for name, pin in self.pinned.items():
+            state = "running" if pin.sequence is None else "pinned"
+            found.update((each.seq_id, Owner(name, 0, state, each)) for each in pin.group.sequences)
+        return found
+
+    def watch(self, watcher: str) -> None:
+        """Send pictures of the pool to a watcher, the first one whole."""
+        self.watchers[watcher] = CacheView(self.engine)
+        self._show(watcher)
+
+    def unwatch(self, watcher: str) -> None:
+        """Send no more pictures."""
+        if (view := self.watchers.pop(watcher, None)) is not None:
+            view.close()
+
+    def _show(self, watcher: str) -> None:
+        changed = self.watchers[watcher].changes(self.owners())
+        if changed is not None:
+            self.send(messages.Picture(watcher, changed))
+
+    def read_cache(self, call: messages.ReadCache) -> None:
+        """Answer with figures and block tables of this moment."""
+        view = CacheView(self.engine)
+        changed = view.changes(self.owners())
+        view.close()
+        names = ("seq_id", "request", "index", "state", "num_tokens", "blocks")
+        tables = [] if changed is None else changed.tables
+        values = [(t.seq_id, t.owner, t.index, t.state, t.num_tokens, t.blocks) for t in tables]
+        rows = [dict(zip(names, each, strict=True)) for each in values]
+        cached = [] if changed is None else sorted(changed.cached)
+        figures = asdict(self.engine.figures.cache_stats())
+        self.send(messages.Result(call.call_id, {"figures": figures, "tables": rows, "cached_blocks": cached}))
+
+    def report(self, *, now: bool = False) -> None:
+        """Send figures and pictures, unless the last ones are too recent."""
+        moment = time.monotonic()
+        if now or moment - self._picture_at >= _PICTURE_INTERVAL:
+            self._picture_at = moment
+            for watcher in self.watchers:
+                self._show(watcher)
+        if now or moment - self._figures_at >= _FIGURES_INTERVAL:
+            self._figures_at = moment
+            figures = self._figures()
+            if figures != self._last_figures:
+                self._last_figures = figures
+                self.send(figures)
+
+    def _figures(self) -> messages.Figures:
+        scheduler, cache = self.engine.scheduler, self.engine.cache
+        free = cache.num_free
+        return messages.Figures(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_steps=self.engine.figures.num_steps,
+            num_prefill_tokens=self._num_prefilled,
+            num_decoded_tokens=self._num_decoded,
+            num_blocks=cache.num_blocks,
+            used_blocks=cache.num_blocks - free,
+            cached_blocks=cache.num_cached,
+            num_preemptions=scheduler.preemption.count,
+            num_hit_tokens=cache.num_hit_tokens,
+            num_looked_up_tokens=cache.num_looked_up_tokens,
+            num_copies=cache.num_copies,
+        )

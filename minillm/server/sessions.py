@@ -1,0 +1,100 @@
+"""Chat apps of other machines on the room's engine: each has conversations of its own in the one pool.
+
+An app names its requests as it likes. Here each name gets the session's before it, which is taken away again from the
+events that go to this app; so it knows its own blocks, and sees whose the others are.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from minillm.engine.driver import Driver
+from minillm.outputs import Delta, RequestOutput
+from minillm.server import messages
+from minillm.server.room import Room
+from minillm.service import messages as chat
+from minillm.service.cache_view import Owner
+from minillm.service.conversations import Conversations
+
+_REFUSED = (chat.Load, chat.Pace)  # what one app would do to all others
+
+
+@dataclass
+class Session:
+    """One app."""
+
+    name: str
+    conversations: Conversations
+
+
+@dataclass
+class Sessions:
+    """All apps that use the engine; all methods are called in the engine's thread."""
+
+    driver: Driver
+    room: Room
+    send: Callable[[messages.Event], None]
+    open_ones: dict[str, Session] = field(default_factory=dict)
+    ending: list[Session] = field(default_factory=list)
+
+    def open(self, name: str) -> None:
+        """Begin a session; its app gets the whole picture of the pool."""
+
+        def send(event: chat.Event) -> None:
+            self.send(messages.SessionEvent(name, chat.encode(_renamed(event, f"{name}/"))))
+
+        others = lambda: {**self.room.owners(), **self.owners(but=name)}  # noqa: E731
+        conversations = Conversations(self.driver.engine, send, others=others)
+        self.open_ones[name] = Session(name, conversations)
+        conversations.teller.show_cache(now=True)
+
+    def handle(self, name: str, line: bytes) -> None:
+        """Carry out an app's command."""
+        session = self.open_ones.get(name)
+        if session is None:
+            return
+        command = chat.decode_command(line)
+        if not isinstance(command, _REFUSED):
+            if hasattr(command, "request_id"):
+                command.request_id = f"{name}/{command.request_id}"
+            session.conversations.handle(command)
+
+    def close(self, name: str) -> None:
+        """End a session; its answers end at the next step, and its blocks are free then."""
+        session = self.open_ones.pop(name, None)
+        if session is not None:
+            session.conversations.close()
+            self.ending.append(session)
+
+    def take(self, deltas: Iterable[Delta], outputs: Iterable[RequestOutput]) -> None:
+        """Give each app the results that are its own."""
+        deltas, outputs = list(deltas), list(outputs)
+        for session in (*self.open_ones.values(), *self.ending):
+            session.conversations.take(deltas, outputs)
+        self.ending = [session for session in self.ending if not session.conversations.is_idle]
+
+    def report(self, *, now: bool = False) -> None:
+        """Send the apps pictures of the pool, at the pace that each wants."""
+        for session in self.open_ones.values():
+            session.conversations.teller.show_cache(now=now)
+
+    def owners(self, but: str = "") -> dict[int, Owner]:
+        """The owners of all sequences of all sessions, but one."""
+        found: dict[int, Owner] = {}
+        for session in (*self.open_ones.values(), *self.ending):
+            if session.name != but:
+                found.update(session.conversations.own())
+        return found
+
+
+def _renamed(event: chat.Event, prefix: str) -> chat.Event:
+    """The event under the names that the app has given its requests."""
+    if hasattr(event, "request_id"):
+        return msgspec.structs.replace(event, request_id=event.request_id.removeprefix(prefix))
+    if isinstance(event, chat.CacheChanged):
+        cut = msgspec.structs.replace
+        tables = [cut(each, owner=each.owner.removeprefix(prefix)) for each in event.tables]
+        log = [cut(each, owner=each.owner.removeprefix(prefix)) for each in event.log]
+        return cut(event, tables=tables, log=log)
+    return event

@@ -1,0 +1,22 @@
+"""The facts of an engine that a client needs to know."""
+
+from minillm.engine.engine import Engine
+from minillm.service.messages import Loaded
+
+
+def loaded(engine: Engine, model_name: str, seconds: float) -> Loaded:
+    """The facts of an engine whose model was loaded in so many seconds."""
+    model = engine.runner.model
+    return Loaded(
+        model=model_name,
+        source=engine.source,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=engine.max_model_len,
+        block_size=engine.cache.block_size,
+        num_blocks=engine.cache.num_blocks,
+        num_host_blocks=engine.scheduler.swap.num_blocks,
+        block_bytes=model.config.kv_bytes_per_token(model.dtype.itemsize) * engine.cache.block_size,
+        has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,
+        seconds=seconds,
+    )
