@@ -127,9 +127,15 @@ async def _chat(service: Service, request: Request) -> Generating:
             raise BadField(f"{name}: not supported", name)
     name, tenant = f"chatcmpl-{secrets.token_hex(12)}", request.state.tenant
     call = messages.Complete(
-        name, tenant, body.conversation(), body.params(service.facts.defaults), bool(body.stream), False, body.keep, body.fork,
-        _salt(tenant, body.cache_salt),
-    )  # fmt: skip
+        name,
+        tenant,
+        body.conversation(),
+        body.params(service.facts.defaults),
+        streamed=bool(body.stream),
+        keep=body.keep,
+        fork=body.fork,
+        salt=_salt(tenant, body.cache_salt),
+    )
     frame = Frame(name, service.names[0], "chat.completion")
     return _generating(service, body, Asked(tenant, [call], frame, ChatForm(bool(body.logprobs)), bool(body.stream)))
 

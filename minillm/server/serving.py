@@ -78,7 +78,8 @@ async def serve(
         server = _Server(service, uvicorn.Config(
             make_app(service, config.rules),
             http=BoundedProtocol, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
-            server_header=False, proxy_headers=False, timeout_keep_alive=30, timeout_graceful_shutdown=config.grace_seconds,
+            server_header=False, proxy_headers=False,
+            timeout_keep_alive=30, timeout_graceful_shutdown=config.grace_seconds,
             limit_concurrency=2 * (config.max_waiting + facts.max_num_seqs) + 100,
         ))  # fmt: skip
         server.opened = lambda: opened(_address(listening), service)

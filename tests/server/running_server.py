@@ -1,0 +1,88 @@
+"""A server of a tiny model, as the command line starts it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Server:
+    """A running server."""
+
+    process: subprocess.Popen[str]
+    url: str
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def pids(self) -> list[int]:
+        """Its process and the engine's."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [self.process.pid, *map(int, children)]
+
+    def num_descriptors(self) -> int:
+        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in self.pids)
+
+    def figure(self, name: str) -> float:
+        """A figure of /metrics."""
+        text = httpx.get(f"{self.url}/metrics", headers={"authorization": "Bearer key-of-anna"}).text
+        found = re.search(rf"^minillm_{name} ([\d.e+-]+)$", text, re.MULTILINE)
+        assert found, text
+        return float(found[1])
+
+    def wait_until_idle(self) -> None:
+        """Return once no sequence is in the engine's hands; fails after 20 s."""
+        for _ in range(200):
+            tables = httpx.get(f"{self.url}/v1/cache").json()["tables"]
+            if not tables and not self.figure("seats_taken") and not self.figure("requests_queued"):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"still busy: {tables}")
+
+
+@contextmanager
+def served(model: Path, *options: str, environment: dict[str, str] | None = None) -> Iterator[Server]:
+    """Run ``minillm serve``; it is stopped as by ctrl-c, and must end well."""
+    command = [sys.executable, "-m", "minillm", "serve", str(model), "--port", "0", "--device", "cpu", *options]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
+    )
+    server = Server(process, "")
+    address = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            server.said.append(line)
+            if found := re.search(r" at (http://\S+)/v1", line):
+                server.url = found[1]
+                address.set()
+        address.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        address.wait(120)
+        assert server.url, "".join(server.said)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+            reader.join(5)
