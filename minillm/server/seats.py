@@ -88,6 +88,6 @@ class Seats:
             self.taken[first.tenant] += first.count
             first.turn.set_result(None)
 
-    def _rank(self, each: _Waiter, now: float) -> tuple[float, float, float]:
-        waited = (now - each.since) / _PATIENCE
+    def _rank(self, each: _Waiter, now: float) -> tuple[int, int, float]:
+        waited = int((now - each.since) / _PATIENCE)
         return self.taken[each.tenant] - waited, each.priority - waited, each.since
