@@ -16,6 +16,8 @@ import torch
 from minillm.system import config_dir, data_dir
 
 if TYPE_CHECKING:
+    from running_server import Server
+
     from minillm import LLM
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -86,3 +88,21 @@ def theirs() -> Any:
 def anyio_backend() -> str:
     """The event loop of tests marked ``anyio``: Textual knows no other."""
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from support import write_tiny_model
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    directory.mkdir()
+    return write_tiny_model(directory)
+
+
+@pytest.fixture(scope="session")
+def server(tiny: Path) -> Iterator[Server]:
+    from running_server import served
+
+    with served(tiny, "--num-blocks", "256") as running:
+        yield running
+    assert running.process.returncode in (0, 130), "".join(running.said)
