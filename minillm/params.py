@@ -1,6 +1,6 @@
 """The parameters of a request, checked once, when they are made."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,7 +14,12 @@ MAX_LOGPROBS = 64
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED = 1 << 20  # token ids: more than any vocabulary has
 MAX_TOKENS = 1 << 24
+
+
+# (ids of the prompt, ids of the answer so far, float32 logits ``[vocab]``) -> logits ``[vocab]``
+LogitsProcessor = Callable[[list[int], list[int], Any], Any]
 
 
 def _stop_strings(name: str, stop: Any) -> tuple[str, ...]:
@@ -28,14 +33,29 @@ def _stop_strings(name: str, stop: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
+def _token_ids(name: str, ids: Any, most: int = MAX_LOGIT_BIAS) -> tuple[int, ...]:
     ids = () if ids is None else ids
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | Mapping):
         raise UsageError(f"{name} must be a list of token ids, not {shown(ids)}")
-    found = tuple(check_integer(name, token_id, 0, 1 << 31) for token_id in islice(ids, MAX_LOGIT_BIAS + 1))
-    if len(found) > MAX_LOGIT_BIAS:
-        raise UsageError(f"{name} takes at most {MAX_LOGIT_BIAS} token ids")
+    found = tuple(check_integer(name, token_id, 0, 1 << 31) for token_id in islice(ids, most + 1))
+    if len(found) > most:
+        raise UsageError(f"{name} takes at most {most:,} token ids")
     return found
+
+
+def _allowed_token_ids(name: str, ids: Any) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    found = _token_ids(name, ids, MAX_ALLOWED)
+    if not found:
+        raise UsageError(f"{name} must name at least one token id; leave it out to allow all")
+    return found
+
+
+def _logits_processor(name: str, function: Any) -> LogitsProcessor | None:
+    if function is not None and not callable(function):
+        raise UsageError(f"{name} must be a function of (prompt ids, output ids, logits), not {shown(function)}")
+    return function
 
 
 def _bad_words(name: str, words: Any) -> tuple[str | tuple[int, ...], ...]:
@@ -119,6 +139,15 @@ class _Params:
     bad_words: Sequence[str | Sequence[int]] = custom(
         (), _bad_words, repeats=True, help="never say this text, or this run of token ids; may be several"
     )
+    allowed_token_ids: Iterable[int] | None = custom(
+        None, _allowed_token_ids, metavar="ID", parse=int, repeats=True,
+        help="say these token ids only, so name an end token, too; may be several",
+    )  # fmt: skip
+    logits_processor: LogitsProcessor | None = custom(  # noqa: RUF009 - a field, as all others
+        None, _logits_processor, cli=False,
+        help="your function of (prompt ids, answer's ids, float32 logits [vocab] where the model computes): it returns "
+        "the logits to go on with, after every other change of them; if it fails, its request fails alone",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -83,6 +83,7 @@ class SequenceGroup:
     salt: str | None = None  # only requests of the same salt share cached blocks
     end_ids: tuple[int, ...] = ()  # the tokens that end a completion
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that must not be generated
+    allowed_ids: Tensor | None = None  # [n] int64 on the host: no other token may be generated
     streamed: bool = False  # deltas with text are wanted even where they cost something
     num_cached_tokens: int = 0
     error: str | None = None  # the reason why it ends before its time

@@ -8,6 +8,9 @@ tokens and i times as many more.
 from collections.abc import Sequence
 from operator import countOf
 
+import torch
+from torch import Tensor
+
 from minillm.cache import BlockManager
 from minillm.checks import shown
 from minillm.errors import UsageError
@@ -115,12 +118,21 @@ def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int
     return tuple(runs)
 
 
+def allowed_ids(params: Params) -> Tensor | None:
+    """The only tokens that may be generated, each once, ``[n]`` int64; None: all may."""
+    return None if params.allowed_token_ids is None else torch.tensor(sorted(set(params.allowed_token_ids)))
+
+
 def check_ids(params: Params, bad_words: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
     """Raise UsageError where parameters name token ids beyond the vocabulary."""
     for name, ids in (
         ("logit_bias", params.logit_bias or ()),
         ("stop_token_ids", params.stop_token_ids),
         ("bad_words", [token_id for word in bad_words for token_id in word]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
     ):
         if any(token_id >= vocab_size for token_id in ids):
             raise UsageError(f"{name}: token id {max(ids)} is not below the vocabulary's size {vocab_size}")
+    never = {word[0] for word in bad_words if len(word) == 1}
+    if params.allowed_token_ids is not None and never.issuperset(params.allowed_token_ids):
+        raise UsageError("bad_words exclude every token of allowed_token_ids; allow one more")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
+from minillm.engine.admission import allowed_ids, bad_word_ids, check_ids, check_prompt
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
 from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
@@ -78,6 +78,7 @@ class Requests:
             salt=self.salt_for(len(token_ids), request.salt),
             end_ids=tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}),
             bad_words=bad_words,
+            allowed_ids=allowed_ids(params),
             streamed=request.streamed,
         )
         method.begin(group)

@@ -10,7 +10,7 @@ from minillm import kernels
 from minillm.kernels import SamplingInputs
 from minillm.outputs import TokenLogprobs
 from minillm.params import SamplingParams
-from minillm.runner.penalties import needs_processing, process_logits
+from minillm.runner.penalties import needs_processing, process_draw
 from minillm.sequence import Chunk
 
 
@@ -75,7 +75,7 @@ def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
         if needs_processing(draw.group, draw.sequence):
             if processed is raw:
                 processed = raw.to(torch.float32, copy=True)
-            process_logits(processed[i], draw.group, draw.sequence)
+            process_draw(processed[i], draw.group, draw.sequence)
     token_ids = draw_tokens(processed, draws)
     wanted = any(draw.group.params.logprobs is not None for draw in draws)  # otherwise only NaN has a meaning
     logprobs = kernels.log_probabilities(raw, token_ids) if wanted else raw.amax(-1)
