@@ -82,7 +82,7 @@ def _logit_bias(name: str, bias: Any) -> dict[int, float] | None:
 
 
 def _max_tokens(name: str, count: Any) -> int:
-    return MAX_TOKENS if count is None else check_integer(name, count, 1, MAX_TOKENS)
+    return MAX_TOKENS if count is None else check_integer(name, count, 0, MAX_TOKENS)
 
 
 def _top_k(name: str, k: Any) -> int:
@@ -125,6 +125,11 @@ class _Params:
         None, _logprobs, metavar="N", parse=int,
         help="report the log-probabilities of the chosen token and the N most probable ones, before penalties; -1: all",
     )  # fmt: skip
+    prompt_logprobs: int | None = integer(
+        None, 0, MAX_LOGPROBS,
+        help="report log-probability and rank of each token of the prompt, and the N most probable ones; such a "
+        "prompt is computed whole, whatever the prefix cache has of it",
+    )  # fmt: skip
     repetition_penalty: float = number(
         1.0, 0.0, 100.0, above=True, help="above 1 makes the tokens so far less likely (Keskar et al. 2019)"
     )
@@ -151,6 +156,8 @@ class _Params:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not self.max_tokens and self.prompt_logprobs is None:
+            raise UsageError("max_tokens must be at least 1; 0 is for prompt_logprobs alone: a score without an answer")
         if self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
 
@@ -179,6 +186,11 @@ class SamplingParams(_Params):
     )
     min_p: float = number(0.0, 0.0, 1.0, help="keep tokens this probable beside the best one (Nguyen et al. 2024)")
     seed: int | None = integer(None, -(1 << 63), (1 << 63) - 1, help="the same seed gives the same tokens")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.max_tokens and self.n > 1:
+            raise UsageError(f"n must be 1 where max_tokens is 0, not {self.n}: there is no answer")
 
     @property
     def num_sequences(self) -> int:
@@ -214,6 +226,10 @@ class BeamSearchParams(_Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.max_tokens:
+            raise UsageError(
+                "max_tokens must be at least 1 for beams; SamplingParams can score a prompt without an answer"
+            )
         for name in ("n", "num_beam_groups"):
             count = getattr(self, name)
             if count is not None and count > self.beam_width:

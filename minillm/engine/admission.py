@@ -31,7 +31,8 @@ def blocks_to_finish_prompt(group: SequenceGroup, block_size: int) -> int:
     shared = group.num_prompt_tokens // block_size
     lengths = [len(sequence.token_ids) for sequence in group.unfinished]
     lengths += [group.num_prompt_tokens] * (group.num_seqs - len(lengths))
-    return shared + sum(-(-(length + 1) // block_size) - shared for length in lengths)
+    new = min(1, group.max_tokens)
+    return shared + sum(-(-(length + new) // block_size) - shared for length in lengths)
 
 
 def blocks_promised(group: SequenceGroup, block_size: int) -> int:
@@ -86,8 +87,11 @@ def is_being_computed(
     return False
 
 
-def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    """Raise UsageError unless the prompt can be computed by a model with this vocabulary and context."""
+def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, num_new: int = 1) -> None:
+    """Raise UsageError unless a model with this vocabulary and context can compute the prompt.
+
+    ``num_new`` tokens, 0 or 1, are left for an answer.
+    """
     if not token_ids:
         raise UsageError("the prompt is empty; give at least one token of text")
     # On a GPU an id out of range would destroy the whole context, not only this request. The loop finds the one to
@@ -97,10 +101,9 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) 
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise UsageError(f"token id {shown(token_id)} in the prompt is not from 0 to {vocab_size - 1}")
-    if len(token_ids) >= max_model_len:
-        found = (
-            f"the prompt has {len(token_ids)} tokens and the context holds {max_model_len}, one of them for the answer"
-        )
+    if len(token_ids) + num_new > max_model_len:
+        found = f"the prompt has {len(token_ids)} tokens and the context holds {max_model_len}"
+        found += ", one of them for the answer" * num_new
         raise UsageError(f"{found}; shorten the prompt or raise max_model_len")
 
 

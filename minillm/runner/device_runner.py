@@ -109,7 +109,7 @@ class DeviceRunner(Runner):
             batch = self.batch(work.chunks, 0)
             if work.decode is not None:
                 batch = self._join(work.decode, batch)
-            self.model.forward(batch, self.kv_cache, out=logits)
+            self.logits(batch, work.chunks, batch.num_decodes, out=logits)
         elif work.decode is not None:
             size = self._begin(work.decode)
             shared = self._shared(work.decode, size)
