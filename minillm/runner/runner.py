@@ -75,6 +75,8 @@ class Runner:
         Args:
             first: the token of the batch that ``chunks`` begin with.
         """
+        if not any(chunk.targets for chunk in chunks):
+            return self.model.forward(batch, self.kv_cache, out)
         hidden = self.model.hidden(batch, self.kv_cache)
         self._scored = score(self.model, hidden, chunks, first)
         return self.model.logits(hidden, batch.logit_rows, out)
