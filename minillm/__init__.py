@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from minillm.llm import LLM
     from minillm.outputs import CompletionOutput, Delta, RequestOutput
     from minillm.params import BeamSearchParams, SamplingParams
+    from minillm.scoring import Score
 
 __version__ = "0.1.0"
 
@@ -23,8 +24,18 @@ _HOMES = {
     "minillm.params": ("BeamSearchParams", "SamplingParams"),
     "minillm.errors": ("MinillmError",),
     "minillm.outputs": ("CompletionOutput", "Delta", "RequestOutput"),
+    "minillm.scoring": ("Score",),
 }
-__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "Delta", "MinillmError", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Delta",
+    "MinillmError",
+    "RequestOutput",
+    "SamplingParams",
+    "Score",
+]
 
 
 def __getattr__(name: str) -> Any:

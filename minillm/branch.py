@@ -98,6 +98,8 @@ def sample(driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[Samp
     """Go on with several branches in one batch; each grows by its completion."""
     if any(each.n != 1 for each in params):
         raise UsageError("a branch goes on with one completion: SamplingParams with n=1; fork it to have several")
+    if any(each.prompt_logprobs is not None for each in params):
+        raise UsageError("prompt_logprobs are of a prompt, and a branch has none of its own; use LLM.score")
     completions = []
     eos_token_ids = driver.engine.requests.eos_token_ids
     for branch, (sequence, output) in zip(branches, _go_on(driver, branches, params), strict=True):

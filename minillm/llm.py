@@ -19,6 +19,7 @@ from minillm.load import load_engine
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import GenerationBar, OnMessage, OnProgress, loading_bar
+from minillm.scoring import Scorer
 from minillm.sequence import Sequence as TokenSequence
 from minillm.text.prompts import Prompt, prompt_list
 from minillm.text.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ def _refusal(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
     return RequestOutput("", text, ids, outputs=[], finished=True, error=str(error))
 
 
-class LLM:
+class LLM(Scorer):
     """A model that generates. All methods may be called from any thread; one of them computes at a time.
 
     Args:

@@ -16,6 +16,13 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class PromptTokenLogprobs(TokenLogprobs):
+    """A prompt's token as the model saw it come; its ``rank`` among all tokens is 1 where none was more probable."""
+
+    rank: int = 1
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One completion. ``text`` is empty where the model has no tokenizer (dummy weights)."""
 
@@ -56,6 +63,9 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: str | None = None  # why it was refused; its outputs are empty then
+    prompt_logprobs: list[PromptTokenLogprobs | None] | None = (
+        None  # by token; None for the first, before which is none
+    )
 
     @property
     def text(self) -> str:

@@ -1,6 +1,6 @@
 """The parameters of a request, checked once, when they are made."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,7 +14,12 @@ MAX_LOGPROBS = 64
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED = 1 << 20  # token ids: more than any vocabulary has
 MAX_TOKENS = 1 << 24
+
+
+# (ids of the prompt, ids of the answer so far, float32 logits ``[vocab]``) -> logits ``[vocab]``
+LogitsProcessor = Callable[[list[int], list[int], Any], Any]
 
 
 def _stop_strings(name: str, stop: Any) -> tuple[str, ...]:
@@ -28,14 +33,29 @@ def _stop_strings(name: str, stop: Any) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _token_ids(name: str, ids: Any) -> tuple[int, ...]:
+def _token_ids(name: str, ids: Any, most: int = MAX_LOGIT_BIAS) -> tuple[int, ...]:
     ids = () if ids is None else ids
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | Mapping):
         raise UsageError(f"{name} must be a list of token ids, not {shown(ids)}")
-    found = tuple(check_integer(name, token_id, 0, 1 << 31) for token_id in islice(ids, MAX_LOGIT_BIAS + 1))
-    if len(found) > MAX_LOGIT_BIAS:
-        raise UsageError(f"{name} takes at most {MAX_LOGIT_BIAS} token ids")
+    found = tuple(check_integer(name, token_id, 0, 1 << 31) for token_id in islice(ids, most + 1))
+    if len(found) > most:
+        raise UsageError(f"{name} takes at most {most:,} token ids")
     return found
+
+
+def _allowed_token_ids(name: str, ids: Any) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    found = _token_ids(name, ids, MAX_ALLOWED)
+    if not found:
+        raise UsageError(f"{name} must name at least one token id; leave it out to allow all")
+    return found
+
+
+def _logits_processor(name: str, function: Any) -> LogitsProcessor | None:
+    if function is not None and not callable(function):
+        raise UsageError(f"{name} must be a function of (prompt ids, output ids, logits), not {shown(function)}")
+    return function
 
 
 def _bad_words(name: str, words: Any) -> tuple[str | tuple[int, ...], ...]:
@@ -62,7 +82,7 @@ def _logit_bias(name: str, bias: Any) -> dict[int, float] | None:
 
 
 def _max_tokens(name: str, count: Any) -> int:
-    return MAX_TOKENS if count is None else check_integer(name, count, 1, MAX_TOKENS)
+    return MAX_TOKENS if count is None else check_integer(name, count, 0, MAX_TOKENS)
 
 
 def _top_k(name: str, k: Any) -> int:
@@ -105,6 +125,11 @@ class _Params:
         None, _logprobs, metavar="N", parse=int,
         help="report the log-probabilities of the chosen token and the N most probable ones, before penalties; -1: all",
     )  # fmt: skip
+    prompt_logprobs: int | None = integer(
+        None, 0, MAX_LOGPROBS,
+        help="report log-probability and rank of each token of the prompt, and the N most probable ones; such a "
+        "prompt is computed whole, whatever the prefix cache has of it",
+    )  # fmt: skip
     repetition_penalty: float = number(
         1.0, 0.0, 100.0, above=True, help="above 1 makes the tokens so far less likely (Keskar et al. 2019)"
     )
@@ -119,9 +144,20 @@ class _Params:
     bad_words: Sequence[str | Sequence[int]] = custom(
         (), _bad_words, repeats=True, help="never say this text, or this run of token ids; may be several"
     )
+    allowed_token_ids: Iterable[int] | None = custom(
+        None, _allowed_token_ids, metavar="ID", parse=int, repeats=True,
+        help="say these token ids only, so name an end token, too; may be several",
+    )  # fmt: skip
+    logits_processor: LogitsProcessor | None = custom(  # noqa: RUF009 - a field, as all others
+        None, _logits_processor, cli=False,
+        help="your function of (prompt ids, answer's ids, float32 logits [vocab] where the model computes): it returns "
+        "the logits to go on with, after every other change of them; if it fails, its request fails alone",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not self.max_tokens and self.prompt_logprobs is None:
+            raise UsageError("max_tokens must be at least 1; 0 is for prompt_logprobs alone: a score without an answer")
         if self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
 
@@ -150,6 +186,11 @@ class SamplingParams(_Params):
     )
     min_p: float = number(0.0, 0.0, 1.0, help="keep tokens this probable beside the best one (Nguyen et al. 2024)")
     seed: int | None = integer(None, -(1 << 63), (1 << 63) - 1, help="the same seed gives the same tokens")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.max_tokens and self.n > 1:
+            raise UsageError(f"n must be 1 where max_tokens is 0, not {self.n}: there is no answer")
 
     @property
     def num_sequences(self) -> int:
@@ -185,6 +226,10 @@ class BeamSearchParams(_Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.max_tokens:
+            raise UsageError(
+                "max_tokens must be at least 1 for beams; SamplingParams can score a prompt without an answer"
+            )
         for name in ("n", "num_beam_groups"):
             count = getattr(self, name)
             if count is not None and count > self.beam_width:

@@ -9,7 +9,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from minillm.cache import BlockTable, HostMoves
-from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestMetrics, TokenLogprobs
+from minillm.outputs import (
+    CompletionOutput,
+    Delta,
+    FinishReason,
+    PromptTokenLogprobs,
+    RequestMetrics,
+    TokenLogprobs,
+)
 from minillm.params import Params
 from minillm.text.stop import OutputText
 
@@ -57,6 +64,19 @@ class Sequence:
         return self.own_table.blocks
 
 
+@dataclass(slots=True)
+class PromptScores:
+    """The log-probabilities that a request wants of its prompt's tokens, as they become known."""
+
+    num_top: int  # the most probable tokens, which are told beside each
+    next: int  # the first token whose log-probability comes of no step that is done or under way
+    tokens: list[PromptTokenLogprobs | None]  # of the whole prompt
+
+    def positions(self, first: int, end: int) -> range:
+        """Those from ``first`` to ``end`` whose logits are needed: each tells of the token behind it."""
+        return range(max(first, self.next - 1), min(end, len(self.tokens) - 1))
+
+
 class Stage(Enum):
     PROMPT = auto()  # its first unfinished sequence computes the prompt; the others will fork from it
     SPLIT = auto()  # every unfinished sequence has a block table of its own
@@ -83,7 +103,9 @@ class SequenceGroup:
     salt: str | None = None  # only requests of the same salt share cached blocks
     end_ids: tuple[int, ...] = ()  # the tokens that end a completion
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that must not be generated
+    allowed_ids: Tensor | None = None  # [n] int64 on the host: no other token may be generated
     streamed: bool = False  # deltas with text are wanted even where they cost something
+    scores: PromptScores | None = None  # of the prompt, where they are wanted
     num_cached_tokens: int = 0
     error: str | None = None  # the reason why it ends before its time
     state: Any = None  # the method's own
@@ -91,6 +113,11 @@ class SequenceGroup:
     @property
     def num_prompt_tokens(self) -> int:
         return self.sequences[0].num_prompt_tokens
+
+    def shareable(self, token_ids: list[int]) -> list[int]:
+        """The beginning of ``token_ids`` whose K and V may be anyone's: a token that is to be scored is computed."""
+        missing = self.scores is not None and self.scores.next < self.num_prompt_tokens
+        return token_ids[: self.scores.next] if missing and self.scores is not None else token_ids
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -126,6 +153,12 @@ class Chunk:
         """The last token of a sequence whose other tokens are computed."""
         sequence.decode = sequence.decode or cls(group, sequence, 1, True)
         return sequence.decode
+
+    @property
+    def scored(self) -> range:
+        """The positions whose logits tell of the prompt, where that is wanted. Asked before the step."""
+        scores, first = self.group.scores, self.sequence.num_computed
+        return range(0) if scores is None else scores.positions(first, first + self.count)
 
     @property
     def reaches_the_end(self) -> bool:

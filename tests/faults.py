@@ -48,6 +48,8 @@ SEARCH = "tests/beams/test_search.py"
 THEIR_BEAMS = BEAMS + "test_the_same_beams_and_scores_as_transformers"
 SWAPPED_BEAMS = BEAMS + "test_beams_survive_preemption[4-swap]"
 PENALTIES = "tests/runner/test_penalties.py"
+SCORES = "tests/engine/test_prompt_logprobs.py"
+PROCESSORS = "tests/engine/test_processors.py"
 ROWS = "tests/runner/test_rows.py::"
 AHEAD = ROWS + "test_running_ahead_changes_no_token"
 STOP = "tests/text/test_stop.py::"
@@ -176,7 +178,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ENGINE + "test_a_saved_group_comes_back_as_a_whole"),
     ],
     "minillm/engine/admission.py": [
-        ("next-token-needs-no-block", "-(-(length + 1) // block_size)", "-(-length // block_size)",
+        ("next-token-needs-no-block", "-(-(length + new) // block_size)", "-(-length // block_size)",
          "tests/engine/test_admission.py"),
         ("peak-of-the-last-only", "held + number * left", "held + left", "tests/engine/test_admission.py"),
         ("pinned-blocks-are-room", "<= cache.num_blocks - num_pinned", "<= cache.num_blocks",
@@ -184,7 +186,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("promise-counts-what-is-held", "blocks_to_finish_prompt(group, block_size) - held",
          "blocks_to_finish_prompt(group, block_size)",
          "tests/engine/test_admission.py"),
-        ("prompt-fills-the-context", "if len(token_ids) >= max_model_len:", "if len(token_ids) > max_model_len:",
+        ("prompt-fills-the-context", "if len(token_ids) + num_new > max_model_len:",
+         "if len(token_ids) > max_model_len:",
          ENGINE + "test_prompts_at_the_edge_of_the_context"),
         ("first-id-beyond-the-vocabulary", "max(token_ids) >= vocab_size", "max(token_ids) > vocab_size",
          ENGINE + "test_bad_token_ids_are_refused_before_they_reach_the_device"),
@@ -261,6 +264,15 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("logprobs-do-not-add-up", "sequence.cumulative_logprob += logprobs.logprob",
          "sequence.cumulative_logprob = logprobs.logprob",
          ENGINE + "test_log_probabilities_are_the_models_own"),
+    ],
+    "minillm/engine/scores.py": [
+        ("scores-one-token-early", "tokens.start : tokens.stop", "tokens.start - 1 : tokens.stop - 1", SCORES),
+        ("nan-scores-are-told", "each.logprob != each.logprob", "False", SCORES + "::test_nan_ends_the_request_alone"),
+    ],
+    "minillm/runner/scores.py": [
+        ("best-has-rank-zero", "(logits > chosen).sum(-1) + 1", "(logits > chosen).sum(-1)", SCORES),
+        ("all-chunks-score-the-first-rows", "        first += len(chunk.token_ids)", "        pass", SCORES),
+        ("top-is-no-probability", "values - total, ids", "values, ids", SCORES),
     ],
     # --- beams --------------------------------------------------------------------------------------------------------
     "minillm/beams/method.py": [
@@ -355,6 +367,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          PENALTIES),
         ("penalty-as-a-reward", "values / penalty, values * penalty", "values / penalty, values / penalty",
          PENALTIES),
+        ("processor-is-not-heard", "        logits.copy_(changed)\n", "        pass\n", PROCESSORS),
+        ("impossible-draw", "group.error = NO_TOKEN", "pass", PROCESSORS),
         ("last-run-may-repeat", "starts, tail = range(len(token_ids) - size + 1),",
          "starts, tail = range(len(token_ids) - size),",
          LLM + "test_no_run_of_tokens_comes_twice"),

@@ -29,7 +29,7 @@ model weights
 fit
 runner user_config
 rank engine
-beams branch
+beams branch scoring
 load
 llm service
 server ui

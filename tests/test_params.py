@@ -30,6 +30,8 @@ BAD: dict[str, list[Any]] = {
     "min_tokens": [-1, 1.0, 10**18],
     "max_tokens": [0, -1, 10**18, 10**400, 1.0],
     "bad_words": [3, [""], [[]], [[-1]], [1.5], [["x"]]],
+    "allowed_token_ids": ["x", [], [-1], [1.5], 3],
+    "logits_processor": [3, "x", [len]],
     "ignore_eos": [1, "yes", None],
     "logprobs": [-2, 65, 1.0, True],
 }
@@ -53,6 +55,8 @@ GOOD: dict[str, list[Any]] = {
     "stop": [(), None, "x", ["x", "yy"], {"x"}],
     "stop_token_ids": [(), None, [3], {3, 4}],
     "bad_words": [(), None, "x", ["x", [3, 4]]],
+    "allowed_token_ids": [None, [3], {3, 4}, range(5000)],
+    "logits_processor": [None, max],
     "max_tokens": [1, 1 << 24, None],
     "logprobs": [None, 0, 64, -1],
 }

@@ -16,6 +16,7 @@ from minillm.beams.search import BeamSearch, Candidate
 from minillm.engine.requests import Requests
 from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
 from minillm.params import BeamSearchParams
+from minillm.runner.penalties import NO_TOKEN
 from minillm.sequence import PROMPT, Chunk, Sequence, SequenceGroup, Stage
 from minillm.text.stop import OutputText
 
@@ -112,6 +113,9 @@ class Beams:
         choices = [_Choice(group, rows, beams, logprobs) for rows, beams in zip(step.rows, step.beams, strict=True)]
         searching = zip(state.searches, candidates, choices, strict=True)
         survivors = [[] if s.done else s.advance(each, choice.ends, choice.hypothesis) for s, each, choice in searching]
+        if state.done and not any(search.finished for search in state.searches):
+            group.error = NO_TOKEN
+            return []
         if state.done:
             for sequence in group.sequences:
                 self.requests.end_sequence(group, sequence, "stop")
@@ -229,7 +233,7 @@ class Searches:
         for step, candidates in self.found:
             if any(math.isnan(candidate.logprob) for each in candidates for candidate in each):
                 self.beams.requests.note_nan(step.group)
-            else:
+            elif step.group.error is None:
                 deltas += self.beams.advance(step, candidates, self._logprobs(step, candidates))
         return deltas
 

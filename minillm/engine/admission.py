@@ -8,6 +8,9 @@ tokens and i times as many more.
 from collections.abc import Sequence
 from operator import countOf
 
+import torch
+from torch import Tensor
+
 from minillm.cache import BlockManager
 from minillm.checks import shown
 from minillm.errors import UsageError
@@ -28,7 +31,8 @@ def blocks_to_finish_prompt(group: SequenceGroup, block_size: int) -> int:
     shared = group.num_prompt_tokens // block_size
     lengths = [len(sequence.token_ids) for sequence in group.unfinished]
     lengths += [group.num_prompt_tokens] * (group.num_seqs - len(lengths))
-    return shared + sum(-(-(length + 1) // block_size) - shared for length in lengths)
+    new = min(1, group.max_tokens)
+    return shared + sum(-(-(length + new) // block_size) - shared for length in lengths)
 
 
 def blocks_promised(group: SequenceGroup, block_size: int) -> int:
@@ -83,8 +87,11 @@ def is_being_computed(
     return False
 
 
-def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> None:
-    """Raise UsageError unless the prompt can be computed by a model with this vocabulary and context."""
+def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, num_new: int = 1) -> None:
+    """Raise UsageError unless a model with this vocabulary and context can compute the prompt.
+
+    ``num_new`` tokens, 0 or 1, are left for an answer.
+    """
     if not token_ids:
         raise UsageError("the prompt is empty; give at least one token of text")
     # On a GPU an id out of range would destroy the whole context, not only this request. The loop finds the one to
@@ -94,10 +101,9 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) 
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise UsageError(f"token id {shown(token_id)} in the prompt is not from 0 to {vocab_size - 1}")
-    if len(token_ids) >= max_model_len:
-        found = (
-            f"the prompt has {len(token_ids)} tokens and the context holds {max_model_len}, one of them for the answer"
-        )
+    if len(token_ids) + num_new > max_model_len:
+        found = f"the prompt has {len(token_ids)} tokens and the context holds {max_model_len}"
+        found += ", one of them for the answer" * num_new
         raise UsageError(f"{found}; shorten the prompt or raise max_model_len")
 
 
@@ -115,12 +121,21 @@ def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int
     return tuple(runs)
 
 
+def allowed_ids(params: Params) -> Tensor | None:
+    """The only tokens that may be generated, each once, ``[n]`` int64; None: all may."""
+    return None if params.allowed_token_ids is None else torch.tensor(sorted(set(params.allowed_token_ids)))
+
+
 def check_ids(params: Params, bad_words: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
     """Raise UsageError where parameters name token ids beyond the vocabulary."""
     for name, ids in (
         ("logit_bias", params.logit_bias or ()),
         ("stop_token_ids", params.stop_token_ids),
         ("bad_words", [token_id for word in bad_words for token_id in word]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
     ):
         if any(token_id >= vocab_size for token_id in ids):
             raise UsageError(f"{name}: token id {max(ids)} is not below the vocabulary's size {vocab_size}")
+    never = {word[0] for word in bad_words if len(word) == 1}
+    if params.allowed_token_ids is not None and never.issuperset(params.allowed_token_ids):
+        raise UsageError("bad_words exclude every token of allowed_token_ids; allow one more")

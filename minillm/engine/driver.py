@@ -47,10 +47,15 @@ class Driver:
             raise UsageError(f"{why}; give token ids instead of text")
         return self.engine.tokenizer
 
-    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
-        """A prompt's ids (see `minillm.llm.LLM.token_ids`); raises UsageError for text without a tokenizer."""
+    def token_ids(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = False, whole: bool = True
+    ) -> list[int]:
+        """A prompt's ids (see `minillm.llm.LLM.token_ids`); raises UsageError for text without a tokenizer.
+
+        ``whole``: it must fit into the context.
+        """
         if isinstance(prompt, str):
-            self.tokenizer.check_length(prompt, self.engine.max_model_len)
+            self.tokenizer.check_length(prompt, self.engine.max_model_len if whole else None)
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
         return plain_ids(prompt)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minillm.engine.figures import Figures
 from minillm.engine.requests import Request, Requests
+from minillm.engine.scores import ScoreOnly, Scoring
 from minillm.outputs import Delta, RequestOutput
 from minillm.params import Params
 from minillm.runner.runner import Runner
@@ -69,6 +70,7 @@ class Engine:
         self.tokenizer, self.max_model_len = requests.tokenizer, requests.max_model_len
         self.scheduler, self.cache = requests.scheduler, requests.scheduler.cache
         self.figures = Figures(self.scheduler)
+        self._score_only = ScoreOnly(requests)
         self._methods, self._guard, self._on_close = methods, guard, on_close
         self._aborts: deque[str] = deque()
         self._under_way: Step | None = None
@@ -80,7 +82,8 @@ class Engine:
 
     def add(self, request: Request) -> SequenceGroup:
         """Queue a request; raises UsageError for a bad prompt or an id in use, CapacityError if it can never fit."""
-        return self.requests.add(request, self._methods[type(request.params)])
+        method = self._methods[type(request.params)] if request.params.max_tokens else self._score_only
+        return self.requests.add(request, method)
 
     def add_request(self, request_id: str, token_ids: SequenceOf[int], params: Params, **options: Any) -> SequenceGroup:
         """`add`, given the fields of a `Request`."""
@@ -161,6 +164,8 @@ class Engine:
         step, began = Step(schedule, []), time.monotonic()
         try:
             logits, sampled = self.runner.run(schedule, self.cache.take_copies())
+            if (scored := self.runner.take_scores()) is not None:
+                step.flights.append(Scoring.launched(self.requests, scored, schedule))
             self.note_computed(schedule)
             self.launch_flights(step, logits, sampled)
         except Exception as error:
@@ -202,9 +207,9 @@ class Engine:
             flight.wait()
         self.figures.device_seconds += time.monotonic() - waited
         deltas: list[Delta] = []
-        groups: list[SequenceGroup] = []
+        groups: dict[SequenceGroup, None] = {}
         for flight in step.flights:
-            groups += flight.groups
+            groups.update(dict.fromkeys(flight.groups))
             deltas += flight.conclude()
         running = [group for group in groups if group.request_id in self.requests.groups]
         deltas += self.requests.end([group for group in running if group.error is not None])

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
+from minillm.engine.admission import allowed_ids, bad_word_ids, check_ids, check_prompt
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
 from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
 from minillm.params import Params
-from minillm.sequence import Method, Sequence, SequenceGroup, Stage
+from minillm.sequence import Method, PromptScores, Sequence, SequenceGroup, Stage
 from minillm.text.tokenizer import Tokenizer
 
 
@@ -26,6 +26,8 @@ class Request:
         salt: only requests of the same salt find each other's blocks in the prefix cache.
         streamed: `Driver.run` gives its deltas as well.
         request_id: by default the driver makes one.
+        score_from: with ``prompt_logprobs``, the first token of the prompt that they are wanted of; what stands before
+            the token in front of it may come from the prefix cache.
     """
 
     token_ids: SequenceOf[int]
@@ -36,6 +38,7 @@ class Request:
     salt: str | None = None
     streamed: bool = False
     request_id: str = ""
+    score_from: int = 1
 
 
 @dataclass
@@ -52,16 +55,16 @@ class Requests:
     finished: dict[str, SequenceGroup] = field(default_factory=dict)  # until their outputs are taken
     _seq_ids: Iterator[int] = field(default_factory=itertools.count)
 
-    def check_prompt(self, token_ids: SequenceOf[int]) -> None:
-        """Raise UsageError unless this model can compute the prompt."""
-        check_prompt(token_ids, self.vocab_size, self.max_model_len)
+    def check_prompt(self, token_ids: SequenceOf[int], num_new: int = 1) -> None:
+        """Raise UsageError unless this model can compute the prompt and ``num_new`` tokens, 0 or 1, behind it."""
+        check_prompt(token_ids, self.vocab_size, self.max_model_len, num_new)
 
     def add(self, request: Request, method: Method) -> SequenceGroup:
         """Make a group and queue it; see `minillm.engine.engine.Engine.add`."""
         request_id, token_ids, params = request.request_id, request.token_ids, request.params
         if request_id in self.groups:
             raise UsageError(f"request id {request_id!r} is in use; wait until it has finished or choose another")
-        self.check_prompt(token_ids)
+        self.check_prompt(token_ids, min(1, params.max_tokens))
         bad_words = bad_word_ids(params, self.tokenizer)
         check_ids(params, bad_words, self.vocab_size)
         group = SequenceGroup(
@@ -78,8 +81,11 @@ class Requests:
             salt=self.salt_for(len(token_ids), request.salt),
             end_ids=tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}),
             bad_words=bad_words,
+            allowed_ids=allowed_ids(params),
             streamed=request.streamed,
         )
+        if params.prompt_logprobs is not None:
+            group.scores = PromptScores(params.prompt_logprobs, max(1, request.score_from), [None] * len(token_ids))
         method.begin(group)
         self.scheduler.add(group)
         self.groups[request_id] = group
@@ -169,4 +175,5 @@ class Requests:
             num_cached_tokens=group.num_cached_tokens,
             metrics=group.metrics,
             error=group.error,
+            prompt_logprobs=None if group.scores is None else list(group.scores.tokens),
         )

@@ -141,9 +141,9 @@ class Draws:
             sequence.num_pending -= 1
             if sequence.finish_reason is not None:
                 continue
-            if is_nan or group.error is not None:
+            if is_nan:
                 self.samples.requests.note_nan(group)
-            else:
+            elif group.error is None:
                 deltas.append(append(group, sequence, token_id, logprobs))
         return deltas
 

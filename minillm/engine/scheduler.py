@@ -167,11 +167,12 @@ class Scheduler:
                 return False
         sequence, parent, size = group.computing[0], group.parent, self.cache.block_size
         prompt = sequence.token_ids if group.stage is Stage.SPLIT else sequence.token_ids[: group.num_prompt_tokens]
+        shareable = group.shareable(prompt)
         while True:
-            shared = shared_length(parent, prompt, group.salt)
-            cached = self.cache.find_cached(prompt, group.salt)
+            shared = shared_length(parent, shareable, group.salt)
+            cached = self.cache.find_cached(shareable, group.salt)
             known = max(shared, cached.num_tokens)
-            if self.cache.prefix_caching and need.is_being_computed(group, prompt, known, self.running, size):
+            if self.cache.prefix_caching and need.is_being_computed(group, shareable, known, self.running, size):
                 return False
             saved = shared // size if shared >= cached.num_tokens else cached.num_held
             needed = need.blocks_to_finish_prompt(group, size) - saved

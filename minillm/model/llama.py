@@ -119,6 +119,10 @@ class Llama:
 
     def forward(self, batch: Batch, kv_cache: Tensor, out: Tensor | None = None) -> Tensor:
         """Write the tokens' K and V; return logits ``[num_logits, vocab]`` in the model's dtype, ``out`` if given."""
+        return self.logits(self.hidden(batch, kv_cache), batch.logit_rows, out)
+
+    def hidden(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+        """Write the tokens' K and V; return the last layer's output ``[num_tokens, hidden]``."""
         eps = self.config.rms_norm_eps
         steps = self._steps(batch, kv_cache[0])
         x = self._embed(batch.token_ids)  # [num_tokens, hidden]
@@ -128,9 +132,11 @@ class Llama:
             x = self._linear_add(attended, layer.o, x)
             gated = kernels.norm_gated_linear(x, layer.post_attention_norm, eps, layer.gate_up)  # [.., intermediate]
             x = self._linear_add(gated, layer.down, x)
-        if batch.logit_rows is not None:
-            x = x[batch.logit_rows]  # [num_logits, hidden]
-        return self._logits(x, out)
+        return x
+
+    def logits(self, hidden: Tensor, rows: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Logits ``[num_logits, vocab]`` of these ``rows`` of ``hidden [num_tokens, hidden]``; None: of all."""
+        return self._logits(hidden if rows is None else hidden[rows], out)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         return kernels.embedding(token_ids, self.embedding, self.dtype)

@@ -22,7 +22,7 @@ from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, Wo
 from minillm.model.llama import Batch, Llama
 from minillm.model.shard import ranks_of
 from minillm.runner.graphs import Graphs
-from minillm.runner.penalties import needs_host, process_logits
+from minillm.runner.penalties import needs_host, process_draw
 from minillm.runner.rows import Rows, Sharing, padded_size
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, draw_tokens
@@ -109,7 +109,7 @@ class DeviceRunner(Runner):
             batch = self.batch(work.chunks, 0)
             if work.decode is not None:
                 batch = self._join(work.decode, batch)
-            self.model.forward(batch, self.kv_cache, out=logits)
+            self.logits(batch, work.chunks, batch.num_decodes, out=logits)
         elif work.decode is not None:
             size = self._begin(work.decode)
             shared = self._shared(work.decode, size)
@@ -166,7 +166,7 @@ class DeviceRunner(Runner):
             indices = self._tensor([-1 if i in hosted else row.index for i, row in enumerate(rows)], torch.int32)
             kernels.penalise(raw, self._words, self._counts, indices, processed)
             for i in hosted:
-                process_logits(processed[i], draws[i].group, draws[i].sequence)
+                process_draw(processed[i], draws[i].group, draws[i].sequence)
         tokens = draw_tokens(processed, draws)
         kernels.end_decode(self._words, self._counts, self._tensor([row.index for row in rows], torch.int32), tokens)
         self._books.note_drawn(draws)

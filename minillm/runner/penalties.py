@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from minillm.params import LogitsProcessor
 from minillm.sequence import Sequence, SequenceGroup
+
+NO_TOKEN = "no token is possible any more: together the request's parameters exclude all of them"
 
 
 def needs_processing(group: SequenceGroup, sequence: Sequence) -> bool:
@@ -15,6 +18,7 @@ def needs_host(group: SequenceGroup, sequence: Sequence) -> bool:
     """Whether this step needs more than the penalties that `minillm.kernels.penalise` applies on the device."""
     params = group.params
     changes = params.logit_bias or group.bad_words or params.no_repeat_ngram_size
+    changes = changes or group.allowed_ids is not None or params.logits_processor is not None
     return bool(changes) or sequence.num_output_tokens < params.min_tokens
 
 
@@ -22,8 +26,9 @@ def process_logits(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> 
     """Apply a request's biases and penalties to the ``[vocab]`` logits of one sequence's next token, in place.
 
     In this order: logit bias, end tokens before ``min_tokens``, repetition, frequency and presence penalty, tokens that
-    would repeat an n-gram, tokens that would complete one of the bad words. Beam search applies them to
-    log-probabilities instead, as Hugging Face ``generate`` does.
+    would repeat an n-gram, tokens that would complete one of the bad words, tokens that are not among the allowed ones,
+    the caller's own processor; if that fails, ``group.error`` says why. Beam search applies them to log-probabilities
+    instead, as Hugging Face ``generate`` does.
     """
     params, end_ids = group.params, group.end_ids
     device = logits.device
@@ -43,6 +48,38 @@ def process_logits(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> 
     banned += completing_tokens(sequence.token_ids, group.bad_words)
     if banned:
         logits[torch.tensor(banned, device=device)] = float("-inf")
+    if group.allowed_ids is not None:
+        allowed = group.allowed_ids.to(device)
+        kept = logits[allowed]
+        logits.fill_(float("-inf"))
+        logits[allowed] = kept
+    if params.logits_processor is not None:
+        group.error = group.error or run_processor(params.logits_processor, logits, sequence)
+
+
+def process_draw(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> None:
+    """`process_logits` for a draw, which needs a possible token: where none is left, ``group.error`` says so."""
+    process_logits(logits, group, sequence)
+    if group.allowed_ids is not None and group.error is None and logits.amax() == float("-inf"):
+        group.error = NO_TOKEN
+
+
+def run_processor(processor: LogitsProcessor, logits: Tensor, sequence: Sequence) -> str | None:
+    """Replace the ``[vocab]`` logits of a sequence's next token by the caller's. Returns what failed, in a line."""
+    prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+    if logits.isnan().any():
+        return None  # the model's own fault, and told as such
+    try:
+        changed = processor(prompt, sequence.output_token_ids, logits.clone())
+        if not isinstance(changed, Tensor) or changed.shape != logits.shape:
+            what = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+            return f"logits_processor must return a tensor {list(logits.shape)}, not {what}"
+        if not changed.amax().isfinite():
+            return "logits_processor has left NaN, infinity, or no token that is possible"
+        logits.copy_(changed)
+    except Exception as error:
+        return f"logits_processor: {type(error).__name__}: {' '.join(str(error).split())}"
+    return None
 
 
 def repeating_tokens(token_ids: list[int], size: int) -> list[int]:

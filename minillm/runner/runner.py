@@ -11,6 +11,7 @@ from minillm import kernels
 from minillm.model.llama import Batch, Llama
 from minillm.runner.host_pool import HostPool
 from minillm.runner.sampler import Drawn, sample_tokens
+from minillm.runner.scores import Scored, score
 from minillm.runner.step import ChunkWork, StepObserver, StepWork
 from minillm.sequence import Chunk, Schedule
 
@@ -23,6 +24,7 @@ class Runner:
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
         self.host_pool = HostPool(self.kv_cache, num_host_blocks)
         self.observers: list[StepObserver] = []
+        self._scored: Scored | None = None  # of the last step, until it is taken
 
     def run(self, schedule: Schedule, copies: list[tuple[int, int]]) -> tuple[Tensor, list[Chunk]]:
         """Move and copy blocks, then compute the step.
@@ -65,7 +67,24 @@ class Runner:
         self.prepare(work)
         if not work.chunks:
             return self.kv_cache.new_empty(0, 0)
-        return self.model.forward(self.batch(work.chunks, work.num_decodes), self.kv_cache).float()
+        return self.logits(self.batch(work.chunks, work.num_decodes), work.chunks, 0).float()
+
+    def logits(self, batch: Batch, chunks: list[ChunkWork], first: int, out: Tensor | None = None) -> Tensor:
+        """Compute a batch; see `Llama.forward`. What its chunks want to know of their prompts is for `take_scores`.
+
+        Args:
+            first: the token of the batch that ``chunks`` begin with.
+        """
+        if not any(chunk.targets for chunk in chunks):
+            return self.model.forward(batch, self.kv_cache, out)
+        hidden = self.model.hidden(batch, self.kv_cache)
+        self._scored = score(self.model, hidden, chunks, first)
+        return self.model.logits(hidden, batch.logit_rows, out)
+
+    def take_scores(self) -> Scored | None:
+        """What the last step tells of prompts, once: of its chunks with targets, in their order."""
+        scored, self._scored = self._scored, None
+        return scored
 
     def prepare(self, work: StepWork) -> None:
         """Move and copy the step's blocks."""
@@ -89,9 +108,13 @@ class Runner:
         sequence, first = chunk.sequence, chunk.sequence.num_computed
         end = first + chunk.count
         blocks = sequence.blocks[: -(-end // self.block_size)]
-        return ChunkWork(
+        work = ChunkWork(
             sequence.token_ids[first:end], first, blocks, sequence.num_prompt_tokens, chunk.reaches_the_end
         )
+        if chunk.group.scores is not None and (rows := chunk.scored):
+            work.score_from, work.num_top = rows.start, chunk.group.scores.num_top
+            work.targets = sequence.token_ids[rows.start + 1 : rows.stop + 1]
+        return work
 
     def batch(self, chunks: list[ChunkWork], num_decodes: int) -> Batch:
         """The chunks' tensors; the first ``num_decodes`` chunks decode."""

@@ -10,7 +10,8 @@ from minillm import kernels
 from minillm.kernels import SamplingInputs
 from minillm.outputs import TokenLogprobs
 from minillm.params import SamplingParams
-from minillm.runner.penalties import needs_processing, process_logits
+from minillm.runner.penalties import needs_processing, process_draw
+from minillm.runner.to_host import ToHost
 from minillm.sequence import Chunk
 
 
@@ -38,20 +39,11 @@ class Drawn:
         if most:
             index = torch.tensor(wanted, device=logits.device)
             results += kernels.top_log_probabilities(logits[index], min(most, vocab))
-        self._event: torch.cuda.Event | None = None
-        if token_ids.is_cuda:
-            # Into pinned memory of this draw's own: the next one may be under way before these are looked at.
-            hosts = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in results]
-            results = [host.copy_(each, non_blocking=True) for host, each in zip(hosts, results, strict=True)]
-            self._event = torch.cuda.Event()
-            self._event.record()
-        self._results = results
+        self._results = ToHost(results)
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
         """The tokens, their log-probabilities where they are wanted, and whether a token's logits held NaN."""
-        if self._event is not None:
-            self._event.synchronize()
-        token_ids, logprobs, *top = [each.tolist() for each in self._results]
+        token_ids, logprobs, *top = self._results.wait()
         tokens: list[TokenLogprobs | None] = [None] * len(token_ids)
         number = 0
         for i, count in enumerate(self._counts):
@@ -75,7 +67,7 @@ def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
         if needs_processing(draw.group, draw.sequence):
             if processed is raw:
                 processed = raw.to(torch.float32, copy=True)
-            process_logits(processed[i], draw.group, draw.sequence)
+            process_draw(processed[i], draw.group, draw.sequence)
     token_ids = draw_tokens(processed, draws)
     wanted = any(draw.group.params.logprobs is not None for draw in draws)  # otherwise only NaN has a meaning
     logprobs = kernels.log_probabilities(raw, token_ids) if wanted else raw.amax(-1)

@@ -1,6 +1,6 @@
 """One step's work as plain data: token ids, positions and block ids, and nothing of requests."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minillm.cache import HostMoves
 
@@ -14,6 +14,9 @@ class ChunkWork:
     blocks: list[int]  # that hold the sequence up to the last of them
     num_prompt_tokens: int
     wants_logits: bool  # of the last of them
+    score_from: int = 0  # the position behind which the first of ``targets`` stands
+    targets: list[int] = field(default_factory=list)  # tokens whose log-probabilities are wanted
+    num_top: int = 0  # with the most probable tokens beside each
 
     @property
     def end(self) -> int:

@@ -170,14 +170,14 @@ class Tokenizer:
         ids = self._ids(text) if parse_special else self._plain_ids(self._user_spellings.broken(text))
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
-    def check_length(self, text: str, max_tokens: int) -> None:
-        """Raise UsageError where a text has more characters than ``max_tokens`` tokens can stand for."""
+    def check_length(self, text: str, max_tokens: int | None) -> None:
+        """Raise UsageError where a text has more characters than ``max_tokens`` tokens can stand for, or any text."""
         # To tokenize it takes seconds for each million characters, and a hundred times its memory.
-        most = min(max_tokens * self._longest, _MAX_CHARACTERS)
+        most = _MAX_CHARACTERS if max_tokens is None else min(max_tokens * self._longest, _MAX_CHARACTERS)
         if len(text) > most:
+            why = "" if max_tokens is None else f": the context holds {max_tokens} tokens"
             raise UsageError(
-                f"the prompt has {len(text):,} characters, and at most {most:,} are taken: the context holds "
-                f"{max_tokens} tokens; shorten it"
+                f"the prompt has {len(text):,} characters, and at most {most:,} are taken{why}; shorten it"
             )
 
     def _whole_ids(self, text: str, special: bool = False) -> list[int]:

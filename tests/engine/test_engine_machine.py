@@ -26,6 +26,8 @@ KINDS = (
     SamplingParams(temperature=0, repetition_penalty=1.4, max_tokens=7),
     BeamSearchParams(beam_width=3, max_tokens=6),
     SamplingParams(n=4, seed=2, max_tokens=20),  # most of the pool
+    SamplingParams(n=2, seed=3, max_tokens=5, prompt_logprobs=1),
+    SamplingParams(max_tokens=0, prompt_logprobs=0),
 )
 PREFIX = list(range(40, 60))
 

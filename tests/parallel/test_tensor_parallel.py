@@ -41,7 +41,7 @@ from minillm.parallel.channel import RankDied
 from minillm.parallel.collectives import Ranks
 from minillm.parallel.launch import Torchrun
 from minillm.params import Params
-from minillm.runner import wire
+from minillm.runner import scores, wire
 from minillm.runner.device_runner import DeviceRunner
 from minillm.runner.runner import Runner
 from minillm.runner.step import ChunkWork, DecodeWork, StepWork
@@ -109,7 +109,7 @@ def test_the_parts_of_a_large_model_are_equal() -> None:
 
 
 def test_a_step_survives_the_line() -> None:
-    chunk = ChunkWork([5, 6], 3, [7, 8], 9, True)
+    chunk = ChunkWork([5, 6], 3, [7, 8], 9, True, 3, [6, 7], 5)
     decode = DecodeWork(2, [1, 0], [12, 13], [-5, 1 << 30], True, [[0, 1], [4, 4], [0, 1, 2], [1, 0, 0, 0, 4, 0]])
     for work in (
         StepWork(HostMoves([(1, 2)], [(3, 4)]), [(5, 6)], decode, [chunk], 0),
@@ -263,6 +263,37 @@ def test_ranks_compute_what_one_rank_computes(kind: str, size: int) -> None:
     expected = tokens(run(engine_over(whole, None, num_blocks=200), requests))
     with team(model, size, num_blocks=200) as engine:
         assert tokens(run(engine, requests)) == expected
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["odd vocabulary and intermediate", "dynamic rope"])
+def test_ranks_score_prompts_as_one_rank_does(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of seven rows of logits, which all ranks must cut alike."""
+    model = hf_model(**MODELS[kind])
+    monkeypatch.setattr(scores, "_PIECE", 7 * model.config.vocab_size)
+    rng = random.Random(size)
+    kinds: list[Params] = [
+        SamplingParams(max_tokens=0, prompt_logprobs=2),
+        SamplingParams(n=2, seed=1, max_tokens=5, prompt_logprobs=0),
+        BeamSearchParams(beam_width=3, max_tokens=4, prompt_logprobs=1),
+        SamplingParams(temperature=0, max_tokens=6),
+    ]
+    requests: list[tuple[list[int], Params]] = [
+        ([rng.randrange(3, 96) for _ in range(rng.randint(1, 50))], kinds[number % 4]) for number in range(16)
+    ]
+    config, tensors = tensors_of(model)
+    whole = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256)
+    expected = run(engine_over(whole, None, num_blocks=200), requests)
+    with team(model, size, num_blocks=60) as engine:
+        found = run(engine, requests)
+    assert tokens(found) == tokens(expected)
+    for one, other in zip(expected, found, strict=True):
+        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+        for ours_, theirs in zip(one.prompt_logprobs or [], other.prompt_logprobs or [], strict=True):
+            assert (ours_ is None) == (theirs is None)
+            if ours_ is not None and theirs is not None:
+                assert (ours_.token_id, ours_.rank) == (theirs.token_id, theirs.rank)
+                assert ours_.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("host_blocks", [0, 60])

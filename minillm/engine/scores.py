@@ -1,0 +1,106 @@
+"""Scores of prompts: log-probabilities of tokens that are given, and the requests that want nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from minillm.engine.requests import Requests
+from minillm.outputs import CompletionOutput, Delta, PromptTokenLogprobs
+from minillm.runner.scores import Scored
+from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
+
+
+@dataclass(slots=True)
+class Scoring:
+    """The scores that one step gives; see `minillm.sequence.Flight`."""
+
+    requests: Requests
+    scored: Scored
+    parts: list[tuple[SequenceGroup, range]]  # the tokens of each group's prompt, in the order of the step's chunks
+    results: list[list[PromptTokenLogprobs]] = field(default_factory=list)
+    may_run_ahead: bool = True
+
+    @classmethod
+    def launched(cls, requests: Requests, scored: Scored, schedule: Schedule) -> Scoring:
+        """Note what a step under way will tell. To be called before its tokens count as computed."""
+        parts = []
+        for chunk in schedule.chunks:
+            if chunk.group.scores is not None and (rows := chunk.scored):
+                chunk.group.scores.next = rows.stop + 1
+                parts.append((chunk.group, range(rows.start + 1, rows.stop + 1)))
+        return cls(requests, scored, parts)
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        return [group for group, _ in self.parts]
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(not group.finished for group in self.groups)
+
+    def wait(self) -> None:
+        self.results = self.scored.wait()
+
+    def conclude(self) -> list[Delta]:
+        for (group, tokens), results in zip(self.parts, self.results, strict=True):
+            if group.scores is not None and not group.finished:
+                group.scores.tokens[tokens.start : tokens.stop] = results
+                if any(each.logprob != each.logprob for each in results):
+                    self.requests.note_nan(group)
+        return []
+
+    def discard(self) -> None:
+        self.parts = []
+
+
+class ScoreOnly:
+    """Requests that end with their prompt (``max_tokens`` 0); see `minillm.sequence.Method`."""
+
+    def __init__(self, requests: Requests) -> None:
+        self.requests = requests
+
+    def begin(self, group: SequenceGroup) -> None:
+        assert group.scores is not None
+
+    def due(self, group: SequenceGroup) -> list[Chunk]:
+        # Never as a decode, even of one token: what a decode computes is a draw's.
+        return [Chunk(group, each, each.num_prompt_tokens - each.num_computed, False) for each in group.unfinished]
+
+    def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
+        raise AssertionError("a prompt without an answer has nothing to fork")
+
+    def launch(self, logits: Tensor, chunks: list[Chunk]) -> Ends:
+        return Ends(self.requests, [chunk.group for chunk in chunks])
+
+    def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
+        logprobs: tuple[float | None, list | None] = (None, None) if group.params.logprobs is None else (0.0, [])
+        return [CompletionOutput(each.index, "", [], *logprobs, each.finish_reason) for each in group.sequences]
+
+
+@dataclass(slots=True)
+class Ends:
+    """The requests that end with one step; see `minillm.sequence.Flight`."""
+
+    requests: Requests
+    groups: list[SequenceGroup]
+    may_run_ahead: bool = True
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(not group.finished for group in self.groups)
+
+    def wait(self) -> None:
+        """Nothing that a device computes is missing."""
+
+    def conclude(self) -> list[Delta]:
+        deltas = []
+        for group in self.groups:
+            if group.error is None and not group.finished:
+                self.requests.end_sequence(group, group.sequences[0], "length")
+                deltas.append(Delta(group.request_id, 0, "", [], "length"))
+        return deltas
+
+    def discard(self) -> None:
+        self.groups = []

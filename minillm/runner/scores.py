@@ -1,0 +1,83 @@
+"""How probable tokens are that are given: the log-probabilities of a prompt, beside the computation of its K and V."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minillm.model.llama import Llama
+from minillm.model.shard import ranks_of
+from minillm.outputs import PromptTokenLogprobs
+from minillm.runner.step import ChunkWork
+from minillm.runner.to_host import ToHost
+
+_PIECE = 1 << 24  # logits at a time: of 8,000 tokens and a vocabulary of 150,000 all would be 5 GB in float32
+
+
+class Scored:
+    """The scores of one step's chunks, on their way to the host.
+
+    Args:
+        counts: of each chunk with targets, how many it has, and how many most probable tokens it wants beside each.
+        results: log-probabilities ``[targets]``, ranks ``[targets]`` from 1 on, and where any are wanted the most
+            probable tokens' log-probabilities and ids ``[targets, most]``.
+    """
+
+    def __init__(self, counts: list[tuple[int, int]], targets: list[int], results: Sequence[Tensor]) -> None:
+        self._counts, self._targets, self._results = counts, targets, ToHost(results)
+
+    def wait(self) -> list[list[PromptTokenLogprobs]]:
+        """The scores of each chunk with targets, by target. NaN where a logit is."""
+        logprobs, ranks, *top = self._results.wait()
+        found: list[list[PromptTokenLogprobs]] = []
+        at = 0
+        for count, most in self._counts:
+            found.append([])
+            for i in range(at, at + count):
+                pairs = tuple(zip(top[1][i][:most], top[0][i][:most], strict=True)) if top else ()
+                found[-1].append(PromptTokenLogprobs(self._targets[i], logprobs[i], pairs, ranks[i]))
+            at += count
+        return found
+
+
+def score(model: Llama, hidden: Tensor, chunks: list[ChunkWork], first: int) -> Scored | None:
+    """Compute how probable the chunks' targets are; None where they have none, and on ranks other than the first.
+
+    Logits are computed for these rows alone, and some rows at a time.
+
+    Args:
+        hidden: ``[num_tokens, hidden]``, the last layer's output.
+        first: the row of the first chunk's first token.
+    """
+    rows: list[int] = []
+    targets: list[int] = []
+    counts: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if chunk.targets:
+            at = first + chunk.score_from - chunk.first
+            rows += range(at, at + len(chunk.targets))
+            targets += chunk.targets
+            counts.append((len(chunk.targets), chunk.num_top))
+        first += len(chunk.token_ids)
+    if not rows:
+        return None
+    most, size = max(top for _, top in counts), max(1, _PIECE // model.config.vocab_size)
+    ranks, device = ranks_of(model), model.device
+    pieces = []
+    for start in range(0, len(rows), size):
+        logits = model.logits(hidden, torch.tensor(rows[start : start + size], device=device))
+        if ranks is None or ranks.rank == 0:
+            pieces.append(_score_rows(logits.float(), torch.tensor(targets[start : start + size], device=device), most))
+    if not pieces:
+        return None
+    return Scored(counts, targets, [torch.cat(column) for column in zip(*pieces, strict=True)])
+
+
+def _score_rows(logits: Tensor, targets: Tensor, most: int) -> tuple[Tensor, ...]:
+    """See `Scored`; of ``logits [n, vocab]`` float32 and ``targets [n]``."""
+    chosen, total = logits.gather(1, targets[:, None]), logits.logsumexp(-1, keepdim=True)
+    results = (chosen - total)[:, 0], (logits > chosen).sum(-1) + 1
+    if not most:
+        return results
+    values, ids = logits.topk(min(most, logits.shape[1]))
+    return *results, values - total, ids

@@ -1,0 +1,27 @@
+"""Results of a step on their way from the device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ToHost:
+    """Tensors that the device has computed, or is about to; `wait` gives their values."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensors = list(tensors)
+        if self._tensors[0].is_cuda:
+            # Into pinned memory of these results' own: the next step may be under way before they are looked at.
+            hosts = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in self._tensors]
+            self._tensors = [host.copy_(each, non_blocking=True) for host, each in zip(hosts, tensors, strict=True)]
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[Any]:
+        """The values of each tensor, as nested lists."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [each.tolist() for each in self._tensors]
