@@ -93,3 +93,12 @@ def text_logprobs(tokens: Sequence[Token], offset: int = 0) -> Json:
         "top_logprobs": [None if t.logprob is None else {text: value for text, _, value in t.top} for t in tokens],
         "text_offset": offsets,
     }
+
+
+def prompt_entry(token: Token) -> Json | None:
+    """A prompt's token in ``prompt_logprobs``: itself and the most probable ones; None for the first."""
+    if token.logprob is None:
+        return None
+    best = [{"token": text, "logprob": value} for text, _, value in token.top]
+    own = {"token_id": token.token_id, "token": token.text, "logprob": token.logprob, "rank": token.rank}
+    return {**own, "top": best}

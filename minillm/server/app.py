@@ -150,14 +150,15 @@ async def _completions(service: Service, request: Request) -> Generating:
         body.prompts(),
         body.params(service.facts.defaults),
     )
+    echo = body.echo or body.prompt_logprobs is not None
     one = messages.Complete(
-        name, tenant, None, params, bool(body.stream), body.echo, body.keep, body.fork, _salt(tenant, body.cache_salt)
+        name, tenant, None, params, bool(body.stream), echo, body.keep, body.fork, _salt(tenant, body.cache_salt)
     )
     copy = msgspec.structs.replace
     calls = [copy(one, request_id=f"{name}-{number}", prompt=prompt) for number, prompt in enumerate(prompts)]
     if len(calls) == 1:
         calls[0].request_id = name
-    form = TextForm(body.n or 1, body.echo, body.logprobs is not None)
+    form = TextForm(body.n or 1, body.echo, body.logprobs is not None, body.prompt_logprobs is not None)
     frame = Frame(name, service.names[0], "text_completion")
     return _generating(service, body, Asked(tenant, calls, frame, form, bool(body.stream)))
 

@@ -72,6 +72,7 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     bad_words: list[str | list[int]] | None = None
+    allowed_token_ids: list[int] | None = None
     beam_width: int | None = None
     use_beam_search: bool | None = None  # with ``n`` or ``best_of`` beams
     length_penalty: float | None = None
@@ -143,6 +144,8 @@ class CompletionBody(_Generation):
             raise BadField(f"best_of {self.best_of} is below n {self.n}", "best_of")
         if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
             raise BadField("best_of: which answers are best is known at the end only; leave stream out", "best_of")
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadField("prompt_logprobs: leave stream out", "prompt_logprobs")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
             raise BadField(f"logprobs must be from 0 to 20, not {self.logprobs}", "logprobs")
 
@@ -151,6 +154,8 @@ class CompletionBody(_Generation):
         values = _given(self, defaults)
         values.setdefault("max_tokens", 16)
         values["logprobs"] = self.logprobs
+        if self.echo and (self.logprobs is not None or values["max_tokens"] == 0):
+            values.setdefault("prompt_logprobs", self.logprobs or 0)
         if self.best_of is not None and self.best_of > (self.n or 1) and "beam_width" not in values:
             values["n"] = self.best_of
             values["logprobs"] = self.logprobs or 0

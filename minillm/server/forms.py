@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from minillm.server.answers import Json, chat_logprobs, extras, text_logprobs
+from minillm.server.answers import Json, chat_logprobs, extras, prompt_entry, text_logprobs
 from minillm.server.engine_process import Answer
 from minillm.server.messages import Completion, Text
 
@@ -45,9 +45,15 @@ class TextForm:
     n: int  # answers to each prompt; those to the next prompt have the numbers behind
     echo: bool
     has_logprobs: bool
+    prompt_logprobs: bool = False
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
-        return self._choice(number, index, self._prompt_of(answer)) if self.echo else None
+        if not self.echo:
+            return None
+        found = self._choice(number, index, self._prompt_of(answer))
+        if self.has_logprobs and answer.began is not None:
+            found["logprobs"] = text_logprobs(answer.began.prompt_tokens)
+        return found
 
     def piece(self, number: int, text: Text) -> Json | None:
         if not text.text and text.finish_reason is None and not (self.has_logprobs and text.tokens):
@@ -65,10 +71,11 @@ class TextForm:
         for index, each in enumerate(best[: self.n]):
             prompt = self._prompt_of(answer)
             found = self._choice(number, index, prompt + each.text, each.finish_reason)
+            before = answer.began.prompt_tokens if answer.began is not None else []
             if self.has_logprobs:
-                ended = answer.ended
-                before = getattr(ended, "prompt_tokens", []) if self.echo else []
-                found["logprobs"] = text_logprobs([*before, *each.tokens])
+                found["logprobs"] = text_logprobs([*(before if self.echo else ()), *each.tokens])
+            if self.prompt_logprobs:
+                found["prompt_logprobs"] = [prompt_entry(token) for token in before]
             choices.append({**found, **extras(each)})
         return choices
 

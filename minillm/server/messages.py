@@ -64,7 +64,7 @@ class Complete(Call):
     prompt: str | list[int] | Conversation | None
     params: dict[str, Any]  # of BeamSearchParams if it has "beam_width", else of SamplingParams
     streamed: bool = False  # send texts as they come
-    echo: bool = False  # tell the prompt's text in `Began`
+    echo: bool = False  # tell the prompt's text in `Began`, before the first text
     keep: bool = False  # the blocks stay when it has ended, for forks
     fork: ForkPoint | None = None
     salt: str | None = None
@@ -139,6 +139,7 @@ class Token(Record):
     raw: bytes
     logprob: float | None
     top: list[tuple[str, bytes, float]] = []
+    rank: int = 0  # of a prompt's token among all that could stand there; 0: not known
 
 
 class Text(Record):
@@ -183,7 +184,7 @@ class Telling(Event):
 
 
 class Began(Event):
-    """A request has been taken, and its prompt is this. Sent only where it is asked for."""
+    """A request's prompt has been computed, and is this. Sent only where it is asked for."""
 
     request_id: str
     prompt_text: str
@@ -202,7 +203,6 @@ class Ended(Event):
     num_cached_tokens: int
     completions: list[Completion] = []
     in_reasoning: bool = False  # the template has opened the model's section of thoughts
-    prompt_tokens: list[Token] = []
 
 
 class Refused(Event):

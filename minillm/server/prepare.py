@@ -47,9 +47,12 @@ def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, specia
     return prompt
 
 
-def token_of(tokenizer: Tokenizer | None, token_id: int, logprob: float | None, top: list[tuple[int, float]]) -> Token:
+def token_of(
+    tokenizer: Tokenizer | None, token_id: int, logprob: float | None, top: list[tuple[int, float]], rank: int = 0
+) -> Token:
     """A token for the HTTP side."""
     if tokenizer is None:
-        return Token(token_id, str(token_id), b"", logprob, [(str(other), b"", value) for other, value in top])
+        return Token(token_id, str(token_id), b"", logprob, [(str(other), b"", value) for other, value in top], rank)
     text, raw = tokenizer.token_text, tokenizer.token_bytes
-    return Token(token_id, text(token_id), raw(token_id), logprob, [(text(i), raw(i), value) for i, value in top])
+    best = [(text(i), raw(i), value) for i, value in top]
+    return Token(token_id, text(token_id), raw(token_id), logprob, best, rank)

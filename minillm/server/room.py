@@ -12,7 +12,7 @@ from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import CapacityError, MinillmError, UsageError
-from minillm.outputs import CompletionOutput, Delta, RequestOutput
+from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.server import messages
@@ -34,6 +34,7 @@ class Live:
     prepared: Prepared
     group: SequenceGroup
     token_ids: list[int]  # of the prompt
+    has_begun: bool = False  # `Began` is sent, where it is wanted
 
 
 @dataclass(slots=True)
@@ -103,11 +104,7 @@ class Room:
                 token_ids, params, parent=parent, hold=call.keep, salt=salt, streamed=False, request_id=call.request_id
             )
             group = self.engine.add(request)
-            self.live[call.request_id] = Live(prepared, group, token_ids)
-            if call.echo:
-                tokenizer = self.engine.tokenizer
-                text = "" if tokenizer is None else tokenizer.decode(token_ids)
-                self.send(messages.Began(call.request_id, text))
+            self.live[call.request_id] = Live(prepared, group, token_ids, has_begun=not call.echo)
 
     @contextmanager
     def _refusing(self, request_id: str) -> Iterator[None]:
@@ -186,6 +183,7 @@ class Room:
             if live is None:
                 strange.append(delta)
             elif live.prepared.call.streamed and not delta.replaces:
+                self._begin(live)
                 texts.append(self._text(live, delta))
         if texts:
             self.send(messages.Stepped(texts))
@@ -201,6 +199,19 @@ class Room:
                 outputs.append(output)
         return strange, outputs
 
+    def _begin(self, live: Live) -> None:
+        """Tell the prompt, where it is wanted and not told."""
+        if live.has_begun:
+            return
+        live.has_begun = True
+        tokenizer, scores = self.engine.tokenizer, live.group.scores
+        text = "" if tokenizer is None else tokenizer.decode(live.token_ids)
+        tokens = []
+        if scores is not None:
+            tokens = [token_of(tokenizer, live.token_ids[0], None, [])]
+            tokens += [self._token(each, each.rank) for each in scores.tokens if each is not None]
+        self.send(messages.Began(live.prepared.call.request_id, text, tokens))
+
     def _text(self, live: Live, delta: Delta) -> messages.Text:
         tokens: list[messages.Token] = []
         if live.group.params.logprobs is not None and delta.token_ids:
@@ -212,10 +223,9 @@ class Room:
             delta.request_id, delta.index, delta.text, count, tokens, delta.finish_reason, delta.stop_reason
         )
 
-    def _token(self, each: object) -> messages.Token:
-        token_id, logprob, top = each.token_id, each.logprob, each.top  # type: ignore[attr-defined]
-        top = [(other, max(_LEAST_LOGPROB, value)) for other, value in top]
-        return token_of(self.engine.tokenizer, token_id, max(_LEAST_LOGPROB, logprob), top)
+    def _token(self, each: TokenLogprobs, rank: int = 0) -> messages.Token:
+        top = [(other, max(_LEAST_LOGPROB, value)) for other, value in each.top]
+        return token_of(self.engine.tokenizer, each.token_id, max(_LEAST_LOGPROB, each.logprob), top, rank)
 
     def _end(self, live: Live, output: RequestOutput) -> None:
         call, group = live.prepared.call, live.group
@@ -223,6 +233,7 @@ class Room:
         if output.error is not None:
             self.send(messages.Refused(call.request_id, output.error, "internal"))
             return
+        self._begin(live)
         wanted = not call.streamed or isinstance(group.params, BeamSearchParams)
         self.send(
             messages.Ended(

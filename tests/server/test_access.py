@@ -52,7 +52,7 @@ def test_bodies_are_bounded(server: Server) -> None:
     assert answer.status_code == 413
     assert "larger than" in answer.json()["error"]["message"]
 
-    def pieces():  # type: ignore[no-untyped-def]
+    def pieces():
         for _ in range(20):
             yield b" " * (1 << 20)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -21,11 +22,11 @@ def llm(tiny: Path) -> LLM:
     return LLM(str(tiny), device="cpu", num_blocks=256)
 
 
-MESSAGES: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say it"}]
+MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say it"}]
 
 
 def test_a_chat_is_what_the_engine_says(client: openai.OpenAI, llm: LLM) -> None:
-    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=12, temperature=0)  # type: ignore[arg-type]
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=12, temperature=0)
     ours = llm.chat(MESSAGES, SamplingParams(max_tokens=12, temperature=0))[0]
     assert answer.choices[0].message.content == ours.text
     assert answer.usage is not None
@@ -38,8 +39,10 @@ def test_a_stream_joins_to_the_same_text(client: openai.OpenAI, llm: LLM) -> Non
     ours = [each.text for each in llm.chat(MESSAGES, params)[0].outputs]
     stream = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=20, seed=3, n=3, stream=True, stream_options={"include_usage": True}
-    )  # type: ignore[call-overload]
-    texts, reasons, roles, usage = ["", "", ""], {}, {}, None
+    )
+    texts, usage = ["", "", ""], None
+    reasons: dict[int, str] = {}
+    roles: dict[int, str | None] = {}
     for chunk in stream:
         assert usage is None, "the use of tokens comes last"
         usage = chunk.usage
@@ -58,9 +61,9 @@ def test_a_stream_joins_to_the_same_text(client: openai.OpenAI, llm: LLM) -> Non
 
 
 def test_log_probabilities(client: openai.OpenAI, llm: LLM) -> None:
-    answer = client.chat.completions.create(
+    answer: Any = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
-    )  # type: ignore[call-overload]
+    )
     ours = llm.chat(MESSAGES, SamplingParams(max_tokens=5, temperature=0, logprobs=3))[0].outputs[0]
     assert ours.logprobs is not None
     content = answer.choices[0].logprobs.content
@@ -80,29 +83,29 @@ def test_completions_of_several_prompts(client: openai.OpenAI, llm: LLM) -> None
 
 
 def test_best_of_gives_the_most_probable(client: openai.OpenAI) -> None:
-    one = client.completions.create(model="tiny", prompt="a", max_tokens=4, n=8, seed=1, logprobs=1)
-    best = client.completions.create(model="tiny", prompt="a", max_tokens=4, n=2, best_of=8, seed=1, logprobs=1)
-    means = sorted((sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens) for c in one.choices), reverse=True)  # type: ignore[union-attr, arg-type]
-    got = [sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens) for c in best.choices]  # type: ignore[union-attr, arg-type]
+    one: Any = client.completions.create(model="tiny", prompt="a", max_tokens=4, n=8, seed=1, logprobs=1)
+    best: Any = client.completions.create(model="tiny", prompt="a", max_tokens=4, n=2, best_of=8, seed=1, logprobs=1)
+    means = sorted((sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens) for c in one.choices), reverse=True)
+    got = [sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens) for c in best.choices]
     assert got == pytest.approx(means[:2], abs=1e-4)
 
 
 def test_beams(client: openai.OpenAI, llm: LLM) -> None:
     from minillm import BeamSearchParams
 
-    answer = client.completions.create(
+    answer: Any = client.completions.create(
         model="tiny", prompt="a b", max_tokens=6, n=2, extra_body={"beam_width": 4, "length_penalty": 0.5}
     )
     ours = llm.beam_search("a b", BeamSearchParams(beam_width=4, n=2, max_tokens=6, length_penalty=0.5))[0]
     assert [choice.text for choice in answer.choices] == [each.text for each in ours.outputs]
-    assert answer.choices[0].score == pytest.approx(ours.outputs[0].score, abs=1e-4)  # type: ignore[attr-defined]
+    assert answer.choices[0].score == pytest.approx(ours.outputs[0].score, abs=1e-4)
 
 
 def test_models(client: openai.OpenAI) -> None:
     names = [model.id for model in client.models.list()]
     assert client.models.retrieve(names[0]).id == names[0]
     with pytest.raises(openai.NotFoundError, match="not served here"):
-        client.chat.completions.create(model="gpt-5", messages=MESSAGES)  # type: ignore[arg-type]
+        client.chat.completions.create(model="gpt-5", messages=MESSAGES)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ def test_models(client: openai.OpenAI) -> None:
 )
 def test_a_wrong_field_is_named(client: openai.OpenAI, fields: dict[str, object], param: str | None) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, **fields})  # type: ignore[call-overload]
+        client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES, **fields})
     assert caught.value.param == param
     assert (param or "") in caught.value.message
 
@@ -138,3 +141,43 @@ async def test_many_at_once_asynchronously(server: Server, llm: LLM) -> None:
     )
     ours = llm.generate([f"{i} and" for i in range(40)], SamplingParams(max_tokens=8, temperature=0))
     assert [answer.choices[0].text for answer in answers] == [each.text for each in ours]
+
+
+def test_prompts_are_scored_as_lm_eval_asks(client: openai.OpenAI, llm: LLM) -> None:
+    """lm-evaluation-harness, local-completions: ids in, one token more, log-probabilities of all."""
+    prompts = [llm.token_ids("one two three four"), llm.token_ids("five")]
+    answer: Any = client.completions.create(
+        model="tiny", prompt=prompts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
+    )
+    scores = llm.score(prompts)
+    for choice, ids, score in zip(answer.choices, prompts, scores, strict=True):
+        values = choice.logprobs.token_logprobs
+        assert len(values) == len(ids) + 1
+        assert values[0] is None
+        assert values[1:-1] == pytest.approx(score.logprobs, abs=1e-4)
+        assert choice.logprobs.tokens[:-1] == [llm.tokenizer.token_text(token_id) for token_id in ids]
+        for value, top in zip(values[1:], choice.logprobs.top_logprobs[1:], strict=True):
+            assert max(top.values()) >= value - 1e-5
+
+
+def test_a_prompt_alone_is_scored(client: openai.OpenAI) -> None:
+    answer: Any = client.completions.create(
+        model="tiny", prompt="one two", max_tokens=0, echo=True, extra_body={"prompt_logprobs": 2}
+    )
+    assert answer.choices[0].text == "one two"
+    entries = answer.choices[0].prompt_logprobs
+    assert entries[0] is None
+    assert all(each["rank"] >= 1 and len(each["top"]) == 2 for each in entries[1:])
+
+
+def test_a_stream_with_its_prompt(client: openai.OpenAI) -> None:
+    stream = client.completions.create(model="tiny", prompt="one", max_tokens=3, echo=True, logprobs=0, stream=True)
+    tokens: list[str] = []
+    text = ""
+    for chunk in stream:
+        for choice in chunk.choices:
+            text += choice.text
+            if choice.logprobs is not None:
+                tokens += choice.logprobs.tokens or []
+    assert text.startswith("one")
+    assert len(tokens) >= 4
