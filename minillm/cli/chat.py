@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import sys
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from minillm.cli.options import given
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
+from minillm.service.client import ENGINE_COMMAND
 from minillm.user_config import read_config
 
 
@@ -26,6 +28,8 @@ def chat(arguments: argparse.Namespace) -> int:
     settings = load_settings(config, flags)
     store = SessionStore.of_user()
     resumed = store.load(store.latest()) if arguments.resume else None
+    if arguments.server and arguments.plain:
+        raise UsageError("--plain computes here; leave --server out, or use the app")
     if arguments.plain or is_plain_only():
         from minillm.llm import LLM
         from minillm.load import best_form
@@ -41,9 +45,17 @@ def chat(arguments: argparse.Namespace) -> int:
     try:
         from minillm.ui.app import ChatApp, run
 
-        return run(ChatApp(settings, store, resumed, question=arguments.question or ""))
+        program = remote_engine(arguments.server) if arguments.server else ENGINE_COMMAND
+        return run(ChatApp(settings, store, resumed, question=arguments.question or "", engine_command=program))
     finally:
         gc.enable()
+
+
+def remote_engine(url: str) -> tuple[str, ...]:
+    """The program that stands for the engine of a server; raises UsageError for an address that makes no sense."""
+    from minillm.server.remote import Address
+
+    return (sys.executable, "-P", "-m", "minillm.server.remote", str(Address.parse(url)))
 
 
 def demo(arguments: argparse.Namespace) -> int:

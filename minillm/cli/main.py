@@ -67,6 +67,7 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         add_model_options,
         option("-s", "--system", metavar="TEXT", help="system prompt"),
         _switch("--plain", help="line by line: for pipes and screen readers"),
+        option("--server", metavar="URL", help="use the engine of `minillm serve`; MINILLM_API_KEY is its key"),
         _switch("--resume", help="go on with the latest saved conversation"),
         *(_THEME, _CONFIG, add_sampling_options),
     ),

@@ -1,0 +1,146 @@
+"""The chat's messages over HTTP: several apps and clients on one engine and one pool."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+from running_server import ROOT, Server
+
+from minillm.errors import UsageError
+from minillm.server.remote import Address
+from minillm.service import messages as chat
+
+
+@dataclass
+class App:
+    """The app's end of the bridge."""
+
+    process: subprocess.Popen[bytes]
+    events: list[chat.Event] = field(default_factory=list)
+
+    def send(self, command: chat.Command) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(chat.encode(command))
+        self.process.stdin.flush()
+
+    def wait_for(self, kind: type, count: int = 1) -> list[chat.Event]:
+        for _ in range(300):
+            found = [event for event in self.events if isinstance(event, kind)]
+            if len(found) >= count:
+                return found
+            time.sleep(0.1)
+        raise AssertionError([type(event).__name__ for event in self.events])
+
+    def owners(self) -> set[str]:
+        """The owners of all tables that this app has seen."""
+        pictures = [event for event in self.events if isinstance(event, chat.CacheChanged)]
+        return {table.owner for picture in pictures for table in picture.tables}
+
+
+@contextmanager
+def bridge(url: str) -> Iterator[App]:
+    command = [sys.executable, "-m", "minillm.server.remote", url]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe)
+    app = App(process)
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            app.events.append(chat.decode_event(line))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    app.send(chat.Load("", {}))
+    try:
+        yield app
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(10)
+        reader.join(5)
+
+
+def ask(app: App, request: str, **params: object) -> None:
+    messages = [{"role": "user", "content": "Say it"}]
+    app.send(chat.Generate(request, "a conversation", messages, {"max_tokens": 60, "ignore_eos": True, **params}))
+
+
+def test_two_apps_and_a_script_share_one_pool(server: Server) -> None:
+    server.wait_until_idle()
+    with bridge(server.url) as one, bridge(server.url) as other:
+        assert one.wait_for(chat.Loaded) == other.wait_for(chat.Loaded)
+        ask(one, "r1", n=2)
+        ask(other, "r1", max_tokens=400)
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 100, "ignore_eos": True})
+        ends = [event for event in one.wait_for(chat.Finished, 2) if isinstance(event, chat.Finished)]
+        assert {(event.request_id, event.index) for event in ends} == {("r1", 0), ("r1", 1)}
+        texts = [event for event in one.events if isinstance(event, chat.TextDelta)]
+        assert {event.request_id for event in texts} == {"r1"}
+        other.wait_for(chat.Finished)
+        for app in (one, other):
+            owners = app.owners()
+            assert "r1" in owners, "its own, by the name that it gave"
+            assert any(owner.startswith("cmpl-") for owner in owners)
+            assert any(owner.endswith("/r1") for owner in owners), "the other app's"
+        one.send(chat.Keep("r1", 1))
+        tables = httpx.get(f"{server.url}/v1/cache").json()["tables"]
+        assert any(each["request"].endswith("/r1") for each in tables)
+    for _ in range(100):
+        tables = httpx.get(f"{server.url}/v1/cache").json()["tables"]
+        if not any(each["request"].endswith("/r1") for each in tables):
+            break
+        time.sleep(0.1)
+    assert not any(each["request"].endswith("/r1") for each in tables), "an app that goes leaves nothing"
+    server.wait_until_idle()
+
+
+def test_an_answer_can_be_stopped(server: Server) -> None:
+    with bridge(server.url) as app:
+        ask(app, "r9", max_tokens=450)
+        app.wait_for(chat.TextDelta)
+        app.send(chat.Abort("r9"))
+        ends = [event for event in app.wait_for(chat.Finished) if isinstance(event, chat.Finished)]
+        assert ends[0].finish_reason == "abort"
+
+
+def test_another_may_not_speak_for_a_session(server: Server) -> None:
+    answer = httpx.post(f"{server.url}/v1/session/s0123", json={})
+    assert answer.status_code == 404
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://127.0.0.1:9/v1", "http://host.invalid:8000"])
+def test_no_server_is_one_line(url: str) -> None:
+    with bridge(url) as app:
+        failed = app.wait_for(chat.LoadFailed)[0]
+        assert isinstance(failed, chat.LoadFailed)
+        assert "no server answers at" in failed.error
+        assert "\n" not in failed.error
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://127.0.0.1:8000/v1/", "http://127.0.0.1:8000"),
+        ("localhost:1", "http://localhost:1"),
+        ("somewhere", "http://somewhere:8000"),
+        ("https://somewhere/llm/v1", "https://somewhere:443/llm"),
+    ],
+)
+def test_addresses(url: str, shown: str) -> None:
+    assert str(Address.parse(url)) == shown
+
+
+@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:y", "http://x:99999", "http://x/?a=b"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(UsageError, match="give an address like"):
+        Address.parse(url)
