@@ -26,6 +26,10 @@ def chat(arguments: argparse.Namespace) -> int:
     beams = {name: value for name, value in given(arguments, BeamSearchParams).items() if name not in sampling}
     flags = Settings(model, engine, sampling, beams, arguments.system or "", arguments.theme or "")
     settings = load_settings(config, flags)
+    if "prompt_logprobs" in settings.sampling:
+        raise UsageError(
+            "prompt_logprobs are for `minillm generate`: in a chat nothing would show them; leave them out"
+        )
     store = SessionStore.of_user()
     resumed = store.load(store.latest()) if arguments.resume else None
     if arguments.server and arguments.plain:

@@ -20,7 +20,7 @@ from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import GenerationBar, loading_bar, say
 from minillm.system import expanded, import_torch
-from minillm.text.safe import clean, json_line
+from minillm.text.safe import clean, clean_line, json_line
 from minillm.user_config import UserConfig, read_config
 
 if TYPE_CHECKING:
@@ -152,17 +152,22 @@ class Writer:
             return
         if output.error is not None:
             say(f"{request.where or 'prompt'}: {output.error}")
+        elif output.prompt_logprobs is not None:
+            for line in prompt_table(output, self.tokenizer):
+                self.write_line(line)
         for completion in output.outputs:
             if self.several:
                 number = f"{index + 1}.{completion.index + 1}" if len(output.outputs) > 1 else str(index + 1)
                 score = "" if completion.score is None else f" (score {completion.score:.2f})"
                 self.write_line(f"--- {number}{score} ---")
-            self.write_line(clean(completion.text))
+            if completion.token_ids or output.prompt_logprobs is None:
+                self.write_line(clean(completion.text))
 
 
 def _to_stdout(job: Job, llm: LLM, params: list[Params]) -> int:
     prompts = [job.prompt(request, llm) for request in job.requests]
-    if len(prompts) == 1 and not job.arguments.json and isinstance(params[0], SamplingParams) and params[0].n == 1:
+    alone = len(prompts) == 1 and params[0].num_sequences == 1 and isinstance(params[0], SamplingParams)
+    if alone and not job.arguments.json and params[0].prompt_logprobs is None:
         for delta in llm.stream(prompts[0], params[0]):
             print(clean(delta.text), end="", flush=True)
         print()
@@ -251,11 +256,30 @@ def _as_json(index: int, request: Request, output: RequestOutput, tokenizer: Tok
             "num_preemptions": metrics.num_preemptions,
         }
     if tokenizer is not None:
-        for completion in result["outputs"]:
-            for token in completion["logprobs"] or ():
+        tokens = [token for completion in result["outputs"] for token in completion["logprobs"] or ()]
+        for token in (*tokens, *(result["prompt_logprobs"] or ())):
+            if token is not None:
                 token["decoded_token"] = tokenizer.token_text(token["token_id"])
                 token["decoded_top"] = [tokenizer.token_text(token_id) for token_id, _ in token["top"]]
     return result
+
+
+def prompt_table(output: RequestOutput, tokenizer: Tokenizer | None) -> list[str]:
+    """The scores of a prompt's tokens, a line each, and their sum."""
+
+    def text(token_id: int) -> str:
+        return str(token_id) if tokenizer is None else clean_line(repr(tokenizer.token_text(token_id)), 40)
+
+    lines, total, count = [f"{'logprob':>9} {'rank':>6}  token"], 0.0, 0
+    for token_id, token in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
+        if token is None:
+            lines.append(f"{'-':>9} {'-':>6}  {text(token_id)}")
+            continue
+        best = ", ".join(f"{text(other)} {logprob:.3f}" for other, logprob in token.top)
+        lines.append(f"{token.logprob:9.3f} {token.rank:6}  {text(token_id)}" + (f"  (best: {best})" if best else ""))
+        total, count = total + token.logprob, count + 1
+    mean = f", {total / count:.3f} for each token" if count else ""
+    return [*lines, f"{total:9.3f} in all{mean}"]
 
 
 def _tell_failures(failed: int, total: int) -> int:

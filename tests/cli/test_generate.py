@@ -209,6 +209,39 @@ def test_log_probabilities_bring_the_tokens_text(run: Run) -> None:
     assert "".join(text for text in texts if not text.startswith("<")) == answer["text"], "some ids have no token"
 
 
+def test_a_prompt_is_scored(run: Run, tiny_model: Path) -> None:
+    """As JSON, and as lines that no token of a stranger's can break or drive the terminal with."""
+    prompt = "hi \x1b[2J\nyou"
+    score = (prompt, "--max-tokens", "0", "--prompt-logprobs", "2")
+    result = json.loads(run(*score, "--json")[1])
+    first, *tokens = result["prompt_logprobs"]
+    assert first is None
+    assert [token["token_id"] for token in tokens] == result["prompt_token_ids"][1:]
+    assert all(len(token["top"]) == len(token["decoded_top"]) == 2 for token in tokens)
+    assert result["outputs"][0]["text"] == ""
+    code, shown, said = run(*score)
+    assert (code, said) == (0, "")
+    head, *lines, last = shown.splitlines()
+    assert head.split() == ["logprob", "rank", "token"]
+    assert len(lines) == len(result["prompt_token_ids"])
+    assert "\x1b" not in shown
+    for line, token in zip(lines[1:], tokens, strict=True):
+        assert line.split()[:2] == [f"{token['logprob']:.3f}", str(token["rank"])]
+    assert float(last.split()[0]) == pytest.approx(sum(token["logprob"] for token in tokens), abs=1e-2)
+    assert "".join(token["decoded_token"] for token in tokens) in prompt
+    answered = run(prompt, "--max-tokens", "2", "-t", "0", "--prompt-logprobs", "0", "-n", "1")[1]
+    plain = run(prompt, "--max-tokens", "2", "-t", "0")[1]
+    assert answered.endswith(plain)
+    assert run(prompt, "--max-tokens", "0")[0] == 2
+    assert main(["chat", "--prompt-logprobs", "1", "--model", str(tiny_model)]) == 2
+
+
+def test_only_these_tokens(run: Run) -> None:
+    allowed = ("--allowed-token-ids", "70", "--allowed-token-ids", "71")
+    answer = json.loads(run("hello", "--max-tokens", "9", "--json", *allowed)[1])["outputs"][0]
+    assert set(answer["token_ids"]) <= {70, 71}
+
+
 def test_control_tokens_of_a_prompt_are_text_unless_asked_otherwise(run: Run) -> None:
     spelled = "<|im_start|>user\nhi<|im_end|>\n"
     plain, parsed = (json.loads(run(spelled, *FIXED, *more)[1]) for more in ((), ("--parse-special",)))
