@@ -48,6 +48,7 @@ SEARCH = "tests/beams/test_search.py"
 THEIR_BEAMS = BEAMS + "test_the_same_beams_and_scores_as_transformers"
 SWAPPED_BEAMS = BEAMS + "test_beams_survive_preemption[4-swap]"
 PENALTIES = "tests/runner/test_penalties.py"
+SCORE = "tests/engine/test_score.py"
 SCORES = "tests/engine/test_prompt_logprobs.py"
 PROCESSORS = "tests/engine/test_processors.py"
 ROWS = "tests/runner/test_rows.py::"
@@ -140,6 +141,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     # --- scheduling ---------------------------------------------------------------------------------------------------
     "minillm/engine/scheduler.py": [
+        ("scored-tokens-come-from-the-cache", "shareable = group.shareable(prompt)", "shareable = prompt", SCORES),
         ("one-sequence-too-many", "return self.max_num_seqs - sum(", "return self.max_num_seqs + 1 - sum(",
          ENGINE + "test_a_step_keeps_to_its_budget_and_its_seats"),
         ("one-token-too-many", "self.max_num_batched_tokens - len(schedule.decodes),",
@@ -268,6 +270,13 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/engine/scores.py": [
         ("scores-one-token-early", "tokens.start : tokens.stop", "tokens.start - 1 : tokens.stop - 1", SCORES),
         ("nan-scores-are-told", "each.logprob != each.logprob", "False", SCORES + "::test_nan_ends_the_request_alone"),
+    ],
+    "minillm/scoring.py": [
+        ("window-forgets-a-token", "first, scored = first + stride, end",
+         "first, scored = first + stride, end + 1", SCORE),
+        ("continuation-scored-with-its-prompt", "ids, behind = ids + more, len(ids)",
+         "ids, behind = ids + more, 1", SCORE),
+        ("perplexity-counts-the-first-token", "_exp(-total / (len(ids) - 1))", "_exp(-total / len(ids))", SCORE),
     ],
     "minillm/runner/scores.py": [
         ("best-has-rank-zero", "(logits > chosen).sum(-1) + 1", "(logits > chosen).sum(-1)", SCORES),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
@@ -17,6 +16,7 @@ from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import UsageError
+from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.runner import scores
@@ -147,6 +147,41 @@ def test_a_prompt_as_long_as_the_context_can_be_scored(models: tuple[Any, Any]) 
         engine.add_request("b", prompt, PARAMS[1])
 
 
+def test_logits_are_of_the_scored_rows_alone_and_few_at_a_time(
+    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scores, "_PIECE", 5 * VOCAB + 3)
+    sizes: list[int] = []
+    original = Llama._logits
+
+    def noted(self: Llama, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        sizes.append(len(x))
+        return original(self, x, out)
+
+    monkeypatch.setattr(Llama, "_logits", noted)
+    engine = engine_for(models[1], on_device=False, max_num_batched_tokens=64)
+    run(engine, [(list(range(5, 45)), SCORE)])
+    assert max(sizes) == 5
+    assert sum(sizes) == 39 + 1, "one row for each token but the last, and that one's"
+
+
+@pytest.mark.parametrize("host_blocks", [0, 60])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_preemption_changes_none(models: tuple[Any, Any], host_blocks: int, on_device: bool) -> None:
+    theirs, model = models
+    rng = random.Random(5)
+    requests = [([rng.randrange(3, VOCAB) for _ in range(rng.randint(9, 40))], PARAMS[n % 6]) for n in range(24)]
+    engine = engine_for(
+        model, num_blocks=30, max_num_seqs=8, max_num_batched_tokens=16, host_blocks=host_blocks, on_device=on_device,
+        admission="optimistic",
+    )  # fmt: skip
+    for (prompt, params), output in zip(requests, run(engine, requests), strict=True):
+        compare(theirs, prompt, params, output)
+    stats = engine.figures.cache_stats()
+    assert stats.num_preemptions > 0
+    assert (stats.num_swapped_in > 0) == (host_blocks > 0)
+
+
 def test_nan_ends_the_request_alone(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     original = scores._score_rows
 
@@ -169,7 +204,6 @@ def test_wrong_values_are_refused() -> None:
         SamplingParams(max_tokens=0, prompt_logprobs=0, n=2)
     with pytest.raises(UsageError, match="max_tokens must be at least 1 for beams"):
         BeamSearchParams(max_tokens=0, prompt_logprobs=0)
-    assert math.isfinite(SCORE.max_tokens)
 
 
 @settings(max_examples=40, deadline=None)
