@@ -362,14 +362,16 @@ class ChatApp(EngineApp):
             asyncio.get_running_loop().call_later(_SOON, self.leave, code)
 
 
-def run(app: ChatApp) -> int:
-    """Run the app in this process's terminal. Returns the exit code: 143 after SIGTERM, 129 after SIGHUP.
+def run(app: ChatApp, typed: bytes = b"") -> int:
+    """Run the app in this process's terminal; ``typed`` was read from it before. Returns the exit code: 143 after
+    SIGTERM, 129 after SIGHUP.
 
     Raises:
         UsageError: the terminal is none, or cannot be drawn on.
         Exception: the defect that ended the app; the terminal is restored by then.
     """
     check_terminal()
+    app.typed_before = typed
 
     def collect_garbage() -> None:
         gc.freeze()  # the objects of the first screen stay
