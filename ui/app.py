@@ -143,12 +143,14 @@ class ChatScreen(Screen[None]):
         self.talk.call_command(name, argument)
 
     def action_stop(self) -> None:
-        """Leave the whole screen; else end the answer, the loading, or the editing; else back to the prompt."""
+        """Leave the whole screen or the search; else end answer, loading or editing; else back to the prompt."""
         talk = self.talk
         if self.maximized is not None:
             self.minimize()
         elif self.has_class("-expanded"):
             self.action_expand()
+        elif talk.search.close():
+            talk.prompt.focus()
         elif talk.take_back():
             pass
         elif talk.run is not None:

@@ -358,6 +358,7 @@ KEYS = {
     },
     "Conversations and settings": {
         "{new}, {sessions}": "a new one; a saved one",
+        "{find}": "search in it: Enter or ↓ the next place, ↑ the one before",
         "{model}, {sampling}, {system}": "model, sampling and beams, system prompt",
         "{theme}": "light or dark",
         "Ctrl+P, /": "all commands",

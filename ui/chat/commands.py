@@ -57,6 +57,11 @@ async def list_sessions(talk: Talk, words: str) -> None:
     talk.app.push_screen(SessionsScreen(talk.store, words), chosen)
 
 
+@command("find", "search in the conversation", "ctrl+f", argument="[words]")
+async def find(talk: Talk, words: str) -> None:
+    talk.search.open(words)
+
+
 @command("export", "write the conversation to a file, .md or .json", argument="FILE")
 async def write_to_file(talk: Talk, name: str) -> None:
     if talk.conversation.leaf is None:

@@ -15,6 +15,7 @@ from minillm.ui.bars import FULL, LoadingBar, Status, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
 from minillm.ui.chat.conversation import Answer, Candidate, Choice, Conversation, Fork, SessionStore, Turn
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.search import SearchBar
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.drawing import Drawing
@@ -39,6 +40,7 @@ class Talk(Vertical):
     app = getters.app(EngineApp)
     transcript = getters.query_one(Transcript)
     prompt = getters.query_one(PromptInput)
+    search = getters.query_one(SearchBar)
 
     beside_model: var[bool] = var(False)
     """Whether a model computes an answer on the same cores."""
@@ -67,7 +69,8 @@ class Talk(Vertical):
         self._report_every = 0.0  # as the engine was told last
 
     def compose(self) -> ComposeResult:
-        yield Transcript()
+        yield (transcript := Transcript())
+        yield SearchBar(transcript)
         yield LoadingBar()
         yield Static(id="hints")
         yield PromptInput(self.commands)
@@ -355,6 +358,7 @@ class Talk(Vertical):
         self.run = self.editing = self._choice = None
         self._set_waiting([])
         self._warned_full = False
+        self.search.close()
         self.conversation = conversation
         await self.transcript.clear()
         if conversation.leaf is not None:
