@@ -11,7 +11,8 @@ from textual.screen import ModalScreen
 
 from minillm.errors import UsageError
 from minillm.ui.bars import VIEWS
-from minillm.ui.chat.conversation import Conversation, Turn, export
+from minillm.ui.chat.conversation import Conversation, Turn
+from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.chat.talk import Talk
 from minillm.ui.chat.transcript import CandidatesView
@@ -60,6 +61,13 @@ async def list_sessions(talk: Talk, words: str) -> None:
 @command("find", "search in the conversation", "ctrl+f", argument="[words]")
 async def find(talk: Talk, words: str) -> None:
     talk.search.open(words)
+
+
+@command("title", "name the conversation, for the list of Ctrl+O", argument="TEXT")
+async def name_conversation(talk: Talk, text: str) -> None:
+    talk.conversation.title = text
+    talk.save()
+    talk.notify(f"this conversation is called “{talk.conversation.shown_title}”")
 
 
 @command("export", "write the conversation to a file, .md or .json", argument="FILE")
