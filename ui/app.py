@@ -156,6 +156,8 @@ class ChatScreen(Screen[None]):
         elif talk.run is not None:
             talk.run.stop()
             talk.refresh_status()
+        elif talk.compaction is not None:
+            talk.compaction.stop()
         elif self._phase == "loading":
             self.app.stop_engine()
         else:

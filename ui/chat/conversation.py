@@ -83,6 +83,7 @@ class Turn:
     answer: Answer
     parent: Turn | None = None
     children: list[Turn] = field(default_factory=list)
+    summary: str = ""  # that the model is told in place of all turns before this one
 
 
 class Fork(NamedTuple):
@@ -223,10 +224,22 @@ class Conversation:
         """Turns of the path whose answers have ended."""
         return sum(not turn.answer.is_open for turn in self.turns)
 
-    def messages(self, system: str = "") -> list[dict[str, str]]:
-        """The messages for the engine: roles alternate, and the open answer is the one that it is asked for."""
+    @property
+    def num_untold(self) -> int:
+        """Turns of the path that the model is not told as they were: dropped ones, and those that are summed up."""
+        summed_up = [number for number, turn in enumerate(self.turns) if turn.summary]
+        return max([self.num_dropped, *summed_up])
+
+    def messages(self, system: str = "", before: Turn | None = None) -> list[dict[str, str]]:
+        """The messages for the engine: roles alternate, and the open answer is the one that it is asked for.
+        ``before``: the first turn that is left out, with all after it.
+        """
         messages = [{"role": "system", "content": system}] if system else []
-        for turn in self.turns[self.num_dropped :]:
+        turns = self.turns[self.num_untold :]
+        if turns and turns[0].summary:
+            messages.append({"role": "user", "content": "What have we said so far?"})
+            messages.append({"role": "assistant", "content": turns[0].summary})
+        for turn in turns if before is None else turns[: turns.index(before)]:
             messages.append({"role": "user", "content": turn.question})
             if not turn.answer.is_open:
                 messages.append({"role": "assistant", "content": turn.answer.text})
@@ -237,6 +250,7 @@ class Conversation:
 
         So the next questions begin alike, and find their blocks: with one turn less for each, none would.
         """
+        self.num_dropped = self.num_untold
         lengths = [len(turn.question) + len(turn.answer.text) for turn in self.turns[self.num_dropped :]]
         if len(lengths) < 2:
             return False
@@ -275,6 +289,7 @@ class Conversation:
                 {
                     "parent": None if turn.parent is None else number[id(turn.parent)],
                     "question": turn.question,
+                    "summary": turn.summary,
                     "answer": _answer_data(turn.answer),
                 }
                 for turn in turns
@@ -298,6 +313,7 @@ class Conversation:
                     raise ValueError("a text is none")
                 answer.finish_reason = answer.finish_reason or "lost"
                 turn = Turn(item["question"], answer, None if item["parent"] is None else turns[item["parent"]])
+                turn.summary = str(item.get("summary", ""))
                 conversation.siblings(turn).append(turn)
                 turns.append(turn)
             conversation.leaf = None if data["leaf"] is None else turns[data["leaf"]]
