@@ -1,4 +1,5 @@
 # make chat   set up .venv, fetch the default model, open the chat
+# make serve  the same, and serve it: OpenAI's protocol at 127.0.0.1:8000
 # make test   ruff, mypy, pytest
 # make test-gpu  the same on a CUDA GPU, with the tests that only run there
 # TORCH=...        which torch is installed; anything pip takes: TORCH="torch==2.11.0", TORCH=/path/to/torch.whl
@@ -16,7 +17,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 HAS_DRIVER := $(shell command -v nvidia-smi || ls -d /proc/driver/nvidia 2>/dev/null)
 
-.PHONY: chat test test-fast test-gpu lint format bench parity soak mutants clean
+.PHONY: chat serve test test-fast test-gpu lint format bench parity soak mutants clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -39,15 +40,18 @@ else
 	else set -x; $(PIP) install "$(TORCH)"; fi
 endif
 	@echo "minillm: installing the other packages: 0.4 GB, most of it Triton"
-	@$(PIP) install --editable . | $(BRIEFLY)
+	@$(PIP) install --editable ".[serve]" | $(BRIEFLY)
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	@$(PIP) install --editable ".[dev]" | $(BRIEFLY)
+	@$(PIP) install --editable ".[serve,dev]" | $(BRIEFLY)
 	touch $@
 
 chat: $(VENV)/installed
 	$(BIN)/minillm chat $(if $(MODEL),--model $(MODEL))
+
+serve: $(VENV)/installed
+	$(BIN)/minillm serve $(MODEL)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -175,10 +175,14 @@ def distributions(paths: Iterable[Path]) -> set[str]:
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    runtime, dev = declared(*project["dependencies"]), declared(*project["optional-dependencies"]["dev"])
-    assert declared(*project["optional-dependencies"]["peers"]) == {OPTIONAL["llama_cpp"]}
-    assert distributions(path for room, path in files_of_rooms() if room != "bench") == runtime
-    assert distributions((ROOT / "minillm" / "bench").rglob("*.py")) <= runtime | dev | set(OPTIONAL.values()), (
+    extras = {name: declared(*each) for name, each in project["optional-dependencies"].items()}
+    runtime, dev, serve = declared(*project["dependencies"]), extras["dev"], extras["serve"]
+    assert extras["peers"] == {OPTIONAL["llama_cpp"]}
+    files = list(files_of_rooms())
+    assert distributions(path for room, path in files if room not in ("bench", "server")) == runtime
+    # uvicorn imports httptools for us.
+    assert distributions(path for room, path in files if room == "server") - runtime == serve - {"httptools"}
+    assert distributions((ROOT / "minillm" / "bench").rglob("*.py")) <= runtime | dev | serve | set(OPTIONAL.values()), (
         "peers are measured beside it"
     )
-    assert distributions((ROOT / "tests").rglob("*.py")) <= runtime | dev
+    assert distributions((ROOT / "tests").rglob("*.py")) <= runtime | dev | serve

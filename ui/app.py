@@ -41,6 +41,15 @@ _SCROLLS = {"pageup": "page_up", "pagedown": "page_down", "ctrl+up": "up", "ctrl
 _GRACE = 2.0  # seconds between two ctrl+c that quit
 
 
+def name_of_stranger(owner: str) -> str:
+    """The name of a sequence that no turn of this conversation has; on a server, whose it is."""
+    if "/" in owner:
+        return f"chat {owner.partition('/')[0][1:5]}"
+    kind, dash, number = owner.partition("-")
+    known = {"chatcmpl": "client", "cmpl": "client", "prefix": "prefix"}
+    return f"{known[kind]} {number[:4]}" if dash and kind in known else "another"
+
+
 class ChatScreen(Screen[None]):
     """Takes keys, and hands the engine's events to the talk or to the memory."""
 
@@ -129,7 +138,7 @@ class ChatScreen(Screen[None]):
         """A sequence's name for people: ``turn 2 · 3`` is the third candidate of the second turn."""
         name = self.talk.conversation.name_of(owner)
         if name is None:
-            return owner if owner == "system prompt" else self._earlier_names.get(owner, "another")
+            return owner if owner == "system prompt" else self._earlier_names.get(owner) or name_of_stranger(owner)
         self._earlier_names[owner] = name
         pool = self.pool
         several = pool is not None and any(table.owner == owner and table.index for table in pool.tables.values())
@@ -143,17 +152,21 @@ class ChatScreen(Screen[None]):
         self.talk.call_command(name, argument)
 
     def action_stop(self) -> None:
-        """Leave the whole screen; else end the answer, the loading, or the editing; else back to the prompt."""
+        """Leave the whole screen or the search; else end answer, loading or editing; else back to the prompt."""
         talk = self.talk
         if self.maximized is not None:
             self.minimize()
         elif self.has_class("-expanded"):
             self.action_expand()
+        elif talk.search.close():
+            talk.prompt.focus()
         elif talk.take_back():
             pass
         elif talk.run is not None:
             talk.run.stop()
             talk.refresh_status()
+        elif talk.compaction is not None:
+            talk.compaction.stop()
         elif self._phase == "loading":
             self.app.stop_engine()
         else:
@@ -362,14 +375,16 @@ class ChatApp(EngineApp):
             asyncio.get_running_loop().call_later(_SOON, self.leave, code)
 
 
-def run(app: ChatApp) -> int:
-    """Run the app in this process's terminal. Returns the exit code: 143 after SIGTERM, 129 after SIGHUP.
+def run(app: ChatApp, typed: bytes = b"") -> int:
+    """Run the app in this process's terminal; ``typed`` was read from it before. Returns the exit code: 143 after
+    SIGTERM, 129 after SIGHUP.
 
     Raises:
         UsageError: the terminal is none, or cannot be drawn on.
         Exception: the defect that ended the app; the terminal is restored by then.
     """
     check_terminal()
+    app.typed_before = typed
 
     def collect_garbage() -> None:
         gc.freeze()  # the objects of the first screen stay

@@ -27,6 +27,7 @@ _ACTIVITIES = {
     "reading": ("◐", "$text-success"),
     "generating": ("◉", "$text-success"),
     "stopping": ("◍", "$text-success"),
+    "summing up": ("◉", "$text-success"),
     "failed": ("✖", "$text-error"),
 }
 

@@ -179,7 +179,7 @@ class SessionsScreen(Dialog[Path]):
         self._store = store
         self._found: list[SessionSummary] = []
         self._doomed: Path | None = None  # Delete was pressed once
-        self._input = Input(search, placeholder="words of a question or an answer", compact=True)
+        self._input = Input(search, placeholder="words of a title, a question or an answer", compact=True)
         self._options = OptionList()
         hint = "Enter resumes · ↑ ↓ chooses · Delete twice deletes · Escape closes"
         super().__init__("conversations", hint, self._input, self._options, Static("", classes="problem"))
@@ -198,7 +198,7 @@ class SessionsScreen(Dialog[Path]):
         for each in self._found:
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.saved))
             facts = f"{when} · {plural(each.num_turns, 'turn')}{' · interrupted' if each.interrupted else ''}  "
-            lines.append(Content.assemble((facts, "$text-muted"), clean_line(each.title, 100)))
+            lines.append(Content.assemble((facts, "$text-muted"), each.title))
         options.add_options(lines)
         if self._found:
             options.highlighted = min(at, len(self._found) - 1)
@@ -358,6 +358,7 @@ KEYS = {
     },
     "Conversations and settings": {
         "{new}, {sessions}": "a new one; a saved one",
+        "{find}": "search in it: Enter or ↓ the next place, ↑ the one before",
         "{model}, {sampling}, {system}": "model, sampling and beams, system prompt",
         "{theme}": "light or dark",
         "Ctrl+P, /": "all commands",

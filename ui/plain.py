@@ -16,7 +16,8 @@ from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.text.safe import clean, clean_line
-from minillm.ui.chat.conversation import Candidate, Conversation, SessionStore, export
+from minillm.ui.chat.conversation import Candidate, Conversation, SessionStore
+from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import is_command, unescaped
 from minillm.ui.settings import Settings, with_param
 

@@ -9,11 +9,15 @@ the process.
 import asyncio
 import contextlib
 import os
+import re
+import select
 import signal
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 from minillm.errors import UsageError
@@ -26,6 +30,15 @@ _RESET = (
     "\x1b[?2004l\x1b[?1000l\x1b[?1002l\x1b[?1003l\x1b[?1006l\x1b[?1015l\x1b[?1016l\x1b[?1004l\x1b[?2048l\x1b[<u"
     "\x1b[?7h\x1b[?1049l\x1b[?25h\x1b[0m"
 )
+_LONGEST_WAIT = 0.1  # seconds for an answer, behind all that is done meanwhile
+# The background's colour (OSC 11), then what the terminal is (DA): all terminals answer that, in order, so that an
+# answer to the second alone means that there is none to the first.
+_QUESTION = b"\x1b]11;?\x1b\\\x1b[c"
+_COLOUR = rb"\x1b\]11;([^\x07\x1b]*)(?:\x07|\x1b\\)"
+_KIND = rb"\x1b\[\?[0-9;]*c"
+_ANSWERS = re.compile(_COLOUR + b"|" + _KIND)
+_BEGUN = re.compile(rb"\x1b(?:\](?:1(?:1(?:;[^\x07\x1b]*\x1b?)?)?)?|\[(?:\?[0-9;]*)?)$")
+_RGB = re.compile(rb"rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})(?:/[0-9a-fA-F]{1,4})?")
 
 
 def is_plain_only() -> bool:
@@ -88,3 +101,93 @@ def ending_on_signals(leave: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@dataclass
+class TerminalAnswer:
+    """What the terminal said of its background, ``light``, ``dark`` or nothing, and the keys that were typed meanwhile.
+
+    Both are known once `asking_background` has ended.
+    """
+
+    background: str = ""
+    typed: bytes = b""
+
+
+@contextlib.contextmanager
+def asking_background() -> Iterator[TerminalAnswer]:
+    """Ask the terminal for its background, run the block, and wait at most `_LONGEST_WAIT` more for the answer.
+
+    Nothing is asked, and nothing is known, where keys wait already, where one side is no terminal or belongs to another
+    job, and where the terminal would print the question. Nothing is echoed meanwhile. The terminal is as before
+    afterwards; `LateAnswers` drops an answer that comes later.
+    """
+    answer = TerminalAnswer()
+    stdin, stdout = sys.__stdin__, sys.__stdout__
+    if stdin is None or stdout is None or not _can_be_asked(stdin.fileno(), stdout.fileno()):
+        yield answer
+        return
+    keyboard = stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    quiet = termios.tcgetattr(keyboard)
+    quiet[0] &= ~termios.ICRNL  # Enter stays what it is for the app
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    try:
+        termios.tcsetattr(keyboard, termios.TCSANOW, quiet)
+        asks = not select.select([keyboard], [], [], 0)[0]
+        if asks:
+            os.write(stdout.fileno(), _QUESTION)
+        yield answer
+        if asks:
+            said = _read_answer(keyboard)
+            answer.background = background_of(said)
+            answer.typed = _ANSWERS.sub(b"", said)
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSANOW, before)
+
+
+def _can_be_asked(keyboard: int, screen: int) -> bool:
+    try:
+        is_ours = os.isatty(screen) and os.tcgetpgrp(keyboard) == os.getpgrp()
+    except OSError:
+        return False
+    return is_ours and not _draws_lines_only() and os.environ["TERM"] != "linux"
+
+
+def _read_answer(keyboard: int) -> bytes:
+    """Read until the last answer is there, or for as long as one may wait."""
+    said, end = b"", time.monotonic() + _LONGEST_WAIT
+    while not re.search(_KIND, said) and select.select([keyboard], [], [], max(0.0, end - time.monotonic()))[0]:
+        data = os.read(keyboard, 4096)
+        if not data:
+            break
+        said += data
+    return said
+
+
+def background_of(said: bytes) -> str:
+    """``light`` or ``dark`` by the colour in an answer to OSC 11; empty where there is none."""
+    found = re.search(_COLOUR, said)
+    rgb = _RGB.fullmatch(found.group(1)) if found is not None else None
+    if rgb is None:
+        return ""
+    red, green, blue = (int(part, 16) / (16 ** len(part) - 1) for part in rgb.groups())
+    return "light" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "dark"
+
+
+@dataclass
+class LateAnswers:
+    """Drops the terminal's answers from what is typed, also where they come in parts."""
+
+    _held: bytes = b""
+
+    def without(self, data: bytes) -> bytes:
+        """Take input; returns the keys in it. A part that may become an answer is held until more comes, or nothing:
+        then call this with no input.
+        """
+        said, self._held = self._held + data, b""
+        said = _ANSWERS.sub(b"", said)
+        begun = _BEGUN.search(said) if data else None
+        if begun is not None:
+            said, self._held = said[: begun.start()], begun.group()
+        return said

@@ -20,6 +20,8 @@ from textual.geometry import Size
 from textual.scroll_view import ScrollView
 from textual.worker import WorkerFailed
 
+from minillm.ui.terminal import LateAnswers
+
 if TYPE_CHECKING:
     from textual.content import Content
     from textual.widgets._markdown import MarkdownListItem as MarkdownListItem
@@ -38,6 +40,8 @@ def __getattr__(name: str) -> Any:
 
 class QuietApp(App[None]):
     """An app that keeps the exception which ended it, for its caller to say in one line."""
+
+    typed_before: bytes = b""  # keys that were read from the terminal before the app had it
 
     @property
     def failure(self) -> BaseException | None:
@@ -119,11 +123,21 @@ class PatientPalette(CommandPalette):
 
 
 class TerminalDriver(LinuxDriver):
-    """Textual's driver, but bytes that are no UTF-8 do not end the app, and the end of input does."""
+    """Textual's driver, but bytes that are no UTF-8 do not end the app, and the end of input does. Keys that were read
+    before come first; answers of the terminal to questions that were asked before are no keys.
+    """
 
     def run_input_thread(self) -> None:
         decode = getincrementaldecoder("utf-8")("replace").decode
-        parser = XTermParser(self._debug)
+        parser, answers = XTermParser(self._debug), LateAnswers()
+
+        def process(data: bytes) -> None:
+            if text := decode(data):  # without one, the parser would take it for the end
+                for event in parser.feed(text):
+                    self.process_message(event)
+
+        assert isinstance(self._app, QuietApp)
+        process(self._app.typed_before)
         with selectors.DefaultSelector() as selector:
             selector.register(self.fileno, selectors.EVENT_READ)
             while not self.exit_event.is_set():
@@ -135,7 +149,9 @@ class TerminalDriver(LinuxDriver):
                     if not data:
                         os.kill(os.getpid(), signal.SIGHUP)
                         return
-                    for event in parser.feed(decode(data)):
-                        self.process_message(event)
+                    data = answers.without(data)
+                else:
+                    data = answers.without(b"")
+                process(data)
                 for event in parser.tick():
                     self.process_message(event)

@@ -2,9 +2,13 @@
 
 import argparse
 import gc
+import os
 import sys
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minillm.cli.options import given
 from minillm.config import EngineConfig
@@ -12,6 +16,9 @@ from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.service.client import ENGINE_COMMAND
 from minillm.user_config import read_config
+
+if TYPE_CHECKING:
+    from minillm.ui.terminal import TerminalAnswer
 
 
 def chat(arguments: argparse.Namespace) -> int:
@@ -47,10 +54,12 @@ def chat(arguments: argparse.Namespace) -> int:
     check_terminal()
     gc.disable()  # all objects of the first screen stay: to look for garbage among them takes a tenth of its time
     try:
-        from minillm.ui.app import ChatApp, run
-
+        with _asking_background(settings.theme) as answer:  # Textual takes as long as most terminals
+            from minillm.ui.app import ChatApp, run
+        settings = replace(settings, theme=settings.theme or answer.background)
         program = remote_engine(arguments.server) if arguments.server else ENGINE_COMMAND
-        return run(ChatApp(settings, store, resumed, question=arguments.question or "", engine_command=program))
+        app = ChatApp(settings, store, resumed, question=arguments.question or "", engine_command=program)
+        return run(app, answer.typed)
     finally:
         gc.enable()
 
@@ -73,10 +82,19 @@ def demo(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.config)
     check_terminal()
 
-    from minillm.ui.app import run
-    from minillm.ui.demo import DemoApp, demo_settings
-
     theme = arguments.theme or config.theme
+    with _asking_background(theme) as answer:
+        from minillm.ui.app import run
+        from minillm.ui.demo import DemoApp, demo_settings
+
+    theme = theme or answer.background
     settings = demo_settings(Settings(config.choose_model(arguments.model), config.engine, theme=theme))
     with tempfile.TemporaryDirectory(prefix="minillm-") as directory:
-        return run(DemoApp(settings, SessionStore(Path(directory)), arguments.speed))
+        return run(DemoApp(settings, SessionStore(Path(directory)), arguments.speed), answer.typed)
+
+
+def _asking_background(theme: str) -> "AbstractContextManager[TerminalAnswer]":
+    """Ask the terminal for its background where neither a setting nor ``COLORFGBG`` says what to use."""
+    from minillm.ui.terminal import TerminalAnswer, asking_background
+
+    return nullcontext(TerminalAnswer()) if theme or os.environ.get("COLORFGBG") else asking_background()

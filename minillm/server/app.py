@@ -45,6 +45,7 @@ class Service:
     names: tuple[str, ...]  # of the model
     seats: Seats
     metrics: Metrics
+    has_keys: bool = False  # then one key's words are not another's to read
     send_seconds: float = 60.0
     prefixes: dict[str, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
@@ -280,10 +281,10 @@ async def _cache(service: Service, request: Request) -> Response:
 
 async def _cache_events(service: Service, request: Request) -> Response:
     watcher = f"watcher-{secrets.token_hex(8)}"
-    engine = service.engine
+    engine, reader = service.engine, request.state.tenant if service.has_keys else None
 
     def start() -> None:
-        engine.send(messages.Watch(watcher))
+        engine.send(messages.Watch(watcher, reader))
 
     def stop() -> None:
         engine.send(messages.Unwatch(watcher))
@@ -294,10 +295,11 @@ async def _cache_events(service: Service, request: Request) -> Response:
 async def _open_session(service: Service, request: Request) -> Response:
     """A chat app's stream of events; the first line tells its name and the model's facts."""
     session, tenant, engine = f"s{secrets.token_hex(8)}", request.state.tenant, service.engine
+    reader = tenant if service.has_keys else None
     service.sessions[session] = tenant
 
     def start() -> None:
-        engine.send(messages.OpenSession(session, tenant))
+        engine.send(messages.OpenSession(session, tenant, reader))
 
     def stop() -> None:
         service.sessions.pop(session, None)

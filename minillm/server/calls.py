@@ -52,12 +52,12 @@ class CallReader:
                 then(partial(room.unpin, call))
             case messages.ReadCache():
                 then(partial(room.read_cache, call))
-            case messages.Watch(watcher):
-                then(partial(room.watch, watcher))
+            case messages.Watch(watcher, reader):
+                then(partial(room.watch, watcher, reader))
             case messages.Unwatch(watcher):
                 then(partial(room.unwatch, watcher))
-            case messages.OpenSession(session):
-                then(partial(sessions.open, session))
+            case messages.OpenSession(session, tenant, reader):
+                then(partial(sessions.open, session, tenant, reader))
             case messages.SessionCommand(session, command):
                 then(partial(self._command, session, command))
             case messages.CloseSession(session):

@@ -105,7 +105,10 @@ class ReadCache(Call):
 
 
 class Watch(Call):
-    watcher: str  # gets a `Picture` of the pool as it changes
+    """Send pictures of the pool as it changes."""
+
+    watcher: str
+    reader: str | None = None  # the tenant whose words may be shown; None: all
 
 
 class Unwatch(Call):
@@ -117,6 +120,7 @@ class OpenSession(Call):
 
     session: str
     tenant: str
+    reader: str | None = None  # the tenant whose words may be shown; None: all
 
 
 class SessionCommand(Call):

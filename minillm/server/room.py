@@ -67,11 +67,11 @@ class Room:
 
     driver: Driver
     send: Callable[[messages.Event], None]
-    others: Callable[[], dict[int, Owner]] = dict
+    others: Callable[[str | None], dict[int, Owner]] = lambda reader: {}
     live: dict[str, Live] = field(default_factory=dict)
     remembered: OrderedDict[str, Remembered] = field(default_factory=OrderedDict)
     pinned: dict[str, Pinned] = field(default_factory=dict)
-    watchers: dict[str, CacheView] = field(default_factory=dict)
+    watchers: dict[str, tuple[CacheView, str | None]] = field(default_factory=dict)  # and their readers
 
     def __post_init__(self) -> None:
         self.engine = self.driver.engine
@@ -319,30 +319,35 @@ class Room:
 
     # --- the pool -----------------------------------------------------------------------------------------------------
 
-    def owners(self) -> dict[int, Owner]:
-        """The owner of every sequence, by seq_id."""
-        found = self.others()
+    def owners(self, reader: str | None = None) -> dict[int, Owner]:
+        """The owner of every sequence, by seq_id; only the words of ``reader`` are shown, where there is one."""
+        found = self.others(reader)
+
+        def add(name: str, tenant: str, state: str, sequences: list[Sequence]) -> None:
+            shows = reader in (None, tenant)
+            found.update((each.seq_id, Owner(name, each.index, state, each, shows)) for each in sequences)
+
         for name, answer in self.remembered.items():
-            found.update((each.seq_id, Owner(name, each.index, "idle", each)) for each in answer.sequences)
+            add(name, answer.tenant, "idle", answer.sequences)
         for name, live in self.live.items():
-            found.update((each.seq_id, Owner(name, each.index, "running", each)) for each in live.group.sequences)
+            add(name, live.prepared.call.tenant, "running", live.group.sequences)
         for name, pin in self.pinned.items():
-            state = "running" if pin.sequence is None else "pinned"
-            found.update((each.seq_id, Owner(name, 0, state, each)) for each in pin.group.sequences)
+            add(name, pin.tenant, "running" if pin.sequence is None else "pinned", pin.group.sequences)
         return found
 
-    def watch(self, watcher: str) -> None:
+    def watch(self, watcher: str, reader: str | None) -> None:
         """Send pictures of the pool to a watcher, the first one whole."""
-        self.watchers[watcher] = CacheView(self.engine)
+        self.watchers[watcher] = (CacheView(self.engine, shows_all_words=reader is None), reader)
         self._show(watcher)
 
     def unwatch(self, watcher: str) -> None:
         """Send no more pictures."""
-        if (view := self.watchers.pop(watcher, None)) is not None:
-            view.close()
+        if (watched := self.watchers.pop(watcher, None)) is not None:
+            watched[0].close()
 
     def _show(self, watcher: str) -> None:
-        changed = self.watchers[watcher].changes(self.owners())
+        view, reader = self.watchers[watcher]
+        changed = view.changes(self.owners(reader))
         if changed is not None:
             self.send(messages.Picture(watcher, changed))
 

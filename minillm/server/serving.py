@@ -74,7 +74,7 @@ async def serve(
         seats = Seats(facts.max_num_seqs, config.max_waiting)
         metrics = Metrics(seats, lambda: engine.figures)
         names = config.names or _names(facts.facts.model)
-        service = Service(engine, facts, names, seats, metrics)
+        service = Service(engine, facts, names, seats, metrics, bool(config.rules.keys))
         server = _Server(service, uvicorn.Config(
             make_app(service, config.rules),
             http=BoundedProtocol, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,

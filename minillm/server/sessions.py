@@ -5,7 +5,8 @@ events that go to this app; so it knows its own blocks, and sees whose the other
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 
@@ -25,6 +26,7 @@ class Session:
     """One app."""
 
     name: str
+    tenant: str
     conversations: Conversations
 
 
@@ -38,15 +40,15 @@ class Sessions:
     open_ones: dict[str, Session] = field(default_factory=dict)
     ending: list[Session] = field(default_factory=list)
 
-    def open(self, name: str) -> None:
-        """Begin a session; its app gets the whole picture of the pool."""
+    def open(self, name: str, tenant: str, reader: str | None) -> None:
+        """Begin a session; its app gets the whole picture of the pool, and the words of ``reader``, or all."""
 
         def send(event: chat.Event) -> None:
             self.send(messages.SessionEvent(name, chat.encode(_renamed(event, f"{name}/"))))
 
-        others = lambda: {**self.room.owners(), **self.owners(but=name)}  # noqa: E731
-        conversations = Conversations(self.driver.engine, send, others=others)
-        self.open_ones[name] = Session(name, conversations)
+        conversations = Conversations(self.driver.engine, send, others=partial(self.room.owners, reader))
+        conversations.teller.view.shows_all_words = reader is None
+        self.open_ones[name] = Session(name, tenant, conversations)
         conversations.teller.show_cache(now=True)
 
     def handle(self, name: str, line: bytes) -> None:
@@ -79,12 +81,13 @@ class Sessions:
         for session in self.open_ones.values():
             session.conversations.teller.show_cache(now=now)
 
-    def owners(self, but: str = "") -> dict[int, Owner]:
-        """The owners of all sequences of all sessions, but one."""
+    def owners(self, reader: str | None) -> dict[int, Owner]:
+        """The owners of all sequences of all sessions; only the words of ``reader`` are shown, where there is one."""
         found: dict[int, Owner] = {}
         for session in (*self.open_ones.values(), *self.ending):
-            if session.name != but:
-                found.update(session.conversations.own())
+            shows = reader in (None, session.tenant)
+            for seq_id, owner in session.conversations.own().items():
+                found[seq_id] = replace(owner, shows_words=shows)
         return found
 
 

@@ -28,6 +28,7 @@ class Owner:
     index: int
     state: str  # see `TableView`
     sequence: Sequence
+    shows_words: bool = True  # False: its tokens are not the viewer's to read
 
 
 @dataclass
@@ -36,6 +37,7 @@ class CacheView:
 
     engine: Engine
     began: float = field(default_factory=time.monotonic)
+    shows_all_words: bool = True  # also of blocks that no sequence of a known owner holds
     _owners: Mapping[int, Owner] = field(default_factory=dict)  # by seq_id
     _tables: dict[int, TableView] = field(default_factory=dict)  # by seq_id, as they were last sent
     _cached: set[int] = field(default_factory=set)  # blocks, as they were last sent
@@ -92,7 +94,7 @@ class CacheView:
         tokenizer, size, found = self.engine.tokenizer, self.engine.cache.block_size, {}
         for table in changes:
             owner = self._owners.get(table.seq_id)
-            if owner is None or tokenizer is None or table.state == "swapped":
+            if owner is None or not owner.shows_words or tokenizer is None or table.state == "swapped":
                 continue
             blocks, first = self._tables[table.seq_id].blocks, max(0, table.keep - 1)
             for number in range(first, len(blocks)):
@@ -139,12 +141,12 @@ class CacheView:
         token_ids: list[int] = []
         for seq_id, table in cache.tables.items():
             owner = self._owners.get(seq_id)
-            if owner is not None and block in table.blocks:
+            if owner is not None and owner.shows_words and block in table.blocks:
                 start = table.blocks.index(block) * cache.block_size
                 held = owner.sequence.token_ids[start : min(start + cache.block_size, table.num_tokens)]
                 token_ids = max(token_ids, held, key=len)
         entry = cache.prefixes.entry(block)
-        if entry is not None and not token_ids:
+        if entry is not None and not token_ids and self.shows_all_words:
             token_ids = list(entry.token_ids)
         return BlockFacts(
             block=block,

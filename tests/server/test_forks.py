@@ -107,3 +107,16 @@ def test_one_key_cannot_see_what_another_has(tiny: Path, tmp_path: Path) -> None
         assert httpx.get(f"{server.url}/v1/prefixes", headers=bens).json()["data"] == []
         assert httpx.delete(f"{server.url}/v1/prefixes/{prefix['id']}", headers=bens).status_code == 404
         assert "key-of" not in "".join(server.said)
+
+
+def test_the_words_of_one_key_are_not_anothers_to_read(tiny: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("anna: key-of-anna\nben: key-of-ben\n")
+    with served(tiny, "--num-blocks", "64", "--api-key-file", str(keys)) as server:
+        post(server, "/v1/completions", "key-of-anna", prompt="secret words", max_tokens=4, keep=True)
+        for key, reads in (("key-of-anna", True), ("key-of-ben", False)):
+            headers = {"authorization": f"Bearer {key}"}
+            with httpx.stream("GET", f"{server.url}/v1/cache/events", headers=headers, timeout=30) as events:
+                first = next(line for line in events.iter_lines() if line.startswith("data: "))
+            assert ("secret words" in str(json.loads(first[6:])["words"])) == reads
+            assert json.loads(first[6:])["tables"], "that there is a table is no secret"

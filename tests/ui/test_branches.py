@@ -351,3 +351,15 @@ async def test_every_view_opens_with_its_key_and_closes_with_it() -> None:
         assert not screen(pilot).query_one("#talk").display
         await pilot.press("alt+v")
         assert screen(pilot).query_one("#talk").display
+
+
+async def test_a_conversation_is_named_and_found_by_its_name() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        await say(pilot, "/title Herons of the\tNile")
+        await ask(pilot, "echo two")
+        await pilot.press("ctrl+n", "ctrl+o")
+        await until(pilot, lambda: "2 turns  Herons of the Nile" in seen(pilot))
+        await pilot.press(*"nile", "enter")
+        await until(pilot, lambda: len(screen(pilot).talk.conversation.turns) == 2)
+        assert screen(pilot).talk.conversation.shown_title == "Herons of the Nile"

@@ -129,8 +129,8 @@ def test_one_parameter_by_its_name() -> None:
 
 
 NAMES = (
-    *("help", "new", "sessions", "export", "edit", "regenerate", "continue", "branch", "accept", "undo", "copy"),
-    *("probabilities", "model", "reload", "sampling", "set", "n", "beams", "system"),
+    *("help", "new", "sessions", "find", "title", "compact", "export", "edit", "regenerate", "continue", "branch"),
+    *("accept", "undo", "copy", "probabilities", "model", "reload", "sampling", "set", "n", "beams", "system"),
     *("pool", "tables", "strands", "events", "memory", "steps", "theme", "quit"),
 )
 
@@ -141,8 +141,9 @@ def test_the_commands_and_their_keys() -> None:
     assert keys == {
         "f1": "help", "f2": "model", "f3": "sampling", "f4": "system", "f5": "pool", "f6": "tables", "f7": "strands",
         "f8": "events", "f9": "memory", "f10": "steps", "ctrl+n": "new", "ctrl+o": "sessions", "ctrl+r": "reload",
-        "ctrl+t": "theme", "ctrl+q": "quit", "alt+e": "edit", "alt+r": "regenerate", "alt+c": "continue",
-        "alt+u": "undo", "alt+y": "copy", "alt+p": "probabilities", "alt+left": "branch", "alt+right": "branch",
+        "ctrl+f": "find", "ctrl+t": "theme", "ctrl+q": "quit", "alt+e": "edit", "alt+r": "regenerate",
+        "alt+c": "continue", "alt+u": "undo", "alt+y": "copy", "alt+p": "probabilities",
+        "alt+left": "branch", "alt+right": "branch",
     }  # fmt: skip
     bound = {
         binding.key: binding.action

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillm.ui.chat.conversation import Candidate, Conversation, SessionStore, Turn, to_markdown
+from minillm.ui.chat.conversation import Candidate, Conversation, SessionStore, Turn
+from minillm.ui.chat.export import to_markdown
 from minillm.ui.chat.transcript import ReasoningSplitter, num_common, split_reasoning
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from minillm.errors import MinillmError
-from minillm.ui.chat.conversation import Conversation, SessionStore, export, to_json, to_markdown
+from minillm.ui.chat.conversation import LONGEST_TITLE, Conversation, SessionStore
+from minillm.ui.chat.export import export, to_json, to_markdown
 
 
 def talk(question: str, text: str, reason: str | None = "stop") -> Conversation:
@@ -37,6 +38,27 @@ def test_saved_listed_searched_and_deleted(tmp_path: Path) -> None:
     assert len(store.list()) == 1
     assert [path.name for path in store.directory.iterdir()] == [store.path_of(two).name], "no file is left behind"
     assert (store.directory.stat().st_mode & 0o077) == 0
+
+
+def test_titles_are_kept_listed_and_searched(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    named, long = talk("What is paging?", "Pages."), talk("word " * 40 + "\x1b[31m", "x")
+    named.title = "  Memory\x1b[31m,\nvirtual "
+    for each in (long, named):
+        store.save(each)
+        os.utime(store.path_of(each), (each is named, each is named))
+    titles = [summary.title for summary in store.list()]
+    assert titles[0] == "Memory␛[31m, virtual"
+    assert titles[1].startswith("word word")
+    assert titles[1].endswith("word …")
+    assert len(titles[1]) <= LONGEST_TITLE + 2
+    assert len(store.list("virtual pages")) == 1
+    assert store.load(store.path_of(named)).title == named.title
+    old = json.loads(store.path_of(named).read_text())
+    del old["title"]
+    store.path_of(named).write_text(json.dumps(old))
+    assert store.load(store.path_of(named)).shown_title == "What is paging?", "a file of before titles"
+    assert to_markdown(named).startswith("# Memory␛[31m, virtual\n")
 
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,10 @@ from textual.screen import ModalScreen
 
 from minillm.errors import UsageError
 from minillm.ui.bars import VIEWS
-from minillm.ui.chat.conversation import Conversation, Turn, export
+from minillm.ui.chat.compact import Compaction
+from minillm.ui.chat.compact import undo as undo_summary
+from minillm.ui.chat.conversation import Conversation, Turn
+from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.chat.talk import Talk
 from minillm.ui.chat.transcript import CandidatesView
@@ -57,6 +60,33 @@ async def list_sessions(talk: Talk, words: str) -> None:
     talk.app.push_screen(SessionsScreen(talk.store, words), chosen)
 
 
+@command("find", "search in the conversation", "ctrl+f", argument="[words]")
+async def find(talk: Talk, words: str) -> None:
+    talk.search.open(words)
+
+
+@command("title", "name the conversation, for the list of Ctrl+O", argument="TEXT")
+async def name_conversation(talk: Talk, text: str) -> None:
+    talk.conversation.title = text
+    talk.save()
+    talk.notify(f"this conversation is called “{talk.conversation.shown_title}”")
+
+
+@command("compact", "sum the older half up, for the model to have room again; undo", argument="[undo]")
+async def compact(talk: Talk, what: str) -> None:
+    _check_idle(talk)
+    if what == "undo":
+        undo_summary(talk.conversation)
+        talk.save()
+        talk.notify("the model is told the whole conversation again")
+    elif what:
+        raise UsageError(f"/compact has no {what!r}; it may be /compact or /compact undo")
+    elif talk.can_ask():
+        await talk.accept_best()
+        talk.compaction = Compaction.begin(talk.conversation, talk.app.settings.system, talk.send)
+        talk.refresh_status()
+
+
 @command("export", "write the conversation to a file, .md or .json", argument="FILE")
 async def write_to_file(talk: Talk, name: str) -> None:
     if talk.conversation.leaf is None:
@@ -67,6 +97,8 @@ async def write_to_file(talk: Talk, name: str) -> None:
 def _check_idle(talk: Talk) -> None:
     if talk.run is not None:
         raise UsageError("an answer is being given; Escape stops it")
+    if talk.compaction is not None:
+        raise UsageError("the conversation is being summed up; Escape stops that")
 
 
 def _turn(talk: Talk) -> Turn:

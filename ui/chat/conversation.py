@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 from minillm.errors import MinillmError, UsageError
 from minillm.service.messages import TokenChoice
-from minillm.system import data_dir, expanded
+from minillm.system import data_dir
 from minillm.text.reading import read_bytes
 from minillm.text.safe import clean_line, parse_json
+
+LONGEST_TITLE = 60  # characters
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Turn:
     answer: Answer
     parent: Turn | None = None
     children: list[Turn] = field(default_factory=list)
+    summary: str = ""  # that the model is told in place of all turns before this one
 
 
 class Fork(NamedTuple):
@@ -102,6 +105,14 @@ class Choice:
     others: list[Turn]  # the branches that the others became
 
 
+def shown_title(title: str, question: str) -> str:
+    """A title, or the first words of a first question in its place; clean, on one line."""
+    words = clean_line(title.strip() or question, 10 * LONGEST_TITLE)
+    if len(words) <= LONGEST_TITLE:
+        return words
+    return (words[:LONGEST_TITLE].rpartition(" ")[0] or words[: LONGEST_TITLE - 1]) + " …"
+
+
 @dataclass
 class Conversation:
     """The tree of turns. The engine keeps its blocks under ``conversation_id``. An edited question is a branch."""
@@ -113,6 +124,12 @@ class Conversation:
     first: list[Turn] = field(default_factory=list)  # those without a parent
     leaf: Turn | None = None  # the last turn that is shown
     num_dropped: int = 0  # oldest turns of the path that the model is no longer told
+    title: str = ""  # that the user gave it; not cleaned for a terminal
+
+    @property
+    def shown_title(self) -> str:
+        """Its title, or the first words of its first question; clean. Empty where nothing has been asked."""
+        return shown_title(self.title, self.first[0].question if self.first else "")
 
     @property
     def turns(self) -> list[Turn]:
@@ -207,10 +224,22 @@ class Conversation:
         """Turns of the path whose answers have ended."""
         return sum(not turn.answer.is_open for turn in self.turns)
 
-    def messages(self, system: str = "") -> list[dict[str, str]]:
-        """The messages for the engine: roles alternate, and the open answer is the one that it is asked for."""
+    @property
+    def num_untold(self) -> int:
+        """Turns of the path that the model is not told as they were: dropped ones, and those that are summed up."""
+        summed_up = [number for number, turn in enumerate(self.turns) if turn.summary]
+        return max([self.num_dropped, *summed_up])
+
+    def messages(self, system: str = "", before: Turn | None = None) -> list[dict[str, str]]:
+        """The messages for the engine: roles alternate, and the open answer is the one that it is asked for.
+        ``before``: the first turn that is left out, with all after it.
+        """
         messages = [{"role": "system", "content": system}] if system else []
-        for turn in self.turns[self.num_dropped :]:
+        turns = self.turns[self.num_untold :]
+        if turns and turns[0].summary:
+            messages.append({"role": "user", "content": "What have we said so far?"})
+            messages.append({"role": "assistant", "content": turns[0].summary})
+        for turn in turns if before is None else turns[: turns.index(before)]:
             messages.append({"role": "user", "content": turn.question})
             if not turn.answer.is_open:
                 messages.append({"role": "assistant", "content": turn.answer.text})
@@ -221,6 +250,7 @@ class Conversation:
 
         So the next questions begin alike, and find their blocks: with one turn less for each, none would.
         """
+        self.num_dropped = self.num_untold
         lengths = [len(turn.question) + len(turn.answer.text) for turn in self.turns[self.num_dropped :]]
         if len(lengths) < 2:
             return False
@@ -253,11 +283,13 @@ class Conversation:
             "model": self.model,
             "system": self.system,
             "began": self.began,
+            "title": self.title,
             "leaf": None if self.leaf is None else number[id(self.leaf)],
             "turns": [
                 {
                     "parent": None if turn.parent is None else number[id(turn.parent)],
                     "question": turn.question,
+                    "summary": turn.summary,
                     "answer": _answer_data(turn.answer),
                 }
                 for turn in turns
@@ -274,12 +306,14 @@ class Conversation:
         try:
             turns: list[Turn] = []
             conversation = cls(str(data["id"]), str(data["system"]), str(data["model"]), float(data["began"]))
+            conversation.title = str(data.get("title", ""))  # files of before have none
             for item in data["turns"]:
                 answer = _answer_of(item["answer"])
                 if not isinstance(answer.text, str) or not isinstance(item["question"], str):
                     raise ValueError("a text is none")
                 answer.finish_reason = answer.finish_reason or "lost"
                 turn = Turn(item["question"], answer, None if item["parent"] is None else turns[item["parent"]])
+                turn.summary = str(item.get("summary", ""))
                 conversation.siblings(turn).append(turn)
                 turns.append(turn)
             conversation.leaf = None if data["leaf"] is None else turns[data["leaf"]]
@@ -316,7 +350,7 @@ class SessionSummary:
     """A conversation in a list."""
 
     path: Path
-    title: str  # the first question; not cleaned for a terminal
+    title: str  # see `shown_title`
     num_turns: int
     saved: float  # seconds since 1970
     interrupted: bool  # the app ended while an answer was being given
@@ -382,17 +416,20 @@ class SessionStore:
         path.unlink(missing_ok=True)
 
     def list(self, search: str = "") -> list[SessionSummary]:
-        """The conversations that hold ``search`` in a question or an answer, the latest first."""
+        """The conversations that hold ``search`` in title, question or answer, the latest first."""
         found, words = [], search.casefold().split()
         for path in self.directory.glob("*.json"):
             try:
-                turns = _read(path)["turns"]
-                whole = "\n".join(turn["question"] + "\n" + _all_text(turn["answer"]) for turn in turns).casefold()
+                data = _read(path)
+                turns, title = data["turns"], str(data.get("title", ""))
+                texts = [title, *(turn["question"] + "\n" + _all_text(turn["answer"]) for turn in turns)]
+                whole = "\n".join(texts).casefold()
                 if all(word in whole for word in words):
                     unfinished = any(turn["answer"]["finish_reason"] is None for turn in turns)
                     saved = path.stat().st_mtime
-                    found.append(SessionSummary(path, turns[0]["question"], len(turns), saved, unfinished))
-            except (OSError, ValueError, KeyError, TypeError, IndexError):
+                    title = shown_title(title, turns[0]["question"])
+                    found.append(SessionSummary(path, title, len(turns), saved, unfinished))
+            except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
                 continue  # not ours, or broken: opening it says why
         return sorted(found, key=lambda summary: -summary.saved)
 
@@ -404,40 +441,3 @@ def _all_text(answer: Mapping[str, Any]) -> str:
 
 def _read(path: Path) -> Any:
     return parse_json(read_bytes(path).decode("utf-8", "surrogatepass"))
-
-
-def to_markdown(conversation: Conversation) -> str:
-    turns = conversation.turns
-    lines = [f"# {clean_line(turns[0].question, 80) if turns else 'An empty conversation'}", ""]
-    if conversation.system:
-        lines += [f"> {line}" for line in conversation.system.splitlines()] + [""]
-    for turn in turns:
-        name, several = conversation.model or "The model", turn.answer.candidates
-        lines += ["## You", "", turn.question, ""]
-        for number, text in enumerate([each.text for each in several] or [turn.answer.text], start=1):
-            lines += [f"## {name}" + (f", candidate {number} of {len(several)}" if several else ""), "", text, ""]
-    return "\n".join(lines)
-
-
-def to_json(conversation: Conversation) -> str:
-    return json.dumps(conversation.to_data(), ensure_ascii=False, indent=2) + "\n"
-
-
-def export(conversation: Conversation, target: Path) -> Path:
-    """Write a conversation to a file: ``.json`` as JSON, else as Markdown. An existing file is not touched.
-
-    Raises:
-        MinillmError: the file exists, cannot be written, or has the ending of another format.
-    """
-    if target.suffix.lower() not in ("", ".json", ".md", ".markdown", ".txt"):
-        raise UsageError(f"/export writes .md, .txt or .json, not {target.suffix}")
-    text = to_json(conversation) if target.suffix == ".json" else to_markdown(conversation)
-    target = expanded(str(target), "/export")
-    try:
-        with target.open("x", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-    except FileExistsError:
-        raise MinillmError(f"{target} exists; choose another name") from None
-    except OSError as error:
-        raise MinillmError(f"{target} cannot be written: {error}") from None
-    return target

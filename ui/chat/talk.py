@@ -13,8 +13,10 @@ from minillm.errors import MinillmError, UsageError
 from minillm.service.messages import Command, Forget, Keep, Notice, Pin, Report
 from minillm.ui.bars import FULL, LoadingBar, Status, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
+from minillm.ui.chat.compact import Compaction
 from minillm.ui.chat.conversation import Answer, Candidate, Choice, Conversation, Fork, SessionStore, Turn
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.search import SearchBar
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.drawing import Drawing
@@ -39,6 +41,7 @@ class Talk(Vertical):
     app = getters.app(EngineApp)
     transcript = getters.query_one(Transcript)
     prompt = getters.query_one(PromptInput)
+    search = getters.query_one(SearchBar)
 
     beside_model: var[bool] = var(False)
     """Whether a model computes an answer on the same cores."""
@@ -55,6 +58,7 @@ class Talk(Vertical):
         self.commands = commands
         self.conversation = Conversation()
         self.run: AnswerRun | None = None
+        self.compaction: Compaction | None = None
         self.engine = EngineState()  # as far as this widget has heard
         self.pool: Pool | None = None
         self._waiting: list[str] = []  # questions that are asked when this answer has ended, or the model is loaded
@@ -67,7 +71,8 @@ class Talk(Vertical):
         self._report_every = 0.0  # as the engine was told last
 
     def compose(self) -> ComposeResult:
-        yield Transcript()
+        yield (transcript := Transcript())
+        yield SearchBar(transcript)
         yield LoadingBar()
         yield Static(id="hints")
         yield PromptInput(self.commands)
@@ -90,6 +95,7 @@ class Talk(Vertical):
             return
         if state.phase != "ready":
             self._pinned_system = ""
+            self.compaction = None
             if self.run is not None:
                 await self._end(Ending("lost"))
         if state.loaded is not None:
@@ -120,6 +126,18 @@ class Talk(Vertical):
                 await self._end(ending)
             else:
                 self._text.soon()
+        elif (summing := self.compaction) is not None and summing.take(event):
+            await self._end_compaction(summing)
+
+    async def _end_compaction(self, compaction: Compaction) -> None:
+        self.compaction = None
+        try:
+            await self.transcript.add_note(compaction.finish())
+        except UsageError as error:
+            await self.transcript.add_note(str(error), "warning")
+        self.save()
+        self.refresh_status()
+        await self._ask_waiting()
 
     def _pin_system(self) -> None:
         system = self.app.settings.system
@@ -140,7 +158,7 @@ class Talk(Vertical):
                 self.prompt.put_back(message.text)
                 return
             await self.run_command(command.name, argument)
-        elif self.run is not None or self.engine.phase == "loading":
+        elif self.run is not None or self.compaction is not None or self.engine.phase == "loading":
             self._set_waiting([*self._waiting, message.text])
         elif not self.can_ask():
             self.prompt.put_back(message.text)
@@ -200,6 +218,8 @@ class Talk(Vertical):
         reason = ""
         if self.run is not None:
             reason = "an answer is being given; Escape stops it"
+        elif self.compaction is not None:
+            reason = "the conversation is being summed up; Escape stops that"
         elif self.engine.phase == "loading":
             reason = "the model is still loading"
         elif self.engine.phase != "ready":
@@ -272,7 +292,7 @@ class Talk(Vertical):
         self._warned_full = True
         await self.transcript.add_note(
             f"the context is nearly full ({count(answer.num_context_tokens)} of {count(loaded.max_model_len)} tokens): "
-            "the oldest half will be left out when it is; Ctrl+N begins anew", "warning"
+            "the oldest half will be left out when it is; /compact sums it up, Ctrl+N begins anew", "warning"
         )  # fmt: skip
 
     async def accept(self, turn: Turn, index: int) -> None:
@@ -322,7 +342,7 @@ class Talk(Vertical):
         # A cursor that blinks beside the model would cost two drawings a second.
         self.prompt.cursor_blink = self.run is None
         self.query_one(StatusBar).status = Status(
-            activity=_activity(self.engine.phase, self.run, answer),
+            activity=_activity(self.engine.phase, self.run, answer) if self.compaction is None else "summing up",
             tokens_per_second=answer.tokens_per_second,
             time_to_first_token=answer.time_to_first_token,
             context_used=answer.num_known_tokens,
@@ -352,9 +372,10 @@ class Talk(Vertical):
     async def open_conversation(self, conversation: Conversation) -> None:
         """Show another conversation; the engine frees the blocks of the old one."""
         self.send(Forget(self.conversation.conversation_id))
-        self.run = self.editing = self._choice = None
+        self.run = self.editing = self._choice = self.compaction = None
         self._set_waiting([])
         self._warned_full = False
+        self.search.close()
         self.conversation = conversation
         await self.transcript.clear()
         if conversation.leaf is not None:

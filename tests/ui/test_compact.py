@@ -1,0 +1,96 @@
+"""``/compact``: a summary in place of the older half, on the scripted engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from driving import ask, chat, notes, say, screen, until
+
+from minillm.errors import UsageError
+from minillm.service.messages import Command
+from minillm.ui.chat.compact import Compaction, second_half, undo
+from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.export import to_json
+from minillm.ui.chat.prompt import PromptInput
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_older_half_is_told_as_a_summary_and_undone() -> None:
+    async with chat(system="be brief") as pilot:
+        for word in ("one", "two", "six", "ten"):
+            await ask(pilot, f"echo {word}")
+        talk = screen(pilot).talk
+        await say(pilot, "/compact")
+        await until(pilot, lambda: "told to the model as a summary" in notes(pilot)[-1])
+        # The scripted engine answers with the request itself; the fourth turn is a part of the newer half.
+        said = notes(pilot)[-1]
+        assert "the first 2 turns" in said
+        assert "It says: Sum up our conversation so far" in said
+        told = (await ask(pilot, "messages")).answer.text
+        assert told.startswith("system=be brief;user=What have we said so far?;assistant=Sum up our conversation")
+        assert told.endswith("user=echo six;assistant=six;user=echo ten;assistant=ten;user=messages;")
+        assert "echo two" not in told
+        again = Conversation.from_data(json.loads(to_json(talk.conversation)))
+        assert again.messages("be brief") == talk.conversation.messages("be brief")
+        await say(pilot, "/compact undo")
+        assert "user=echo one;assistant=one;user=echo two" in (await ask(pilot, "messages")).answer.text
+        await say(pilot, "/compact undo")
+        with pytest.raises(UsageError, match="no summary here"):
+            undo(talk.conversation)
+
+
+async def test_a_question_waits_for_the_summary() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        await ask(pilot, "echo two")
+        talk = screen(pilot).talk
+        for text in ("/compact", "messages"):  # in one read
+            talk.prompt.post_message(PromptInput.Submitted(text))
+        await until(pilot, lambda: talk.conversation.num_answers == 3)
+        answer = talk.conversation.turns[-1].answer.text
+        assert answer.startswith("user=What have we said so far?;assistant=Sum up")
+
+
+async def test_tokens_that_come_back_are_said_and_a_second_summary_holds_the_first() -> None:
+    async with chat() as pilot:
+        for word in ("one", "two", "three"):
+            await ask(pilot, f"echo {word}")
+        talk = screen(pilot).talk
+        for turn in talk.conversation.turns:
+            turn.answer.num_prompt_tokens = 700
+        await say(pilot, "/compact")
+        await until(pilot, lambda: "tokens of the context came back" in notes(pilot)[-1])
+        await ask(pilot, "echo four")
+        await say(pilot, "/compact")
+        await until(pilot, lambda: sum(bool(turn.summary) for turn in talk.conversation.turns) == 2)
+        assert len(talk.conversation.messages()) < 8
+
+
+async def test_nothing_to_sum_up_is_said_and_a_lost_engine_leaves_all_as_it_was() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        with pytest.raises(UsageError, match="too little"):
+            second_half(screen(pilot).talk.conversation)
+        await ask(pilot, "echo two")
+        before = screen(pilot).talk.conversation.messages()
+        talk, sent = screen(pilot).talk, list[Command]()
+        talk.compaction = Compaction.begin(talk.conversation, "", sent.append)  # that the engine never answers
+        assert not talk.can_ask()
+        screen(pilot).app.load_model()
+        await until(pilot, lambda: screen(pilot).talk.compaction is None)
+        await until(pilot, lambda: screen(pilot).talk.engine.phase == "ready")
+        assert screen(pilot).talk.conversation.messages() == before
+
+
+def test_a_summary_belongs_to_its_branch() -> None:
+    conversation = Conversation()
+    for word in ("a", "b", "c"):
+        answer = conversation.ask(word)
+        answer.text, answer.finish_reason = word.upper(), "stop"
+    last = conversation.turns[-1]
+    last.summary = "letters"
+    assert [each["content"] for each in conversation.messages()] == ["What have we said so far?", "letters", "c", "C"]
+    conversation.ask("d", instead_of=last)
+    assert [each["content"] for each in conversation.messages()] == ["a", "A", "b", "B", "d"]

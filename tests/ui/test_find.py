@@ -1,0 +1,95 @@
+"""Search in the conversation."""
+
+from __future__ import annotations
+
+import pytest
+from driving import ask, chat, say, screen, until
+from textual.pilot import Pilot
+from textual.widgets import Input, Static
+
+from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.search import find
+from minillm.ui.chat.transcript import ReasoningView
+
+pytestmark = pytest.mark.anyio
+
+
+def found(pilot: Pilot[None]) -> str:
+    return str(screen(pilot).query_one("#found", Static).render())
+
+
+def marked(pilot: Pilot[None], look: str) -> list[str]:
+    """The words on the screen that have this look."""
+    lines = pilot.app.screen._compositor.render_strips(pilot.app.size)
+    return [each.text for strip in lines for each in strip if each.style and getattr(each.style, look) and each.text]
+
+
+async def test_places_are_counted_marked_and_walked_through() -> None:
+    async with chat(size=(100, 40)) as pilot:
+        await ask(pilot, "echo a heron and a *Heron*")
+        await ask(pilot, "echo no bird")
+        await pilot.press("ctrl+f", *"heron")
+        await until(pilot, lambda: found(pilot).startswith("1 of 4"))  # in the question and in the answer
+        await until(pilot, lambda: marked(pilot, "reverse") == ["heron"])
+        assert marked(pilot, "underline") == ["heron", "Heron", "heron", "Heron"], "the current one, too"
+        await pilot.press("enter", "enter")
+        await until(pilot, lambda: found(pilot).startswith("3 of 4"))
+        await pilot.press("shift+enter", "up", "up")
+        await until(pilot, lambda: found(pilot).startswith("4 of 4"))
+        await pilot.press("x")
+        await until(pilot, lambda: found(pilot) == "nothing found")
+        assert marked(pilot, "underline") == []
+
+
+async def test_escape_closes_and_leaves_nothing_behind() -> None:
+    async with chat(size=(100, 40)) as pilot:
+        await ask(pilot, "echo one")
+        before = [(type(each), str(each.render())) for each in screen(pilot).talk.transcript.query(Static)]
+        await pilot.press("ctrl+f", *"one", "escape")
+        await pilot.pause()
+        after = [(type(each), str(each.render())) for each in screen(pilot).talk.transcript.query(Static)]
+        assert after == before
+        assert marked(pilot, "underline") == []
+        assert screen(pilot).focused is screen(pilot).query_one(PromptInput)
+        assert not screen(pilot).talk.search.display
+        assert (await ask(pilot, "echo two")).answer.text == "two"
+
+
+async def test_a_command_searches_and_special_characters_are_characters() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo what.is [this]? *.*")
+        await say(pilot, "/find [this]?")
+        await until(pilot, lambda: found(pilot).startswith("1 of 2"))
+        screen(pilot).query_one(Input).value = ".is"
+        await until(pilot, lambda: found(pilot).startswith("1 of 2"))
+
+
+async def test_a_place_in_folded_reasoning_is_opened() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "think")
+        assert screen(pilot).query_one(ReasoningView).collapsed
+        await say(pilot, "/find let me")
+        await until(pilot, lambda: not screen(pilot).query_one(ReasoningView).collapsed)
+        await until(pilot, lambda: "let me" in marked(pilot, "reverse"))
+
+
+async def test_over_five_hundred_turns() -> None:
+    async with chat(size=(100, 30)) as pilot:
+        conversation = Conversation()
+        for number in range(500):
+            answer = conversation.ask(f"question {number}")
+            answer.text, answer.finish_reason = f"An answer with number {number} of many", "stop"
+        talk = screen(pilot).talk
+        await talk.open_conversation(conversation)
+        await until(pilot, lambda: len(find(talk.transcript, "an answer")) == 500, 120)
+        talk.search.open("number 77 of")
+        await until(pilot, lambda: found(pilot).startswith("1 of 1 "))
+        await until(pilot, lambda: "number 77 of" in marked(pilot, "reverse"))
+        talk.search.open("question")
+        await until(pilot, lambda: "of 500" in found(pilot))
+        for step in (1, -1, -1):
+            talk.search.action_go(step)
+        await until(pilot, lambda: "question" in marked(pilot, "reverse"))
+        talk.search.close()
+        await until(pilot, lambda: not marked(pilot, "underline"))

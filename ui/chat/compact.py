@@ -1,0 +1,118 @@
+"""``/compact``: the model sums up the older half of a conversation, and is told the summary in place of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minillm.errors import UsageError
+from minillm.service import messages
+from minillm.ui.chat.conversation import Conversation, Turn
+from minillm.ui.chat.transcript import split_reasoning
+from minillm.ui.numbers import count, plural
+
+_REQUEST = (
+    "Sum up our conversation so far, for yourself: facts, names, numbers, decisions and open questions. "
+    "Write plain sentences, and nothing else."
+)
+_LONGEST = 400  # tokens of a summary
+_COLDNESS = {"temperature": 0.0, "max_tokens": _LONGEST, "repetition_penalty": 1.1}
+
+
+@dataclass
+class Compaction:
+    """A summary that is being written: `begin`, then `take` until it returns True, then `finish`."""
+
+    conversation: Conversation
+    stays: Turn  # the first turn that the model is still told as it was
+    request_id: str
+    send: Callable[[messages.Command], None]
+    text: str = ""
+    num_tokens: int = 0
+    is_stopped: bool = False
+    error: str = ""
+
+    @classmethod
+    def begin(cls, conversation: Conversation, system: str, send: Callable[[messages.Command], None]) -> "Compaction":
+        """Ask for the summary.
+
+        Raises:
+            UsageError: less than two turns are told.
+        """
+        stays = second_half(conversation)
+        told = [*conversation.messages(system, before=stays), {"role": "user", "content": _REQUEST}]
+        compaction = cls(conversation, stays, conversation.new_request_id(), send)
+        name = conversation.conversation_id
+        send(messages.Generate(compaction.request_id, name, told, dict(_COLDNESS), room=_LONGEST // 4))
+        return compaction
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self.send(messages.Abort(self.request_id))
+
+    def take(self, event: messages.Event) -> bool:
+        """Take an event. True where it was the last one of this request."""
+        if getattr(event, "request_id", None) != self.request_id:
+            return False
+        match event:
+            case messages.TextDelta(text=text, num_tokens=num_tokens):
+                self.text += text
+                self.num_tokens += num_tokens
+                return False
+            case messages.Finished():
+                self.is_stopped = self.is_stopped or event.finish_reason == "abort"
+            case messages.RequestFailed():
+                self.error = event.error
+            case messages.ContextFull():
+                self.error = f"the older half alone has {count(event.num_tokens)} tokens, and the context holds no more"
+            case _:
+                return False
+        return True
+
+    def finish(self) -> str:
+        """Put the summary in its place; returns what is to be said about that.
+
+        Raises:
+            UsageError: there is none.
+        """
+        self.send(messages.Drop(self.request_id))
+        summary = split_reasoning(self.text)[1].strip()
+        if self.error or self.is_stopped or not summary:
+            reason = self.error or ("it was stopped" if self.is_stopped else "the model wrote none")
+            raise UsageError(f"there is no summary: {reason}; nothing has changed")
+        turns = self.conversation.turns
+        older = turns[: turns.index(self.stays)]
+        came_back = older[-1].answer.num_context_tokens - self.num_tokens
+        self.stays.summary = summary
+        for turn in turns:  # their blocks begin with what is no longer told
+            self.send(messages.Drop(turn.answer.request_id))
+        words = f"the first {plural(len(older), 'turn')} are told to the model as a summary from now on"
+        if came_back > 0:
+            words += f": about {plural(came_back, 'token')} of the context came back"
+        return f"{words}; /compact undo takes it away again. It says: {summary}"
+
+
+def second_half(conversation: Conversation) -> Turn:
+    """The turn with which the newer half of what the model is told begins.
+
+    Raises:
+        UsageError: there are no two halves.
+    """
+    told = conversation.turns[conversation.num_untold :]
+    lengths = [len(turn.question) + len(turn.answer.text) for turn in told]
+    if len(told) < 2:
+        raise UsageError("there is too little to sum up: the last turn always stays")
+    at = 1
+    while at < len(told) - 1 and 2 * sum(lengths[:at]) < sum(lengths):
+        at += 1
+    return told[at]
+
+
+def undo(conversation: Conversation) -> None:
+    """Tell the model again what the last summary stands for.
+
+    Raises:
+        UsageError: there is none in this branch.
+    """
+    turn = next((turn for turn in reversed(conversation.turns) if turn.summary), None)
+    if turn is None:
+        raise UsageError("there is no summary here: /compact makes one")
+    turn.summary = ""

@@ -1,0 +1,45 @@
+"""A conversation as a file for people and other programs."""
+
+import json
+from pathlib import Path
+
+from minillm.errors import MinillmError, UsageError
+from minillm.system import expanded
+from minillm.ui.chat.conversation import Conversation
+
+
+def to_markdown(conversation: Conversation) -> str:
+    turns = conversation.turns
+    lines = [f"# {conversation.shown_title or 'An empty conversation'}", ""]
+    if conversation.system:
+        lines += [f"> {line}" for line in conversation.system.splitlines()] + [""]
+    for turn in turns:
+        name, several = conversation.model or "The model", turn.answer.candidates
+        lines += ["## You", "", turn.question, ""]
+        for number, text in enumerate([each.text for each in several] or [turn.answer.text], start=1):
+            lines += [f"## {name}" + (f", candidate {number} of {len(several)}" if several else ""), "", text, ""]
+    return "\n".join(lines)
+
+
+def to_json(conversation: Conversation) -> str:
+    return json.dumps(conversation.to_data(), ensure_ascii=False, indent=2) + "\n"
+
+
+def export(conversation: Conversation, target: Path) -> Path:
+    """Write a conversation to a file: ``.json`` as JSON, else as Markdown. An existing file is not touched.
+
+    Raises:
+        MinillmError: the file exists, cannot be written, or has the ending of another format.
+    """
+    if target.suffix.lower() not in ("", ".json", ".md", ".markdown", ".txt"):
+        raise UsageError(f"/export writes .md, .txt or .json, not {target.suffix}")
+    text = to_json(conversation) if target.suffix == ".json" else to_markdown(conversation)
+    target = expanded(str(target), "/export")
+    try:
+        with target.open("x", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+    except FileExistsError:
+        raise MinillmError(f"{target} exists; choose another name") from None
+    except OSError as error:
+        raise MinillmError(f"{target} cannot be written: {error}") from None
+    return target
