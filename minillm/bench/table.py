@@ -32,6 +32,7 @@ WORKLOADS = {
     "beam": ("workloads.measure", "beam search of width 4 over 8 prompts"),
     "stall": ("workloads.measure", "how long running answers wait while a prompt of 8,000 tokens arrives"),
     "serve": ("workloads.serve", "requests that arrive by chance, at a given rate"),
+    "http": ("http.measure", "the same requests through the engine in this process, and through `minillm serve`"),
     "share": ("workloads.share", "the requests of throughput, shared by the replicas that torchrun has started"),
     "profile": ("profile.measure", "where a decode step's time goes on a GPU, kernel by kernel"),
     "matvec": ("kernels.tiles", "the tiles of the products of one token, or a few, measured anew on a GPU"),

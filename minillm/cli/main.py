@@ -106,9 +106,7 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         "answer OpenAI's protocol over HTTP: chats, completions, forks, pinned prefixes, the cache",
         "serve.run",
         option("name", nargs="?", metavar="MODEL", help=f"{MODEL_NAMES} (default: the default model)"),
-        option(
-            "--host", default="127.0.0.1", metavar="HOST", help="address (127.0.0.1); others need a key"
-        ),
+        option("--host", default="127.0.0.1", metavar="HOST", help="address (127.0.0.1); others need a key"),
         option("--port", type=int, default=8000, metavar="N", help="port (8000); 0: any that is free"),
         _file("--api-key-file", help="keys that clients need, one a line, perhaps with a name before: `anna: KEY`"),
         option("--api-key", metavar="KEY", help="one key; better in the environment, as MINILLM_API_KEY"),

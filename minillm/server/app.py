@@ -133,6 +133,7 @@ async def _chat(service: Service, request: Request) -> Generating:
         body.conversation(),
         body.params(service.facts.defaults),
         streamed=bool(body.stream),
+        wants_ids=body.return_token_ids,
         keep=body.keep,
         fork=body.fork,
         salt=_salt(tenant, body.cache_salt),
@@ -153,7 +154,16 @@ async def _completions(service: Service, request: Request) -> Generating:
     )
     echo = body.echo or body.prompt_logprobs is not None
     one = messages.Complete(
-        name, tenant, None, params, bool(body.stream), echo, body.keep, body.fork, _salt(tenant, body.cache_salt)
+        name,
+        tenant,
+        None,
+        params,
+        streamed=bool(body.stream),
+        echo=echo,
+        wants_ids=body.return_token_ids,
+        keep=body.keep,
+        fork=body.fork,
+        salt=_salt(tenant, body.cache_salt),
     )
     copy = msgspec.structs.replace
     calls = [copy(one, request_id=f"{name}-{number}", prompt=prompt) for number, prompt in enumerate(prompts)]

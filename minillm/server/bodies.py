@@ -82,6 +82,7 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: str | None = None
     prompt_cache_key: str | None = None  # OpenAI's; prefixes are found without it
     priority: int = 0  # lower is sooner, among requests of one key
+    return_token_ids: bool = False
     keep: bool = False  # the answer's blocks stay, for `fork_of`
     fork_of: str | ForkOf | None = None
 

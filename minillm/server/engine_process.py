@@ -46,6 +46,7 @@ class Answer:
                 one.text += text.text
                 one.num_tokens += text.num_tokens
                 one.tokens = one.tokens + text.tokens
+                one.token_ids = one.token_ids + text.token_ids
                 one.finish_reason, one.stop_reason = text.finish_reason, text.stop_reason
         return list(joined.values())
 

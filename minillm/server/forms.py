@@ -21,12 +21,12 @@ class ChatForm:
 
     def piece(self, number: int, text: Text) -> Json | None:
         delta = {"content": text.text} if text.text else {}
-        if not delta and text.finish_reason is None and not (self.has_logprobs and text.tokens):
+        if not (delta or text.finish_reason or text.token_ids or (self.has_logprobs and text.tokens)):
             return None
         found = _choice(text.index, delta=delta, reason=text.finish_reason)
         if self.has_logprobs and text.tokens:
             found["logprobs"] = chat_logprobs(text.tokens)
-        return found
+        return with_ids(found, text)
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
         return [self._whole(each) for each in completions]
@@ -35,7 +35,7 @@ class ChatForm:
         message = {"role": "assistant", "content": each.text, "refusal": None}
         logprobs = chat_logprobs(each.tokens) if self.has_logprobs else None
         found = {"index": each.index, "message": message, "logprobs": logprobs, "finish_reason": each.finish_reason}
-        return {**found, **extras(each)}
+        return with_ids({**found, **extras(each)}, each)
 
 
 @dataclass
@@ -56,12 +56,12 @@ class TextForm:
         return found
 
     def piece(self, number: int, text: Text) -> Json | None:
-        if not text.text and text.finish_reason is None and not (self.has_logprobs and text.tokens):
+        if not (text.text or text.finish_reason or text.token_ids or (self.has_logprobs and text.tokens)):
             return None
         found = self._choice(number, text.index, text.text, text.finish_reason)
         if self.has_logprobs:
             found["logprobs"] = text_logprobs(text.tokens)
-        return found
+        return with_ids(found, text)
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
         best = completions
@@ -76,7 +76,7 @@ class TextForm:
                 found["logprobs"] = text_logprobs([*(before if self.echo else ()), *each.tokens])
             if self.prompt_logprobs:
                 found["prompt_logprobs"] = [prompt_entry(token) for token in before]
-            choices.append({**found, **extras(each)})
+            choices.append(with_ids({**found, **extras(each)}, each))
         return choices
 
     def _prompt_of(self, answer: Answer) -> str:
@@ -84,6 +84,11 @@ class TextForm:
 
     def _choice(self, number: int, index: int, text: str, reason: str | None = None) -> Json:
         return {"index": number * self.n + index, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+def with_ids(choice: Json, of: Text | Completion) -> Json:
+    """The choice, with its token ids where they were asked for."""
+    return {**choice, "token_ids": of.token_ids} if of.token_ids else choice
 
 
 def _choice(index: int, *, delta: dict[str, Any], reason: str | None = None) -> Json:

@@ -228,7 +228,16 @@ def _raise_refused(answers: Sequence[Answer]) -> None:
 
 
 def _as_text(request_id: str, each: Completion) -> Text:
-    return Text(request_id, each.index, each.text, each.num_tokens, each.tokens, each.finish_reason, each.stop_reason)
+    return Text(
+        request_id,
+        each.index,
+        each.text,
+        each.num_tokens,
+        each.tokens,
+        each.finish_reason,
+        each.stop_reason,
+        each.token_ids,
+    )
 
 
 def _event(value: Json) -> bytes:

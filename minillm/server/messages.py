@@ -65,6 +65,7 @@ class Complete(Call):
     params: dict[str, Any]  # of BeamSearchParams if it has "beam_width", else of SamplingParams
     streamed: bool = False  # send texts as they come
     echo: bool = False  # tell the prompt's text in `Began`, before the first text
+    wants_ids: bool = False  # texts tell their token ids
     keep: bool = False  # the blocks stay when it has ended, for forks
     fork: ForkPoint | None = None
     salt: str | None = None
@@ -156,6 +157,7 @@ class Text(Record):
     tokens: list[Token] = []  # where log-probabilities are wanted
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] = []  # where they are wanted
 
 
 class Completion(Record):
@@ -169,6 +171,7 @@ class Completion(Record):
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
     score: float | None = None
+    token_ids: list[int] = []  # where they are wanted
 
 
 class Ready(Event):

@@ -218,10 +218,9 @@ class Room:
             sequence = next(each for each in live.group.sequences if each.index == delta.index)
             first = sequence.num_output_tokens - len(delta.token_ids)
             tokens = [self._token(each) for each in sequence.logprobs[first : first + len(delta.token_ids)]]
-        count = len(delta.token_ids)
-        return messages.Text(
-            delta.request_id, delta.index, delta.text, count, tokens, delta.finish_reason, delta.stop_reason
-        )
+        ids = delta.token_ids if live.prepared.call.wants_ids else []
+        count, reasons = len(delta.token_ids), (delta.finish_reason, delta.stop_reason)
+        return messages.Text(delta.request_id, delta.index, delta.text, count, tokens, *reasons, ids)
 
     def _token(self, each: TokenLogprobs, rank: int = 0) -> messages.Token:
         top = [(other, max(_LEAST_LOGPROB, value)) for other, value in each.top]
@@ -240,12 +239,12 @@ class Room:
                 call.request_id,
                 len(live.token_ids),
                 output.num_cached_tokens,
-                [self._completion(each) for each in output.outputs] if wanted else [],
+                [self._completion(each, call.wants_ids) for each in output.outputs] if wanted else [],
                 live.prepared.in_reasoning,
             )
         )
 
-    def _completion(self, each: CompletionOutput) -> messages.Completion:
+    def _completion(self, each: CompletionOutput, wants_ids: bool) -> messages.Completion:
         return messages.Completion(
             each.index,
             each.text,
@@ -255,6 +254,7 @@ class Room:
             each.stop_reason,
             None if each.cumulative_logprob is None else max(_LEAST_LOGPROB, each.cumulative_logprob),
             None if each.score is None else max(_LEAST_LOGPROB, each.score),
+            each.token_ids if wants_ids else [],
         )
 
     # --- answers that can be forked -----------------------------------------------------------------------------------

@@ -1,0 +1,128 @@
+"""``http``: the same requests through an engine in this process, and through ``minillm serve``, by turns."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minillm.bench.table import ScaleOptions, Subject, shown
+from minillm.bench.workloads import Request, drive, throughput, times_of
+from minillm.checks import integer
+from minillm.config import EngineConfig
+from minillm.errors import MinillmError
+from minillm.params import SamplingParams
+
+
+@dataclass(frozen=True)
+class HttpOptions(ScaleOptions):
+    num_requests: int = integer(256, 1, 1 << 16, help="streams at a time")
+    runs: int = integer(3, 1, 100, help="pairs of runs")
+
+
+@dataclass(frozen=True)
+class HttpResult:
+    """Medians over the runs. Both engines are of the same configuration; the one that does not run costs nothing."""
+
+    num_requests: int = shown("streams at a time", ",")
+    own_rate: float = shown("tokens per second in this process", ",.0f")
+    http_rate: float = shown("through HTTP", ",.0f")
+    lost: float = shown("lost", ".1%")
+    own_first: float = shown("ms to the first token here", ".2f", 1e3)
+    http_first: float = shown("through HTTP, one at a time", ".2f", 1e3)
+
+
+def measure(subject: Subject, options: HttpOptions) -> HttpResult:
+    """Run `throughput`'s requests, and then single ones, on both sides by turns."""
+    llm = subject.llm
+    requests = throughput(
+        random.Random(2), llm.engine.runner.model.config.vocab_size, options.scale, options.num_requests
+    )
+    single = [(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)) for prompt, _ in requests[:24]]
+    rates: tuple[list[float], list[float]] = ([], [])
+    firsts: tuple[list[float], list[float]] = ([], [])
+    with _server(subject.name, llm.config) as (host, port):
+        for run in range(options.runs + 1):
+            llm.reset_prefix_cache()
+            seconds, outputs = drive(llm.engine, requests)
+            tokens = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+            mine = [times_of(drive(llm.engine, [request])[1][0])[0] for request in single]
+            began = time.perf_counter()
+            counts = asyncio.run(_all_at_once(host, port, requests, f"run {run}"))
+            taken = time.perf_counter() - began
+            if sum(count for _, count in counts) != tokens:
+                raise MinillmError("the server gave other numbers of tokens than were asked for")
+            theirs = [asyncio.run(_all_at_once(host, port, [request], f"alone {run}"))[0][0] for request in single]
+            if run:  # the first warms up
+                rates[0].append(tokens / seconds)
+                rates[1].append(tokens / taken)
+                firsts[0].append(statistics.median(mine))
+                firsts[1].append(statistics.median(theirs))
+    own, http = statistics.median(rates[0]), statistics.median(rates[1])
+    return HttpResult(len(requests), own, http, 1 - http / own, *map(statistics.median, firsts))
+
+
+@contextmanager
+def _server(model: str, config: EngineConfig) -> Iterator[tuple[str, int]]:
+    """A server of the same model and configuration; yields its host and port."""
+    default = EngineConfig()
+    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    changed = {name: value for name, value in values.items() if value != getattr(default, name)}
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "config.toml"
+        lines = [f"{name} = {json.dumps(value)}" for name, value in changed.items()]
+        file.write_text("\n".join(["[engine]", *lines, ""]))
+        command = [sys.executable, "-m", "minillm", "serve", model, "--port", "0", "--config", str(file)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+        try:
+            assert process.stderr is not None
+            said = ""
+            for line in process.stderr:
+                said = line
+                if found := re.search(r" at http://([\d.]+):(\d+)/v1", line):
+                    break
+            else:
+                raise MinillmError(f"the server did not start: {said.strip()}")
+            yield found[1], int(found[2])
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+
+
+async def _all_at_once(host: str, port: int, requests: list[Request], salt: str) -> list[tuple[float, int]]:
+    """Send all requests; of each the seconds to its first token, and its number of tokens."""
+    return await asyncio.gather(*(_stream(host, port, *request, salt) for request in requests))
+
+
+async def _stream(host: str, port: int, prompt: list[int], params: Any, salt: str) -> tuple[float, int]:
+    body = {"prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature, "seed": params.seed}
+    body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    data = json.dumps({**body, "cache_salt": salt}).encode()
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection(host, port)
+    kind = f"host: {host}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(data)}"
+    writer.write(f"POST /v1/completions HTTP/1.1\r\n{kind}\r\n\r\n".encode() + data)
+    first, last = 0.0, b""
+    while piece := await reader.read(1 << 16):
+        if not first and b"data: " in piece:
+            first = time.perf_counter() - began
+        last = (last + piece)[-4096:]
+    writer.close()
+    found = re.search(rb'"completion_tokens":(\d+)', last)
+    if found is None:
+        raise MinillmError(f"the server's answer has no end: {last[-200:]!r}")
+    return first, int(found[1])
