@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minillm.errors import MinillmError
+    from minillm.grammar.grammar import Grammar
     from minillm.llm import LLM
     from minillm.outputs import CompletionOutput, Delta, RequestOutput
     from minillm.params import BeamSearchParams, SamplingParams
@@ -23,6 +24,7 @@ _HOMES = {
     "minillm.llm": ("LLM",),
     "minillm.params": ("BeamSearchParams", "SamplingParams"),
     "minillm.errors": ("MinillmError",),
+    "minillm.grammar.grammar": ("Grammar",),
     "minillm.outputs": ("CompletionOutput", "Delta", "RequestOutput"),
     "minillm.scoring": ("Score",),
 }
@@ -31,6 +33,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "Delta",
+    "Grammar",
     "MinillmError",
     "RequestOutput",
     "SamplingParams",

@@ -7,6 +7,7 @@ from typing import Any
 
 from minillm.checks import check_fields, check_integer, check_number, custom, documented, flag, integer, number, shown
 from minillm.errors import UsageError
+from minillm.grammar.grammar import Grammar, grammar_of
 
 # Bounds that keep one request from starving the machine; each is far above the methods' needs.
 MAX_N = 256
@@ -123,7 +124,8 @@ class _Params:
     ignore_eos: bool = flag(False, help="go on past end-of-sequence tokens")
     logprobs: int | None = custom(
         None, _logprobs, metavar="N", parse=int,
-        help="report the log-probabilities of the chosen token and the N most probable ones, before penalties; -1: all",
+        help="report the log-probabilities of the chosen token and the N most probable ones, before penalties and "
+        "grammar; -1: all",
     )  # fmt: skip
     prompt_logprobs: int | None = integer(
         None, 0, MAX_LOGPROBS,
@@ -153,6 +155,10 @@ class _Params:
         help="your function of (prompt ids, answer's ids, float32 logits [vocab] where the model computes): it returns "
         "the logits to go on with, after every other change of them; if it fails, its request fails alone",
     )  # fmt: skip
+
+    grammar: Grammar | None = custom(  # noqa: RUF009
+        None, grammar_of, cli=False, help="what the answer must look like: Grammar.json(schema), .regex, .choice, .lark"
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from minillm.cache import BlockTable, HostMoves
+from minillm.grammar.matcher import Matcher
 from minillm.outputs import (
     CompletionOutput,
     Delta,
@@ -34,6 +35,7 @@ class Sequence:
     num_pending: int = 0  # tokens that the device has drawn, or is about to, and that the host has not seen yet
     table: BlockTable | None = None  # None while the sequence holds no block
     text: OutputText | None = None  # of the output; None without a tokenizer, and where text is made at the end
+    matcher: Matcher | None = None  # how far its output has come in the request's grammar, if it has one
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None

@@ -23,7 +23,9 @@ OPTIONAL = {"llama_cpp": "llama-cpp-python"}  # modules of distributions that no
 FLOORS = """
 kernels errors outputs forms
 checks system
-text params config cache
+text
+grammar
+params config cache
 sequence progress parallel
 model weights
 fit

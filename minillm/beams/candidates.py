@@ -11,6 +11,7 @@ from minillm import kernels
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.outputs import TokenLogprobs
 from minillm.params import BeamSearchParams
+from minillm.runner.masks import masks_of
 from minillm.runner.penalties import needs_processing, process_logits
 from minillm.sequence import Sequence, SequenceGroup
 
@@ -78,13 +79,17 @@ def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[li
 
 
 def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count: int) -> tuple[Tensor, Tensor]:
-    """``(log-probabilities, token ids)`` ``[rows, count]`` of each beam's best next tokens, penalties applied."""
+    """``(log-probabilities, token ids)`` ``[rows, count]`` of each beam's best next tokens, as penalties and grammar
+    leave them.
+    """
     if not any(needs_processing(step.group, sequence) for step, sequence in owners):
         return kernels.top_log_probabilities(logits, count)
+    masks = masks_of([(step.group, sequence) for step, sequence in owners])  # while the device computes the logits
     log_probs = logits.float().log_softmax(-1)
     for row, (step, sequence) in zip(log_probs, owners, strict=True):
         if needs_processing(step.group, sequence):
             process_logits(row, step.group, sequence)
+    masks.apply(log_probs)
     return log_probs.topk(count)
 
 

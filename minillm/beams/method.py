@@ -14,6 +14,7 @@ from torch import Tensor
 from minillm.beams.candidates import BeamStep, beam_candidates, token_logprobs
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.engine.requests import Requests
+from minillm.grammar.matcher import Matcher
 from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
 from minillm.params import BeamSearchParams
 from minillm.runner.penalties import NO_TOKEN
@@ -149,6 +150,7 @@ class Beams:
             sequence.index = index
             if choice.has_text:
                 sequence.text = choice.text(candidate)
+            sequence.matcher = choice.matcher(candidate)
             sequence.token_ids.append(candidate.token_id)
             if choice.logprobs:
                 sequence.logprobs += choice.token(candidate)
@@ -165,6 +167,7 @@ class _Choice:
     beams: list[Sequence]
     logprobs: dict[tuple[int, int], TokenLogprobs]
     texts: dict[tuple[int, int], OutputText] = field(default_factory=dict)  # by beam and token
+    matchers: dict[tuple[int, int], Matcher] = field(default_factory=dict)  # likewise
 
     def __post_init__(self) -> None:
         self.end_ids, self.has_text = self.group.end_ids, self.beams[0].text is not None
@@ -181,13 +184,28 @@ class _Choice:
                 self.texts[key].push(candidate.token_id)
         return self.texts[key]
 
+    def matcher(self, candidate: Candidate) -> Matcher | None:
+        """Where a continuation stands in the request's grammar; a failure becomes the group's error."""
+        before = self.beams[candidate.beam].matcher
+        if before is None:
+            return None
+        key = candidate.beam, candidate.token_id
+        if key not in self.matchers:
+            self.matchers[key] = after = before.copy()
+            after.advance(candidate.token_id, ends=candidate.token_id in self.end_ids)
+            self.group.error = self.group.error or after.error
+        return self.matchers[key]
+
     def token(self, candidate: Candidate) -> list[TokenLogprobs]:
         found = self.logprobs.get((self.rows[candidate.beam], candidate.token_id))
         return [] if found is None else [found]
 
     def ends(self, candidate: Candidate) -> bool:
-        """Whether an end token or a stop string completes a continuation."""
+        """Whether an end token, a stop string or the end of the grammar completes a continuation."""
         if candidate.token_id in self.end_ids:
+            return True
+        matcher = self.matcher(candidate)
+        if matcher is not None and matcher.is_complete(self.end_ids):
             return True
         text = self.text(candidate) if self.has_text else None
         return text is not None and text.matched is not None
@@ -233,7 +251,9 @@ class Searches:
         for step, candidates in self.found:
             if any(math.isnan(candidate.logprob) for each in candidates for candidate in each):
                 self.beams.requests.note_nan(step.group)
-            elif step.group.error is None:
+                continue
+            step.group.error = step.group.error or grammar_error(step)
+            if step.group.error is None:
                 deltas += self.beams.advance(step, candidates, self._logprobs(step, candidates))
         return deltas
 
@@ -254,6 +274,12 @@ def beam_step(group: SequenceGroup, row_of: dict[int, int]) -> BeamStep:
     """One request's beams at this step. In its first step all searches have one beam, the prompt."""
     beams = group.state.beams or [[group.sequences[0]]] * len(group.state.searches)
     return BeamStep(group, [[row_of[sequence.seq_id] for sequence in each] for each in beams], beams)
+
+
+def grammar_error(step: BeamStep) -> str | None:
+    """Why a beam's grammar has failed; None where none has."""
+    matchers = [beam.matcher for beams in step.beams for beam in beams if beam.matcher is not None]
+    return next((matcher.error for matcher in matchers if matcher.error is not None), None)
 
 
 def _best_first(group: SequenceGroup) -> list[tuple[float, float, Hypothesis]]:

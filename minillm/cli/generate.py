@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minillm.cli.grammars import given_grammar
 from minillm.cli.options import given
 from minillm.cli.prompt_file import Request, read_requests
 from minillm.config import EngineConfig
@@ -35,6 +36,7 @@ class Job:
     arguments: argparse.Namespace
     config: UserConfig
     requests: list[Request]
+    grammar: Mapping[str, Any] = field(default_factory=dict)  # the parameter, if the command line gives it
 
     @property
     def model(self) -> str:
@@ -46,7 +48,7 @@ class Job:
 
     def params(self, defaults: Mapping[str, Any] = {}) -> list[Params]:
         """The parameters of each request; ``defaults`` are the model's own. Raises UsageError."""
-        flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams)}
+        flags = {**given(self.arguments, SamplingParams), **given(self.arguments, BeamSearchParams), **self.grammar}
         found: list[Params] = []
         for request in self.requests:
             values = self.config.request_values({**flags, **request.params}, defaults)
@@ -83,7 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check_replicas(arguments, int(engine.get("tensor_parallel_size", 1)))
     if arguments.parse_special and (arguments.chat or arguments.system):
         raise UsageError("--parse-special is for raw prompts; in a chat only the template makes control tokens")
-    job = Job(arguments, config, read_requests(arguments.prompts, arguments.file, arguments.form))
+    job = Job(
+        arguments, config, read_requests(arguments.prompts, arguments.file, arguments.form), given_grammar(arguments)
+    )
     job.params()  # everything that can be wrong with the requests is said before the model is loaded
     output = expanded(arguments.output, "--output") if arguments.output else None
     if output is not None:

@@ -48,6 +48,12 @@ def _add_workloads(bench: Parser) -> None:
     add_workloads(bench)
 
 
+def _add_grammars(generate: Parser) -> None:
+    from minillm.cli.grammars import add_grammar_options
+
+    add_grammar_options(generate)
+
+
 _switch = partial(option, action="store_true")
 _file = partial(option, metavar="FILE")
 
@@ -100,7 +106,7 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         _switch("--force", help="overwrite an --output that is finished"),
         _switch("--data-parallel", help="share the prompts among the replicas that torchrun has started"),
         _switch("-q", "--quiet", help="no progress bar"),
-        *(_CONFIG, add_model_options, add_sampling_options),
+        *(_CONFIG, add_model_options, add_sampling_options, _add_grammars),
     ),
     "serve": (
         "answer OpenAI's protocol over HTTP: chats, completions, forks, pinned prefixes, the cache",

@@ -5,10 +5,14 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 from minillm.engine.admission import allowed_ids, bad_word_ids, check_ids, check_prompt
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
+from minillm.grammar.compiler import Compiler
+from minillm.grammar.matcher import Matcher
+from minillm.grammar.vocabulary import Vocabulary
 from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
 from minillm.params import Params
 from minillm.sequence import Method, PromptScores, Sequence, SequenceGroup, Stage
@@ -72,7 +76,7 @@ class Requests:
             params=params,
             method=method,
             max_tokens=min(params.max_tokens, self.max_model_len - len(token_ids)),
-            sequences=[Sequence(self.new_seq_id(), list(token_ids), len(token_ids))],
+            sequences=[Sequence(self.new_seq_id(), list(token_ids), len(token_ids), matcher=self.matcher(params))],
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             stage=Stage.SPLIT if params.num_sequences == 1 else Stage.PROMPT,
             prompt=request.prompt,
@@ -96,6 +100,22 @@ class Requests:
         if self.longest_plain_prompt is None or num_prompt_tokens <= self.longest_plain_prompt:
             return salt
         return f"{num_prompt_tokens} tokens {'' if salt is None else salt}"
+
+    @cached_property
+    def grammars(self) -> Compiler:
+        """The compiler of grammars for the model's tokens, made for the first request that has one."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise UsageError("grammar: this model has no tokenizer, so its tokens stand for no text")
+        tokens = [tokenizer.token_bytes(token_id) for token_id in range(self.vocab_size)]
+        for token_id in tokenizer.control_ids | self.eos_token_ids:
+            if token_id < self.vocab_size:
+                tokens[token_id] = b""
+        return Compiler(Vocabulary(tokens, partial(tokenizer.encode, add_special_tokens=False)))
+
+    def matcher(self, params: Params) -> Matcher | None:
+        """A request's grammar at the beginning of an answer; raises UsageError where the model cannot follow it."""
+        return None if params.grammar is None else self.grammars.matcher(params.grammar)
 
     def new_seq_id(self) -> int:
         return next(self._seq_ids)
@@ -132,6 +152,14 @@ class Requests:
             self.scheduler.idle.keep(sequence)
         else:
             self.scheduler.free(sequence)
+
+    def advance(self, group: SequenceGroup, sequence: Sequence, token_id: int) -> bool:
+        """Advance a sequence's grammar by its next token; where that fails, so does the request alone: False."""
+        matcher = sequence.matcher
+        if matcher is not None:
+            matcher.advance(token_id, ends=token_id in group.end_ids)
+            group.error = group.error or matcher.error
+        return group.error is None
 
     def note_nan(self, group: SequenceGroup) -> None:
         """A group's logits are NaN: it will end with an error, and no request may find its blocks."""

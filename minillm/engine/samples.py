@@ -58,6 +58,7 @@ class Samples:
             other = Sequence(self.requests.new_seq_id(), prompt, leader.num_prompt_tokens, index)
             other.seed = mixed - (1 << 64) if mixed >> 63 else mixed
             other.text = None if leader.text is None else leader.text.copy()
+            other.matcher = None if leader.matcher is None else leader.matcher.copy()
             group.sequences.append(other)
         self.requests.fork_prompt(group, leader)
 
@@ -101,7 +102,9 @@ class Samples:
         else:
             if output is not None:
                 text = output.push(token_id)
-            if sequence.num_output_tokens >= group.max_tokens:
+            if sequence.matcher is not None and sequence.matcher.is_complete(group.end_ids):
+                reason = "stop"
+            elif sequence.num_output_tokens >= group.max_tokens:
                 reason = "length"
         if output is not None:
             if reason is not None:
@@ -143,7 +146,7 @@ class Draws:
                 continue
             if is_nan:
                 self.samples.requests.note_nan(group)
-            elif group.error is None:
+            elif group.error is None and self.samples.requests.advance(group, sequence, token_id):
                 deltas.append(append(group, sequence, token_id, logprobs))
         return deltas
 

@@ -22,6 +22,7 @@ from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, Wo
 from minillm.model.llama import Batch, Llama
 from minillm.model.shard import ranks_of
 from minillm.runner.graphs import Graphs
+from minillm.runner.masks import masks_of
 from minillm.runner.penalties import needs_host, process_draw
 from minillm.runner.rows import Rows, Sharing, padded_size
 from minillm.runner.runner import Runner
@@ -158,6 +159,7 @@ class DeviceRunner(Runner):
 
     def _draw_from(self, logits: Tensor, draws: list[Chunk], hosted: list[int]) -> Drawn:
         """Draw from any rows of logits; the host changes those of the ``hosted`` draws itself."""
+        masks = masks_of([(draw.group, draw.sequence) for draw in draws])  # while the device still computes the logits
         rows = self._books.rows_for(draws)
         self._change(*self._books.take_changes())
         raw = processed = logits[self._tensor([draw.row for draw in draws], torch.int64)]
@@ -167,6 +169,7 @@ class DeviceRunner(Runner):
             kernels.penalise(raw, self._words, self._counts, indices, processed)
             for i in hosted:
                 process_draw(processed[i], draws[i].group, draws[i].sequence)
+        masks.apply(processed)
         tokens = draw_tokens(processed, draws)
         kernels.end_decode(self._words, self._counts, self._tensor([row.index for row in rows], torch.int32), tokens)
         self._books.note_drawn(draws)

@@ -17,7 +17,7 @@ def needs_processing(group: SequenceGroup, sequence: Sequence) -> bool:
 def needs_host(group: SequenceGroup, sequence: Sequence) -> bool:
     """Whether this step needs more than the penalties that `minillm.kernels.penalise` applies on the device."""
     params = group.params
-    changes = params.logit_bias or group.bad_words or params.no_repeat_ngram_size
+    changes = params.logit_bias or group.bad_words or params.no_repeat_ngram_size or sequence.matcher is not None
     changes = changes or group.allowed_ids is not None or params.logits_processor is not None
     return bool(changes) or sequence.num_output_tokens < params.min_tokens
 
@@ -27,7 +27,8 @@ def process_logits(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> 
 
     In this order: logit bias, end tokens before ``min_tokens``, repetition, frequency and presence penalty, tokens that
     would repeat an n-gram, tokens that would complete one of the bad words, tokens that are not among the allowed ones,
-    the caller's own processor; if that fails, ``group.error`` says why. Beam search applies them to log-probabilities
+    the caller's own processor; if that fails, ``group.error`` says why. Then comes the grammar, which decides about end
+    tokens too, for all sequences at once: `minillm.runner.masks`. Beam search applies them to log-probabilities
     instead, as Hugging Face ``generate`` does.
     """
     params, end_ids = group.params, group.end_ids
@@ -35,7 +36,7 @@ def process_logits(logits: Tensor, group: SequenceGroup, sequence: Sequence) -> 
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=device)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=device)
-    if end_ids and sequence.num_output_tokens < params.min_tokens:
+    if end_ids and sequence.num_output_tokens < params.min_tokens and sequence.matcher is None:
         logits[torch.tensor(end_ids, device=device)] = float("-inf")
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sequence.token_ids, device=device).unique()

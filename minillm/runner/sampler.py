@@ -10,6 +10,7 @@ from minillm import kernels
 from minillm.kernels import SamplingInputs
 from minillm.outputs import TokenLogprobs
 from minillm.params import SamplingParams
+from minillm.runner.masks import masks_of
 from minillm.runner.penalties import needs_processing, process_draw
 from minillm.runner.to_host import ToHost
 from minillm.sequence import Chunk
@@ -18,7 +19,7 @@ from minillm.sequence import Chunk
 class Drawn:
     """Tokens that the device has drawn, or is about to; `wait` brings them to the host.
 
-    The log-probabilities are the model's own, before penalties and temperature.
+    The log-probabilities are the model's own, before penalties, grammar and temperature.
 
     Args:
         token_ids: ``[draws]`` int64.
@@ -68,6 +69,7 @@ def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
             if processed is raw:
                 processed = raw.to(torch.float32, copy=True)
             process_draw(processed[i], draw.group, draw.sequence)
+    masks_of([(draw.group, draw.sequence) for draw in draws]).apply(processed)
     token_ids = draw_tokens(processed, draws)
     wanted = any(draw.group.params.logprobs is not None for draw in draws)  # otherwise only NaN has a meaning
     logprobs = kernels.log_probabilities(raw, token_ids) if wanted else raw.amax(-1)

@@ -1,0 +1,1 @@
+"""Structured output: what a grammar is, and which tokens it allows at each point of a text."""

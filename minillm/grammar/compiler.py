@@ -1,0 +1,70 @@
+"""Grammars become matchers. An engine has one compiler, made for its first request with a grammar."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from minillm.errors import UsageError
+from minillm.grammar.grammar import Grammar
+from minillm.grammar.matcher import Matcher
+from minillm.grammar.notation import limited_matcher, notation
+from minillm.grammar.trial import readable
+from minillm.grammar.vocabulary import Vocabulary
+
+_SECONDS = 10.0  # all grammars that come here compile for a vocabulary of single bytes within 4
+_MOST_KEPT = 128
+
+
+class Compiler:
+    """Compiles grammars for one vocabulary, and keeps the latest in case that other requests have the same."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._kept: OrderedDict[Grammar, Matcher] = OrderedDict()
+        self._working = threading.Lock()
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning of a text.
+
+        Raises:
+            UsageError: the grammar takes too long to compile for this vocabulary, or allows no text that its tokens
+                can spell.
+        """
+        found = self._kept.get(grammar)
+        if found is None:
+            found = self._kept[grammar] = self._compile(grammar)
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(grammar)
+        return found.copy()
+
+    def _compile(self, grammar: Grammar) -> Matcher:
+        """Compile a grammar in a thread, which is left alone where it takes too long: nothing can interrupt it."""
+        found: list[Matcher] = []
+        failed: list[Exception] = []
+
+        def work() -> None:
+            try:
+                with self._working:
+                    state = limited_matcher(self._vocabulary.tokenizer, notation(grammar.kind, grammar.source))
+                    matcher = Matcher(self._vocabulary, state)
+                    _ = matcher.is_exhausted  # part of the work is put off until then
+                found.append(matcher)
+            except Exception as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(_SECONDS)
+        if failed:
+            raise failed[0]
+        if not found:
+            raise UsageError("grammar: it takes too long to compile for this model's vocabulary; make it simpler")
+        [matcher] = found
+        if matcher.is_exhausted:
+            error = matcher.state.get_error()
+            if error and not error.startswith("NoExtension"):
+                raise UsageError(f"grammar: it {readable(error)}")
+            raise UsageError("grammar: it allows no text that this model's tokens can spell")
+        return matcher

@@ -1,0 +1,173 @@
+"""What an answer must look like: a grammar, checked once, when it is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minillm.checks import shown
+from minillm.errors import UsageError
+from minillm.grammar.trial import check_compiles
+from minillm.text.safe import clean_line, parse_json
+
+# Bounds that keep a stranger's grammar from starving the machine; each is far above the needs of people.
+MAX_BYTES = 1 << 18  # of a schema, of a Lark grammar, of all choices
+MAX_REGEX_BYTES = 1 << 14
+MAX_DEPTH = 100  # of objects and arrays within each other, in a schema
+MAX_CHOICES = 4096
+
+# Each kind, as messages call it.
+_KINDS = {
+    "json_object": "JSON object",
+    "json_schema": "JSON schema",
+    "regex": "regex",
+    "choice": "list of choices",
+    "lark": "Lark grammar",
+}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A constraint on the text of an answer, for the parameter ``grammar``. Made by one of its constructors.
+
+    The answer's text, from its first character to its last, is one that the grammar describes, unless it was cut short:
+    by ``max_tokens``, by a stop string, or by an abort.
+
+    Attributes:
+        kind: "json_object", "json_schema", "regex", "choice" or "lark".
+        source: the schema or the list of choices as JSON, the expression, the Lark grammar; empty for any JSON object.
+
+    Raises:
+        UsageError: it is too large, is nested too deep, allows no text, takes too long to compile, or says something
+            that is wrong or not supported.
+    """
+
+    kind: str
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or self.kind not in _KINDS:
+            raise UsageError(f"grammar must be one of {', '.join(_KINDS)}, not {shown(self.kind)}")
+        if not isinstance(self.source, str):
+            raise UsageError(f"grammar: a {_KINDS[self.kind]} is a text, not {shown(self.source)}")
+        _check_size(self.kind, self.source)
+        if self.kind == "json_schema":
+            _check_schema(_value_of(self.kind, self.source))
+        elif self.kind == "choice":
+            _check_choices(_value_of(self.kind, self.source))
+        fault = check_compiles(self.kind, self.source)
+        if fault is not None:
+            raise UsageError(f"grammar: the {_KINDS[self.kind]} {fault}")
+
+    @classmethod
+    def json(cls, schema: Any = None) -> Grammar:
+        """JSON that a schema describes; without one, any JSON object.
+
+        Args:
+            schema: a JSON schema, as a mapping, as JSON text, or as a class of pydantic's. Properties come in its
+                order. What it does not forbid is allowed: say ``"additionalProperties": False`` for no others. A
+                keyword that cannot be obeyed (``uniqueItems``, ``not``, …) is refused.
+        """
+        if schema is None:
+            return cls("json_object")
+        if isinstance(schema, str):
+            return cls("json_schema", schema)
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        return cls("json_schema", _json_text("json_schema", schema))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that an expression matches from end to end.
+
+        The expression is of Rust's crate ``regex``: like Python's, without look-around and references to groups.
+        """
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Iterable[str]) -> Grammar:
+        """One of several texts."""
+        if isinstance(choices, str) or not isinstance(choices, Iterable):
+            raise UsageError(f"grammar: choices must be a list of texts, not {shown(choices)}")
+        return cls("choice", _json_text("choice", list(choices)))
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Text that a grammar in Lark's notation describes, in the variant of the library llguidance."""
+        return cls("lark", text)
+
+
+def grammar_of(name: str, value: Any) -> Grammar | None:
+    """Check the parameter ``grammar``, which may be written as a mapping, as in JSON: ``{"regex": "…"}``."""
+    if value is None or isinstance(value, Grammar):
+        return value
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise UsageError(f'{name} must be a Grammar, or one of its kinds such as {{"regex": "…"}}, not {shown(value)}')
+    [(kind, source)] = value.items()
+    if kind == "json_object":
+        if source is not True:
+            raise UsageError(f"{name}: json_object must be true, not {shown(source)}")
+        return Grammar.json()
+    makers: dict[str, Callable[[Any], Grammar]] = {
+        "json_schema": Grammar.json,
+        "regex": Grammar.regex,
+        "choice": Grammar.choice,
+        "lark": Grammar.lark,
+    }
+    if kind not in makers:
+        raise UsageError(f"{name} must be one of {', '.join(_KINDS)}, not {shown(kind)}")
+    if source is None:
+        raise UsageError(f"{name}: {kind} must not be null")
+    return makers[kind](source)
+
+
+def _check_size(kind: str, source: str) -> None:
+    most = MAX_REGEX_BYTES if kind == "regex" else MAX_BYTES
+    try:
+        size = len(source.encode()) if len(source) <= most else len(source)
+    except UnicodeEncodeError:
+        raise UsageError(f"grammar: the {_KINDS[kind]} holds a lone surrogate, which is no text") from None
+    if size > most:
+        raise UsageError(
+            f"grammar: the {_KINDS[kind]} has {size:,} bytes, and at most {most:,} are taken; make it smaller"
+        )
+    if kind != "json_object" and not source.strip():
+        raise UsageError(f"grammar: the {_KINDS[kind]} is empty")
+
+
+def _value_of(kind: str, source: str) -> Any:
+    try:
+        return parse_json(source)
+    except ValueError as error:
+        raise UsageError(f"grammar: the {_KINDS[kind]} is not JSON: {clean_line(str(error))}") from None
+
+
+def _json_text(kind: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"grammar: the {_KINDS[kind]} cannot be written as JSON: {clean_line(str(error))}") from None
+
+
+def _check_schema(schema: Any) -> None:
+    if not isinstance(schema, Mapping | bool):
+        raise UsageError(f"grammar: a JSON schema is an object, not {shown(schema)}")
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        inner = [list(each.values()) if isinstance(each, dict) else each for each in level]
+        level = [value for values in inner if isinstance(values, list) for value in values]
+        level = [value for value in level if isinstance(value, dict | list)]
+        if depth > MAX_DEPTH:
+            raise UsageError(f"grammar: the JSON schema is nested deeper than {MAX_DEPTH} levels; make it flatter")
+
+
+def _check_choices(choices: Any) -> None:
+    if not isinstance(choices, list) or not all(isinstance(text, str) for text in choices):
+        raise UsageError(f"grammar: choices must be a list of texts, not {shown(choices)}")
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise UsageError(f"grammar: there must be from 1 to {MAX_CHOICES} choices, not {len(choices):,}")
+    if not all(choices):
+        raise UsageError("grammar: a choice must not be empty")

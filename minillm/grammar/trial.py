@@ -1,0 +1,54 @@
+"""A grammar is compiled in a process of its own first, which can be killed.
+
+Most grammars of reasonable size compile in milliseconds. Some, an intersection of expressions or a large
+``multipleOf``, would take hours, in a library that nothing can interrupt.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from minillm.grammar.notation import LIMITS, notation
+from minillm.text.safe import clean_line
+
+_CPU_SECONDS = 4  # the largest schema that we know takes 0.1
+_WALL_SECONDS = 60.0  # for a machine that has much else to do
+_MEMORY = 2 << 30  # bytes of address space
+
+
+@lru_cache(maxsize=256)
+def check_compiles(kind: str, source: str) -> str | None:
+    """What is wrong with a grammar, for a sentence that begins with its kind; None where it compiles.
+
+    Raises UsageError where the library is not installed.
+    """
+    request = {"grammar": notation(kind, source), "limits": LIMITS, "seconds": _CPU_SECONDS, "memory": _MEMORY}
+    # -P: a module of the current directory must not stand in for one of the standard library.
+    command = [sys.executable, "-P", str(Path(__file__).with_name("trial_process.py"))]
+    late = f"takes more than {_CPU_SECONDS} seconds to compile; make it simpler"
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request).encode(), capture_output=True, timeout=_WALL_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return late
+    if done.returncode < 0:
+        return late if done.returncode in (-24, -9, -14) else "makes the library crash; make it simpler"
+    try:
+        fault = json.loads(done.stdout)["fault"]
+    except (ValueError, KeyError):
+        return "takes too much memory to compile; make it simpler"
+    return None if fault is None else readable(fault)
+
+
+def readable(fault: str) -> str:
+    """What the library says of a grammar, as the end of one line."""
+    if fault.startswith("panic"):
+        return "makes the library fail; make it simpler"
+    if "invalid regex" in fault and "\nerror: " in fault:
+        fault = fault.split("\nerror: ")[1].split("\n")[0]  # without the expression, whose every line is repeated
+    return f"is refused: {clean_line(fault.replace('<non-verbose/>', ''), 300)}"

@@ -1,0 +1,107 @@
+"""A model's vocabulary as grammars see it: the bytes of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minillm.errors import MinillmError
+from minillm.grammar.notation import library
+
+if TYPE_CHECKING:
+    import llguidance
+
+_MARK = "\x02"  # before a text that is to be encoded: some tokenizers treat the beginning of a text by itself
+
+
+class Vocabulary:
+    """A model's tokens, and which of them may follow.
+
+    Args:
+        tokens: the bytes of each of the model's ids. Those of control tokens, and of ids that no token uses, are empty:
+            no grammar allows them.
+        encode: makes ids of a text, without special tokens. Where a grammar leaves no choice of bytes, only the tokens
+            that it would choose are allowed.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], encode: Callable[[str], Sequence[int]]) -> None:
+        package = library()
+        self.size = len(tokens)
+        self.num_words = self.size // 32 + 1  # of a mask: one bit for each id, and one for the end of a text
+        self._encode = encode
+        # The end of a text has an id of its own, behind the model's: which of its ids end an answer, the request says.
+        self._tokens = (*tokens, b"")
+        self._ids = {data: token_id for token_id, data in reversed(list(enumerate(tokens))) if data}
+        self._longest = max(map(len, self._ids), default=0)
+        bits = np.zeros(self.num_words * 32, dtype=np.uint8)
+        bits[: self.size] = [bool(data) for data in tokens]
+        self._plain: NDArray[np.uint32] = np.packbits(bits, bitorder="little").view(np.uint32)
+        self.tokenizer: llguidance.LLTokenizer = package.LLTokenizer(
+            package.TokenizerWrapper(_Tokens(self._tokens, self.size, self.encode)),
+            n_vocab=self.size + 1,
+            eos_token=self.size,
+        )
+
+    @cached_property
+    def _executor(self) -> Any:
+        return library().LLExecutor()
+
+    def fill(self, states: Sequence[llguidance.LLMatcher], words: NDArray[np.uint32]) -> None:
+        """Compute which tokens may follow, for several sequences at a time.
+
+        Args:
+            words: ``[states, num_words]``, contiguous; bit ``i % 32`` of word ``i // 32`` becomes 1 where token ``i``
+                may follow. Where a text is complete, or its state has an error, none may.
+        """
+        assert words.flags.c_contiguous, "the library writes to the memory itself"
+        if len(states) == 1:
+            states[0].unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        else:
+            rows = [(state, row) for row, state in enumerate(states)]
+            self._executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, self.num_words * 4, len(states))
+        words &= self._plain
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text within another text; as many as its bytes allow."""
+        wanted = text.encode("utf-8", "surrogateescape")
+        try:
+            ids = list(self._encode(_MARK + text))
+        except MinillmError:
+            return self._longest_first(wanted)
+        mark, spelled = _MARK.encode(), b""
+        for number, token_id in enumerate(ids, 1):
+            spelled += self._tokens[token_id]
+            if spelled.endswith(mark):
+                if b"".join(self._tokens[each] for each in ids[number:]) == wanted:
+                    return ids[number:]
+                break
+        return self._longest_first(wanted)
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        """Ids whose bytes are ``data``, each as long as may be, up to the first byte that no token begins with."""
+        ids, at = [], 0
+        while at < len(data):
+            lengths = range(min(self._longest, len(data) - at), 0, -1)
+            token_id = next((self._ids[part] for n in lengths if (part := data[at : at + n]) in self._ids), None)
+            if token_id is None:
+                break
+            ids.append(token_id)
+            at += len(self._tokens[token_id])
+        return ids
+
+
+class _Tokens:
+    """The vocabulary, as the library asks for it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], end: int, encode: Callable[[str], list[int]]) -> None:
+        self.tokens, self.eos_token_id, self.special_token_ids = tokens, end, (end,)
+        self._encode = encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode("utf-8", "surrogateescape"))

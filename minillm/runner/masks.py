@@ -1,0 +1,75 @@
+"""The tokens that grammars allow: masks of logits, computed on the host while the device computes the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minillm.sequence import Sequence, SequenceGroup
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Masks for some rows of logits.
+
+    Attributes:
+        rows: the rows that have one.
+        words: ``[rows, words]`` int32, on the host: bit ``i % 32`` of word ``i // 32`` tells whether token ``i`` may
+            follow.
+    """
+
+    rows: list[int]
+    words: Tensor
+
+    def apply(self, logits: Tensor) -> None:
+        """Set the ``[n, vocab]`` logits of tokens that may not follow to -inf, in place; other rows are not touched."""
+        if not self.rows:
+            return
+        device, vocab = logits.device, logits.shape[1]
+        words = self.words.pin_memory() if logits.is_cuda else self.words
+        bits = words.to(device, non_blocking=True).unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=device)
+        banned = (bits & 1).view(len(self.rows), -1)[:, :vocab] == 0
+        if len(self.rows) == len(logits):
+            logits.masked_fill_(banned, float("-inf"))
+        else:
+            at = torch.tensor(self.rows, device=device)
+            logits[at] = logits[at].masked_fill(banned, float("-inf"))
+
+
+def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]]) -> Masks:
+    """The masks of those sequences that have a grammar; row i of the logits is that of sequence i.
+
+    Tokens that end an answer may follow exactly where its text is complete, and not before ``min_tokens`` unless
+    nothing else may. A sequence whose grammar fails has no mask; its matcher has the error.
+    """
+    constrained = [(row, *pair) for row, pair in enumerate(sequences) if pair[1].matcher is not None]
+    matchers = [sequence.matcher for _, _, sequence in constrained if sequence.matcher is not None]
+    if not matchers:
+        return Masks([], torch.empty(0, 0, dtype=torch.int32))
+    vocabulary = matchers[0].vocabulary
+    words = np.zeros((len(matchers), vocabulary.num_words), dtype=np.uint32)
+    vocabulary.fill([matcher.state for matcher in matchers], words)
+    rows, kept = [], []
+    for number, ((row, group, sequence), matcher) in enumerate(zip(constrained, matchers, strict=True)):
+        allowed = words[number]
+        _set(allowed, group.end_ids, False)
+        early = sequence.num_output_tokens < group.params.min_tokens
+        if matcher.may_stop and not (early and allowed.any()):
+            _set(allowed, group.end_ids, True)
+        elif not allowed.any():
+            matcher.note_error()
+        if matcher.error is None:
+            rows.append(row)
+            kept.append(number)
+    return Masks(rows, torch.from_numpy(words[kept].view(np.int32)))
+
+
+def _set(words: NDArray[np.uint32], token_ids: SequenceOf[int], value: bool) -> None:
+    for token_id in token_ids:
+        bit = np.uint32(1 << (token_id % 32))
+        words[token_id // 32] = words[token_id // 32] | bit if value else words[token_id // 32] & ~bit

@@ -1,0 +1,123 @@
+"""Masks against brute force: which tokens a plain Python program would allow."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_gguf_tokenizer import metadata_of
+from test_tokenizer import byte_level, sentencepiece
+
+from minillm import Grammar
+from minillm.grammar.compiler import Compiler
+from minillm.grammar.matcher import Matcher
+from minillm.grammar.vocabulary import Vocabulary
+from minillm.text.tokenizer import Tokenizer
+
+CHOICES = ["the quick", "the quack", "then", "naïve 🎉", "quick", '{"a": 1}', "a\nb", "x" * 12]
+
+
+def tokenizer_of(kind: str, directory: Path) -> Tokenizer:
+    if kind == "sentencepiece":
+        return Tokenizer.from_directory(sentencepiece(directory))
+    byte_level(directory)
+    return (
+        Tokenizer.from_gguf(metadata_of(directory, "smollm")) if kind == "gguf" else Tokenizer.from_directory(directory)
+    )
+
+
+@pytest.fixture(params=["byte level", "sentencepiece", "gguf"])
+def vocabulary(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[bytes], Vocabulary]:
+    """A tokenizer's, with rows of the embedding behind it that no token uses."""
+    tokenizer = tokenizer_of(request.param, tmp_path)
+    control = tokenizer.control_ids
+    tokens = [b"" if i in control else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size + 45)]
+    return tokens, Vocabulary(tokens, lambda text: tokenizer.encode(text, add_special_tokens=False))
+
+
+def allowed(vocabulary: Vocabulary, matchers: list[Matcher]) -> list[set[int]]:
+    words = np.zeros((len(matchers), vocabulary.num_words), dtype=np.uint32)
+    vocabulary.fill([matcher.state for matcher in matchers], words)
+    return [{i for i in range(vocabulary.num_words * 32) if int(row[i // 32]) >> (i % 32) & 1} for row in words]
+
+
+def test_choices_are_followed_as_brute_force_would(vocabulary: tuple[list[bytes], Vocabulary]) -> None:
+    tokens, ours = vocabulary
+    compiler, rng = Compiler(ours), random.Random(1)
+    wanted = [choice.encode() for choice in CHOICES]
+    ends = set()
+    for _ in range(60):
+        matcher, text = compiler.matcher(Grammar.choice(CHOICES)), b""
+        while True:
+            fitting = {i for i, data in enumerate(tokens) if data and any(w.startswith(text + data) for w in wanted)}
+            assert matcher.may_stop == (text in wanted)
+            assert matcher.is_complete([0]) == (not fitting)
+            if not fitting:
+                break
+            [found] = allowed(ours, [matcher])
+            assert found
+            assert found <= fitting
+            if len({w[len(text)] for w in wanted if w.startswith(text) and len(w) > len(text)}) > 1:
+                assert found == fitting, "only where the next byte is certain the tokenizer's own token is taken"
+            token_id = rng.choice(sorted(found))
+            matcher.advance(token_id)
+            assert matcher.error is None
+            text += tokens[token_id]
+        ends.add(text)
+    assert ends == {w for w in wanted if not any(other != w and other.startswith(w) for other in wanted)}
+
+
+def test_several_masks_at_a_time_are_those_of_each_alone(vocabulary: tuple[list[bytes], Vocabulary]) -> None:
+    _, ours = vocabulary
+    compiler, rng = Compiler(ours), random.Random(2)
+    matchers = [compiler.matcher(Grammar.json()) for _ in range(9)]
+    for _ in range(20):
+        together = allowed(ours, matchers)
+        assert together == [allowed(ours, [matcher])[0] for matcher in matchers]
+        for matcher, found in zip(matchers, together, strict=True):
+            if found:
+                matcher.advance(rng.choice(sorted(found)))
+    assert len({frozenset(found) for found in together}) > 1
+
+
+def test_copies_go_their_own_ways(vocabulary: tuple[list[bytes], Vocabulary]) -> None:
+    tokens, ours = vocabulary
+    matcher = Compiler(ours).matcher(Grammar.regex("[ab]{3}"))
+    before = allowed(ours, [matcher])
+    for letter in (b"a", b"b"):
+        copy = matcher.copy()
+        for _ in range(3):
+            copy.advance(tokens.index(letter))
+        assert copy.is_complete([0])
+    assert allowed(ours, [matcher]) == before
+    assert not matcher.may_stop
+
+
+def test_a_token_that_may_not_follow_is_an_error_that_stays(vocabulary: tuple[list[bytes], Vocabulary]) -> None:
+    tokens, ours = vocabulary
+    compiler = Compiler(ours)
+    for token_id, ends in ((tokens.index(b"x"), False), (0, True), (0, False), (len(tokens) + 5, False)):
+        matcher = compiler.matcher(Grammar.regex("ab?"))
+        matcher.advance(token_id, ends=ends)
+        assert matcher.error is not None
+        assert not matcher.may_stop
+        matcher.advance(tokens.index(b"a"))
+        assert matcher.error is not None
+        assert matcher.copy().error == matcher.error
+
+
+def test_texts_are_spelled_by_the_tokenizer_within_other_text(vocabulary: tuple[list[bytes], Vocabulary]) -> None:
+    tokens, ours = vocabulary
+    for text in ("the quick", " the", 'a\n{"', "é🎉", "\x02", "", "a<|im_end|>b", "\udce9"):
+        ids = ours.encode(text)
+        spelled = b"".join(tokens[token_id] for token_id in ids)
+        assert spelled == text.encode("utf-8", "surrogateescape")
+
+
+def test_what_no_token_spells_is_refused(vocabulary: tuple[list[bytes], Vocabulary]) -> None:
+    few = Compiler(Vocabulary([b"", b"a", b"b"], lambda text: [{"a": 1, "b": 2}.get(letter, 0) for letter in text]))
+    assert few.matcher(Grammar.regex("[abc]+")).error is None
+    with pytest.raises(Exception, match="no text that this model's tokens can spell"):
+        few.matcher(Grammar.regex("c+"))
