@@ -17,12 +17,16 @@ _MOST_KEPT = 128
 
 
 class Compiler:
-    """Compiles grammars for one vocabulary, and keeps the latest in case that other requests have the same."""
+    """Compiles grammars for one vocabulary, and keeps the latest in case that other requests have the same.
+
+    Any thread may ask.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._kept: OrderedDict[Grammar, Matcher] = OrderedDict()
         self._working = threading.Lock()
+        self._looking = threading.Lock()
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of a text.
@@ -31,13 +35,16 @@ class Compiler:
             UsageError: the grammar takes too long to compile for this vocabulary, or allows no text that its tokens
                 can spell.
         """
-        found = self._kept.get(grammar)
+        with self._looking:
+            found = self._kept.get(grammar)
         if found is None:
-            found = self._kept[grammar] = self._compile(grammar)
+            found = self._compile(grammar)
+        with self._looking:
+            self._kept[grammar] = found
+            self._kept.move_to_end(grammar)
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(grammar)
-        return found.copy()
+            return found.copy()
 
     def _compile(self, grammar: Grammar) -> Matcher:
         """Compile a grammar in a thread, which is left alone where it takes too long: nothing can interrupt it."""

@@ -122,9 +122,9 @@ async def _chat(service: Service, request: Request) -> Generating:
     body = bodies.read_body(ChatBody, request.state.body)
     body.check()
     service.check_model(body.model)
-    for name in ("tools", "tool_choice", "response_format"):
+    for name in ("tools", "tool_choice"):
         value = getattr(body, name)
-        if value not in (None, [], "none", {"type": "text"}):
+        if value not in (None, [], "none"):
             raise BadField(f"{name}: not supported", name)
     name, tenant = f"chatcmpl-{secrets.token_hex(12)}", request.state.tenant
     call = messages.Complete(

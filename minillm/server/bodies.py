@@ -36,6 +36,22 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False  # of no use here: texts are not padded
 
 
+class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """A JSON schema; it is always obeyed, ``strict`` or not."""
+
+    schema: dict[str, Any]
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
 class ForkOf(msgspec.Struct, forbid_unknown_fields=True):
     """A place in an earlier answer of the same key."""
 
@@ -79,6 +95,11 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     early_stopping: bool | Literal["never"] | None = None
     num_beam_groups: int | None = None
     diversity_penalty: float | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None  # OpenAI's; prefixes are found without it
     priority: int = 0  # lower is sooner, among requests of one key
@@ -93,6 +114,23 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if of is None:
             return None
         return ForkPoint(of) if isinstance(of, str) else ForkPoint(of.id, of.index, of.num_tokens)
+
+    def grammar(self) -> dict[str, Any] | None:
+        """The form that answers must have, for the parameter ``grammar``; raises BadField where there are two."""
+        found: dict[str, Any] = {}
+        if self.response_format is not None and self.response_format.type == "json_object":
+            found["response_format"] = {"json_object": True}
+        elif self.response_format is not None and self.response_format.type == "json_schema":
+            if self.response_format.json_schema is None:
+                raise BadField("response_format: json_schema is missing", "response_format")
+            found["response_format"] = {"json_schema": self.response_format.json_schema.schema}
+        guided = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice"}
+        for name, kind in {**guided, "guided_grammar": "lark"}.items():
+            if (value := getattr(self, name)) is not None:
+                found[name] = {kind: value}
+        if len(found) > 1:
+            raise BadField(f"{' and '.join(found)}: an answer has one form; give one", list(found)[1])
+        return next(iter(found.values()), None)
 
     def check(self) -> None:
         """Raise BadField for a value that no request can have."""
@@ -173,7 +211,6 @@ class ChatBody(_Generation):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     modalities: list[Literal["text"]] | None = None
@@ -250,7 +287,9 @@ def read_body(kind: type[Body], data: bytes) -> Body:
 
 
 def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: value for name in _PARAMS if (value := getattr(body, name, None)) is not None}
+    values = {name: value for name in _PARAMS - {"grammar"} if (value := getattr(body, name, None)) is not None}
+    if (grammar := body.grammar()) is not None:
+        values["grammar"] = grammar
     if body.use_beam_search:
         values.setdefault("beam_width", getattr(body, "best_of", None) or body.n or BeamSearchParams.beam_width)
     return values if "beam_width" in values else {**defaults, **values}
@@ -268,7 +307,8 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     if searches and "n" not in values:
         values["n"] = 1
     try:
-        (BeamSearchParams if searches else SamplingParams)(**values)
+        quick = {name: value for name, value in values.items() if name != "grammar"}  # that takes a process of its own
+        (BeamSearchParams if searches else SamplingParams)(**quick)
     except UsageError as error:
         text = str(error)
         raise BadField(text, next((name for name in values if text.startswith(name)), "")) from None

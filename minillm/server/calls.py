@@ -14,7 +14,7 @@ from minillm.server.prepare import prepare, prompt_ids
 from minillm.server.room import Room
 from minillm.server.sessions import Sessions
 
-_THREADS = 2
+_THREADS = 4
 
 
 class CallReader:

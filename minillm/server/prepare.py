@@ -25,6 +25,7 @@ class Prepared:
 def prepare(driver: Driver, call: Complete) -> Prepared:
     """Make the token ids and the parameters of a request; raises MinillmError where it makes no sense."""
     params: Params = (BeamSearchParams if "beam_width" in call.params else SamplingParams)(**call.params)
+    driver.engine.requests.matcher(params)  # the engine's thread finds it compiled
     token_ids = [] if call.prompt is None else prompt_ids(driver, call.prompt, special=call.fork is None)
     opened = False
     if isinstance(call.prompt, Conversation):

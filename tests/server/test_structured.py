@@ -1,0 +1,73 @@
+"""Answers in a form, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pydantic
+import pytest
+from running_server import Server
+
+MESSAGES: Any = [{"role": "user", "content": "A person"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ada", "Max"]}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=8)
+    age: int = pydantic.Field(ge=0, le=150)
+
+
+def post(server: Server, **body: Any) -> Any:
+    return httpx.post(f"{server.url}/v1/chat/completions", json={"messages": MESSAGES, **body}, timeout=120).json()
+
+
+def test_openai_parses_into_a_class(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    answer = client.chat.completions.parse(
+        model=client.models.list().data[0].id, messages=MESSAGES, response_format=Person, max_tokens=200, seed=1
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+@pytest.mark.parametrize("more", [{"n": 4, "seed": 3}, {"beam_width": 4, "n": 4}, {"temperature": 0}])
+def test_every_answer_is_valid(server: Server, more: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    answer = post(server, response_format=form, max_tokens=100, **more)
+    ended = [choice for choice in answer["choices"] if choice["finish_reason"] == "stop"]
+    assert ended or "beam_width" in more, "a search may go on and on about spaces"
+    for choice in ended:
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+
+
+def test_choices_and_expressions(server: Server) -> None:
+    answer = post(server, guided_choice=["yes", "no"], max_tokens=20, n=3)
+    assert {choice["message"]["content"] for choice in answer["choices"]} <= {"yes", "no"}
+    answer = post(server, guided_regex=r"[a-c]{3}-\d{2}", max_tokens=40)
+    assert re.fullmatch(r"[a-c]{3}-\d{2}", answer["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"guided_regex": "("}, "regex"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "one form"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "JSON schema"),
+        ({"guided_regex": "(a{1,1000}){1,1000}" * 10}, "too many"),
+        ({"guided_choice": []}, "choice"),
+    ],
+)
+def test_a_form_that_is_none_is_refused(server: Server, body: dict[str, Any], words: str) -> None:
+    assert words in post(server, max_tokens=5, **body)["error"]["message"]
+    assert httpx.get(f"{server.url}/health").status_code == 200
