@@ -209,7 +209,10 @@ class LLM(Scorer):
     def stream(
         self, prompt: Prompt, params: Params | None = None, *, request_id: str = ""
     ) -> Generator[Delta, None, None]:
-        """Complete one prompt, yielding the additions of each step. Leaving the iterator early aborts the request."""
+        """Complete one prompt, yielding the additions of each step. Leaving the iterator early aborts the request.
+
+        Log-probabilities are in the outputs of `generate` alone.
+        """
         [params] = _params_list(params, 1, self.default_params)
         jobs = iter([[(0, partial(_request, self._driver, prompt, params, streamed=True, request_id=request_id))]])
         for _, result in self._driver.run(lambda room: next(jobs, [])):

@@ -129,8 +129,8 @@ class _Params:
     )  # fmt: skip
     prompt_logprobs: int | None = integer(
         None, 0, MAX_LOGPROBS,
-        help="report log-probability and rank of each token of the prompt, and the N most probable ones; such a "
-        "prompt is computed whole, whatever the prefix cache has of it",
+        help="report log-probability and rank of each token of the prompt, and the N most probable ones; it is "
+        "computed whole, since the prefix cache keeps no logits, and leaves its blocks there",
     )  # fmt: skip
     repetition_penalty: float = number(
         1.0, 0.0, 100.0, above=True, help="above 1 makes the tokens so far less likely (Keskar et al. 2019)"

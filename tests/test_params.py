@@ -34,6 +34,7 @@ BAD: dict[str, list[Any]] = {
     "logits_processor": [3, "x", [len]],
     "ignore_eos": [1, "yes", None],
     "logprobs": [-2, 65, 1.0, True],
+    "prompt_logprobs": [-1, 65, 1.0, True, "2"],
 }
 
 
@@ -59,6 +60,7 @@ GOOD: dict[str, list[Any]] = {
     "logits_processor": [None, max],
     "max_tokens": [1, 1 << 24, None],
     "logprobs": [None, 0, 64, -1],
+    "prompt_logprobs": [None, 0, 64],
 }
 
 
