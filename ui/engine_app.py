@@ -128,7 +128,13 @@ class EngineApp(QuietApp):
         if self._engine is not None:
             self._engine.send(message.command)
 
+    def call_user(self, title: str) -> None:
+        """Ring, and say in the window's title that an answer is there; ``title`` may hold anything."""
+        self.bell()
+        self.set_window_title(f"✓ {clean_line(title, 80)} · minillm")
+
     async def on_unmount(self) -> None:
+        self.give_title_back()
         self.workers.cancel_all()
         if self._engine is not None:
             await self._engine.stop()

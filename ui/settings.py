@@ -33,6 +33,7 @@ class Settings:
     beams: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
     theme: str = ""  # one of `THEMES`; empty: as the terminal says
+    bell: bool = True  # and the window's title, when a long answer ends
 
     @property
     def searches(self) -> bool:
@@ -67,6 +68,7 @@ def load_settings(file: UserConfig, flags: Settings) -> Settings:
         beams={**file.beams, **flags.beams},
         system=flags.system or file.system,
         theme=flags.theme or file.theme,
+        bell=file.bell,
     )
     EngineConfig(**settings.engine)
     SamplingParams(**settings.sampling)

@@ -39,6 +39,12 @@ class AnswerRun:
 
     def __post_init__(self) -> None:
         self._num_dropped = self.conversation.num_dropped  # turns that the model was not told before
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was asked for."""
+        return time.monotonic() - self._began
 
     @property
     def answer(self) -> Answer:

@@ -26,6 +26,7 @@ from minillm.ui.numbers import count, duration, plural
 
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
 _LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores
+LONG_ANSWER = 10.0  # seconds after which a user is called: one may have turned to something else
 _NOTES = {
     "failed": (" (F2 chooses a model, /reload tries again)", "error"),
     "crashed": (" (/reload restarts it; the conversation is kept)", "error"),
@@ -236,6 +237,7 @@ class Talk(Vertical):
             turn.answer.candidates = [Candidate() for _ in range(settings.num_candidates)]
         self.transcript.select(None)
         await self.transcript.show_path(self.conversation)
+        self.app.give_title_back()
         self._begin(turn).ask()
         self.refresh_status()
         self.save()
@@ -277,6 +279,8 @@ class Talk(Vertical):
             await self.accept(run.turn, chosen)
         self.refresh_status()
         self.save()
+        if run.seconds > LONG_ANSWER and self.app.settings.bell:
+            self.app.call_user(self.conversation.shown_title)
         await self._warn_if_full(run.answer)
         if ending.error:
             await self.transcript.add_note(ending.error, "error")
