@@ -158,6 +158,8 @@ class ChatScreen(Screen[None]):
             self.minimize()
         elif self.has_class("-expanded"):
             self.action_expand()
+        elif talk.prompt.close_popup():
+            pass
         elif talk.search.close():
             talk.prompt.focus()
         elif talk.take_back():
@@ -193,7 +195,10 @@ class ChatScreen(Screen[None]):
 
     def on_key(self, event: events.Key) -> None:
         """Have letters reach the prompt from anywhere, unless the widget that has the keyboard has a use for them."""
-        if event.is_printable and event.key not in self.active_bindings and self.focused is not self.talk.prompt:
+        if event.character == "?" and self.focused is not self.talk.prompt:
+            event.stop()
+            self.action_command("help")
+        elif event.is_printable and event.key not in self.active_bindings and self.focused is not self.talk.prompt:
             event.stop()
             self.minimize()
             if self.has_class("-expanded"):

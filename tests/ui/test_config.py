@@ -14,7 +14,7 @@ from minillm.ui.app import ChatApp, ChatScreen
 from minillm.ui.bars import VIEWS
 from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.slash import CommandTable
-from minillm.ui.dialogs import KEYS
+from minillm.ui.help import KEYS
 from minillm.ui.settings import (
     CHAT_SAMPLING,
     Settings,

@@ -25,12 +25,12 @@ command = COMMANDS.command
 _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 
 
-@command("help", "all keys and commands", "f1", label="Help", scope="app")
+@command("help", "what works here; all keys and commands", "f1", label="Help", scope="everywhere")
 async def show_help(talk: Talk, _: str) -> None:
-    from minillm.ui.dialogs import HelpScreen
+    from minillm.ui.help import HelpScreen, keys_here
 
     if not isinstance(talk.app.screen, HelpScreen):
-        talk.app.push_screen(HelpScreen(COMMANDS))
+        talk.app.push_screen(HelpScreen(COMMANDS, keys_here(talk.app.screen)))
 
 
 @command("new", "begin a new conversation; the old one is kept on disk", "ctrl+n", label="New")
