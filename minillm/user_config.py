@@ -13,6 +13,10 @@ beam_width = 4
 
 [engine]                     # as the flags of `minillm chat`
 num_blocks = 2000
+
+[keymap]                     # of the chat: keys by action; Ctrl+G there lists the actions
+edit = "ctrl+e"
+copy = ["alt+y", "f12"]
 """
 
 import os
@@ -52,6 +56,7 @@ class UserConfig:
     engine: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     beams: Mapping[str, Any] = field(default_factory=dict)
+    keymap: Mapping[str, Any] = field(default_factory=dict)  # checked where the actions are known
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -1,6 +1,7 @@
 """The help: what works where the keyboard is, then all keys, then all commands."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from textual.content import Content
 from textual.screen import Screen
@@ -38,7 +39,7 @@ KEYS = {
         "{find}": "search in it: Enter or ↓ the next place, ↑ the one before",
         "{model}, {sampling}, {system}": "model, sampling and beams, system prompt",
         "{theme}": "light or dark",
-        "Ctrl+P, /": "all commands",
+        "Ctrl+P, /": "all commands; Ctrl+G and a letter: every action, without F-keys and Alt",
         "{help}, or ? at first": "this help",
         "{quit}": "quit",
     },
@@ -84,11 +85,20 @@ def keys_here(screen: Screen[object]) -> tuple[str, dict[str, str]]:
     return name, keys
 
 
+def _shown(keys: str | list[str]) -> str:
+    return ", ".join(
+        "+".join(map(str.capitalize, key.split("+"))) for key in ([keys] if isinstance(keys, str) else keys)
+    )
+
+
 class HelpScreen(Dialog[None]):
     """The keys of the place where the keyboard was, then all keys, then all commands."""
 
-    def __init__(self, commands: CommandTable, here: tuple[str, Mapping[str, str]]) -> None:
+    def __init__(self, commands: CommandTable, here: tuple[str, Mapping[str, str]], keymap: Mapping[str, Any]) -> None:
         keys_of = {name: command.shown_key for name, command in commands.items()}
+        keys_of |= {name: _shown(keys) for name, keys in keymap.items()}
+        if moved := {"branch-previous", "branch-next"} & keymap.keys():
+            keys_of["branch"] = " ".join(keys_of[name] for name in sorted(moved))
         usages = {command.usage: command.summary for command in commands.values()}
         name, keys_there = here
         first = {} if name == "the prompt" or not keys_there else {f"Here: {name}": keys_there}

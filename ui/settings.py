@@ -33,6 +33,7 @@ class Settings:
     beams: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
     theme: str = ""  # one of `THEMES`; empty: as the terminal says
+    keymap: Mapping[str, Any] = field(default_factory=dict)  # keys by the action's name, see `checked_keymap`
     bell: bool = True  # and the window's title, when a long answer ends
 
     @property
@@ -69,6 +70,7 @@ def load_settings(file: UserConfig, flags: Settings) -> Settings:
         system=flags.system or file.system,
         theme=flags.theme or file.theme,
         bell=file.bell,
+        keymap=file.keymap,
     )
     EngineConfig(**settings.engine)
     SamplingParams(**settings.sampling)

@@ -30,7 +30,7 @@ async def show_help(talk: Talk, _: str) -> None:
     from minillm.ui.help import HelpScreen, keys_here
 
     if not isinstance(talk.app.screen, HelpScreen):
-        talk.app.push_screen(HelpScreen(COMMANDS, keys_here(talk.app.screen)))
+        talk.app.push_screen(HelpScreen(COMMANDS, keys_here(talk.app.screen), talk.app.settings.keymap))
 
 
 @command("new", "begin a new conversation; the old one is kept on disk", "ctrl+n", label="New")
