@@ -29,6 +29,7 @@ from minillm.ui.chat.talk import Talk
 from minillm.ui.chat.transcript import CandidateCard
 from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import EngineApp, EngineEvent, EngineState
+from minillm.ui.kept import Keeper
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
 from minillm.ui.settings import Settings
@@ -286,13 +287,14 @@ class ChatApp(EngineApp):
         resumed: Conversation | None = None,
         *,
         question: str = "",
+        keeper: Keeper | None = None,
         engine_command: Sequence[str] = ENGINE_COMMAND,
         driver_class: type[Driver] = TerminalDriver,
     ) -> None:
         """``store``: where conversations are saved; ``resumed``: the one to go on with; ``question``: is asked
-        first; ``engine_command``: the program that plays the engine.
+        first; ``keeper``: keeps changes for the next start; ``engine_command``: the program that plays the engine.
         """
-        super().__init__(settings, engine_command, driver_class)
+        super().__init__(settings, engine_command, driver_class, keeper)
         if settings.keymap:
             from minillm.ui.keymap import checked_keymap
 

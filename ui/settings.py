@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from minillm.checks import declared
 from minillm.config import EngineConfig
@@ -56,17 +56,26 @@ class Settings:
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling, "n": 1}
 
 
-def load_settings(file: UserConfig, flags: Settings) -> Settings:
-    """The file's settings under those of the command line, which names the model.
+class Overlay(Protocol):
+    """Parameters that go over others: what the chat has kept."""
+
+    def over(self, sampling: Mapping[str, Any], beams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]: ...
+
+
+def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = None) -> Settings:
+    """The file's settings, over them those that the chat has kept, over all the command line's, which name the model.
 
     Raises:
         UsageError: they contradict each other.
     """
+    sampling, beams = {**CHAT_SAMPLING, **file.sampling}, dict(file.beams)
+    if kept is not None:
+        sampling, beams = kept.over(sampling, beams)
     settings = Settings(
         model=flags.model,
         engine=with_desktop_pool({**file.engine, **flags.engine}),
-        sampling={**CHAT_SAMPLING, **file.sampling, **flags.sampling},
-        beams={**file.beams, **flags.beams},
+        sampling={**sampling, **flags.sampling},
+        beams={**beams, **flags.beams},
         system=flags.system or file.system,
         theme=flags.theme or file.theme,
         bell=file.bell,

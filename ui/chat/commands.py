@@ -18,7 +18,8 @@ from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.chat.talk import Talk
 from minillm.ui.chat.transcript import CandidatesView
-from minillm.ui.settings import with_param
+from minillm.ui.kept import BUILT_IN
+from minillm.ui.settings import settings_summary, with_param
 
 COMMANDS = CommandTable()
 command = COMMANDS.command
@@ -245,6 +246,19 @@ async def set_parameter(talk: Talk, words: str) -> None:
     name, _, value = words.partition(" ")
     talk.app.settings = with_param(talk.app.settings, name, value.strip())
     talk.notify(f"{name} is {value.strip() or 'off'}, from the next answer on")
+
+
+@command("preset", "sampling by a name: precise, balanced, creative, your own", argument="[save|delete] [NAME]")
+async def use_preset(talk: Talk, words: str) -> None:
+    app, (verb, _, name) = talk.app, words.partition(" ")
+    if not words:
+        talk.notify(f"presets: {', '.join({**BUILT_IN, **app.kept.presets})}")
+    elif verb in ("save", "delete"):
+        app.keep(app.kept.with_preset(name.strip(), app.settings.sampling if verb == "save" else None))
+        talk.notify(f"the preset {name.strip()} is {verb}d")
+    else:
+        _change(talk, sampling=dict(app.kept.preset(words)), beams={})
+        talk.notify(f"{words}: {settings_summary(app.settings)}, from the next answer on")
 
 
 @command("n", "answers to choose from", argument="N")
