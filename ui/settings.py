@@ -34,6 +34,7 @@ class Settings:
     system: str = ""
     theme: str = ""  # one of `THEMES`; empty: as the terminal says
     keymap: Mapping[str, Any] = field(default_factory=dict)  # keys by the action's name, see `checked_keymap`
+    thinks: bool | None = None  # see `minillm.service.messages.Generate`
     bell: bool = True  # and the window's title, when a long answer ends
 
     @property

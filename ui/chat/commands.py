@@ -261,6 +261,17 @@ async def use_preset(talk: Talk, words: str) -> None:
         talk.notify(f"{words}: {settings_summary(app.settings)}, from the next answer on")
 
 
+@command("think", "have the model think first, or not, where its template has that switch", argument="on|off")
+async def choose_thinking(talk: Talk, word: str) -> None:
+    if word not in ("on", "off"):
+        raise UsageError(f"/think is on or off, not {word!r}")
+    loaded = talk.engine.loaded
+    if loaded is not None and not loaded.has_thinking_switch:
+        raise UsageError("the template of this model has no switch for thinking")
+    _change(talk, thinks=word == "on")
+    talk.notify(f"thinking is {word}, from the next answer on")
+
+
 @command("n", "answers to choose from", argument="N")
 async def choose_n(talk: Talk, number: str) -> None:
     talk.app.settings = with_param(with_param(talk.app.settings, "beam_width", "1"), "n", number)
