@@ -131,7 +131,8 @@ def test_one_parameter_by_its_name() -> None:
 NAMES = (
     *("help", "new", "sessions", "find", "title", "compact", "export", "edit", "regenerate", "continue", "branch"),
     *("accept", "undo", "copy", "probabilities", "model", "reload", "sampling", "set", "preset", "think"),
-    *("n", "beams", "system", "pool", "tables", "strands", "events", "memory", "steps", "theme", "quit"),
+    *("n", "beams", "system", "pool", "tables", "strands", "events", "memory", "steps", "theme", "tour"),
+    *("quit",),
 )
 
 

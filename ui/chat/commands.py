@@ -306,6 +306,18 @@ async def choose_theme(talk: Talk, name: str) -> None:
     talk.app.set_theme(name)
 
 
+@command("tour", "see a fork and copy on write, in a minute")
+async def tour(talk: Talk, _: str) -> None:
+    from minillm.ui.chat.tour import give_tour
+
+    _check_idle(talk)
+    if talk.can_ask():
+        if getattr(talk.screen, "memory_view", "") != "strands":
+            await talk.run_action("screen.view('strands')")
+        await begin_anew(talk, "")
+        talk.run_worker(give_tour(talk), group="tour", exclusive=True)
+
+
 @command("quit", "leave the chat", "ctrl+q", label="Quit", scope="everywhere")
 async def leave(talk: Talk, _: str) -> None:
     talk.app.exit()
