@@ -3,6 +3,7 @@
 model = "smollm2-360m"
 system = "You are brief."    # of the chat
 theme = "light"              # or "dark", or one of Textual's, as "nord"
+bell = false                 # no bell and no window title when a long answer ends
 
 [sampling]                   # as the flags of `minillm generate`
 temperature = 0.6
@@ -12,6 +13,10 @@ beam_width = 4
 
 [engine]                     # as the flags of `minillm chat`
 num_blocks = 2000
+
+[keymap]                     # of the chat: keys by action; Ctrl+G there lists the actions
+edit = "ctrl+e"
+copy = ["alt+y", "f12"]
 """
 
 import os
@@ -47,16 +52,18 @@ class UserConfig:
     model: str = ""
     system: str = ""
     theme: str = ""
+    bell: bool = True
     engine: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     beams: Mapping[str, Any] = field(default_factory=dict)
+    keymap: Mapping[str, Any] = field(default_factory=dict)  # checked where the actions are known
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, is_text = getattr(self, each.name), each.default == ""
-            if not isinstance(value, str if is_text else dict):
-                wanted = f"{each.name} must be a text" if is_text else f"[{each.name}] must be a table"
-                raise UsageError(f"{wanted}, not {shown(value)}")
+            value, kind = getattr(self, each.name), {"": str, True: bool}.get(each.default, dict)
+            if not isinstance(value, kind):
+                wanted = {str: f"{each.name} must be a text", bool: f"{each.name} must be true or false"}
+                raise UsageError(f"{wanted.get(kind, f'[{each.name}] must be a table')}, not {shown(value)}")
         if self.theme and self.theme not in THEMES:
             raise UsageError(f"theme must be one of {', '.join(THEMES)}, not {shown(self.theme)}")
         EngineConfig(**self.engine)

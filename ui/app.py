@@ -11,6 +11,7 @@ from pathlib import Path
 
 from textual import events, getters, work
 from textual.app import ComposeResult, SystemCommand
+from textual.binding import Binding
 from textual.containers import Container
 from textual.driver import Driver
 from textual.events import ScreenResume
@@ -20,7 +21,7 @@ from minillm.errors import MinillmError
 from minillm.service.client import ENGINE_COMMAND
 from minillm.service.messages import BlockFacts, CacheChanged, Event, MemoryUse, Stepped
 from minillm.text.safe import clean
-from minillm.ui.bars import KeyBar, TitleBar, hidden_keys
+from minillm.ui.bars import KeyBar, TitleBar, named_keys
 from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.conversation import Conversation, SessionStore
 from minillm.ui.chat.prompt import PromptInput
@@ -28,6 +29,7 @@ from minillm.ui.chat.talk import Talk
 from minillm.ui.chat.transcript import CandidateCard
 from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import EngineApp, EngineEvent, EngineState
+from minillm.ui.kept import Keeper
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
 from minillm.ui.settings import Settings
@@ -38,6 +40,10 @@ _SETTLED = 2.0  # seconds after which the first screen is there
 _SOON = 0.01  # seconds between two looks whether a screen has its widgets
 _SCROLLS = {"pageup": "page_up", "pagedown": "page_down", "ctrl+up": "up", "ctrl+down": "down", "ctrl+home": "home",
             "ctrl+end": "end"}  # fmt: skip
+_KEYS = {
+    "stop": ("escape", "stop"), "interrupt": ("ctrl+c", "interrupt"), "expand": ("alt+v", "expand"),
+    "menu": ("ctrl+g", "menu"), "select-previous": ("alt+up", "select(-1)"), "select-next": ("alt+down", "select(1)"),
+}  # names of actions, their keys, and what they do  # fmt: skip
 _GRACE = 2.0  # seconds between two ctrl+c that quit
 
 
@@ -57,10 +63,11 @@ class ChatScreen(Screen[None]):
     panel = getters.query_one(MemoryPanel)
 
     BINDINGS = [  # noqa: RUF012
-        *hidden_keys({"escape": "stop", "ctrl+c": "interrupt", "alt+v": "expand"}, priority=True),
-        *hidden_keys({"tab": "next"}),
-        *hidden_keys({"alt+up": "select(-1)", "alt+down": "select(1)"}, priority=True),
-        *hidden_keys({key: f"scroll({where!r})" for key, where in _SCROLLS.items()}, priority=True),
+        *named_keys(_KEYS, priority=True),
+        *named_keys({"next": ("tab", "next")}),
+        *named_keys(
+            {f"scroll-{at.replace('_', '-')}": (key, f"scroll({at!r})") for key, at in _SCROLLS.items()}, priority=True
+        ),
         *COMMANDS.bindings("chat"),
     ]
 
@@ -158,6 +165,8 @@ class ChatScreen(Screen[None]):
             self.minimize()
         elif self.has_class("-expanded"):
             self.action_expand()
+        elif talk.prompt.close_popup():
+            pass
         elif talk.search.close():
             talk.prompt.focus()
         elif talk.take_back():
@@ -193,7 +202,10 @@ class ChatScreen(Screen[None]):
 
     def on_key(self, event: events.Key) -> None:
         """Have letters reach the prompt from anywhere, unless the widget that has the keyboard has a use for them."""
-        if event.is_printable and event.key not in self.active_bindings and self.focused is not self.talk.prompt:
+        if event.character == "?" and self.focused is not self.talk.prompt:
+            event.stop()
+            self.action_command("help")
+        elif event.is_printable and event.key not in self.active_bindings and self.focused is not self.talk.prompt:
             event.stop()
             self.minimize()
             if self.has_class("-expanded"):
@@ -231,6 +243,19 @@ class ChatScreen(Screen[None]):
         if not self.has_class("-expanded"):
             self.talk.prompt.focus()
 
+    def action_menu(self) -> None:
+        """Have all actions to choose from, by letters."""
+        from minillm.ui.keymap import KeyMenu
+
+        bindings = bindings_by_name()
+        actions = {binding.id: binding.action for binding in bindings}
+
+        async def act(name: str | None) -> None:
+            if name is not None:
+                await self.run_action(actions[name])
+
+        self.app.push_screen(KeyMenu(bindings), act)
+
     def action_next(self) -> None:
         """tab: from the prompt to the first candidate, where there are some; else to the next widget."""
         cards = self.query(CandidateCard)
@@ -262,13 +287,18 @@ class ChatApp(EngineApp):
         resumed: Conversation | None = None,
         *,
         question: str = "",
+        keeper: Keeper | None = None,
         engine_command: Sequence[str] = ENGINE_COMMAND,
         driver_class: type[Driver] = TerminalDriver,
     ) -> None:
         """``store``: where conversations are saved; ``resumed``: the one to go on with; ``question``: is asked
-        first; ``engine_command``: the program that plays the engine.
+        first; ``keeper``: keeps changes for the next start; ``engine_command``: the program that plays the engine.
         """
-        super().__init__(settings, engine_command, driver_class)
+        super().__init__(settings, engine_command, driver_class, keeper)
+        if settings.keymap:
+            from minillm.ui.keymap import checked_keymap
+
+            self.set_keymap(checked_keymap(settings.keymap, bindings_by_name()))
         self.chat = ChatScreen(store or SessionStore.of_user())
         self._resumed = resumed
         self._question = question
@@ -373,6 +403,12 @@ class ChatApp(EngineApp):
             self.exit(return_code=code)
         else:
             asyncio.get_running_loop().call_later(_SOON, self.leave, code)
+
+
+def bindings_by_name() -> list[Binding]:
+    """The bindings of all actions that have a name."""
+    bindings = (*ChatScreen.BINDINGS, *ChatApp.BINDINGS)
+    return [each for each in bindings if isinstance(each, Binding) and each.id]
 
 
 def run(app: ChatApp, typed: bytes = b"") -> int:

@@ -201,6 +201,11 @@ def hidden_keys(actions: Mapping[str, str], *, priority: bool = False) -> list[B
     return [Binding(key, action, show=False, priority=priority) for key, action in actions.items()]
 
 
+def named_keys(actions: Mapping[str, tuple[str, str]], *, priority: bool = False) -> list[Binding]:
+    """Names of actions, their keys and what they do: hidden, but ``[keymap]`` may replace the keys."""
+    return [Binding(key, action, show=False, priority=priority, id=name) for name, (key, action) in actions.items()]
+
+
 class KeyBar(Widget):
     """Every key of the screen that its binding shows, as far as there is room. A click presses one. Textual's own
     footer makes a widget of each key, and makes them all again whenever the focus moves: a sixth of the time until the

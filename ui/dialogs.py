@@ -24,7 +24,6 @@ from minillm.service.messages import TokenChoice
 from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.conversation import Fork, SessionStore, SessionSummary
-from minillm.ui.chat.slash import CommandTable
 from minillm.ui.numbers import bar, plural
 from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
 from minillm.ui.textual_internals import PatientPalette
@@ -333,59 +332,3 @@ def _visible(text: str) -> str:
     """A token in a column of 20 cells: no character of it is invisible."""
     shown = clean(text).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
     return f"  {shown if len(shown) <= 18 else shown[:17] + '…':<18}"
-
-
-# Keys and their meanings, under titles; a command's name in braces stands for its key.
-KEYS = {
-    "Talk": {
-        "Enter": "send",
-        "Ctrl+J, Alt+Enter": "new line; Shift+Enter in some terminals",
-        "↑ ↓": "in the first and last line: what was sent before",
-        "Escape": "stop the answer, cancel the loading or the editing",
-        "Ctrl+C": "copy what is selected; else stop; twice: quit",
-        "Page Up, Page Down": "scroll by pages; Ctrl+↑ ↓ by lines",
-        "Ctrl+Home, Ctrl+End": "to the beginning, to the end",
-    },
-    "Turns": {
-        "Alt+↑ ↓": "select a turn; without one, keys mean the last",
-        "{edit}": "edit the question and ask again, as a branch",
-        "{regenerate}": "regenerate the answer, as a branch",
-        "{branch}": "switch between branches",
-        "{continue}": "continue the last answer",
-        "{accept}": "accept a candidate, before anything is typed; {undo}: undo it",
-        "{copy}": "copy the answer; /copy code: its last code block",
-        "{probabilities}": "the answer's tokens by probability",
-    },
-    "Conversations and settings": {
-        "{new}, {sessions}": "a new one; a saved one",
-        "{find}": "search in it: Enter or ↓ the next place, ↑ the one before",
-        "{model}, {sampling}, {system}": "model, sampling and beams, system prompt",
-        "{theme}": "light or dark",
-        "Ctrl+P, /": "all commands",
-        "{help}, or ? at first": "this help",
-        "{quit}": "quit",
-    },
-    "Memory": {
-        "{pool}, {tables}, {strands}": "pool, block tables, strands; again: hide",
-        "{events}, {memory}, {steps}": "events, figures, steps",
-        "Alt+V": "the view on the whole screen, and back",
-        "Tab": "into the view: arrows move, its keys are shown there",
-        "┃ │ ╎": "beside an answer: its blocks, shared, its own, being filled",
-    },
-}
-
-
-class HelpScreen(Dialog[None]):
-    """All keys, then all commands."""
-
-    def __init__(self, commands: CommandTable) -> None:
-        keys_of = {name: command.shown_key for name, command in commands.items()}
-        usages = {command.usage: command.summary for command in commands.values()}
-        lines = []
-        for title, keys in {**KEYS, "Commands": usages}.items():
-            lines.append(Content.styled(title, "bold $text-primary"))
-            for key, meaning in keys.items():
-                shown = f"  {key.format_map(keys_of):<25} "
-                lines.append(Content.assemble((shown, "$foreground"), (meaning.format_map(keys_of), "$text-muted")))
-            lines.append(Content(""))
-        super().__init__("keys", "Escape closes", Static(Content("\n").join(lines)), scrolls=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +13,12 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.theme import Theme
 
+from minillm.errors import MinillmError
 from minillm.progress import Progress
 from minillm.service.client import EngineProcess
 from minillm.service.messages import Command, Event, Load, Loaded, LoadFailed, Loading
 from minillm.text.safe import clean_line
+from minillm.ui.kept import Keeper, Kept
 from minillm.ui.settings import Settings
 from minillm.ui.textual_internals import QuietApp
 from minillm.ui.themes import find_theme
@@ -63,8 +65,16 @@ class EngineApp(QuietApp):
     engine_state: reactive[EngineState] = reactive(EngineState())
     settings: reactive[Settings] = reactive(Settings(""))
 
-    def __init__(self, settings: Settings, engine_command: Sequence[str], driver_class: type[Driver]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engine_command: Sequence[str],
+        driver_class: type[Driver],
+        keeper: Keeper | None = None,
+    ) -> None:
         super().__init__(driver_class=driver_class)
+        self._keeper = keeper  # None: nothing is kept
+        self.kept = Kept() if keeper is None else keeper.read()
         self.set_reactive(EngineApp.settings, settings)
         self._use_theme(find_theme(settings.theme))
         self._engine_command = engine_command
@@ -128,7 +138,13 @@ class EngineApp(QuietApp):
         if self._engine is not None:
             self._engine.send(message.command)
 
+    def call_user(self, title: str) -> None:
+        """Ring, and say in the window's title that an answer is there; ``title`` may hold anything."""
+        self.bell()
+        self.set_window_title(f"✓ {clean_line(title, 80)} · minillm")
+
     async def on_unmount(self) -> None:
+        self.give_title_back()
         self.workers.cancel_all()
         if self._engine is not None:
             await self._engine.stop()
@@ -138,13 +154,32 @@ class EngineApp(QuietApp):
         """Show a notification; ``message`` may hold anything."""
         super().notify(clean_line(message, 400), **{**options, "markup": False})
 
+    def watch_settings(self, before: Settings, after: Settings) -> None:
+        """Keep what the user has changed."""
+        if self._keeper is not None and (kept := self.kept.changed(before, after)) != self.kept:
+            self.keep(kept)
+
+    def keep(self, kept: Kept) -> None:
+        """Keep this for the next start; an error is said, and nothing else happens."""
+        self.kept = kept
+        self._try_to(lambda keeper: keeper.write(kept))
+
+    def _try_to(self, write: Callable[[Keeper], None]) -> None:
+        if self._keeper is not None:
+            try:
+                write(self._keeper)
+            except MinillmError as error:
+                self.notify(f"this will not be kept: {error}")
+
     def set_theme(self, name: str) -> None:
-        """Use the theme of this name; without one, the light one in place of a dark one, and the other way round.
+        """Use the theme of this name, from now on; without one, the light one for a dark one, and the other way round.
 
         Raises:
             UsageError: no such theme.
         """
-        self._use_theme(find_theme(name or ("light" if self.current_theme.dark else "dark")))
+        name = name or ("light" if self.current_theme.dark else "dark")
+        self._use_theme(find_theme(name))
+        self._try_to(lambda keeper: keeper.write_theme(name))
 
     def _use_theme(self, theme: Theme) -> None:
         self.register_theme(theme)

@@ -18,6 +18,7 @@ from minillm.params import BeamSearchParams, SamplingParams
 from minillm.text.safe import clean, clean_line
 from minillm.ui.chat.conversation import Candidate, Conversation, SessionStore
 from minillm.ui.chat.export import export
+from minillm.ui.chat.files import with_files
 from minillm.ui.chat.slash import is_command, unescaped
 from minillm.ui.settings import Settings, with_param
 
@@ -47,7 +48,7 @@ class PlainChat:
             if is_command(line):
                 name, _, argument = line[1:].partition(" ")
                 return self._command(name, argument.strip())
-            self._answer(unescaped(line))
+            self._answer(with_files(unescaped(line), Path.cwd()))
         except MinillmError as error:
             self.note(str(error))
         return True

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from minillm.checks import declared
 from minillm.config import EngineConfig
@@ -33,6 +33,9 @@ class Settings:
     beams: Mapping[str, Any] = field(default_factory=dict)
     system: str = ""
     theme: str = ""  # one of `THEMES`; empty: as the terminal says
+    keymap: Mapping[str, Any] = field(default_factory=dict)  # keys by the action's name, see `checked_keymap`
+    thinks: bool | None = None  # see `minillm.service.messages.Generate`
+    bell: bool = True  # and the window's title, when a long answer ends
 
     @property
     def searches(self) -> bool:
@@ -54,19 +57,30 @@ class Settings:
         return {"logprobs": NUM_ALTERNATIVES, **self.sampling, "n": 1}
 
 
-def load_settings(file: UserConfig, flags: Settings) -> Settings:
-    """The file's settings under those of the command line, which names the model.
+class Overlay(Protocol):
+    """Parameters that go over others: what the chat has kept."""
+
+    def over(self, sampling: Mapping[str, Any], beams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]: ...
+
+
+def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = None) -> Settings:
+    """The file's settings, over them those that the chat has kept, over all the command line's, which name the model.
 
     Raises:
         UsageError: they contradict each other.
     """
+    sampling, beams = {**CHAT_SAMPLING, **file.sampling}, dict(file.beams)
+    if kept is not None:
+        sampling, beams = kept.over(sampling, beams)
     settings = Settings(
         model=flags.model,
         engine=with_desktop_pool({**file.engine, **flags.engine}),
-        sampling={**CHAT_SAMPLING, **file.sampling, **flags.sampling},
-        beams={**file.beams, **flags.beams},
+        sampling={**sampling, **flags.sampling},
+        beams={**beams, **flags.beams},
         system=flags.system or file.system,
         theme=flags.theme or file.theme,
+        bell=file.bell,
+        keymap=file.keymap,
     )
     EngineConfig(**settings.engine)
     SamplingParams(**settings.sampling)

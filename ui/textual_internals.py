@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from textual.widgets._markdown import MarkdownParagraph as MarkdownParagraph
     from textual.widgets.markdown import MarkdownBlock
 
+_KEEP_TITLE, _TITLE_BEFORE = "\x1b[22;2t", "\x1b[23;2t"  # xterm's stack of titles; others take no notice
+
 
 def __getattr__(name: str) -> Any:
     """The classes of Markdown, imported when they are needed: that takes a tenth of the time until the first screen."""
@@ -41,6 +43,7 @@ def __getattr__(name: str) -> Any:
 class QuietApp(App[None]):
     """An app that keeps the exception which ended it, for its caller to say in one line."""
 
+    _has_titled = False
     typed_before: bytes = b""  # keys that were read from the terminal before the app had it
 
     @property
@@ -48,6 +51,21 @@ class QuietApp(App[None]):
         """The exception that ended the app, if one did."""
         error = self._exception
         return error.__cause__ or error.error if isinstance(error, WorkerFailed) else error
+
+    def set_window_title(self, title: str) -> None:
+        """Name the terminal's window; the first time, the name that it had is kept. ``title`` is clean."""
+        if self._driver is not None:
+            keep = "" if self._has_titled else _KEEP_TITLE
+            self._has_titled = True
+            self._driver.write(f"{keep}\x1b]2;{title}\x07")
+            self._driver.flush()
+
+    def give_title_back(self) -> None:
+        """Give the window the name that it had."""
+        if self._has_titled and self._driver is not None:
+            self._has_titled = False
+            self._driver.write(_TITLE_BEFORE)
+            self._driver.flush()
 
     def _fatal_error(self) -> None:
         # Textual would print a traceback with all local variables.

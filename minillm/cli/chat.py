@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def chat(arguments: argparse.Namespace) -> int:
     """Talk to a model. Wrong options are named before the terminal changes."""
     from minillm.ui.chat.conversation import SessionStore
+    from minillm.ui.kept import Keeper
     from minillm.ui.settings import Settings, load_settings
     from minillm.ui.terminal import check_terminal, is_plain_only
 
@@ -32,7 +33,8 @@ def chat(arguments: argparse.Namespace) -> int:
     sampling = given(arguments, SamplingParams)
     beams = {name: value for name, value in given(arguments, BeamSearchParams).items() if name not in sampling}
     flags = Settings(model, engine, sampling, beams, arguments.system or "", arguments.theme or "")
-    settings = load_settings(config, flags)
+    keeper = Keeper.of_user(arguments.config)
+    settings = load_settings(config, flags, keeper.read())
     if "prompt_logprobs" in settings.sampling:
         raise UsageError(
             "prompt_logprobs are for `minillm generate`: in a chat nothing would show them; leave them out"
@@ -58,7 +60,8 @@ def chat(arguments: argparse.Namespace) -> int:
             from minillm.ui.app import ChatApp, run
         settings = replace(settings, theme=settings.theme or answer.background)
         program = remote_engine(arguments.server) if arguments.server else ENGINE_COMMAND
-        app = ChatApp(settings, store, resumed, question=arguments.question or "", engine_command=program)
+        question = arguments.question or ""
+        app = ChatApp(settings, store, resumed, question=question, keeper=keeper, engine_command=program)
         return run(app, answer.typed)
     finally:
         gc.enable()

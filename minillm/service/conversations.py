@@ -77,7 +77,10 @@ class Conversations:
             raise UsageError("an answer of this conversation is still being generated; stop it first")
         params: Params = (BeamSearchParams if "beam_width" in command.params else SamplingParams)(**command.params)
         token_ids = engine.tokenizer.apply_chat_template(
-            command.messages, add_generation_prompt=not command.continues, continue_final_message=command.continues
+            command.messages,
+            add_generation_prompt=not command.continues,
+            continue_final_message=command.continues,
+            thinks=command.thinks,
         )
         if len(token_ids) + command.room > engine.max_model_len:
             self.send(messages.ContextFull(command.request_id, len(token_ids), engine.max_model_len))

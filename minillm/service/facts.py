@@ -18,5 +18,6 @@ def loaded(engine: Engine, model_name: str, seconds: float) -> Loaded:
         num_host_blocks=engine.scheduler.swap.num_blocks,
         block_bytes=model.config.kv_bytes_per_token(model.dtype.itemsize) * engine.cache.block_size,
         has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,
+        has_thinking_switch=engine.tokenizer is not None and engine.tokenizer.has_thinking_switch,
         seconds=seconds,
     )

@@ -50,6 +50,7 @@ class Generate(Command):
     messages: list[dict[str, str]]
     params: dict[str, Any] = {}  # of BeamSearchParams if it has "beam_width", else of SamplingParams
     continues: bool = False  # go on with the last message, which is the model's own
+    thinks: bool | None = None  # first, where the template has that switch; None: as the template has it
     room: int = 1  # tokens that must be left for the answer, or the context counts as full
 
 
@@ -110,6 +111,7 @@ class Loaded(Event):
     block_bytes: int
     has_chat_template: bool
     seconds: float
+    has_thinking_switch: bool = False  # the template can be told not to have the model think
 
 
 class LoadFailed(Event):

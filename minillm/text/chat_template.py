@@ -31,12 +31,18 @@ class ChatTemplate:
         self._variables = dict(variables)
         self._sandbox = Sandbox("chat template", _MEMORY_BYTES)
 
+    @property
+    def has_thinking_switch(self) -> bool:
+        """Whether thinking can be switched on and off (``enable_thinking``: Qwen 3, SmolLM 3 and others)."""
+        return "enable_thinking" in self.source
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        thinks: bool | None = None,
     ) -> str:
         """The conversation as text.
 
@@ -44,6 +50,7 @@ class ChatTemplate:
             messages: see `plain_messages`. A developer is the system to a template that does not know the role.
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: end inside the last message, so that generation goes on with it.
+            thinks: whether the model is to think first, where the template has that switch; None: as it is without.
 
         Raises UsageError for a message that no template knows or that this one refuses, and WeightsError where the
         template is broken, or takes too long, too much memory or too much text.
@@ -56,6 +63,8 @@ class ChatTemplate:
         # The space tells whether the template trims its messages.
         own[-1]["content"] += f"{END_OF_MESSAGE} " if continue_final_message else ""
         variables = {**self._variables, "messages": own, "tools": None, "documents": None}
+        if thinks is not None:
+            variables["enable_thinking"] = thinks
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         limit = 4 * sum(len(text) for message in own for text in message.values()) + (1 << 18)
         answer = self._sandbox.ask({"template": self.source, "variables": variables, "limit": limit})

@@ -94,6 +94,7 @@ class Tokenizer:
         self._prefix, self._suffix = self._wrapping()
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
         self.has_chat_template = chat_template is not None
+        self.has_thinking_switch = self._template is not None and self._template.has_thinking_switch
         self._given: ChatTemplate | None = None  # the one that a caller gave last
 
     def _check_sizes(self, vocabulary: Mapping[str, int]) -> None:
@@ -221,6 +222,7 @@ class Tokenizer:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        thinks: bool | None = None,
     ) -> list[int]:
         """A conversation as ids: control tokens come from the template alone, never from a message.
 
@@ -239,7 +241,10 @@ class Tokenizer:
             raise UsageError("this model has no chat template; give plain prompts, or use an instruct model")
         broken = [self._broken(message) for message in plain_messages(messages)]
         text = template.render(
-            broken, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
+            broken,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            thinks=thinks,
         )
         ids = self._ids(text)
         meant = self._user_spellings.count(text)

@@ -107,6 +107,8 @@ def answer(command: Generate) -> None:
         send(ContextFull(name, 990, 1000))
     elif word == "think":
         stream(name, ["<thi", "nk>let me ", "see</th", "ink>\n\nfour"])
+    elif word == "thinks?":
+        stream(name, [repr(command.thinks)])
     elif word == "slow":
         stream(name, ["word "] * 400, pause=0.02)
     elif word == "never":
@@ -182,8 +184,8 @@ def load(command: Load) -> bool:
     if command.model == "forever":
         time.sleep(600)
     send(Notice("served \x1b[31mby a script"))
-    template = command.model != "base"
-    send(replace(LOADED, model=command.model, has_chat_template=template))
+    template, switch = command.model != "base", command.model == "thinker"
+    send(replace(LOADED, model=command.model, has_chat_template=template, has_thinking_switch=switch))
     send(CacheChanged())
     return True
 

@@ -19,8 +19,9 @@ from minillm.ui.app import ChatScreen
 from minillm.ui.bars import KeyBar, StatusBar
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.transcript import AnswerView, Question, Transcript
-from minillm.ui.dialogs import HelpScreen, ModelScreen, SamplingScreen, SystemScreen
+from minillm.ui.dialogs import ModelScreen, SamplingScreen, SystemScreen
 from minillm.ui.drawing import Drawing
+from minillm.ui.help import HelpScreen
 from minillm.ui.memory.line_view import LineView
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool_map import PoolMap

@@ -14,7 +14,7 @@ from minillm.ui.app import ChatApp, ChatScreen
 from minillm.ui.bars import VIEWS
 from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.slash import CommandTable
-from minillm.ui.dialogs import KEYS
+from minillm.ui.help import KEYS
 from minillm.ui.settings import (
     CHAT_SAMPLING,
     Settings,
@@ -130,8 +130,9 @@ def test_one_parameter_by_its_name() -> None:
 
 NAMES = (
     *("help", "new", "sessions", "find", "title", "compact", "export", "edit", "regenerate", "continue", "branch"),
-    *("accept", "undo", "copy", "probabilities", "model", "reload", "sampling", "set", "n", "beams", "system"),
-    *("pool", "tables", "strands", "events", "memory", "steps", "theme", "quit"),
+    *("accept", "undo", "copy", "probabilities", "model", "reload", "sampling", "set", "preset", "think"),
+    *("n", "beams", "system", "pool", "tables", "strands", "events", "memory", "steps", "theme", "tour"),
+    *("quit",),
 )
 
 

@@ -13,7 +13,8 @@ from textual.pilot import Pilot
 
 from minillm.errors import UsageError
 from minillm.service.messages import MemoryUse, TokenChoice
-from minillm.ui.dialogs import HelpScreen, ProbabilityScreen
+from minillm.ui.dialogs import ProbabilityScreen
+from minillm.ui.help import HelpScreen
 from minillm.ui.themes import LEAST_FRAME, LEAST_TEXT, contrast, find_theme, in_256_colours, readable
 from minillm.user_config import THEMES
 

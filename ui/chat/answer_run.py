@@ -39,6 +39,12 @@ class AnswerRun:
 
     def __post_init__(self) -> None:
         self._num_dropped = self.conversation.num_dropped  # turns that the model was not told before
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was asked for."""
+        return time.monotonic() - self._began
 
     @property
     def answer(self) -> Answer:
@@ -64,10 +70,10 @@ class AnswerRun:
         self._generate(told, self.settings.params_to_continue(), continues=True)
 
     def _generate(self, told: list[dict[str, str]], params: dict[str, Any], **how: Any) -> None:
-        view, request_id = self.view, self.answer.request_id
+        view, request_id, thinks = self.view, self.answer.request_id, self.settings.thinks
         if view is not None:
             view.update_summary()
-        self.send(messages.Generate(request_id, self.conversation.conversation_id, told, params, **how))
+        self.send(messages.Generate(request_id, self.conversation.conversation_id, told, params, thinks=thinks, **how))
 
     def stop(self, chosen: int | None = None) -> None:
         """End it; ``chosen``: the candidate that is to be accepted then."""

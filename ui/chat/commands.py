@@ -18,19 +18,20 @@ from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.chat.talk import Talk
 from minillm.ui.chat.transcript import CandidatesView
-from minillm.ui.settings import with_param
+from minillm.ui.kept import BUILT_IN
+from minillm.ui.settings import settings_summary, with_param
 
 COMMANDS = CommandTable()
 command = COMMANDS.command
 _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 
 
-@command("help", "all keys and commands", "f1", label="Help", scope="app")
+@command("help", "what works here; all keys and commands", "f1", label="Help", scope="everywhere")
 async def show_help(talk: Talk, _: str) -> None:
-    from minillm.ui.dialogs import HelpScreen
+    from minillm.ui.help import HelpScreen, keys_here
 
     if not isinstance(talk.app.screen, HelpScreen):
-        talk.app.push_screen(HelpScreen(COMMANDS))
+        talk.app.push_screen(HelpScreen(COMMANDS, keys_here(talk.app.screen), talk.app.settings.keymap))
 
 
 @command("new", "begin a new conversation; the old one is kept on disk", "ctrl+n", label="New")
@@ -247,6 +248,30 @@ async def set_parameter(talk: Talk, words: str) -> None:
     talk.notify(f"{name} is {value.strip() or 'off'}, from the next answer on")
 
 
+@command("preset", "sampling by a name: precise, balanced, creative, your own", argument="[save|delete] [NAME]")
+async def use_preset(talk: Talk, words: str) -> None:
+    app, (verb, _, name) = talk.app, words.partition(" ")
+    if not words:
+        talk.notify(f"presets: {', '.join({**BUILT_IN, **app.kept.presets})}")
+    elif verb in ("save", "delete"):
+        app.keep(app.kept.with_preset(name.strip(), app.settings.sampling if verb == "save" else None))
+        talk.notify(f"the preset {name.strip()} is {verb}d")
+    else:
+        _change(talk, sampling=dict(app.kept.preset(words)), beams={})
+        talk.notify(f"{words}: {settings_summary(app.settings)}, from the next answer on")
+
+
+@command("think", "have the model think first, or not, where its template has that switch", argument="on|off")
+async def choose_thinking(talk: Talk, word: str) -> None:
+    if word not in ("on", "off"):
+        raise UsageError(f"/think is on or off, not {word!r}")
+    loaded = talk.engine.loaded
+    if loaded is not None and not loaded.has_thinking_switch:
+        raise UsageError("the template of this model has no switch for thinking")
+    _change(talk, thinks=word == "on")
+    talk.notify(f"thinking is {word}, from the next answer on")
+
+
 @command("n", "answers to choose from", argument="N")
 async def choose_n(talk: Talk, number: str) -> None:
     talk.app.settings = with_param(with_param(talk.app.settings, "beam_width", "1"), "n", number)
@@ -279,6 +304,18 @@ for _view in VIEWS:
 @command("theme", "light, dark, or one of Textual's by its name", "ctrl+t", argument="[NAME]", scope="app")
 async def choose_theme(talk: Talk, name: str) -> None:
     talk.app.set_theme(name)
+
+
+@command("tour", "see a fork and copy on write, in a minute")
+async def tour(talk: Talk, _: str) -> None:
+    from minillm.ui.chat.tour import give_tour
+
+    _check_idle(talk)
+    if talk.can_ask():
+        if getattr(talk.screen, "memory_view", "") != "strands":
+            await talk.run_action("screen.view('strands')")
+        await begin_anew(talk, "")
+        talk.run_worker(give_tour(talk), group="tour", exclusive=True)
 
 
 @command("quit", "leave the chat", "ctrl+q", label="Quit", scope="everywhere")

@@ -41,7 +41,7 @@ class Compaction:
         told = [*conversation.messages(system, before=stays), {"role": "user", "content": _REQUEST}]
         compaction = cls(conversation, stays, conversation.new_request_id(), send)
         name = conversation.conversation_id
-        send(messages.Generate(compaction.request_id, name, told, dict(_COLDNESS), room=_LONGEST // 4))
+        send(messages.Generate(compaction.request_id, name, told, dict(_COLDNESS), thinks=False, room=_LONGEST // 4))
         return compaction
 
     def stop(self) -> None:

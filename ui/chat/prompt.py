@@ -1,6 +1,7 @@
 """Where the user types. Enter sends; a long paste is held aside, for laying it out would take seconds."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from textual import events
 from textual.binding import Binding
@@ -8,12 +9,15 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widgets import TextArea
 
+from minillm.ui.chat.files import begun_mention, best_matches, files_below, mention
+from minillm.ui.chat.popup import Completion, Popup
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.engine_app import CommandAsked
 from minillm.ui.numbers import count, plural
 
 _LONGEST_PASTE = 4000  # characters that are pasted into the text itself
 _MOST_PASTED_LINES = 100
+_MOST_OFFERED = 50  # files
 _NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 
 
@@ -34,9 +38,10 @@ class PromptInput(TextArea):
 
         text: str
 
-    def __init__(self, commands: CommandTable) -> None:
+    def __init__(self, commands: CommandTable, popup: Popup) -> None:
         super().__init__(compact=True, highlight_cursor_line=False, placeholder="Ask something")
-        self._commands = commands
+        self._commands, self._popup = commands, popup
+        self._files: list[str] | None = None  # that can be named, once an @ was typed; looked for anew for each text
         self._held: dict[str, str] = {}  # mark in the text -> the text that it stands for
         self._history: list[str] = []  # texts that were sent, the latest last
         self._recalled: int | None = None  # which of them stands in the text now
@@ -64,6 +69,47 @@ class PromptInput(TextArea):
         self.text = text
         self.move_cursor(self.document.end)
         self.focus()
+
+    def completions(self) -> list[Completion]:
+        """What the text before the cursor may become: commands, or files of the folder in which the app was started."""
+        if found := self._commands.completions(self.text):
+            return [
+                Completion((0, 0), f"/{each.name}" + " " * bool(each.argument), each.usage, each.summary,
+                           not each.needs_argument)
+                for each in found
+            ]  # fmt: skip
+        row, column = self.cursor_location
+        begun = begun_mention(self.document.get_line(row)[:column])
+        if begun is None:
+            return []
+        if self._files is None:
+            self._files = files_below(Path.cwd())
+        names = best_matches(self._files, begun[1], _MOST_OFFERED)
+        return [Completion((row, begun[0]), mention(name) + " ", name) for name in names]
+
+    def offer(self) -> None:
+        """Show the completions of the text as it stands, but of one that was brought back."""
+        if not self.text:
+            self._files = None
+        self._popup.show([] if self._recalled is not None else self.completions(), self.region)
+
+    def close_popup(self) -> bool:
+        """Hide the completions until more is typed; False where none are shown."""
+        return self._popup.close()
+
+    def _complete(self, key: str) -> bool:
+        """Take the chosen completion. False where there is none, or where Enter is to send the text as it stands."""
+        chosen = self._popup.chosen_of(self.completions())
+        if chosen is None or self._recalled is not None:
+            return False
+        start, end = chosen.start, self.cursor_location if chosen.start != (0, 0) else self.document.end
+        is_whole = self.document.get_text_range(start, end).strip() == chosen.text.strip()
+        if key == "enter" and is_whole:
+            return False
+        self.replace(chosen.text, start, end, maintain_selection_offset=False)
+        self.move_cursor((start[0], start[1] + len(chosen.text)))
+        self._popup.close()
+        return not (key == "enter" and chosen.sends)
 
     def remember(self, text: str) -> None:
         """Have ↑ bring this text back."""
@@ -116,7 +162,12 @@ class PromptInput(TextArea):
 
     def _took(self, event: events.Key) -> bool:
         """Handle a key that has a meaning in this text area only. Return False for every other key."""
-        if event.key == "enter":
+        if self._popup.display and event.key in ("up", "down"):
+            self._popup.move(-1 if event.key == "up" else 1)
+        elif event.key in ("tab", "enter") and self._complete(event.key):
+            pass
+        elif event.key == "enter":
+            self._popup.close()
             if self.full_text.strip():
                 self.post_message(self.Submitted(self.take().strip()))  # here: the next key may be there already
         elif not self.text and event.key.isdecimal() and 1 <= int(event.key) <= self.num_picks:
@@ -125,9 +176,6 @@ class PromptInput(TextArea):
             return self._recall(-1)
         elif event.key == "down" and self.cursor_at_last_line and self._recalled is not None:
             return self._recall(1)
-        elif event.key == "tab" and (commands := self._commands.completions(self.text)):
-            self.text = f"/{commands[0].name} "
-            self.move_cursor(self.document.end)
         elif event.key in _NEWLINE_KEYS:
             self.replace("\n", *self.selection, maintain_selection_offset=False)
         elif event.character == "?" and not self.text:

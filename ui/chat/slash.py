@@ -42,8 +42,8 @@ class SlashCommand:
 
         label, priority = self.label or self.name.capitalize(), self.scope != "app"
         for key, argument in self.keys.items():
-            action = f"command({self.name!r}, {argument!r})"
-            yield Binding(key, action, label, show=bool(self.label), priority=priority)
+            action, name = f"command({self.name!r}, {argument!r})", f"{self.name}-{argument}".rstrip("-")
+            yield Binding(key, action, label, show=bool(self.label), priority=priority, id=name)
 
 
 class CommandTable(dict[str, SlashCommand]):

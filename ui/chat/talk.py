@@ -1,13 +1,13 @@
 """The talk: the conversation, the transcript that shows it, the prompt below, and the answer that is being given."""
 
 import time
+from pathlib import Path
 
 from textual import getters, on
 from textual.app import ComposeResult
 from textual.containers import Vertical
-from textual.content import Content
 from textual.reactive import var
-from textual.widgets import Static, TextArea
+from textual.widgets import TextArea
 
 from minillm.errors import MinillmError, UsageError
 from minillm.service.messages import Command, Forget, Keep, Notice, Pin, Report
@@ -15,6 +15,8 @@ from minillm.ui.bars import FULL, LoadingBar, Status, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
 from minillm.ui.chat.compact import Compaction
 from minillm.ui.chat.conversation import Answer, Candidate, Choice, Conversation, Fork, SessionStore, Turn
+from minillm.ui.chat.files import with_files
+from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.search import SearchBar
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
@@ -26,6 +28,7 @@ from minillm.ui.numbers import count, duration, plural
 
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
 _LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores
+LONG_ANSWER = 10.0  # seconds after which a user is called: one may have turned to something else
 _NOTES = {
     "failed": (" (F2 chooses a model, /reload tries again)", "error"),
     "crashed": (" (/reload restarts it; the conversation is kept)", "error"),
@@ -74,12 +77,11 @@ class Talk(Vertical):
         yield (transcript := Transcript())
         yield SearchBar(transcript)
         yield LoadingBar()
-        yield Static(id="hints")
-        yield PromptInput(self.commands)
+        yield PromptInput(self.commands, popup := Popup())
+        yield popup
         yield StatusBar()
 
     def on_mount(self) -> None:
-        self.query_one("#hints").display = False
         self.prompt.focus()
         self.watch(self.app, "settings", self._pin_system)
 
@@ -158,12 +160,19 @@ class Talk(Vertical):
                 self.prompt.put_back(message.text)
                 return
             await self.run_command(command.name, argument)
-        elif self.run is not None or self.compaction is not None or self.engine.phase == "loading":
-            self._set_waiting([*self._waiting, message.text])
+            return
+        try:
+            text = with_files(message.text, Path.cwd())
+        except UsageError as error:
+            self.notify(str(error))
+            self.prompt.put_back(message.text)
+            return
+        if self.run is not None or self.compaction is not None or self.engine.phase == "loading":
+            self._set_waiting([*self._waiting, text])
         elif not self.can_ask():
             self.prompt.put_back(message.text)
         else:
-            await self._ask(message.text)
+            await self._ask(text)
 
     async def _ask(self, question: str) -> None:
         editing, self.editing = self.editing, None
@@ -236,6 +245,7 @@ class Talk(Vertical):
             turn.answer.candidates = [Candidate() for _ in range(settings.num_candidates)]
         self.transcript.select(None)
         await self.transcript.show_path(self.conversation)
+        self.app.give_title_back()
         self._begin(turn).ask()
         self.refresh_status()
         self.save()
@@ -277,6 +287,8 @@ class Talk(Vertical):
             await self.accept(run.turn, chosen)
         self.refresh_status()
         self.save()
+        if run.seconds > LONG_ANSWER and self.app.settings.bell:
+            self.app.call_user(self.conversation.shown_title)
         await self._warn_if_full(run.answer)
         if ending.error:
             await self.transcript.add_note(ending.error, "error")
@@ -352,14 +364,9 @@ class Talk(Vertical):
         )
 
     @on(TextArea.Changed)
-    def _hint(self, message: TextArea.Changed) -> None:
-        hints = self.query_one("#hints", Static)
-        found = self.commands.completions(message.text_area.text)
-        hints.display = bool(found)
-        if found:
-            words = [f"{command.usage}  {command.summary}" for command in found[:6]]
-            more = len(found) - len(words)
-            hints.update(Content("\n".join([*words, f"and {more} more: /help lists all"] if more else words)))
+    def _offer(self, message: TextArea.Changed) -> None:
+        if message.text_area is self.prompt:
+            self.prompt.offer()
 
     def save(self) -> None:
         """Save the conversation; an error is said, and nothing else happens."""

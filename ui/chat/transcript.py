@@ -35,7 +35,7 @@ _LEAST_COMMON, _MOST_COMMON = 16, 400  # characters with which all candidates be
 WELCOME = """\
 Ask something and press Enter.
 Ctrl+J begins a new line, Escape stops an answer, F1 lists all keys, / all commands.
-/n 3 and a question: three answers that share their memory. `minillm demo` shows how, in three minutes."""
+/n 3 and a question: three answers that share their memory. /tour shows how in a minute, `minillm demo` in three."""
 OPEN, CLOSE = "<think>", "</think>"  # around the reasoning
 
 

@@ -1,0 +1,90 @@
+"""What the chat keeps from one start to the next."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from driving import FAKE, say, screen
+from textual.drivers.headless_driver import HeadlessDriver
+
+from minillm.errors import MinillmError, UsageError
+from minillm.ui.app import ChatApp
+from minillm.ui.chat.conversation import SessionStore
+from minillm.ui.kept import Keeper, Kept, with_theme
+from minillm.ui.settings import Settings, load_settings, with_param
+from minillm.user_config import UserConfig, read_config
+
+
+def keeper(folder: Path) -> Keeper:
+    return Keeper(folder / "chat.json", folder / "config.toml")
+
+
+@pytest.mark.anyio
+async def test_changes_presets_and_the_theme_survive_a_restart(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('# mine\ntheme = "dark"  # at night\n\n[sampling]\ntop_k = 7\n')
+
+    def settings() -> Settings:
+        config = read_config(str(tmp_path / "config.toml"))
+        flags = Settings("fake", sampling={"seed": 5})
+        return load_settings(config, flags, keeper(tmp_path).read())
+
+    def app() -> ChatApp:
+        store = SessionStore(tmp_path / "talks")
+        return ChatApp(
+            settings(), store, keeper=keeper(tmp_path), engine_command=FAKE, driver_class=HeadlessDriver
+        )  # fmt: skip
+
+    async with app().run_test() as pilot:
+        for line in ("/set temperature 0.3", "/preset save mine", "/theme nord", "/set n 2"):
+            await say(pilot, line)
+    assert settings().sampling["temperature"] == 0.3
+    assert settings().sampling["top_k"] == 7
+    assert settings().num_candidates == 2
+    assert "seed" not in keeper(tmp_path).read().sampling, "a flag is for once"
+    text = (tmp_path / "config.toml").read_text()
+    assert text == '# mine\ntheme = "nord"  # at night\n\n[sampling]\ntop_k = 7\n'
+    async with app().run_test() as pilot:
+        assert pilot.app.theme == "nord"
+        for line in ("/preset creative", "/beams 3"):
+            await say(pilot, line)
+    assert (settings().sampling["min_p"], settings().beams["beam_width"]) == (0.05, 3)
+    async with app().run_test() as pilot:
+        for line in ("/preset mine", "/preset delete mine", "/preset mine"):
+            await say(pilot, line)
+        assert screen(pilot).app.settings.sampling["temperature"] == 0.3
+    assert settings().beams == {}
+    assert keeper(tmp_path).read().presets == {}
+
+
+def test_what_was_set_back_to_a_default_stays_so() -> None:
+    before = Settings("m", sampling={"temperature": 0.7, "top_k": 7})
+    kept = Kept().changed(before, with_param(before, "top_k", "0"))
+    assert load_settings(UserConfig(sampling={"top_k": 7}), Settings("m"), kept).sampling["top_k"] == 0
+
+
+def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
+    for text in ("{", '{"sampling": 3}', '{"sampling": {"heat": 1}}', '{"x": 1}', '{"beams": {"beam_width": "y"}}'):
+        (tmp_path / "chat.json").write_text(text)
+        with pytest.raises(UsageError, match=r"chat\.json: .*delete the file") as caught:
+            keeper(tmp_path).read()
+        assert "\n" not in str(caught.value)
+    with pytest.raises(MinillmError, match="cannot be written"):
+        Keeper(tmp_path / "chat.json" / "no", tmp_path / "config.toml").write(Kept())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[sampling]\ntop_k = 1\n", 'model = "m"', "theme='light'\n", '[engine]\n\n[keymap]\nedit = "f12"\n']
+)
+def test_the_theme_is_one_line_of_the_configuration(text: str) -> None:
+    before = tomllib.loads(text)
+    assert tomllib.loads(with_theme(text, "nord")) == {**before, "theme": "nord"}
+
+
+def test_names_of_presets_are_checked() -> None:
+    for name, words in (("a b", "letters"), ("precise", "built in"), ("", "letters")):
+        with pytest.raises(UsageError, match=words):
+            Kept().with_preset(name, {})
+    with pytest.raises(UsageError, match="known: precise, balanced, creative"):
+        Kept().preset("nothing")

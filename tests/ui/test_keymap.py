@@ -1,0 +1,68 @@
+"""Keys that users choose, and the menu that needs neither function keys nor Alt."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from driving import ask, chat, screen, seen, until
+
+from minillm.errors import UsageError
+from minillm.ui.app import bindings_by_name
+from minillm.ui.help import HelpScreen
+from minillm.ui.keymap import LETTERS, KeyMenu, checked_keymap, keys_of
+
+
+@pytest.mark.parametrize(
+    ("keymap", "words"),
+    [
+        ({"edti": "ctrl+e"}, "unknown.*'edti'.*edit"),
+        ({"edit": 3}, "edit must be a key or a list of keys, not 3"),
+        ({"edit": []}, "edit must be a key"),
+        ({"edit": "Ctrl-E"}, "is no key"),
+        ({"edit": "e"}, "is typed into questions"),
+        ({"edit": "question_mark"}, "is typed into questions"),
+        ({"edit": "ctrl+q"}, "ctrl\\+q is the key of both"),
+        ({"edit": "f20", "copy": ["alt+y", "f20"]}, "f20 is the key of both edit and copy"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(keymap: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        checked_keymap(keymap, bindings_by_name())
+    assert "\n" not in str(caught.value)
+
+
+def test_every_action_has_a_key_besides_function_keys_and_alt() -> None:
+    for name, keys in keys_of(bindings_by_name()).items():
+        if all(re.match(r"f\d|.*alt\+", key) for key in keys):
+            assert name in LETTERS, name
+    assert len(set(LETTERS.values())) == len(LETTERS)
+    assert set(LETTERS) <= set(keys_of(bindings_by_name()))
+
+
+@pytest.mark.anyio
+async def test_keys_are_replaced_and_shown() -> None:
+    async with chat(size=(120, 50), keymap={"edit": ["ctrl+e", "f12"], "help": "ctrl+b", "quit": "f20"}) as pilot:
+        await ask(pilot, "echo one")
+        await pilot.press("alt+e")
+        assert screen(pilot).talk.prompt.text == "", "the old key is free"
+        await pilot.press("ctrl+e")
+        await until(pilot, lambda: screen(pilot).talk.prompt.text == "echo one")
+        await pilot.press("escape", "ctrl+b")
+        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
+        assert "Ctrl+E, F12" in seen(pilot)
+
+
+@pytest.mark.anyio
+async def test_the_menu_does_everything_by_letters() -> None:
+    async with chat(size=(120, 40)) as pilot:
+        await ask(pilot, "echo one")
+        await pilot.press("ctrl+g")
+        await until(pilot, lambda: isinstance(pilot.app.screen, KeyMenu) and "regenerate" in seen(pilot))
+        await pilot.press("r")
+        await until(pilot, lambda: len(screen(pilot).talk.conversation.first) == 2 and screen(pilot).talk.run is None)
+        await pilot.press("ctrl+g", "1")
+        await until(pilot, lambda: screen(pilot).memory_view == "pool")
+        await pilot.press("ctrl+g", "escape")
+        await until(pilot, lambda: pilot.app.screen is screen(pilot))

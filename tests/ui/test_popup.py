@@ -1,0 +1,127 @@
+"""Completions above the prompt, files in a question, and help for the place that has the keyboard."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from driving import ask, chat, say, screen, seen, until
+from textual.geometry import Region
+
+from minillm.errors import UsageError
+from minillm.ui.chat.files import LONGEST_FILE, best_matches, files_below, with_files
+from minillm.ui.chat.popup import Popup
+from minillm.ui.chat.transcript import CandidateCard
+from minillm.ui.help import HelpScreen
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("notes.md", "src/heron_map.py", "src/deep/heron.txt", "my file.txt", ".hidden", "node_modules/x.js"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text of {name}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_files_are_found_by_some_of_their_letters(folder: Path) -> None:
+    names = files_below(folder)
+    assert names == ["my file.txt", "notes.md", "src/heron_map.py", "src/deep/heron.txt"]
+    assert best_matches(names, "heron", 9) == ["src/heron_map.py", "src/deep/heron.txt"]
+    assert best_matches(names, "srcmap", 9) == ["src/heron_map.py"]
+    assert best_matches(names, "NOTES", 9) == ["notes.md"]
+    assert best_matches(names, "xyz", 9) == []
+    assert best_matches(names, "", 2) == ["notes.md", "my file.txt"]
+
+
+def test_a_files_text_follows_the_question_in_a_fence(folder: Path) -> None:
+    asked = with_files('Compare @notes.md, and @"my file.txt". Mail a@b.c or @nobody.', folder)
+    assert asked == (
+        'Compare @notes.md, and @"my file.txt". Mail a@b.c or @nobody.\n\n'
+        "```notes.md\ntext of notes.md\n```\n\n```my file.txt\ntext of my file.txt\n```"
+    )
+    assert with_files(asked, folder) == asked, "an edited question has it already"
+    (folder / "fence.md").write_text("```py\nx\n```\n")
+    assert with_files("@fence.md", folder).endswith("\n\n````fence.md\n```py\nx\n```\n````")
+
+
+def test_what_is_no_text_is_refused_in_one_line(folder: Path) -> None:
+    (folder / "picture").write_bytes(b"\x89PNG\0\0")
+    (folder / "latin").write_bytes(b"caf\xe9")
+    (folder / "large").write_text("x" * (LONGEST_FILE + 1))
+    os.mkfifo(folder / "pipe")
+    for name, words in (
+        ("picture", "no text"), ("latin", "no text"), ("large", "send a part of it"), ("src", "is no file"),
+        ("pipe", "is no file"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=words) as caught:
+            with_files(f"see @{name}", folder)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.anyio
+async def test_a_file_is_chosen_in_the_popup_and_sent(folder: Path) -> None:
+    async with chat(size=(100, 30)) as pilot:
+        prompt, popup = screen(pilot).talk.prompt, screen(pilot).query_one(Popup)
+        await pilot.press(*"echo @her")
+        await until(pilot, lambda: popup.display and "src/deep/heron.txt" in seen(pilot))
+        await pilot.press("down", "enter")
+        assert prompt.text == "echo @src/deep/heron.txt "
+        await until(pilot, lambda: not popup.display)
+        await pilot.press("enter")
+        await until(pilot, lambda: screen(pilot).talk.conversation.num_answers == 1)
+        assert "text of src/deep/heron.txt" in screen(pilot).talk.conversation.turns[0].answer.text
+        (folder / "large").write_text("x" * (LONGEST_FILE + 1))
+        await say(pilot, "see @large")
+        await until(pilot, lambda: prompt.text == "see @large")
+        assert len(screen(pilot).talk.conversation.turns) == 1
+
+
+@pytest.mark.anyio
+async def test_commands_are_chosen_with_arrows_and_run_with_enter() -> None:
+    async with chat(size=(100, 30)) as pilot:
+        talk, popup = screen(pilot).talk, screen(pilot).query_one(Popup)
+        before = talk.transcript.region
+        await pilot.press("slash", "s")
+        await until(pilot, lambda: popup.display)
+        assert "/sessions [words]" in seen(pilot)
+        assert talk.transcript.region == before, "the popup lies above it, and moves nothing"
+        assert popup.region.bottom == talk.prompt.region.y
+        await pilot.press("down", "down", "tab")
+        assert talk.prompt.text == "/set "
+        talk.prompt.text = ""
+        await pilot.press("slash", "h", "e", "enter")
+        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
+        await pilot.press("escape")
+        await pilot.press("slash", "n")
+        await until(pilot, lambda: popup.display)
+        await pilot.press("escape")
+        assert not popup.display
+        assert talk.prompt.text == "/n", "only the popup closes"
+
+
+@pytest.mark.anyio
+async def test_the_popup_fits_above_any_prompt() -> None:
+    async with chat(size=(40, 10)) as pilot:
+        await pilot.press("slash")
+        popup = screen(pilot).query_one(Popup)
+        await until(pilot, lambda: popup.display)
+        assert Region(0, 0, 40, 10).contains_region(popup.region)
+
+
+@pytest.mark.anyio
+async def test_help_begins_with_the_place_that_has_the_keyboard() -> None:
+    async with chat(size=(120, 40), sampling={"n": 2}) as pilot:
+        await ask(pilot, "echo one")
+        screen(pilot).query(CandidateCard).first().focus()
+        await pilot.press("question_mark")
+        await until(pilot, lambda: "Here: a candidate" in seen(pilot))
+        assert "accept it; the others become branches" in seen(pilot)
+        await pilot.press("escape")
+        await pilot.press("f3")
+        await until(pilot, lambda: "repetition_penalty" in seen(pilot))
+        await pilot.press("f1")
+        await until(pilot, lambda: "Here: a line of text" in seen(pilot))
+        assert "Save" in seen(pilot)

@@ -1,0 +1,48 @@
+"""The welcome, and the tour inside the chat."""
+
+from __future__ import annotations
+
+import pytest
+from driving import ask, chat, notes, say, screen, seen, until
+
+from minillm.ui.chat import tour
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_welcome_stays_until_the_first_question() -> None:
+    async with chat(size=(120, 40)) as pilot:
+        await say(pilot, "/set temperature 0.5")
+        await screen(pilot).talk.transcript.add_note("something")
+        assert "Ask something and press Enter." in seen(pilot)
+        assert "/tour" in seen(pilot)
+        await ask(pilot, "echo one")
+        assert "Ask something and press Enter." not in seen(pilot)
+
+
+async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tour, "QUESTION", "echo three")
+    async with chat(size=(140, 40)) as pilot:
+        before = screen(pilot).app.settings
+        await ask(pilot, "echo old")
+        talk = screen(pilot).talk
+        monkeypatch.setattr(tour, "_READING", 0.05)
+        await say(pilot, "/tour")
+        await until(pilot, lambda: any("tour: free" in note for note in notes(pilot)))
+        said = [note for note in notes(pilot) if "tour:" in note]
+        assert [note.split()[2].strip(":") for note in said] == ["one", "fork", "copy", "free"]
+        turn = talk.conversation.turns[0]
+        assert len(talk.conversation.siblings(turn)) == 3, "three answers, one of them accepted"
+        await until(pilot, lambda: screen(pilot).app.settings is before)
+        assert len(talk.store.list()) == 2, "the conversation of before is kept"
+
+
+async def test_a_stopped_tour_gives_the_settings_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tour, "QUESTION", "never")
+    async with chat(size=(140, 40)) as pilot:
+        before = screen(pilot).app.settings
+        await say(pilot, "/tour")
+        await until(pilot, lambda: screen(pilot).memory_view == "strands" and bool(notes(pilot)))
+        await pilot.press("ctrl+n")
+        screen(pilot).talk.workers.cancel_group(screen(pilot).talk, "tour")
+        await until(pilot, lambda: screen(pilot).app.settings is before)

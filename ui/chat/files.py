@@ -1,0 +1,135 @@
+"""``@file`` in a question: names of files below a folder, found by some of their letters, and their text."""
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from minillm.errors import UsageError
+from minillm.progress import size
+from minillm.system import expanded
+from minillm.text.safe import clean_line
+
+LONGEST_FILE = 64 << 10  # bytes of text in a question
+_MOST_FILES, _LONGEST_WALK = 20_000, 0.3  # that are offered; seconds for looking
+_SKIPPED = {"node_modules", "__pycache__", "venv", "target", "dist", "build"}  # folders nobody means
+_MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
+_BEGUN = re.compile(r'(?<!\S)@("?)([^"\s]*)$')
+_TRAILING = ",.;:!?)]}'"  # of a sentence, not of a name
+
+
+def files_below(folder: Path) -> list[str]:
+    """Names of files, relative to ``folder``, those of upper folders first; hidden ones are left out."""
+    found: list[str] = []
+    folders, end = [""], time.monotonic() + _LONGEST_WALK
+    while folders and len(found) < _MOST_FILES and time.monotonic() < end:
+        deeper = []
+        for each in folders:
+            try:
+                entries = sorted(os.scandir(folder / each), key=lambda entry: entry.name)
+            except OSError:
+                continue
+            for entry in entries:
+                if entry.name.startswith(".") or entry.name in _SKIPPED:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    deeper.append(os.path.join(each, entry.name))
+                elif entry.is_file():
+                    found.append(os.path.join(each, entry.name))
+        folders = deeper
+    return found[:_MOST_FILES]
+
+
+def best_matches(names: Sequence[str], letters: str, most: int) -> list[str]:
+    """The names that have these letters in this order, the closest first."""
+    scored = [
+        (score, len(name), name) for name in names if (score := _score(name.lower(), letters.lower())) is not None
+    ]
+    return [name for _, _, name in sorted(scored)[:most]]
+
+
+def _score(name: str, letters: str) -> int | None:
+    """The gaps between the letters in a name, 0 where they are one piece of its last part; None where one lacks."""
+    if letters in os.path.basename(name):
+        return 0
+    if letters in name:
+        return 1
+    at, gaps = -1, 2
+    for letter in letters:
+        found = name.find(letter, at + 1)
+        if found < 0:
+            return None
+        gaps += found - at - 1 if at >= 0 else 0
+        at = found
+    return gaps
+
+
+def begun_mention(line: str) -> tuple[int, str] | None:
+    """Where an ``@name`` begins that a line ends with, and the letters that are typed of it."""
+    found = _BEGUN.search(line)
+    return None if found is None else (found.start(), found.group(2))
+
+
+def mention(name: str) -> str:
+    """How a question names a file."""
+    return f'@"{name}"' if re.search(r"\s", name) else f"@{name}"
+
+
+def with_files(question: str, folder: Path) -> str:
+    """The question, and behind it the text of every file that it names, each in a fence with its name.
+
+    A name of no file is a word like any other. A file whose fence stands there already is not added again.
+
+    Raises:
+        UsageError: a file is too large, no text, or cannot be read.
+    """
+    parts = [question]
+    for name, path in dict(_mentioned(question, folder)).items():
+        fence_of = re.compile(rf"^`{{3,}}{re.escape(clean_line(name))}$", re.MULTILINE)
+        if not fence_of.search(question):
+            parts.append(_fenced(name, _text_of(name, path)))
+    return "\n\n".join(parts)
+
+
+def _mentioned(question: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    for found in _MENTION.finditer(question):
+        quoted, bare = found.groups()
+        for name in [quoted] if quoted else [bare, bare.rstrip(_TRAILING)]:
+            try:
+                path = folder / expanded(name, "@")
+                is_there = bool(name) and path.exists()
+            except (UsageError, OSError):  # no path at all
+                continue
+            if is_there:
+                yield name, path
+                break
+
+
+def _text_of(name: str, path: Path) -> str:
+    shown = clean_line(name, 80)
+    if not path.is_file():  # a folder; a pipe would be waited for
+        raise UsageError(f"@{shown} is no file; name one in it")
+    try:
+        length = path.stat().st_size
+        if length > LONGEST_FILE:
+            raise UsageError(
+                f"@{shown} has {size(length)}, and a question takes {size(LONGEST_FILE)}: send a part of it"
+            )
+        with path.open("rb") as file:
+            data = file.read(LONGEST_FILE + 1)
+    except OSError as error:
+        raise UsageError(f"@{shown} cannot be read: {error.strerror}") from None
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise UsageError(f"@{shown} is no text in UTF-8: only text can be sent")
+    return text.replace("\r\n", "\n")
+
+
+def _fenced(name: str, text: str) -> str:
+    longest = max((len(each) for each in re.findall(r"^\s*(`{3,})", text, re.MULTILINE)), default=2)
+    fence = "`" * (longest + 1)
+    return f"{fence}{clean_line(name)}\n{text.rstrip(chr(10))}\n{fence}"

@@ -1,0 +1,112 @@
+"""The help: what works where the keyboard is, then all keys, then all commands."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Input, Static
+
+from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.slash import CommandTable
+from minillm.ui.chat.transcript import CandidateCard, ReasoningView, Transcript
+from minillm.ui.dialogs import Dialog
+
+# Keys and their meanings, under titles; a command's name in braces stands for its key.
+KEYS = {
+    "Talk": {
+        "Enter": "send",
+        "@name, /name": "a file's text goes along; a command: ↑ ↓ Tab choose in the list",
+        "Ctrl+J, Alt+Enter": "new line; Shift+Enter in some terminals",
+        "↑ ↓": "in the first and last line: what was sent before",
+        "Escape": "stop the answer, cancel the loading or the editing",
+        "Ctrl+C": "copy what is selected; else stop; twice: quit",
+        "Page Up, Page Down": "scroll by pages; Ctrl+↑ ↓ by lines",
+        "Ctrl+Home, Ctrl+End": "to the beginning, to the end",
+    },
+    "Turns": {
+        "Alt+↑ ↓": "select a turn; without one, keys mean the last",
+        "{edit}": "edit the question and ask again, as a branch",
+        "{regenerate}": "regenerate the answer, as a branch",
+        "{branch}": "switch between branches",
+        "{continue}": "continue the last answer",
+        "{accept}": "accept a candidate, before anything is typed; {undo}: undo it",
+        "{copy}": "copy the answer; /copy code: its last code block",
+        "{probabilities}": "the answer's tokens by probability",
+    },
+    "Conversations and settings": {
+        "{new}, {sessions}": "a new one; a saved one",
+        "{find}": "search in it: Enter or ↓ the next place, ↑ the one before",
+        "{model}, {sampling}, {system}": "model, sampling and beams, system prompt",
+        "{theme}": "light or dark",
+        "Ctrl+P, /": "all commands; Ctrl+G and a letter: every action, without F-keys and Alt",
+        "{help}, or ? at first": "this help",
+        "{quit}": "quit",
+    },
+    "Memory": {
+        "{pool}, {tables}, {strands}": "pool, block tables, strands; again: hide",
+        "{events}, {memory}, {steps}": "events, figures, steps",
+        "Alt+V": "the view on the whole screen, and back",
+        "Tab": "into the view: arrows move, its keys are shown there",
+        "┃ │ ╎": "beside an answer: its blocks, shared, its own, being filled",
+    },
+}
+
+# Widgets that have the keyboard, the names of their places, and the keys that mean something there alone.
+_PLACES: tuple[tuple[type, str, Mapping[str, str]], ...] = (
+    (PromptInput, "the prompt", KEYS["Talk"]),
+    (CandidateCard, "a candidate", {
+        "Enter": "accept it; the others become branches",
+        "Space": "the whole screen, and back",
+        "Tab": "the next candidate",
+        "↑ ↓": "scroll it",
+    }),
+    (Transcript, "the conversation", {"↑ ↓, Page Up, Page Down": "scroll", "Tab": "onwards", "any letter": "type on"}),
+    (Input, "a line of text", {"Tab, ↑ ↓": "the next line, or choose in the list", "Escape": "close"}),
+)  # fmt: skip
+
+
+def keys_here(screen: Screen[object]) -> tuple[str, dict[str, str]]:
+    """The name of the place that has the keyboard, and the keys that mean something there and not everywhere."""
+    focused, in_dialog = screen.focused, isinstance(screen, Dialog)
+    name, keys = type(screen).__name__.removesuffix("Screen").lower(), dict[str, str]()
+    for kind, place, known in _PLACES:
+        if isinstance(focused, kind):
+            name, keys = place, dict(known)
+            break
+    else:
+        if focused is not None and not in_dialog:
+            titles = [str(getattr(each, "border_title", "") or "") for each in focused.ancestors_with_self]
+            name = "reasoning" if isinstance(focused.parent, ReasoningView) else next(filter(None, titles), name)
+    for node, binding, enabled, _ in screen.active_bindings.values():
+        is_own = node is not screen.app and (in_dialog or node is not screen)
+        if is_own and enabled and binding.show and binding.description:
+            keys.setdefault(screen.app.get_key_display(binding), binding.description)
+    return name, keys
+
+
+def _shown(keys: str | list[str]) -> str:
+    return ", ".join(
+        "+".join(map(str.capitalize, key.split("+"))) for key in ([keys] if isinstance(keys, str) else keys)
+    )
+
+
+class HelpScreen(Dialog[None]):
+    """The keys of the place where the keyboard was, then all keys, then all commands."""
+
+    def __init__(self, commands: CommandTable, here: tuple[str, Mapping[str, str]], keymap: Mapping[str, Any]) -> None:
+        keys_of = {name: command.shown_key for name, command in commands.items()}
+        keys_of |= {name: _shown(keys) for name, keys in keymap.items()}
+        if moved := {"branch-previous", "branch-next"} & keymap.keys():
+            keys_of["branch"] = " ".join(keys_of[name] for name in sorted(moved))
+        usages = {command.usage: command.summary for command in commands.values()}
+        name, keys_there = here
+        first = {} if name == "the prompt" or not keys_there else {f"Here: {name}": keys_there}
+        lines = []
+        for title, keys in {**first, **KEYS, "Commands": usages}.items():
+            lines.append(Content.styled(title, "bold $text-primary"))
+            for key, meaning in keys.items():
+                shown = f"  {key.format_map(keys_of):<25} "
+                lines.append(Content.assemble((shown, "$foreground"), (meaning.format_map(keys_of), "$text-muted")))
+            lines.append(Content(""))
+        super().__init__("keys", "Escape closes", Static(Content("\n").join(lines)), scrolls=True)

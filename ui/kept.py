@@ -1,0 +1,165 @@
+"""What the chat keeps from one start to the next: changed sampling, presets; and the theme, in the configuration."""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from minillm.checks import check_names
+from minillm.errors import MinillmError, UsageError
+from minillm.params import BeamSearchParams, SamplingParams
+from minillm.system import config_dir
+from minillm.text.reading import read_bytes
+from minillm.text.safe import clean_line, parse_json
+from minillm.ui.settings import CHAT_SAMPLING, Settings
+
+_MAX_BYTES = 1 << 20
+_NAME = re.compile(r"[\w-]{1,40}")
+BUILT_IN: Mapping[str, Mapping[str, Any]] = {
+    "precise": {"temperature": 0.0, "max_tokens": 1024},
+    "balanced": dict(CHAT_SAMPLING),
+    "creative": {"temperature": 1.0, "top_p": 0.98, "min_p": 0.05, "max_tokens": 1024},
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """``sampling`` and ``beams`` hold the parameters that were changed in the chat; ``presets`` are saved by name."""
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    beams: Mapping[str, Any] = field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def over(self, sampling: Mapping[str, Any], beams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """These parameters over those of the configuration."""
+        beams = {**beams, **self.beams}
+        return {**sampling, **self.sampling}, {} if beams.get("beam_width") == 1 else beams
+
+    def changed(self, before: Settings, after: Settings) -> "Kept":
+        """Keep what differs between two settings of the chat."""
+        sampling, beams = dict(self.sampling), dict(self.beams)
+        for name in before.sampling.keys() | after.sampling.keys():
+            if before.sampling.get(name) != after.sampling.get(name):
+                sampling[name] = after.sampling.get(name, getattr(SamplingParams(), name))
+        if before.beams != after.beams:
+            beams = dict(after.beams) or {"beam_width": 1}
+        return replace(self, sampling=sampling, beams=beams)
+
+    def preset(self, name: str) -> Mapping[str, Any]:
+        """The sampling parameters of a preset.
+
+        Raises:
+            UsageError: there is none of this name; names all.
+        """
+        known = {**BUILT_IN, **self.presets}
+        if name not in known:
+            raise UsageError(f"there is no preset {clean_line(name, 40)!r}; known: {', '.join(known)}")
+        return known[name]
+
+    def with_preset(self, name: str, sampling: Mapping[str, Any] | None) -> "Kept":
+        """Save a preset; None deletes it.
+
+        Raises:
+            UsageError: the name is none, or that of a built-in one; or there is nothing to delete.
+        """
+        if not _NAME.fullmatch(name):
+            raise UsageError("a preset's name has letters, digits, _ and -, up to 40 of them")
+        if name in BUILT_IN:
+            raise UsageError(f"{name} is built in; choose another name")
+        if sampling is None and name not in self.presets:
+            raise UsageError(f"there is no preset {name!r} of yours")
+        others = {each: values for each, values in self.presets.items() if each != name}
+        return replace(self, presets=others if sampling is None else {**others, name: dict(sampling)})
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """The files: ``chat.json`` of the chat alone, and the user's configuration, of which it writes the theme alone."""
+
+    file: Path
+    config: Path
+
+    @classmethod
+    def of_user(cls, config: str | None = None) -> "Keeper":
+        """``config``: the file that the command line names."""
+        folder = config_dir()
+        return cls(folder / "chat.json", folder / "config.toml" if config is None else Path(config).expanduser())
+
+    def read(self) -> Kept:
+        """What was kept; nothing where there is no file.
+
+        Raises:
+            UsageError: the file holds something else; it says how to be rid of it.
+        """
+        try:
+            data = parse_json(read_bytes(self.file, _MAX_BYTES))
+            check_names(data, ["sampling", "beams", "presets"], "entry")
+            kept = Kept(**data)
+            for values in (kept.sampling, *kept.presets.values()):
+                SamplingParams(**values)
+            BeamSearchParams(**{**kept.beams, "beam_width": max(2, int(kept.beams.get("beam_width", 2)))})
+        except FileNotFoundError:
+            return Kept()
+        except (OSError, ValueError, TypeError, AttributeError, UsageError) as error:
+            why = clean_line(str(error), 200)
+            raise UsageError(f"{self.file}: {why}; delete the file to begin with the configuration again") from None
+        return kept
+
+    def write(self, kept: Kept) -> None:
+        """Keep this. The file is whole at any moment.
+
+        Raises:
+            MinillmError: the disk or the directory does not allow it.
+        """
+        data = {"sampling": dict(kept.sampling), "beams": dict(kept.beams), "presets": dict(kept.presets)}
+        _replace(self.file, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
+
+    def write_theme(self, name: str) -> None:
+        """Set the theme in the configuration; every other line stays.
+
+        Raises:
+            MinillmError: the file cannot be read or written.
+        """
+        try:
+            text = self.config.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            text = ""
+        except (OSError, ValueError) as error:
+            raise MinillmError(f"{self.config} cannot be read: {clean_line(str(error))}") from None
+        _replace(self.config, with_theme(text, name))
+
+
+def with_theme(text: str, name: str) -> str:
+    """A configuration with this theme: in the line that said it, else in a new one before the first table."""
+    lines = text.splitlines(keepends=True)
+    top = next((number for number, line in enumerate(lines) if re.match(r"\s*\[", line)), len(lines))
+    said = re.compile(r"""(\s*theme\s*=\s*)("[^"]*"|'[^']*')(.*)""", re.DOTALL)
+    for number in range(top):
+        if found := said.fullmatch(lines[number]):
+            lines[number] = f'{found.group(1)}"{name}"{found.group(3)}'
+            return "".join(lines)
+    if top and not lines[top - 1].endswith("\n"):
+        lines[top - 1] += "\n"
+    return "".join([*lines[:top], f'theme = "{name}"\n', *lines[top:]])
+
+
+def _replace(path: Path, text: str) -> None:
+    try:
+        path = path.resolve()  # a link to a file elsewhere stays one
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".saving-", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise MinillmError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,84 @@
+"""Every action of the chat by name, with its keys: ``[keymap]`` of the configuration replaces them, and a menu has all.
+
+Function keys belong to some terminals, Alt to others: ctrl+g, then a letter, does the same everywhere.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from textual import events
+from textual.binding import Binding
+from textual.content import Content
+from textual.widgets import Static
+
+from minillm.checks import check_names, shown
+from minillm.errors import UsageError
+from minillm.ui.dialogs import Dialog
+
+LETTERS = {
+    "help": "h", "find": "f", "new": "n", "sessions": "o", "model": "m", "sampling": "s", "system": "i", "theme": "t",
+    "reload": "l", "edit": "e", "regenerate": "r", "continue": "c", "branch-previous": "b", "branch-next": "w",
+    "undo": "u", "copy": "y", "probabilities": "p", "select-previous": "k", "select-next": "j", "pool": "1",
+    "tables": "2", "strands": "3", "events": "4", "memory": "5", "steps": "6", "expand": "v", "quit": "q",
+}  # of the menu, by action  # fmt: skip
+_KEY = re.compile(r"(?:(?:ctrl|alt|shift|super|meta)\+)*[a-z0-9_]+")
+_TYPED = re.compile(r"(?:shift\+)?(?:[a-z0-9]|[a-z]+_[a-z_]+|space|minus|plus|slash|comma|period)")
+
+
+def checked_keymap(keymap: Mapping[str, object], bindings: Iterable[Binding]) -> dict[str, str]:
+    """The keys by action, as Textual takes them: ``{"edit": "ctrl+e,f12"}``.
+
+    Raises:
+        UsageError: there is no such action or no such key, the key would be typed, or two actions have it.
+    """
+    defaults = keys_of(bindings)
+    check_names(keymap, list(defaults), "[keymap] action")
+    chosen = {name: _checked_keys(name, value) for name, value in keymap.items()}
+    owners: dict[str, str] = {}
+    for name, keys in {**defaults, **chosen}.items():
+        for key in keys:
+            other = owners.setdefault(key, name)
+            if other != name:
+                raise UsageError(f"[keymap] {key} is the key of both {other} and {name}: give one of them another")
+    return {name: ",".join(keys) for name, keys in chosen.items()}
+
+
+def keys_of(bindings: Iterable[Binding]) -> dict[str, list[str]]:
+    """The keys of each action that has a name."""
+    found: dict[str, list[str]] = {}
+    for binding in bindings:
+        if binding.id:
+            found.setdefault(binding.id, []).extend(binding.key.split(","))
+    return found
+
+
+def _checked_keys(name: str, value: object) -> list[str]:
+    keys = [value] if isinstance(value, str) else value
+    if not isinstance(keys, list) or not keys or not all(isinstance(key, str) for key in keys):
+        raise UsageError(f"[keymap] {name} must be a key or a list of keys, not {shown(value)}")
+    for key in keys:
+        if not _KEY.fullmatch(key):
+            raise UsageError(f"[keymap] {name}: {shown(key)} is no key; keys are named ctrl+e, alt+left, f5")
+        if _TYPED.fullmatch(key):
+            raise UsageError(f"[keymap] {name}: {key} is typed into questions; take one with ctrl or alt, or an f-key")
+    return keys
+
+
+class KeyMenu(Dialog[str]):
+    """All actions and their letters. Gives back the name of the one whose letter was pressed."""
+
+    def __init__(self, bindings: Iterable[Binding]) -> None:
+        self._names = {letter: name for name, letter in LETTERS.items()}
+        keys = keys_of(bindings)
+        cells = [
+            Content.assemble(f"  {letter}  ", (f"{name:<18}", "bold"), (f"{', '.join(keys[name]):<12}", "$text-muted"))
+            for letter, name in self._names.items()
+        ]
+        half = -(-len(cells) // 2)
+        rows = [Content("").join(cells[at::half]) for at in range(half)]
+        super().__init__("actions", "A letter does it · Escape closes", Static(Content("\n").join(rows)))
+
+    def on_key(self, event: events.Key) -> None:
+        if (name := self._names.get(event.character or "")) is not None:
+            event.stop()
+            self.dismiss(name)
