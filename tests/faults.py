@@ -850,8 +850,6 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          CONSTRAINED + "test_end_tokens_of_the_request_end_only_complete_texts"),
         ("mask-of-the-neighbour", "rows.append(row)", "rows.append(number)",
          CONSTRAINED + "test_a_mix_of_requests_gives_what_each_gives_alone"),
-        ("failed-matcher-goes-on", "matcher.note_error()", "pass",
-         CONSTRAINED + "test_a_grammar_that_fails_fails_alone"),
     ],
     "minillm/grammar/matcher.py": [
         ("end-of-grammar-unseen", "self.state.is_stopped() or ", "",
