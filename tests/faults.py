@@ -37,6 +37,7 @@ BLOCKS = "tests/cache/test_block_manager.py::"
 HISTORIES = BLOCKS + "test_twenty_thousand_operations_with_prefix_hits_collisions_and_swapping"
 PREFIXES = "tests/engine/test_prefix_cache.py::"
 ENGINE = "tests/engine/test_engine.py::"
+CONSTRAINED = "tests/grammar/test_constrained.py::"
 ANYHOW = ENGINE + "test_batch_chunks_and_preemption_change_nothing[4-params2]"  # n = 3
 FAILURES = "tests/engine/test_failures.py::"
 ABORTS = FAILURES + "test_aborts_at_every_step_give_every_block_back[False]"
@@ -839,6 +840,34 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/weights/hub.py": [
         ("whole-repository-for-a-file", "if source.file:", "if False:",
          "tests/weights/test_download.py::test_one_file_of_a_repository_is_a_model"),
+    ],
+    "minillm/runner/masks.py": [
+        ("end-token-anywhere", "if matcher.may_stop and not (early and allowed.any()):", "if True:",
+         CONSTRAINED + "test_the_model_may_end_where_the_grammar_lets_it"),
+        ("min-tokens-ignored-by-masks", "not (early and allowed.any())", "True",
+         CONSTRAINED + "test_min_tokens_hold_the_end_back_but_not_beyond_the_grammar"),
+        ("stop-token-as-text", "        _set(allowed, group.end_ids, False)\n", "",
+         CONSTRAINED + "test_end_tokens_of_the_request_end_only_complete_texts"),
+        ("mask-of-the-neighbour", "rows.append(row)", "rows.append(number)",
+         CONSTRAINED + "test_a_mix_of_requests_gives_what_each_gives_alone"),
+    ],
+    "minillm/grammar/matcher.py": [
+        ("end-of-grammar-unseen", "self.state.is_stopped() or ", "",
+         CONSTRAINED + "test_an_answer_ends_with_its_grammar_and_needs_no_end_token",
+         CONSTRAINED + "test_min_tokens_hold_the_end_back_but_not_beyond_the_grammar",
+         "tests/grammar/test_vocabulary.py::test_choices_are_followed_as_brute_force_would"),
+        ("copies-share-their-place", "self.state.deep_copy()", "self.state",
+         "tests/grammar/test_vocabulary.py::test_copies_go_their_own_ways"),
+    ],
+    "minillm/grammar/vocabulary.py": [
+        ("text-encoded-as-a-beginning", "self._encode(_MARK + text)", "self._encode(text)",
+         "tests/grammar/test_vocabulary.py::test_texts_are_spelled_by_the_tokenizer_within_other_text"),
+        ("row-of-the-mask", "for row, state in enumerate(states)", "for row, state in enumerate(states[::-1])",
+         "tests/grammar/test_vocabulary.py::test_several_masks_at_a_time_are_those_of_each_alone"),
+    ],
+    "minillm/grammar/trial.py": [
+        ("slow-grammar-taken", "if done.returncode < 0:", "if False:",
+         "tests/grammar/test_grammar.py::test_what_cannot_be_obeyed_is_refused_by_name"),
     ],
     "minillm/progress.py": [
         ("gib-for-all", 'for unit in ("B", "KiB", "MiB"):', 'for unit in ("B", "KiB"):',

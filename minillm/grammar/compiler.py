@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from minillm.errors import UsageError
 from minillm.grammar.grammar import Grammar
-from minillm.grammar.matcher import Matcher
+from minillm.grammar.matcher import Family, Matcher
 from minillm.grammar.notation import limited_matcher, notation
 from minillm.grammar.trial import readable
 from minillm.grammar.vocabulary import Vocabulary
@@ -37,7 +37,7 @@ class Compiler:
         """
         with self._looking:
             found = self._kept.get(grammar)
-        if found is None:
+        if found is None or found.family.has_failed:
             found = self._compile(grammar)
         with self._looking:
             self._kept[grammar] = found
@@ -55,7 +55,7 @@ class Compiler:
             try:
                 with self._working:
                     state = limited_matcher(self._vocabulary.tokenizer, notation(grammar.kind, grammar.source))
-                    matcher = Matcher(self._vocabulary, state)
+                    matcher = Matcher(self._vocabulary, state, Family())
                     _ = matcher.is_exhausted  # part of the work is put off until then
                 found.append(matcher)
             except Exception as error:

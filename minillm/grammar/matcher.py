@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -18,22 +19,32 @@ _NOTHING_ALLOWED = (
 )
 
 
+@dataclass
+class Family:
+    """All copies of a matcher: the library has them share one lexer, and with it the bounds of its size."""
+
+    has_failed: bool = False  # it may be the lexer's fault: a new matcher must be compiled
+
+
 class Matcher:
     """A place in a grammar. `minillm.grammar.compiler` makes one for the beginning of a text.
 
     Attributes:
         state: the library's own.
+        family: shared by the copies.
         error: why it can go no further; None while all is well. It stays then.
     """
 
-    __slots__ = ("error", "state", "vocabulary")
+    __slots__ = ("error", "family", "state", "vocabulary")
 
-    def __init__(self, vocabulary: Vocabulary, state: llguidance.LLMatcher, error: str | None = None) -> None:
-        self.vocabulary, self.state, self.error = vocabulary, state, error
+    def __init__(
+        self, vocabulary: Vocabulary, state: llguidance.LLMatcher, family: Family, error: str | None = None
+    ) -> None:
+        self.vocabulary, self.state, self.family, self.error = vocabulary, state, family, error
 
     def copy(self) -> Self:
         """Another matcher at this place, which goes on by itself."""
-        return type(self)(self.vocabulary, self.state.deep_copy(), self.error)
+        return type(self)(self.vocabulary, self.state.deep_copy(), self.family, self.error)
 
     @property
     def may_stop(self) -> bool:
@@ -58,14 +69,14 @@ class Matcher:
         if ends:
             allowed = self.may_stop
         else:
-            allowed = token_id < self.vocabulary.size and self.state.validate_tokens([token_id]) == 1
-            allowed = allowed and self.state.consume_token(token_id)
-        if self.state.is_error():
+            allowed = token_id < self.vocabulary.size and self.state.consume_token(token_id)
+        if not allowed:
             self.note_error()
-        elif not allowed:
-            self.error = _NOTHING_ALLOWED
 
     def note_error(self) -> None:
-        """Set `error` to the library's own."""
-        reason = self.state.get_error().split("\n")[0] or self.state.stop_reason()
-        self.error = f"the grammar failed: {clean_line(reason)}"
+        """Set `error`: the library's own, or that no token is left."""
+        reason = self.state.get_error().split("\n")[0]
+        if not reason or reason.startswith("Parser Error: token "):  # it was given one that may not follow
+            self.error = _NOTHING_ALLOWED
+        else:
+            self.error, self.family.has_failed = f"the grammar failed: {clean_line(reason)}", True

@@ -30,10 +30,8 @@ class Masks:
         """Set the ``[n, vocab]`` logits of tokens that may not follow to -inf, in place; other rows are not touched."""
         if not self.rows:
             return
-        device, vocab = logits.device, logits.shape[1]
-        words = self.words.pin_memory() if logits.is_cuda else self.words
-        bits = words.to(device, non_blocking=True).unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=device)
-        banned = (bits & 1).view(len(self.rows), -1)[:, :vocab] == 0
+        device = logits.device
+        banned = _zero_bits(self.words, device)[:, : logits.shape[1]]
         if len(self.rows) == len(logits):
             logits.masked_fill_(banned, float("-inf"))
         else:
@@ -67,6 +65,15 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]]) -> Masks:
             rows.append(row)
             kept.append(number)
     return Masks(rows, torch.from_numpy(words[kept].view(np.int32)))
+
+
+def _zero_bits(words: Tensor, device: torch.device) -> Tensor:
+    """Whether each bit of ``[n, words]`` is 0, as ``[n, 32 * words]`` bool on the device."""
+    if device.type == "cpu":  # twice as fast as shifts there
+        return torch.from_numpy(np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")) == 0
+    there = (words.pin_memory() if device.type == "cuda" else words).to(device, non_blocking=True)
+    bits = (there.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=device)) & 1
+    return bits.flatten(1) == 0
 
 
 def _set(words: NDArray[np.uint32], token_ids: SequenceOf[int], value: bool) -> None:

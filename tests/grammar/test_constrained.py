@@ -202,6 +202,13 @@ def test_end_tokens_of_the_request_end_only_complete_texts(llm: LLM) -> None:
         assert re.fullmatch("a+b?a*", each.text), "b ends the answer: its own text is no part of it"
         if each.stop_reason == b:
             assert each.token_ids[-1] == b
+    params = SamplingParams(grammar=Grammar.regex("[ac][bd][ac]"), stop_token_ids=[b], n=32, seed=1, max_tokens=9)
+    [output] = llm.generate(["x"], params)
+    assert output.error is None
+    assert all(re.fullmatch("[ac][bd][ac]", each.text) for each in output.outputs)
+    [output] = llm.generate(["x"], SamplingParams(grammar=Grammar.choice(["xb"]), stop_token_ids=[b], max_tokens=9))
+    assert output.error is not None
+    assert output.error.startswith("no token is possible any more")
 
 
 def test_min_tokens_hold_the_end_back_but_not_beyond_the_grammar(llm: LLM) -> None:
@@ -289,19 +296,24 @@ def test_a_mix_of_requests_gives_what_each_gives_alone(parts: tuple[Llama, Token
 
 
 def test_a_grammar_that_fails_fails_alone(llm: LLM) -> None:
+    """While it takes a token, and while its mask is computed."""
+    later = Grammar.regex(r"(\w{1,100}\s?\p{L}+){100}")
     params: list[Params] = [
-        SamplingParams(grammar=FAILING, n=2, max_tokens=9),
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+        SamplingParams(grammar=FAILING, n=2, max_tokens=9),
         BeamSearchParams(grammar=FAILING, max_tokens=9),
+        SamplingParams(grammar=later, max_tokens=100, seed=1),
+        BeamSearchParams(grammar=later, max_tokens=100),
     ]
-    found = dict(llm.as_completed(["x"] * 3, params))
-    for number in (0, 2):
-        error = found[number].error
-        assert error is not None
-        assert error.startswith("the grammar failed: ")
-        assert "\n" not in error
-    assert found[1].error is None
-    assert len(found[1].outputs[0].token_ids) == 9
+    first, *failed = (output for _, output in sorted(llm.as_completed(["x"] * 5, params), key=lambda pair: pair[0]))
+    assert first.error is None
+    assert len(first.outputs[0].token_ids) == 9
+    for output in failed:
+        assert output.error is not None
+        assert re.match("the grammar failed: (parser|lexer) error: too many", output.error, re.IGNORECASE)
+        assert "\n" not in output.error
+    again = llm.generate(["x"], SamplingParams(grammar=later, max_tokens=2, seed=1))[0]
+    assert again.error is None, "it is compiled anew: the library's bounds hold for all copies of a matcher together"
 
 
 @pytest.mark.parametrize("cls", [SamplingParams, BeamSearchParams])

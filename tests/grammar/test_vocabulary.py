@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_gguf_tokenizer import metadata_of
-from test_tokenizer import byte_level, sentencepiece
+from test_tokenizer import byte_level, random_texts, sentencepiece
 
 from minillm import Grammar
 from minillm.grammar.compiler import Compiler
@@ -29,9 +29,13 @@ def tokenizer_of(kind: str, directory: Path) -> Tokenizer:
 
 
 @pytest.fixture(params=["byte level", "sentencepiece", "gguf"])
-def vocabulary(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[bytes], Vocabulary]:
-    """A tokenizer's, with rows of the embedding behind it that no token uses."""
-    tokenizer = tokenizer_of(request.param, tmp_path)
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    return tokenizer_of(request.param, tmp_path)
+
+
+@pytest.fixture
+def vocabulary(tokenizer: Tokenizer) -> tuple[list[bytes], Vocabulary]:
+    """The tokenizer's, with rows of the embedding behind it that no token uses."""
     control = tokenizer.control_ids
     tokens = [b"" if i in control else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size + 45)]
     return tokens, Vocabulary(tokens, lambda text: tokenizer.encode(text, add_special_tokens=False))
@@ -108,12 +112,18 @@ def test_a_token_that_may_not_follow_is_an_error_that_stays(vocabulary: tuple[li
         assert matcher.copy().error == matcher.error
 
 
-def test_texts_are_spelled_by_the_tokenizer_within_other_text(vocabulary: tuple[list[bytes], Vocabulary]) -> None:
+def test_texts_are_spelled_by_the_tokenizer_within_other_text(
+    tokenizer: Tokenizer, vocabulary: tuple[list[bytes], Vocabulary]
+) -> None:
     tokens, ours = vocabulary
-    for text in ("the quick", " the", 'a\n{"', "é🎉", "\x02", "", "a<|im_end|>b", "\udce9"):
+    for text in ("the quick", " the", 'a\n{"', "é🎉", "\x02", "", "a<|im_end|>b", "\udce9", *random_texts(100)):
+        wanted = text.encode("utf-8", "surrogateescape")
         ids = ours.encode(text)
-        spelled = b"".join(tokens[token_id] for token_id in ids)
-        assert spelled == text.encode("utf-8", "surrogateescape")
+        assert b"".join(tokens[token_id] for token_id in ids) == wanted
+        if text.isprintable():
+            alone = tokenizer.encode(text, add_special_tokens=False)
+            if b"".join(map(tokenizer.token_bytes, alone)) == wanted:  # not where it puts a space before each text
+                assert ids == alone
 
 
 def test_what_no_token_spells_is_refused(vocabulary: tuple[list[bytes], Vocabulary]) -> None:
