@@ -61,6 +61,27 @@ def find_theme(name: str = "") -> Theme:
     return legible(BUILTIN_THEMES[name])
 
 
+# Each is one of the 16 colours of old terminals: nothing is rounded, and no text to its own ground.
+_SIXTEEN = {
+    "primary": ("#55ffff", "#0000aa"),
+    "secondary": ("#ff55ff", "#aa00aa"),
+    "success": ("#55ff55", "#000000"),
+    "warning": ("#ffff55", "#aa00aa"),
+    "error": ("#ff5555", "#aa0000"),
+    "foreground": ("#ffffff", "#000000"),
+    "background": ("#000000", "#ffffff"),
+    "surface": ("#000000", "#ffffff"),
+    "panel": ("#000000", "#ffffff"),
+}  # dark, light
+
+
+def in_sixteen_colours(theme: Theme) -> Theme:
+    """The theme of a terminal with 16 colours that stands for another one: dark or light, as that is."""
+    colours: dict[str, Any] = {part: shades[0 if theme.dark else 1] for part, shades in _SIXTEEN.items()}
+    name = f"minillm-16-{'dark' if theme.dark else 'light'}"
+    return legible(Theme(name, accent=colours["primary"], dark=theme.dark, **colours))
+
+
 def terminal_background() -> str:
     """``light`` or ``dark`` as ``COLORFGBG`` says (rxvt, Konsole, iTerm2); dark where it is silent."""
     return "light" if os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15") else "dark"
