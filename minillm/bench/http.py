@@ -60,6 +60,7 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
             llm.reset_prefix_cache()
             seconds, outputs = drive(llm.engine, requests)
             tokens = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+            llm.reset_prefix_cache()
             mine = [times_of(drive(llm.engine, [request])[1][0])[0] for request in single]
             began = time.perf_counter()
             counts = asyncio.run(_all_at_once(host, port, requests, f"run {run}"))
