@@ -135,10 +135,13 @@ def test_a_wrong_field_is_named(client: openai.OpenAI, fields: dict[str, object]
 async def test_many_at_once_asynchronously(server: Server, llm: LLM) -> None:
     import asyncio
 
-    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
-    answers = await asyncio.gather(
-        *(client.completions.create(model="tiny", prompt=f"{i} and", max_tokens=8, temperature=0) for i in range(40))
-    )
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        answers = await asyncio.gather(
+            *(
+                client.completions.create(model="tiny", prompt=f"{i} and", max_tokens=8, temperature=0)
+                for i in range(40)
+            )
+        )
     ours = llm.generate([f"{i} and" for i in range(40)], SamplingParams(max_tokens=8, temperature=0))
     assert [answer.choices[0].text for answer in answers] == [each.text for each in ours]
 

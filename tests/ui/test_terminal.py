@@ -320,7 +320,7 @@ def test_in_tmux_from_start_to_quit(tmp_path: Path) -> None:
         until("Paris")
         until("first token")
         tmux("send-keys", "F7")
-        until("▸tree")
+        until("▸strands")
         tmux("send-keys", "Tell me a long story.", "Enter")
         time.sleep(1.0)
         tmux("send-keys", "C-c")  # stops the answer, or it has ended
