@@ -14,7 +14,7 @@ from minillm.server.prepare import prepare, prompt_ids
 from minillm.server.room import Room
 from minillm.server.sessions import Sessions
 
-_THREADS = 4
+_THREADS = 2
 
 
 class CallReader:
@@ -28,6 +28,7 @@ class CallReader:
         self.jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._driver, self._room, self._sessions, self._send = driver, room, sessions, send
         self._pool = ThreadPoolExecutor(_THREADS, "prepare")
+        self._grammars = ThreadPoolExecutor(_THREADS, "grammar")  # one that takes seconds keeps only its like waiting
 
     def read(self, stream: BinaryIO) -> None:
         """Read until the stream ends."""
@@ -41,7 +42,7 @@ class CallReader:
         match call:
             case messages.Complete():
                 room.preparing.add(call.request_id)
-                self._pool.submit(self._prepare, call)
+                (self._grammars if "grammar" in call.params else self._pool).submit(self._prepare, call)
             case messages.Tokenize() | messages.Detokenize():
                 self._pool.submit(self._answer, call.call_id, partial(self._tokens, call))
             case messages.PinPrefix():

@@ -20,7 +20,7 @@ from minillm.server.prepare import Prepared, token_of
 from minillm.service.cache_view import CacheView, Owner
 
 _MOST_REMEMBERED = 2_000  # answers that can be forked, the latest
-_MOST_REMEMBERED_TOKENS = 4_000_000
+_MOST_REMEMBERED_TOKENS = 1_000_000
 _MOST_KEPT = 256  # answers whose blocks stay
 _FIGURES_INTERVAL = 0.5  # seconds
 _PICTURE_INTERVAL = 0.1
