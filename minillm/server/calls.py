@@ -42,7 +42,12 @@ class CallReader:
         match call:
             case messages.Complete():
                 room.preparing.add(call.request_id)
-                (self._grammars if "grammar" in call.params else self._pool).submit(self._prepare, call)
+                if "grammar" in call.params:
+                    self._grammars.submit(self._prepare, call)
+                elif call.prompt is None or isinstance(call.prompt, list):  # there is nothing to encode
+                    self._prepare(call)
+                else:
+                    self._pool.submit(self._prepare, call)
             case messages.Tokenize() | messages.Detokenize():
                 self._pool.submit(self._answer, call.call_id, partial(self._tokens, call))
             case messages.PinPrefix():
