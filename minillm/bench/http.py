@@ -14,11 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from minillm.bench.table import ScaleOptions, Subject, shown
 from minillm.bench.workloads import Request, drive, throughput, times_of
@@ -67,7 +66,7 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
             taken = time.perf_counter() - began
             if sum(count for _, count in counts) != tokens:
                 raise MinillmError("the server gave other numbers of tokens than were asked for")
-            theirs = [asyncio.run(_all_at_once(host, port, [request], f"alone {run}"))[0][0] for request in single]
+            theirs = asyncio.run(_one_by_one(host, port, single, f"alone {run}"))
             if run:  # the first warms up
                 rates[0].append(tokens / seconds)
                 rates[1].append(tokens / taken)
@@ -104,26 +103,48 @@ def _server(model: str, config: EngineConfig) -> Iterator[tuple[str, int]]:
             process.wait()
 
 
-async def _all_at_once(host: str, port: int, requests: list[Request], salt: str) -> list[tuple[float, int]]:
-    """Send all requests; of each the seconds to its first token, and its number of tokens."""
-    return await asyncio.gather(*(_stream(host, port, *request, salt) for request in requests))
+async def _all_at_once(host: str, port: int, requests: Sequence[Request], salt: str) -> list[tuple[float, int]]:
+    """Send all requests, each over a connection of its own; of each the seconds to its first token, and its tokens."""
+
+    async def one(request: Request) -> tuple[float, int]:
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            return await _stream(reader, writer, request, salt)
+        finally:
+            writer.close()
+
+    return await asyncio.gather(*map(one, requests))
 
 
-async def _stream(host: str, port: int, prompt: list[int], params: Any, salt: str) -> tuple[float, int]:
+async def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) -> list[float]:
+    """The seconds to the first token of each request, over one connection, as clients keep theirs."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        return [(await _stream(reader, writer, request, salt))[0] for request in requests]
+    finally:
+        writer.close()
+
+
+async def _stream(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request, salt: str
+) -> tuple[float, int]:
+    prompt, params = request
+    assert isinstance(params, SamplingParams)
     body = {"prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature, "seed": params.seed}
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     data = json.dumps({**body, "cache_salt": salt}).encode()
     began = time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, port)
-    kind = f"host: {host}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(data)}"
+    kind = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
     writer.write(f"POST /v1/completions HTTP/1.1\r\n{kind}\r\n\r\n".encode() + data)
     first, last = 0.0, b""
-    while piece := await reader.read(1 << 16):
+    while not last.endswith(b"0\r\n\r\n"):  # the end of a body that is sent in chunks
+        piece = await reader.read(1 << 16)
+        if not piece:
+            raise MinillmError(f"the server's answer has no end: {last[-200:]!r}")
         if not first and b"data: " in piece:
             first = time.perf_counter() - began
         last = (last + piece)[-4096:]
-    writer.close()
     found = re.search(rb'"completion_tokens":(\d+)', last)
     if found is None:
-        raise MinillmError(f"the server's answer has no end: {last[-200:]!r}")
+        raise MinillmError(f"the server's answer has no tokens: {last[-200:]!r}")
     return first, int(found[1])
