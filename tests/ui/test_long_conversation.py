@@ -53,7 +53,8 @@ def test_the_mounted_part_is_where_the_lines_are(heights: list[int], first: int,
     assert set(window.ending(heights, num_lines)) == set(owners[-num_lines:])
     if 0 <= first < len(owners):
         index, line = window.at(heights, first)
-        assert index == owners[first] and sum(heights[:index]) + line == first
+        assert index == owners[first]
+        assert sum(heights[:index]) + line == first
 
 
 async def test_the_end_is_shown_and_little_is_mounted() -> None:

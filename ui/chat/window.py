@@ -1,6 +1,7 @@
 """Which part of a long list is mounted: the part in sight, and some screens around it. Plain arithmetic on lines.
 
-A widget takes a thousand times the memory of its text, and a layout takes the longer the more widgets there are. So a conversation of any length has the widgets of a few screens, and blank room in the place of all others.
+A widget takes a thousand times the memory of its text, and a layout takes the longer the more widgets there are.
+So a conversation of any length has the widgets of a few screens, and blank room in the place of all others.
 """
 
 from __future__ import annotations
