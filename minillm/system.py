@@ -77,9 +77,9 @@ def memory() -> tuple[int, int]:
     return available, total
 
 
-def resident_bytes() -> int:
-    """Memory that this process has now; 0 where the system does not say."""
-    statm = Path("/proc/self/statm")
+def resident_bytes(process: int | None = None) -> int:
+    """Memory that a process has now, this one or that of a number; 0 where the system does not say."""
+    statm = Path(f"/proc/{process or 'self'}/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 

@@ -22,11 +22,11 @@ from minillm.service.client import ENGINE_COMMAND
 from minillm.service.messages import BlockFacts, CacheChanged, Event, MemoryUse, Stepped
 from minillm.text.safe import clean
 from minillm.ui.bars import KeyBar, TitleBar, named_keys
+from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.conversation import Conversation, SessionStore
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.talk import Talk
-from minillm.ui.chat.transcript import CandidateCard
 from minillm.ui.drawing import Drawing
 from minillm.ui.engine_app import EngineApp, EngineEvent, EngineState
 from minillm.ui.kept import Keeper
@@ -264,8 +264,8 @@ class ChatScreen(Screen[None]):
         else:
             self.focus_next()
 
-    def action_select(self, step: int) -> None:
-        self.talk.transcript.select_next(step)
+    async def action_select(self, step: int) -> None:
+        await self.talk.transcript.select_next(step)
 
     def action_scroll(self, where: str) -> None:
         getattr(self.talk.transcript, f"scroll_{where}")(animate=False)

@@ -7,9 +7,11 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
+from minillm.ui.chat.answer_view import ReasoningView
+from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.slash import CommandTable
-from minillm.ui.chat.transcript import CandidateCard, ReasoningView, Transcript
+from minillm.ui.chat.transcript import Transcript
 from minillm.ui.dialogs import Dialog
 
 # Keys and their meanings, under titles; a command's name in braces stands for its key.

@@ -18,11 +18,13 @@ from textual.command import CommandPalette
 from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Size
 from textual.scroll_view import ScrollView
+from textual.widget import Widget
 from textual.worker import WorkerFailed
 
 from minillm.ui.terminal import LateAnswers
 
 if TYPE_CHECKING:
+    from textual._arrange import DockArrangeResult
     from textual.content import Content
     from textual.widgets._markdown import MarkdownListItem as MarkdownListItem
     from textual.widgets._markdown import MarkdownParagraph as MarkdownParagraph
@@ -92,6 +94,43 @@ class Growing:
         if size and not known:
             self._layout_required = False  # it asked for that when it was made, and has its first place now
         return resized
+
+
+class KeepsPlace:
+    """Mixed into a container that scrolls: it can keep one of its children where it is while others come and go.
+
+    The container scrolls in the midst of the layout that gives the children their new places, so that nothing jumps.
+    No widget itself, see `Growing`.
+    """
+
+    _kept: tuple[Widget, int] | None = None
+
+    def keep_place(self, child: Widget, line: int) -> None:
+        """Have this line of a child at the top of the screen from the next layout on, until `give_place_up`."""
+        self._kept = child, line
+
+    def give_place_up(self) -> None:
+        self._kept = None
+
+    def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
+        """See `Widget.arrange`."""
+        assert isinstance(self, Widget)
+        result: DockArrangeResult = super().arrange(size, optimal)  # type: ignore[misc]
+        if self._kept is not None and not (self._anchored and not self._anchor_released):
+            child, line = self._kept
+            for placement in result.placements:
+                if placement.widget is child:
+                    top = min(placement.region.y + line, result.total_region.bottom - size.height)
+                    _scroll_in_layout(self, float(max(0, top)))
+        return result
+
+
+def _scroll_in_layout(widget: Widget, top: float) -> None:
+    # As Textual's compositor does for a widget that is anchored.
+    widget.set_reactive(Widget.scroll_y, top)
+    widget.set_reactive(Widget.scroll_target_y, top)
+    scrollbar: Any = widget.vertical_scrollbar
+    scrollbar._reactive_position = top
 
 
 class SteadyScrollView(ScrollView):

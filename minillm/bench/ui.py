@@ -19,8 +19,9 @@ from textual.pilot import Pilot
 from minillm.bench.table import NoOptions, computed, shown
 from minillm.errors import MinillmError
 from minillm.service.messages import CacheChanged, LogEntry, TableView
+from minillm.system import resident_bytes
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.conversation import SessionStore
+from minillm.ui.chat.conversation import Conversation, SessionStore
 from minillm.ui.engine_app import EngineEvent
 from minillm.ui.memory.pool import Pool
 from minillm.ui.settings import Settings
@@ -29,10 +30,27 @@ from minillm.weights.manifest import default_model
 NUM_BLOCKS = 20_000
 FRAMES, _SECONDS = 10, 6.0  # of drawing: a second, and in all
 _KEYS = 40
+_TURNS = 500  # of the long conversation
+_OPENINGS = 5
 _CYCLES, _CYCLES_EACH = 20, 4  # in which the app is held once; of one answer, whose context grows
 _WATCHED, _HELD = 6.0, 3.0  # seconds
 _CATCH_UP = 1.0  # seconds in which the app makes up for missed drawings: not counted
 _QUESTION = "Tell me a long story about a lighthouse."
+_LAST = "lighthouse-keepers"  # stands in the last answer alone
+_ANSWER = """\
+The **lamp** is lit an hour before dusk; `wick` and glass are cleaned first.
+
+- The keeper climbs {number} steps, and counts them.
+- The log has the *weather*, the ships and the hour.
+
+```python
+def turn(seconds: float) -> float:
+    return 360 * seconds / {number}.5
+```
+
+By day the curtains are drawn, for the lens would burn whatever stands in the sun's way. In a storm the wind is heard on
+every floor, and the light is seen from the harbour all the same.
+"""
 _PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": 6000, "ignore_eos": True}
 
 
@@ -43,6 +61,8 @@ class UiFigures:
     first_paint: float = shown("ms to the first paint", ".0f", 1e3)
     key_median: float = shown("ms from key to screen, median", ".0f", 1e3)
     key_p95: float = shown("ms from key to screen, p95", ".0f", 1e3)
+    open_seconds: float = shown(f"ms to open {_TURNS} turns", ".0f", 1e3)
+    open_mb: float = shown(f"MB of the app with {_TURNS} turns", ".1f")
     drawing_share: float = shown(f"{NUM_BLOCKS:,} blocks, {FRAMES} Hz: of a core", ".1%")
     tokens_per_second_watched: float = shown("tok/s, watched", ".1f")
     tokens_per_second_held: float = shown("tok/s while the app is held", ".1f")
@@ -80,8 +100,10 @@ async def _until(terminal: int, text: str, typed: str = "") -> float:
 
 
 @asynccontextmanager
-async def _terminal() -> AsyncIterator[int]:
-    """`minillm chat` in a process of its own, on the pseudo-terminal of this number."""
+async def _terminal(saved: Conversation | None = None) -> AsyncIterator[tuple[int, int]]:
+    """`minillm chat` in a process of its own: its pseudo-terminal and its process, both as numbers. ``saved``: a
+    conversation that can be opened there.
+    """
     import pty
 
     master, slave = pty.openpty()
@@ -89,6 +111,8 @@ async def _terminal() -> AsyncIterator[int]:
     with TemporaryDirectory() as directory:
         environment = {**os.environ, "TERM": "xterm-256color", "LINES": "50", "COLUMNS": "160"}
         environment |= {"MINILLM_DATA": directory, "MINILLM_CONFIG": directory}
+        if saved is not None:
+            SessionStore(Path(directory) / "conversations").save(saved)
         # As a user has it: compiling our own modules at each start would be a sixth of the time until the first paint.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         process = await asyncio.create_subprocess_exec(
@@ -97,7 +121,7 @@ async def _terminal() -> AsyncIterator[int]:
         )  # fmt: skip
         os.close(slave)
         try:
-            yield master
+            yield master, process.pid
         finally:
             process.kill()
             await process.wait()
@@ -107,14 +131,14 @@ async def _terminal() -> AsyncIterator[int]:
 async def _first_paint() -> float:
     """Seconds from the start of a process until the footer, the last line, is drawn."""
     began = time.monotonic()
-    async with _terminal() as terminal:
+    async with _terminal() as (terminal, _):
         await _until(terminal, "Help")
         return time.monotonic() - began
 
 
 async def _keys() -> list[float]:
     """Seconds from a key to the screen that shows it, while an answer is generated."""
-    async with _terminal() as terminal:
+    async with _terminal() as (terminal, _):
         await _until(terminal, "ready in")
         await _until(terminal, "tok/s", typed=f"{_QUESTION}\r")
         taken = []
@@ -122,6 +146,27 @@ async def _keys() -> list[float]:
             taken.append(await _until(terminal, key, typed=key))
             await asyncio.sleep(0.05)
         return taken
+
+
+def _long_conversation() -> Conversation:
+    conversation = Conversation()
+    for number in range(1, _TURNS + 1):
+        answer = conversation.ask(f"What is done in a lighthouse in the evening, and why? ({number})")
+        answer.text, answer.finish_reason = _ANSWER.format(number=number), "stop"
+    answer.text += f"\nSo say the {_LAST}.\n"
+    return conversation
+
+
+async def _opening() -> tuple[float, float]:
+    """Seconds from the key that chooses a long conversation in the list until its end is on the screen; and the app's
+    memory in MB then, when it has drawn all that it wants to.
+    """
+    async with _terminal(_long_conversation()) as (terminal, process):
+        await _until(terminal, "ready in")
+        await _until(terminal, f"{_TURNS} turns", typed="\x0f")  # ctrl+o
+        taken = await _until(terminal, _LAST, typed="\r")
+        await asyncio.sleep(3 * _CATCH_UP)
+        return taken, resident_bytes(process) / 1e6
 
 
 async def _drawing() -> float:
@@ -196,6 +241,8 @@ def measure(options: NoOptions) -> UiFigures:
     """All of it; takes about five minutes on a CPU."""
     paints = [asyncio.run(_first_paint()) for _ in range(6)][1:]  # the first one compiles the modules
     keys = sorted(asyncio.run(_keys()))
+    openings = [asyncio.run(_opening()) for _ in range(_OPENINGS)]
+    opened, memory = map(statistics.median, zip(*openings, strict=True))
     drawing = asyncio.run(_drawing())
     cycles: list[tuple[float, float]] = []
     while len(cycles) < _CYCLES:
@@ -203,4 +250,6 @@ def measure(options: NoOptions) -> UiFigures:
     slowdowns = tuple(1 - watched / held for watched, held in cycles)
     watched, held = map(statistics.median, zip(*cycles, strict=True))
     paint, key, late_key = statistics.median(paints), statistics.median(keys), keys[int(0.95 * len(keys))]
-    return UiFigures(paint, key, late_key, drawing, watched, held, slowdowns, statistics.mean(slowdowns))
+    return UiFigures(
+        paint, key, late_key, opened, memory, drawing, watched, held, slowdowns, statistics.mean(slowdowns)
+    )

@@ -22,8 +22,8 @@ from minillm.service.messages import (
     TextDelta,
 )
 from minillm.ui.chat.answer_run import AnswerRun, Ending
+from minillm.ui.chat.answer_view import summary
 from minillm.ui.chat.conversation import Candidate, Conversation
-from minillm.ui.chat.transcript import summary
 from minillm.ui.settings import Settings
 
 pytestmark = pytest.mark.anyio

@@ -10,9 +10,10 @@ from driving import answered, ask, chat, notes, say, screen, seen, until
 from textual.widgets import Collapsible, Input, OptionList, Static
 
 from minillm.service.messages import TokenChoice
+from minillm.ui.chat.candidates import CandidateCard, CandidatesView
 from minillm.ui.chat.conversation import SessionStore
 from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.chat.transcript import CandidateCard, CandidatesView, Transcript
+from minillm.ui.chat.transcript import Transcript
 from minillm.ui.dialogs import ProbabilityScreen, SessionsScreen
 
 pytestmark = pytest.mark.anyio

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minillm.ui.chat.candidates import num_common
 from minillm.ui.chat.conversation import Candidate, Conversation, SessionStore, Turn
 from minillm.ui.chat.export import to_markdown
-from minillm.ui.chat.transcript import ReasoningSplitter, num_common, split_reasoning
+from minillm.ui.chat.reasoning import ReasoningSplitter, split_reasoning
 
 
 def said(conversation: Conversation, question: str, text: str) -> Turn:

@@ -8,7 +8,7 @@ from minillm.progress import Progress, size
 from minillm.service.messages import CacheChanged, CacheCounts, LogEntry, TableView
 from minillm.ui.bars import progress_line
 from minillm.ui.chat.markdown import harmless_parser
-from minillm.ui.chat.transcript import shortened
+from minillm.ui.chat.turn_view import shortened
 from minillm.ui.memory.pool import BlockState, Pool, PoolFigures
 from minillm.ui.memory.tables import runs_line
 from minillm.ui.numbers import bar, duration, plural

@@ -7,10 +7,10 @@ from driving import ask, chat, say, screen, until
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
+from minillm.ui.chat.answer_view import ReasoningView
 from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.find import Finder
 from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.chat.search import find
-from minillm.ui.chat.transcript import ReasoningView
 
 pytestmark = pytest.mark.anyio
 
@@ -82,7 +82,7 @@ async def test_over_five_hundred_turns() -> None:
             answer.text, answer.finish_reason = f"An answer with number {number} of many", "stop"
         talk = screen(pilot).talk
         await talk.open_conversation(conversation)
-        await until(pilot, lambda: len(find(talk.transcript, "an answer")) == 500, 120)
+        assert len(Finder().find(talk.transcript.turns, "an answer")) == 500
         talk.search.open("number 77 of")
         await until(pilot, lambda: found(pilot).startswith("1 of 1 "))
         await until(pilot, lambda: "number 77 of" in marked(pilot, "reverse"))

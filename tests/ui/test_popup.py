@@ -10,9 +10,9 @@ from driving import ask, chat, say, screen, seen, until
 from textual.geometry import Region
 
 from minillm.errors import UsageError
+from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.files import LONGEST_FILE, best_matches, files_below, with_files
 from minillm.ui.chat.popup import Popup
-from minillm.ui.chat.transcript import CandidateCard
 from minillm.ui.help import HelpScreen
 
 

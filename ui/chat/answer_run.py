@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from minillm.service import messages
+from minillm.ui.chat.answer_view import AnswerView
+from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.conversation import Answer, Conversation, Turn
-from minillm.ui.chat.transcript import AnswerView, CandidatesView, Transcript
+from minillm.ui.chat.transcript import Transcript
 from minillm.ui.numbers import count, plural
 from minillm.ui.settings import Settings
 

@@ -11,13 +11,13 @@ from textual.screen import ModalScreen
 
 from minillm.errors import UsageError
 from minillm.ui.bars import VIEWS
+from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.compact import Compaction
 from minillm.ui.chat.compact import undo as undo_summary
 from minillm.ui.chat.conversation import Conversation, Turn
 from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.chat.talk import Talk
-from minillm.ui.chat.transcript import CandidatesView
 from minillm.ui.kept import BUILT_IN
 from minillm.ui.settings import settings_summary, with_param
 
@@ -152,7 +152,7 @@ async def switch_branch(talk: Talk, direction: str) -> None:
     await talk.accept_best()
     chosen = conversation.switch(branching, -1 if direction.startswith("p") else 1)
     await talk.transcript.show_path(conversation)
-    talk.transcript.select(talk.transcript.view_of(chosen))
+    await talk.transcript.go_to(chosen)
     talk.refresh_status()
     talk.save()
 

@@ -82,6 +82,17 @@ def _shown(children: list[Token]) -> Iterator[Token]:
             yield token
 
 
+def plain_texts(text: str) -> list[str]:
+    """The texts that a document has on the screen, without their marks: one for each paragraph, cell and code block."""
+    texts = []
+    for token in harmless_parser().parse(clean(text)):
+        if token.type == "inline":
+            texts.append("".join("\n" if each.type == "hardbreak" else each.content for each in token.children or []))
+        elif token.type in ("fence", "code_block"):
+            texts.append(token.content.rstrip())
+    return texts
+
+
 def _target(token: Token, attribute: str) -> str:
     return clean_line(str(token.attrs.get(attribute, "")), 300)
 

@@ -1,7 +1,6 @@
 """Search in the conversation: a bar of one line, and marks on what was found."""
 
-import re
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal
@@ -9,32 +8,23 @@ from textual.content import Content
 from textual.widgets import Collapsible, Input, Static
 
 from minillm.ui.bars import hidden_keys
+from minillm.ui.chat.find import Finder, Place, pattern_of
 from minillm.ui.chat.transcript import Transcript
+from minillm.ui.chat.turn_view import TurnView
 from minillm.ui.numbers import count
 
 # To be seen without colour, too.
 _MARK, _CURRENT = "bold underline $warning", "bold reverse $warning"
-_MOST_MARKED = 2000  # texts; more would take longer to mark than a reader would wait
 _NOT_SAID = ("summary", "branch", "common")  # classes of texts that are the app's own
+_NOT_SAID_TYPES = ("CollapsibleTitle", "Bullet")
 
 
-@dataclass(frozen=True)
-class Match:
-    """A place in one of the transcript's texts: characters ``start`` to ``end``."""
-
-    text: Static
-    start: int
-    end: int
-
-
-def find(transcript: Transcript, words: str) -> list[Match]:
-    """All places of ``words`` in questions and answers, from the top; in any case of letters."""
-    pattern, found = re.compile(re.escape(words), re.IGNORECASE), []
-    for view in transcript.turn_views if words else ():
-        for text in view.query(Static):
-            if isinstance(text.content, Content) and not any(map(text.has_class, _NOT_SAID)):
-                found += [Match(text, *each.span()) for each in pattern.finditer(text.content.plain)]
-    return found
+def said(view: TurnView) -> Iterator[tuple[Static, Content]]:
+    """The texts on the screen that the user or the model said, from the top."""
+    for text in view.query(Static):
+        apps = type(text).__name__ in _NOT_SAID_TYPES or any(map(text.has_class, _NOT_SAID))
+        if isinstance(text.content, Content) and not apps:
+            yield text, text.content
 
 
 class SearchBar(Horizontal):
@@ -47,7 +37,8 @@ class SearchBar(Horizontal):
     def __init__(self, transcript: Transcript) -> None:
         super().__init__()
         self._transcript = transcript
-        self._matches: list[Match] = []
+        self._finder = Finder()
+        self._places: list[Place] = []
         self._at = 0
         self._unmarked: dict[Static, Content] = {}  # the texts that are marked, as they were
         self._input = Input(placeholder="search in the conversation", compact=True)
@@ -60,6 +51,11 @@ class SearchBar(Horizontal):
 
     def on_mount(self) -> None:
         self.display = False
+        self.watch(self._transcript, "shown", self._mark_again, init=False)
+
+    def _mark_again(self) -> None:
+        if self.display:
+            self.call_after_refresh(self._mark_all)
 
     def open(self, words: str) -> None:
         self.display = True
@@ -73,7 +69,7 @@ class SearchBar(Horizontal):
         """Take all marks away; False where the bar is closed already."""
         was_open, self.display = self.display, False
         self._unmark()
-        self._matches = []
+        self._places = []
         return was_open
 
     def on_input_changed(self) -> None:
@@ -85,27 +81,59 @@ class SearchBar(Horizontal):
 
     def action_go(self, step: int) -> None:
         """Go to another place; the text may have grown since the last time."""
-        at = self._at
-        self.find()
-        if self._matches:
-            self._at = (at + step) % len(self._matches)
-            self._show()
+        self._places = self._find()
+        if self._places:
+            self._at = (self._at + step) % len(self._places)
+        self._show()
+
+    def _find(self) -> list[Place]:
+        return self._finder.find(self._transcript.turns, self._input.value)
 
     def find(self) -> None:
         """Mark what is found, and go to the first place from the top of the screen on; if there is none, the first."""
-        self._unmark()
-        self._matches = find(self._transcript, self._input.value)
-        top = self._transcript.region.y
-        self._at = next((i for i, each in enumerate(self._matches) if each.text.region.bottom > top), 0)
-        for match in self._matches[:_MOST_MARKED]:
-            self._mark(match, _MARK)
+        self._places = self._find()
+        self._at = self._first_in_sight()
         self._show()
 
-    def _mark(self, match: Match, style: str) -> None:
-        content = match.text.content
-        assert isinstance(content, Content)
-        self._unmarked.setdefault(match.text, content)
-        match.text.update(content.stylize(style, match.start, match.end), layout=False)
+    def _first_in_sight(self) -> int:
+        """The number of the first place that is not above the screen; 0 where all are."""
+        top = self._transcript.region.y
+        views = [view for view in self._transcript.turn_views if view.region.bottom > top]
+        if not views:
+            return 0
+        numbers = {turn: number for number, turn in enumerate(self._transcript.turns)}
+        first = numbers[views[0].turn]
+        above = sum(text.region.bottom <= top for text in self._texts_found(views[0]))
+        found = (
+            at
+            for at, place in enumerate(self._places)
+            if numbers[place.turn] > first or (place.turn is views[0].turn and place.number >= above)
+        )
+        return next(found, 0)
+
+    def _texts_found(self, view: TurnView) -> list[Static]:
+        """For each place in a turn the text that holds it."""
+        pattern = pattern_of(self._input.value)
+        return [text for text, content in said(view) for _ in pattern.finditer(content.plain)]
+
+    def _mark_all(self) -> None:
+        """Mark the places in the turns that are mounted."""
+        self._unmark()
+        if not self._places:
+            return
+        pattern, current = pattern_of(self._input.value), self._places[self._at]
+        for view in self._transcript.turn_views:
+            number = 0
+            for text, content in said(view):
+                marked = content
+                for each in pattern.finditer(content.plain):
+                    marked = marked.stylize(_MARK, *each.span())
+                    if view.turn is current.turn and number == current.number:
+                        marked = marked.stylize(_CURRENT, *each.span())
+                    number += 1
+                if marked is not content:
+                    self._unmarked[text] = content
+                    text.update(marked, layout=False)
 
     def _unmark(self) -> None:
         for text, content in self._unmarked.items():
@@ -115,25 +143,37 @@ class SearchBar(Horizontal):
 
     def _show(self) -> None:
         """Mark the current place, and scroll to it."""
-        if not self._matches:
+        self._mark_all()
+        if not self._places:
             self._say("nothing found" if self._input.value else "")
             return
-        self._say(f"{count(self._at + 1)} of {count(len(self._matches))} · Enter, ↑ ↓ · Esc closes")
-        match = self._matches[self._at]
-        self._mark(match, _CURRENT)
-        for parent in match.text.ancestors:
+        self._say(f"{count(self._at + 1)} of {count(len(self._places))} · Enter, ↑ ↓ · Esc closes")
+        # Not cancelled by the next one: a transcript that is left in the midst of a change would be neither.
+        self.run_worker(self._go(self._places[self._at]))
+
+    async def _go(self, place: Place) -> None:
+        """Have the turn mounted, folded parts opened, and the place in sight."""
+        view = await self._transcript.bring(place.turn)
+        texts = [] if view is None else self._texts_found(view)
+        if not texts or not self.display or place not in self._places[self._at : self._at + 1]:
+            return
+        text = texts[min(place.number, len(texts) - 1)]
+        for parent in text.ancestors:
             if isinstance(parent, Collapsible):
                 parent.collapsed = False
-        self.call_after_refresh(self._bring_into_sight, match)  # an opened part has its place then
+        number = texts[: place.number].count(text)
+        self.call_after_refresh(self._bring_into_sight, text, number)  # an opened part has its place then
 
     def _say(self, words: str) -> None:
         self._count.update(Content(words), layout=False)  # its place is fixed: the transcript is not laid out anew
 
-    def _bring_into_sight(self, match: Match) -> None:
-        transcript, text = self._transcript, match.text
-        if not isinstance(text.content, Content) or not text.is_attached:
+    def _bring_into_sight(self, text: Static, number: int) -> None:
+        """Scroll to the place of this number in a text."""
+        transcript = self._transcript
+        if not isinstance(text.content, Content) or not text.is_attached or not self.display:
             return
-        before = text.content.plain[: match.start].split("\n")
+        starts = [each.start() for each in pattern_of(self._input.value).finditer(text.content.plain)]
+        before = text.content.plain[: starts[number] if number < len(starts) else 0].split("\n")
         width = max(1, text.content_size.width)
         line = sum(1 + len(each) // width for each in before) - 1  # about: words are not broken
         y = int(text.region.y - transcript.region.y + transcript.scroll_y + line)

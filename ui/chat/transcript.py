@@ -1,56 +1,40 @@
-"""The conversation, scrolling: questions, answers with their reasoning, answers to choose from, notes of the app."""
+"""The conversation, scrolling: its turns and the app's notes. Only those near the screen are widgets."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from textual import events
 from textual.app import ComposeResult
-from textual.containers import Grid, Vertical, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.widgets import Collapsible, Static
+from textual.reactive import var
+from textual.widget import Widget
+from textual.widgets import Static
 
-from minillm.cache.runs import common_length
-from minillm.progress import size
-from minillm.text.safe import clean, clean_line
-from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
-from minillm.ui.chat.gutter import Gutter
-from minillm.ui.drawing import update_in_place
-from minillm.ui.engine_app import CommandAsked
+from minillm.text.safe import clean_line
+from minillm.ui.chat import window
+from minillm.ui.chat.answer_view import AnswerView
+from minillm.ui.chat.conversation import Conversation, Turn
+from minillm.ui.chat.turn_view import TurnView, lines_of
 from minillm.ui.memory.pool import Pool
-from minillm.ui.memory.strands import NUM_COLOURS
-from minillm.ui.numbers import count, duration, plural
-from minillm.ui.textual_internals import Growing
+from minillm.ui.textual_internals import Growing, KeepsPlace
 
-if TYPE_CHECKING:
-    from minillm.ui.chat.markdown import ModelMarkdown
-
-_MOST_SHOWN = 4000  # characters of a question; a pasted book is not laid out again at every resize
-_MOST_LINES = 40
-_NARROWEST = 26  # columns of a candidate's card
-_LEAST_COMMON, _MOST_COMMON = 16, 400  # characters with which all candidates begin
 WELCOME = """\
 Ask something and press Enter.
 Ctrl+J begins a new line, Escape stops an answer, F1 lists all keys, / all commands.
 /n 3 and a question: three answers that share their memory. /tour shows how in a minute, `minillm demo` in three."""
-OPEN, CLOSE = "<think>", "</think>"  # around the reasoning
 
 
-def shortened(text: str) -> str:
-    """The beginning of a long text, and how much more there is."""
-    lines = text[:_MOST_SHOWN].split("\n")[:_MOST_LINES]
-    shown = "\n".join(lines)
-    if len(shown) == len(text):
-        return text
-    return f"{shown}\n… {size(len(text) - len(shown))} more"
+@dataclass(eq=False)
+class Remark:
+    """What a note says; see `Note`."""
 
-
-class Question(Static):
-    def __init__(self, text: str) -> None:
-        super().__init__(Content(shortened(clean(text))))
+    text: str
+    kind: str
 
 
 class Note(Static):
@@ -61,342 +45,58 @@ class Note(Static):
         super().__init__(Content(f"{mark} {clean_line(text, 1000)}"), classes=f"-{kind}")
 
 
-def _new_markdown() -> ModelMarkdown:
-    # Its import takes a tenth of the time until the first screen, which needs none.
-    from minillm.ui.chat.markdown import ModelMarkdown
+class Blank(Widget):
+    """The room of turns that are not mounted."""
 
-    return ModelMarkdown()
+    BLANK = True  # see `TurnView`
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.styles.height = 0
 
 
-@dataclass
-class ReasoningSplitter:
-    """Cuts a stream of text into (is reasoning, text) pieces; the tags themselves are dropped. A piece that may be the
-    beginning of a tag is held back until more comes.
+class Transcript(KeepsPlace, Growing, VerticalScroll, can_focus=True):
+    """Turns and notes in order. One turn can be selected: the keys for edit, copy and the like act on it.
+
+    The turns near the screen are mounted, a part of the list without a gap; `window` says which. Above and below them
+    is blank room, as high as the others are, or will be about. All that changes the part holds a lock, for it takes
+    several messages, and both the reader and the engine can ask for it.
     """
 
-    inside: bool = False
-    _held: str = ""
-
-    def push(self, text: str) -> list[tuple[bool, str]]:
-        """Take more text; returns the pieces that are certain now."""
-        text = self._held + text
-        self._held = ""
-        pieces: list[tuple[bool, str]] = []
-        while text:
-            tag = CLOSE if self.inside else OPEN
-            at = text.find(tag)
-            if at >= 0:
-                pieces.append((self.inside, text[:at]))
-                self.inside = not self.inside
-                text = text[at + len(tag) :]
-                continue
-            keep = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
-            pieces.append((self.inside, text[: len(text) - keep]))
-            self._held = text[len(text) - keep :]
-            break
-        return [(reasoning, piece) for reasoning, piece in pieces if piece]
-
-    def finish(self) -> list[tuple[bool, str]]:
-        """End the text: the part that was held back was no tag."""
-        held, self._held = self._held, ""
-        return [(self.inside, held)] if held else []
-
-
-def split_reasoning(text: str, inside: bool = False) -> tuple[str, str]:
-    splitter = ReasoningSplitter(inside)
-    pieces = splitter.push(text) + splitter.finish()
-    return (
-        "".join(piece for reasoning, piece in pieces if reasoning),
-        "".join(piece for reasoning, piece in pieces if not reasoning),
-    )
-
-
-class ReasoningView(Collapsible):
-    """The model's reasoning before its answer, folded: a click or Enter opens it."""
-
-    def __init__(self) -> None:
-        self._markdown = _new_markdown()
-        self._num_words = 0
-        super().__init__(self._markdown, title="reasoning", collapsed=True)
-
-    async def append_text(self, text: str, lines_ahead: int = 0) -> None:
-        await self._markdown.append_text(text, lines_ahead)
-        self._num_words += len(text.split())
-        # Only now: a title that has not been mounted yet would keep its first words.
-        self.title = f"reasoning · about {plural(self._num_words, 'word')}"
-
-    def end(self) -> None:
-        self._markdown.end()
-
-
-class AnswerView(Growing, Vertical):
-    """The model's answer, growing, and below it one line about its length, speed and end."""
-
     BLANK = True  # see `TurnView`
 
-    def __init__(self, answer: Answer) -> None:
-        super().__init__()
-        self.answer = answer
-        self._pending: list[str] = [answer.text] if answer.text else []
-        self._splitter = ReasoningSplitter(answer.in_reasoning)
-        self._part: ReasoningView | ModelMarkdown | None = None  # the one that grows now
-        self._summary = Static(Content("…"), classes="summary")
-        self.block_marks = Gutter(answer)
-
-    def compose(self) -> ComposeResult:
-        yield self.block_marks
-        yield self._summary
-
-    async def on_mount(self) -> None:
-        if self._pending:  # it was said before it is shown
-            await self.end()
-
-    def begin(self, in_reasoning: bool) -> None:
-        """The prompt is computed; ``in_reasoning``: the template has opened the reasoning already."""
-        self._splitter.inside = in_reasoning
-
-    def add(self, text: str) -> None:
-        """More of the answer; it is shown by the next `flush`, so that many tokens cost one layout."""
-        self._pending.append(text)
-
-    async def flush(self, lines_ahead: int = 0) -> None:
-        """Show the added text. ``lines_ahead``: see `ModelMarkdown.append_text`."""
-        if self._pending:
-            text = "".join(self._pending)
-            self._pending.clear()
-            await self._show(self._splitter.push(text), lines_ahead)
-            self.update_summary()
-
-    async def end(self) -> None:
-        """Show the rest: no more will come."""
-        await self.flush()
-        await self._show(self._splitter.finish(), lines_ahead=0)
-        if self._part is not None:
-            self._part.end()
-        self.update_summary()
-
-    async def _show(self, pieces: list[tuple[bool, str]], lines_ahead: int) -> None:
-        for reasoning, text in pieces:
-            if self._part is None or isinstance(self._part, ReasoningView) != reasoning:
-                text = text.lstrip()
-                if not text:
-                    continue
-                if self._part is not None:
-                    self._part.end()
-                self._part = ReasoningView() if reasoning else _new_markdown()
-                await self.mount(self._part, before=self._summary)
-            await self._part.append_text(text, lines_ahead)
-
-    def update_summary(self) -> None:
-        update_in_place(self._summary, Content(summary(self.answer)))
-
-
-def reading(answer: Answer) -> str:
-    """How far the prompt is computed, and for how long it will be."""
-    done, total = answer.num_read_tokens, answer.num_prompt_tokens
-    if not total:
-        return "reading the prompt …"
-    left = f" · {duration(answer.reading_left)} left" if answer.reading_left is not None else ""
-    return f"reading the prompt: {count(done)} of {plural(total, 'token')}{left}"
-
-
-def summary(answer: Answer) -> str:
-    """One line: length, speed, tokens from the cache, and why it ended."""
-    if answer.time_to_first_token is None and answer.finish_reason is None:
-        return reading(answer)
-    words = []
-    if answer.num_output_tokens:
-        words.append(plural(answer.num_output_tokens, "token"))
-    if answer.finish_reason is None:
-        return " · ".join([*words, "…"])
-    if answer.tokens_per_second:
-        words.append(f"{answer.tokens_per_second:.1f} tok/s")
-    if answer.time_to_first_token is not None:
-        words.append(f"first token {duration(answer.time_to_first_token)}")
-    if answer.num_cached_tokens:
-        words.append(f"prompt {count(answer.num_prompt_tokens)}, {count(answer.num_cached_tokens)} cached")
-    if answer.finish_reason != "stop":
-        words.append({"length": "cut at its longest", "abort": "stopped", "lost": "lost"}[answer.finish_reason])
-    return " · ".join(words)
-
-
-class CandidateCard(VerticalScroll, can_focus=True):
-    """One candidate. Enter or a double click accepts it, Space shows it on the whole screen."""
-
-    ALLOW_MAXIMIZE = True
-
-    def __init__(self, index: int) -> None:
-        super().__init__(classes=f"-strand-{index % NUM_COLOURS}")
-        self.index = index
-        self.border_title = str(index + 1)
-        self._text = Static(Content("…"))
-
-    def compose(self) -> ComposeResult:
-        yield self._text
-
-    def on_mount(self) -> None:
-        self.anchor()  # the end is where a text grows
-
-    def show(self, candidate: Candidate, num_common: int) -> None:
-        """Show the text without its first ``num_common`` characters, which are shown above all cards."""
-        text = _text_of(candidate)[num_common:]
-        update_in_place(self._text, Content(f"… {text}" if num_common else text))
-        self.border_subtitle = candidate_facts(candidate)
-
-    def on_click(self, event: events.Click) -> None:
-        if event.chain == 2:
-            self.post_message(CommandAsked("accept", str(self.index + 1)))
-
-    def on_key(self, event: events.Key) -> None:
-        if event.key == "enter":
-            event.stop()
-            self.post_message(CommandAsked("accept", str(self.index + 1)))
-        elif event.key == "space":
-            event.stop()
-            if self.screen.maximized is None:
-                self.screen.maximize(self, container=False)
-            else:
-                self.screen.minimize()
-
-
-def _text_of(candidate: Candidate) -> str:
-    reasoning, answer = split_reasoning(candidate.text)
-    return clean(answer.strip() or reasoning.strip())
-
-
-def num_common(texts: Sequence[str]) -> int:
-    """Characters of whole words with which all texts begin; 0 where it is not worth a line of its own."""
-    length = min(common_length(texts[0], each) for each in texts)
-    while length and not (texts[0][length - 1].isspace() or all(len(each) == length for each in texts)):
-        length -= 1
-    return length if len(texts) > 1 and length >= _LEAST_COMMON else 0
-
-
-def candidate_facts(candidate: Candidate) -> str:
-    """``score -0.54 · 23 tokens · log p -12.3``: the first ones stay where there is little room."""
-    words = [] if candidate.score is None else [f"score {candidate.score:.2f}"]
-    words.append(plural(candidate.num_tokens, "token"))
-    if candidate.finish_reason is not None:
-        words.append("✓" if candidate.finish_reason == "stop" else candidate.finish_reason)
-    if candidate.logprob is not None:
-        words.append(f"log p {candidate.logprob:.1f}")
-    return " · ".join(words)
-
-
-class CandidatesView(Vertical):
-    """The candidates of an answer, in columns where there is room, and below them how it goes."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__()
-        self.answer = answer
-        self._cards = [CandidateCard(index) for index in range(len(answer.candidates))]
-        self._common = Static(classes="common")
-        self._summary = Static(Content(summary(answer)), classes="summary")
-
-    def compose(self) -> ComposeResult:
-        yield self._common
-        with Grid():
-            yield from self._cards
-        yield self._summary
-
-    @property
-    def focused_index(self) -> int:
-        """The number of the card that has the keyboard; of the first where none has."""
-        return next((card.index for card in self._cards if card.has_focus), 0)
-
-    async def on_mount(self) -> None:
-        await self.flush()
-
-    def on_resize(self, event: events.Resize) -> None:
-        columns = max(1, min(len(self._cards), event.size.width // _NARROWEST))
-        self.query_one(Grid).styles.grid_size_columns = columns
-
-    async def end(self) -> None:
-        await self.flush()
-
-    async def flush(self, lines_ahead: int = 0) -> None:
-        """Show the candidates as they stand now."""
-        candidates = self.answer.candidates
-        common = num_common([_text_of(each) for each in candidates])
-        self._common.display = bool(common)
-        if common:
-            whole = _text_of(candidates[0])[:common].rstrip()
-            shown = whole if len(whole) <= _MOST_COMMON else "… " + whole[-_MOST_COMMON:]
-            update_in_place(self._common, Content(f"all begin: {shown}"))
-        for card, candidate in zip(self._cards, candidates, strict=False):
-            card.show(candidate, common)
-        self.update_summary()
-
-    def update_summary(self) -> None:
-        answer, last = self.answer, min(9, len(self._cards))
-        done = sum(candidate.finish_reason is not None for candidate in answer.candidates)
-        if answer.time_to_first_token is None and answer.is_open:
-            text = summary(answer)
-        elif not answer.is_open:
-            text = f"1 … {last}, a double click, or Tab and Enter accepts one · Space: the whole screen"
-        elif done == len(self._cards):  # a beam search may go on, see `BeamSearchParams.early_stopping`
-            text = f"searching for better ones · 1 … {last} accepts one and ends the search"
-        else:
-            text = f"{done} of {len(self._cards)} have ended · 1 … {last} accepts one and stops the others"
-        update_in_place(self._summary, Content(text))
-
-
-class TurnView(Growing, Vertical):
-    """A question, its answer or the candidates for one, and where other branches begin here."""
-
-    BLANK = True  # its children draw all that there is: Textual need not make its lines, anew with each new size
-
-    def __init__(self, turn: Turn, branch: str) -> None:
-        super().__init__()
-        self.turn = turn
-        self.answer_view: AnswerView | CandidatesView = _view_of(turn)
-        self._branch = Static(classes="branch")
-        self.show_branch(branch)
-
-    def compose(self) -> ComposeResult:
-        yield self._branch
-        yield Question(self.turn.question)
-        yield self.answer_view
-
-    def show_branch(self, branch: str) -> None:
-        """``2/3``: the second of three branches; empty where there is only one."""
-        self._branch.update(Content(f"‹ {branch} ›  Alt+← →" if branch else ""))
-        self._branch.display = bool(branch)
-
-    async def show_answer(self) -> None:
-        """Build the answer's view anew: a candidate has been accepted, or the text goes on."""
-        before, self.answer_view = self.answer_view, _view_of(self.turn)
-        await self.mount(self.answer_view, after=before)
-        await before.remove()
-
-
-def _welcome() -> Static:
-    return Static(Content(WELCOME), id="welcome")
-
-
-def _view_of(turn: Turn) -> AnswerView | CandidatesView:
-    return CandidatesView(turn.answer) if turn.answer.candidates else AnswerView(turn.answer)
-
-
-class Transcript(Growing, VerticalScroll, can_focus=True):
-    """Turns and notes in order. One turn can be selected: the keys for edit, copy and the like act on it."""
-
-    BLANK = True  # see `TurnView`
+    shown: var[range] = var(range(0))
+    """The part of the list that is mounted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._selected: TurnView | None = None
+        self._items: list[Turn | Remark] = []
+        self._views: list[TurnView | Note] = []  # of the items that are mounted
+        self._heights: dict[Turn | Remark, int] = {}  # of those that were, at this width
+        self._conversation = Conversation()
+        self._selected: Turn | None = None
         self._pool: Pool | None = None  # as the gutters were shown last
+        self._above, self._below = Blank(), Blank()
+        self._changing = asyncio.Lock()
+        self._follows = False  # a change of the mounted part is due
 
     def compose(self) -> ComposeResult:
-        yield _welcome()
+        yield self._above
+        yield Static(Content(WELCOME), id="welcome")
+        yield self._below
 
     def on_mount(self) -> None:
         self.anchor()
 
     @property
     def turn_views(self) -> list[TurnView]:
-        return [child for child in self.children if isinstance(child, TurnView)]
+        """Those of the turns that are mounted."""
+        return [view for view in self._views if isinstance(view, TurnView)]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """All turns, in order."""
+        return [item for item in self._items if isinstance(item, Turn)]
 
     def show_blocks(self, pool: Pool | None) -> None:
         """Show beside the answers in sight which blocks hold them."""
@@ -411,58 +111,221 @@ class Transcript(Growing, VerticalScroll, can_focus=True):
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
         self.show_blocks(self._pool)
+        self._follow()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._heights.clear()
+        self.call_after_refresh(self._settle)
 
     def view_of(self, turn: Turn) -> TurnView | None:
+        """The view of a turn; None where it is not mounted."""
         return next((view for view in self.turn_views if view.turn is turn), None)
 
     async def show_path(self, conversation: Conversation) -> None:
         """Show the conversation's turns; those that are shown already stay as they are."""
-        turns, views = conversation.turns, self.turn_views
-        same = sum(1 for _ in takewhile(lambda pair: pair[0].turn is pair[1], zip(views, turns, strict=False)))
-        if views[same:]:
-            # All that stands below the first turn that goes belongs to the branch that is left.
-            await self.remove_children(self.children[self.children.index(views[same]) :])
-        if self._selected not in self.turn_views:
-            self.select(None)
-        added = [TurnView(turn, "") for turn in turns[same:]]
-        if added:
-            await self._add(*added)
-        for view in self.turn_views:
-            siblings = conversation.siblings(view.turn)
-            place = siblings.index(view.turn) + 1
-            view.show_branch(f"{place}/{len(siblings)}" if len(siblings) > 1 else "")
-        if added:
-            self.anchor()  # a user who asks wants to see the answer
+        async with self._changing:
+            self._conversation = conversation
+            turns, before = conversation.turns, self.turns
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(before, turns, strict=False)))
+            end = len(self._items)
+            if before[same:]:
+                # All that stands below the first turn that goes belongs to the branch that is left.
+                end = self._items.index(before[same])
+            if self._selected not in turns:
+                self.select(None)
+            await self._replace(end, turns[same:])
+            for view in self.turn_views:
+                view.show_branch(self._branch(view.turn))
+
+    def _branch(self, turn: Turn) -> str:
+        siblings = self._conversation.siblings(turn)
+        return f"{siblings.index(turn) + 1}/{len(siblings)}" if len(siblings) > 1 else ""
+
+    async def _replace(self, end: int, added: Sequence[Turn | Remark]) -> None:
+        """Have other items from number ``end`` on. Turns are brought into sight: a user who asks wants to see the
+        answer. A note is only where the reader is at the end.
+        """
+        self._measure()
+        asked = any(isinstance(each, Turn) for each in added)
+        with self.app.batch_update():
+            if asked:
+                await self.query("#welcome").remove()
+            shown = self.shown
+            if end < shown.stop:
+                await self._mount(range(min(shown.start, end), end))
+            self._items[end:] = added
+            heights, screen = self._all_heights(), max(1, self.size.height)
+            if (asked and not self.shown) or end < self.shown.start:
+                await self._mount(window.ending(heights, screen))
+            elif self.shown.stop == end:
+                await self._mount(window.grown(self.shown, heights, screen))
+            elif asked:
+                await self._mount(window.ending(heights, screen))
+            else:
+                self._make_room()
+        if asked:
+            self.anchor()
+        self.call_after_refresh(self._settle)
 
     async def add_note(self, text: str, kind: str = "info") -> None:
-        await self._add(Note(text, kind))
-
-    async def _add(self, *widgets: Static | TurnView) -> None:
-        if any(isinstance(each, TurnView) for each in widgets):
-            await self.query("#welcome").remove()
-        await self.mount_all(widgets)
+        async with self._changing:
+            await self._replace(len(self._items), [Remark(text, kind)])
 
     async def clear(self) -> None:
-        self._selected = None
-        await self.remove_children()
-        await self.mount(_welcome())
-        self.anchor()
+        """Show the welcome, and nothing else."""
+        async with self._changing:
+            self._selected, self._kept = None, None
+            self._heights.clear()
+            with self.app.batch_update():
+                await self._mount(range(0))
+                self._items.clear()
+                self._make_room()
+                if not self.query("#welcome"):
+                    await self.mount(Static(Content(WELCOME), id="welcome"), after=self._above)
+            self.anchor()
+
+    async def _mount(self, wanted: range) -> None:
+        """Have this part of the list mounted."""
+        kept = range(max(wanted.start, self.shown.start), min(wanted.stop, self.shown.stop))
+        if not kept:
+            kept = range(wanted.start, wanted.start)
+            gone, self._views = self._views, []
+        else:
+            gone = [*self._views[: kept.start - self.shown.start], *self._views[kept.stop - self.shown.start :]]
+            self._views = self._views[kept.start - self.shown.start : kept.stop - self.shown.start]
+        if gone:
+            await self.remove_children(gone)
+        before = [self._view(self._items[each]) for each in range(wanted.start, kept.start)]
+        after = [self._view(self._items[each]) for each in range(kept.stop, wanted.stop)]
+        first = self._views[0] if self._views else self._below
+        self._views = [*before, *self._views, *after]
+        if before:
+            await self.mount_all(before, before=first)
+        if after:
+            await self.mount_all(after, before=self._below)
+        self.shown = wanted
+        self._make_room()
+
+    def _view(self, item: Turn | Remark) -> TurnView | Note:
+        if isinstance(item, Remark):
+            return Note(item.text, item.kind)
+        view = TurnView(item, self._branch(item))
+        view.set_class(item is self._selected, "-selected")
+        return view
+
+    def _make_room(self) -> None:
+        heights = self._all_heights()
+        for blank, height in (
+            (self._above, sum(heights[: self.shown.start])),
+            (self._below, sum(heights[self.shown.stop :])),
+        ):
+            if blank.styles.height is None or blank.styles.height.value != height:
+                blank.styles.height = height
+
+    def _all_heights(self) -> list[int]:
+        """Lines of each item: as it was mounted last, or about."""
+        width = max(20, self.size.width - 4)
+        return [self._heights.get(each) or _lines(each, width) for each in self._items]
+
+    def _measure(self) -> None:
+        """Note the heights of what is mounted and has its place; they hold until the width changes."""
+        placed = [view for view in [*self._views, self._below] if view.virtual_region.width]
+        tops = [view.virtual_region.y - view.styles.margin.top for view in placed]
+        known = dict(zip(self._views, (self._items[each] for each in self.shown), strict=True))
+        for view, top, bottom in zip(placed, tops, tops[1:], strict=False):
+            if bottom > top and not isinstance(view, Blank):
+                self._heights[known[view]] = bottom - top
+
+    def _follow(self) -> None:
+        """Mount what the reader comes near to, soon."""
+        top, screen = self.scroll_offset.y, self.size.height
+        spare = int(window.SPARE * screen)
+        near_top = self.shown.start > 0 and top - spare < self._above.virtual_region.bottom
+        near_end = self.shown.stop < len(self._items) and top + screen + spare > self._below.virtual_region.y
+        if (near_top or near_end) and screen and not self._follows:
+            self._follows = True
+            self.call_after_refresh(self._move)
+
+    async def _move(self) -> None:
+        """Mount the part around what is in sight, which stays where it is on the screen."""
+        async with self._changing:
+            try:
+                if not self._items:
+                    return
+                self._measure()
+                heights, screen, top = self._all_heights(), self.size.height, self.scroll_offset.y
+                wanted = window.around(
+                    heights, top - int(window.AHEAD * screen), top + int((1 + window.AHEAD) * screen)
+                )
+                if self.shown and any(isinstance(each, Turn) and each.answer.is_open for each in self._mounted_items()):
+                    wanted = range(min(wanted.start, self.shown.start), self.shown.stop)  # the answer grows in its view
+                await self._show_around(wanted, *window.at(heights, top))
+            finally:
+                self._follows = False
+        self.call_after_refresh(self._settle)
+
+    async def _show_around(self, wanted: range, index: int, line: int) -> None:
+        with self.app.batch_update():
+            await self._mount(wanted)
+            if index in wanted:
+                self.keep_place(self._views[index - wanted.start], line)
+
+    def _mounted_items(self) -> list[Turn | Remark]:
+        return [self._items[each] for each in self.shown]
+
+    def _settle(self) -> None:
+        """After a layout: all has its place. Where it became less than was expected, more is mounted."""
+        if self._changing.locked():
+            return
+        self.give_place_up()
+        self._measure()
+        self._follow()
+
+    async def bring(self, turn: Turn) -> TurnView | None:
+        """Have a turn mounted, and in sight; returns its view, None where the turn is not among those shown."""
+        async with self._changing:
+            if turn not in self._items:
+                return None
+            if (view := self.view_of(turn)) is None:
+                self._measure()
+                heights, screen, index = self._all_heights(), self.size.height, self._items.index(turn)
+                top = sum(heights[:index])
+                self.release_anchor()
+                wanted = window.around(
+                    heights, top - int(window.AHEAD * screen), top + int((1 + window.AHEAD) * screen)
+                )
+                await self._show_around(wanted, index, -(screen // 3))
+                view = self.view_of(turn)
+                self.call_after_refresh(self._settle)
+            return view
 
     @property
     def selected(self) -> Turn | None:
-        return self._selected.turn if self._selected is not None else None
+        return self._selected
 
-    def select(self, view: TurnView | None) -> None:
-        if self._selected is not None:
-            self._selected.remove_class("-selected")
-        self._selected = view
+    def select(self, turn: Turn | None) -> None:
+        """Select a turn, mounted or not, or none."""
+        self._selected = turn
+        for view in self.turn_views:
+            view.set_class(view.turn is turn, "-selected")
+
+    async def go_to(self, turn: Turn) -> None:
+        """Select a turn and bring it into sight."""
+        self.select(turn)
+        view = await self.bring(turn)
         if view is not None:
-            view.add_class("-selected")
-            self.scroll_to_widget(view, animate=False)
+            self.call_after_refresh(self.scroll_to_widget, view, animate=False)
 
-    def select_next(self, step: int) -> None:
+    async def select_next(self, step: int) -> None:
         """Select the turn below (1) or above (-1) the selected one; past the last one, none."""
-        views = self.turn_views
-        at = views.index(self._selected) if self._selected in views else len(views)
+        turns = self.turns
+        at = turns.index(self._selected) if self._selected in turns else len(turns)
         at = max(0, at + step)
-        self.select(views[at] if at < len(views) else None)
+        if at < len(turns):
+            await self.go_to(turns[at])
+        else:
+            self.select(None)
+
+
+def _lines(item: Turn | Remark, width: int) -> int:
+    return 2 if isinstance(item, Remark) else lines_of(item, width)

@@ -1,0 +1,158 @@
+"""A conversation of hundreds of turns: only those near the screen are widgets, and none of it is to be noticed."""
+
+from __future__ import annotations
+
+import pytest
+from driving import ask, chat, say, screen, seen, until
+from hypothesis import given
+from hypothesis import strategies as st
+from textual.pilot import Pilot
+
+from minillm.ui.chat import window
+from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.transcript import Transcript
+
+pytestmark = pytest.mark.anyio
+
+_heights = st.lists(st.integers(1, 9), min_size=1, max_size=30)
+
+
+def long_conversation(num_turns: int) -> Conversation:
+    conversation = Conversation()
+    for number in range(num_turns):
+        answer = conversation.ask(f"question {number}.")
+        lines = "\n\n".join(f"line {each} of answer {number}." for each in range(1 + number % 7))
+        answer.text, answer.finish_reason = lines, "stop"
+    return conversation
+
+
+async def opened(pilot: Pilot[None], num_turns: int = 300) -> Transcript:
+    talk = screen(pilot).talk
+    await talk.open_conversation(long_conversation(num_turns))
+    await pilot.pause()
+    return talk.transcript
+
+
+def check(transcript: Transcript) -> None:
+    """What is mounted is a part of the list without a gap, and covers the screen."""
+    turns = transcript.turns
+    mounted = [view.turn for view in transcript.turn_views]
+    first = turns.index(mounted[0])
+    assert mounted == turns[first : first + len(mounted)]
+    assert len(mounted) < 60
+    top, end = transcript.scroll_y, transcript.scroll_y + transcript.size.height
+    assert transcript.turn_views[0].virtual_region.y <= top + 1 or first == 0
+    assert transcript.turn_views[-1].virtual_region.bottom >= end - 2 or mounted[-1] is turns[-1]
+
+
+@given(_heights, st.integers(-20, 300), st.integers(1, 50))
+def test_the_mounted_part_is_where_the_lines_are(heights: list[int], first: int, num_lines: int) -> None:
+    owners = [index for index, height in enumerate(heights) for _ in range(height)]  # of each line, one after another
+    in_sight = [owner for line, owner in enumerate(owners) if first <= line < first + num_lines]
+    assert list(window.around(heights, first, first + num_lines)) == sorted(set(in_sight))
+    assert set(window.ending(heights, num_lines)) == set(owners[-num_lines:])
+    if 0 <= first < len(owners):
+        index, line = window.at(heights, first)
+        assert index == owners[first]
+        assert sum(heights[:index]) + line == first
+
+
+async def test_the_end_is_shown_and_little_is_mounted() -> None:
+    async with chat(size=(100, 40)) as pilot:
+        transcript = await opened(pilot)
+        await until(pilot, lambda: "answer 299." in seen(pilot))
+        assert len(transcript.turns) == 300
+        check(transcript)
+        assert transcript.scroll_y == transcript.max_scroll_y > 1000
+
+
+async def test_page_by_page_to_the_top_every_turn_comes_by() -> None:
+    async with chat(size=(100, 40)) as pilot:
+        transcript = await opened(pilot, 80)
+        come: set[int] = set()
+        for _ in range(200):
+            shown = seen(pilot)
+            come |= {number for number in range(80) if f"question {number}." in shown}
+            if not transcript.scroll_y:
+                break
+            await pilot.press("pageup")
+            await until(pilot, lambda: transcript._kept is None and not transcript._follows)
+            check(transcript)
+        assert come == set(range(80))
+
+
+async def test_ctrl_home_and_ctrl_end_go_all_the_way() -> None:
+    async with chat(size=(100, 40)) as pilot:
+        transcript = await opened(pilot)
+        await pilot.press("ctrl+home")
+        await until(pilot, lambda: "question 0." in seen(pilot))
+        check(transcript)
+        await pilot.press("ctrl+end")
+        await until(pilot, lambda: "answer 299." in seen(pilot))
+        check(transcript)
+        assert transcript.scroll_y == transcript.max_scroll_y
+
+
+async def test_what_is_in_sight_stays_where_it_is_when_more_is_mounted_above() -> None:
+    async with chat(size=(100, 40)) as pilot:
+        transcript = await opened(pilot)
+        for _ in range(40):
+            before, shown = seen(pilot).splitlines(), transcript.shown
+            await pilot.press("ctrl+up")
+            await until(pilot, lambda: transcript._kept is None and not transcript._follows)
+            after = seen(pilot).splitlines()
+            rows = slice(transcript.region.y, transcript.region.bottom - 1)
+            width = transcript.region.width - 2
+            above, below = [row[:width] for row in before[rows]], [row[:width] for row in after[rows]]
+            assert above[:-1] == below[1:], (shown, transcript.shown)
+
+
+async def test_an_answer_after_the_reader_went_far_up() -> None:
+    async with chat(size=(100, 40)) as pilot:
+        transcript = await opened(pilot)
+        await pilot.press("ctrl+home")
+        await until(pilot, lambda: "question 0." in seen(pilot))
+        await ask(pilot, "echo the end")
+        await until(pilot, lambda: "the end" in seen(pilot))
+        check(transcript)
+        assert transcript.turn_views[-1].turn.answer.text == "the end"
+
+
+async def test_a_talk_that_grows_mounts_no_more_than_a_few_screens() -> None:
+    async with chat(size=(100, 20)) as pilot:
+        for number in range(25):
+            await ask(pilot, f"echo number {number}")
+        await pilot.pause()
+        transcript = screen(pilot).talk.transcript
+        assert len(transcript.turns) == 25 > len(transcript.turn_views)
+        check(transcript)
+
+
+async def test_selecting_upwards_brings_turns_in_and_a_branch_begins_at_the_selected_one() -> None:
+    async with chat(size=(100, 30)) as pilot:
+        transcript = await opened(pilot, 60)
+        for _ in range(45):
+            await pilot.press("alt+up")
+        await until(pilot, lambda: "question 15." in seen(pilot))
+        assert transcript.selected is transcript.turns[15]
+        await say(pilot, "/regenerate")
+        talk = screen(pilot).talk
+        await until(pilot, lambda: talk.run is None and len(transcript.turns) == 16)
+        await until(pilot, lambda: "2/2" in seen(pilot))
+        await pilot.press("alt+left")  # the other branch, with its 44 turns more
+        await until(pilot, lambda: len(transcript.turns) == 60)
+        await until(pilot, lambda: "1/2" in seen(pilot) and "question 15." in seen(pilot))
+        check(transcript)
+
+
+async def test_notes_stay_between_the_turns_where_they_were_made() -> None:
+    async with chat(size=(100, 20)) as pilot:
+        transcript = await opened(pilot, 30)
+        await transcript.add_note("a note of now")
+        for number in range(12):
+            await ask(pilot, f"echo number {number}")
+        await pilot.press("ctrl+home")
+        await until(pilot, lambda: "question 0." in seen(pilot))
+        assert "a note of now" not in seen(pilot)
+        await transcript.bring(transcript.turns[30])
+        await until(pilot, lambda: "a note of now" in seen(pilot) and "number 0" in seen(pilot))

@@ -1,0 +1,136 @@
+"""An answer on the screen: its reasoning, folded, its text, which grows, and a line about it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.widgets import Collapsible, Static
+
+from minillm.ui.chat.conversation import Answer
+from minillm.ui.chat.gutter import Gutter
+from minillm.ui.chat.reasoning import ReasoningSplitter
+from minillm.ui.drawing import update_in_place
+from minillm.ui.numbers import count, duration, plural
+from minillm.ui.textual_internals import Growing
+
+if TYPE_CHECKING:
+    from minillm.ui.chat.markdown import ModelMarkdown
+
+
+def _new_markdown() -> ModelMarkdown:
+    # Its import takes a tenth of the time until the first screen, which needs none.
+    from minillm.ui.chat.markdown import ModelMarkdown
+
+    return ModelMarkdown()
+
+
+class ReasoningView(Collapsible):
+    """The model's reasoning before its answer, folded: a click or Enter opens it."""
+
+    def __init__(self) -> None:
+        self._markdown = _new_markdown()
+        self._num_words = 0
+        super().__init__(self._markdown, title="reasoning", collapsed=True)
+
+    async def append_text(self, text: str, lines_ahead: int = 0) -> None:
+        await self._markdown.append_text(text, lines_ahead)
+        self._num_words += len(text.split())
+        # Only now: a title that has not been mounted yet would keep its first words.
+        self.title = f"reasoning · about {plural(self._num_words, 'word')}"
+
+    def end(self) -> None:
+        self._markdown.end()
+
+
+class AnswerView(Growing, Vertical):
+    """The model's answer, growing, and below it one line about its length, speed and end."""
+
+    BLANK = True  # see `TurnView`
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+        self._pending: list[str] = [answer.text] if answer.text else []
+        self._splitter = ReasoningSplitter(answer.in_reasoning)
+        self._part: ReasoningView | ModelMarkdown | None = None  # the one that grows now
+        self._summary = Static(Content("…"), classes="summary")
+        self.block_marks = Gutter(answer)
+
+    def compose(self) -> ComposeResult:
+        yield self.block_marks
+        yield self._summary
+
+    async def on_mount(self) -> None:
+        if self._pending:  # it was said before it is shown
+            await (self.flush() if self.answer.is_open else self.end())
+
+    def begin(self, in_reasoning: bool) -> None:
+        """The prompt is computed; ``in_reasoning``: the template has opened the reasoning already."""
+        self._splitter.inside = in_reasoning
+
+    def add(self, text: str) -> None:
+        """More of the answer; it is shown by the next `flush`, so that many tokens cost one layout."""
+        self._pending.append(text)
+
+    async def flush(self, lines_ahead: int = 0) -> None:
+        """Show the added text. ``lines_ahead``: see `ModelMarkdown.append_text`."""
+        if self._pending:
+            text = "".join(self._pending)
+            self._pending.clear()
+            await self._show(self._splitter.push(text), lines_ahead)
+            self.update_summary()
+
+    async def end(self) -> None:
+        """Show the rest: no more will come."""
+        await self.flush()
+        await self._show(self._splitter.finish(), lines_ahead=0)
+        if self._part is not None:
+            self._part.end()
+        self.update_summary()
+
+    async def _show(self, pieces: list[tuple[bool, str]], lines_ahead: int) -> None:
+        for reasoning, text in pieces:
+            if self._part is None or isinstance(self._part, ReasoningView) != reasoning:
+                text = text.lstrip()
+                if not text:
+                    continue
+                if self._part is not None:
+                    self._part.end()
+                self._part = ReasoningView() if reasoning else _new_markdown()
+                await self.mount(self._part, before=self._summary)
+            await self._part.append_text(text, lines_ahead)
+
+    def update_summary(self) -> None:
+        update_in_place(self._summary, Content(summary(self.answer)))
+
+
+def reading(answer: Answer) -> str:
+    """How far the prompt is computed, and for how long it will be."""
+    done, total = answer.num_read_tokens, answer.num_prompt_tokens
+    if not total:
+        return "reading the prompt …"
+    left = f" · {duration(answer.reading_left)} left" if answer.reading_left is not None else ""
+    return f"reading the prompt: {count(done)} of {plural(total, 'token')}{left}"
+
+
+def summary(answer: Answer) -> str:
+    """One line: length, speed, tokens from the cache, and why it ended."""
+    if answer.time_to_first_token is None and answer.finish_reason is None:
+        return reading(answer)
+    words = []
+    if answer.num_output_tokens:
+        words.append(plural(answer.num_output_tokens, "token"))
+    if answer.finish_reason is None:
+        return " · ".join([*words, "…"])
+    if answer.tokens_per_second:
+        words.append(f"{answer.tokens_per_second:.1f} tok/s")
+    if answer.time_to_first_token is not None:
+        words.append(f"first token {duration(answer.time_to_first_token)}")
+    if answer.num_cached_tokens:
+        words.append(f"prompt {count(answer.num_prompt_tokens)}, {count(answer.num_cached_tokens)} cached")
+    if answer.finish_reason != "stop":
+        words.append({"length": "cut at its longest", "abort": "stopped", "lost": "lost"}[answer.finish_reason])
+    return " · ".join(words)

@@ -1,0 +1,145 @@
+"""The candidates of an answer on the screen: one card each, to choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import Grid, Vertical, VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
+
+from minillm.cache.runs import common_length
+from minillm.text.safe import clean
+from minillm.ui.chat.answer_view import summary
+from minillm.ui.chat.conversation import Answer, Candidate
+from minillm.ui.chat.reasoning import split_reasoning
+from minillm.ui.drawing import update_in_place
+from minillm.ui.engine_app import CommandAsked
+from minillm.ui.memory.strands import NUM_COLOURS
+from minillm.ui.numbers import plural
+
+_NARROWEST = 26  # columns of a candidate's card
+_LEAST_COMMON, _MOST_COMMON = 16, 400  # characters with which all candidates begin
+
+
+class CandidateCard(VerticalScroll, can_focus=True):
+    """One candidate. Enter or a double click accepts it, Space shows it on the whole screen."""
+
+    ALLOW_MAXIMIZE = True
+
+    def __init__(self, index: int) -> None:
+        super().__init__(classes=f"-strand-{index % NUM_COLOURS}")
+        self.index = index
+        self.border_title = str(index + 1)
+        self._text = Static(Content("…"))
+
+    def compose(self) -> ComposeResult:
+        yield self._text
+
+    def on_mount(self) -> None:
+        self.anchor()  # the end is where a text grows
+
+    def show(self, candidate: Candidate, num_common: int) -> None:
+        """Show the text without its first ``num_common`` characters, which are shown above all cards."""
+        text = text_of(candidate)[num_common:]
+        update_in_place(self._text, Content(f"… {text}" if num_common else text))
+        self.border_subtitle = candidate_facts(candidate)
+
+    def on_click(self, event: events.Click) -> None:
+        if event.chain == 2:
+            self.post_message(CommandAsked("accept", str(self.index + 1)))
+
+    def on_key(self, event: events.Key) -> None:
+        if event.key == "enter":
+            event.stop()
+            self.post_message(CommandAsked("accept", str(self.index + 1)))
+        elif event.key == "space":
+            event.stop()
+            if self.screen.maximized is None:
+                self.screen.maximize(self, container=False)
+            else:
+                self.screen.minimize()
+
+
+def text_of(candidate: Candidate) -> str:
+    reasoning, answer = split_reasoning(candidate.text)
+    return clean(answer.strip() or reasoning.strip())
+
+
+def num_common(texts: Sequence[str]) -> int:
+    """Characters of whole words with which all texts begin; 0 where it is not worth a line of its own."""
+    length = min(common_length(texts[0], each) for each in texts)
+    while length and not (texts[0][length - 1].isspace() or all(len(each) == length for each in texts)):
+        length -= 1
+    return length if len(texts) > 1 and length >= _LEAST_COMMON else 0
+
+
+def candidate_facts(candidate: Candidate) -> str:
+    """``score -0.54 · 23 tokens · log p -12.3``: the first ones stay where there is little room."""
+    words = [] if candidate.score is None else [f"score {candidate.score:.2f}"]
+    words.append(plural(candidate.num_tokens, "token"))
+    if candidate.finish_reason is not None:
+        words.append("✓" if candidate.finish_reason == "stop" else candidate.finish_reason)
+    if candidate.logprob is not None:
+        words.append(f"log p {candidate.logprob:.1f}")
+    return " · ".join(words)
+
+
+class CandidatesView(Vertical):
+    """The candidates of an answer, in columns where there is room, and below them how it goes."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+        self._cards = [CandidateCard(index) for index in range(len(answer.candidates))]
+        self._common = Static(classes="common")
+        self._summary = Static(Content(summary(answer)), classes="summary")
+
+    def compose(self) -> ComposeResult:
+        yield self._common
+        with Grid():
+            yield from self._cards
+        yield self._summary
+
+    @property
+    def focused_index(self) -> int:
+        """The number of the card that has the keyboard; of the first where none has."""
+        return next((card.index for card in self._cards if card.has_focus), 0)
+
+    async def on_mount(self) -> None:
+        await self.flush()
+
+    def on_resize(self, event: events.Resize) -> None:
+        columns = max(1, min(len(self._cards), event.size.width // _NARROWEST))
+        self.query_one(Grid).styles.grid_size_columns = columns
+
+    async def end(self) -> None:
+        await self.flush()
+
+    async def flush(self, lines_ahead: int = 0) -> None:
+        """Show the candidates as they stand now."""
+        candidates = self.answer.candidates
+        common = num_common([text_of(each) for each in candidates])
+        self._common.display = bool(common)
+        if common:
+            whole = text_of(candidates[0])[:common].rstrip()
+            shown = whole if len(whole) <= _MOST_COMMON else "… " + whole[-_MOST_COMMON:]
+            update_in_place(self._common, Content(f"all begin: {shown}"))
+        for card, candidate in zip(self._cards, candidates, strict=False):
+            card.show(candidate, common)
+        self.update_summary()
+
+    def update_summary(self) -> None:
+        answer, last = self.answer, min(9, len(self._cards))
+        done = sum(candidate.finish_reason is not None for candidate in answer.candidates)
+        if answer.time_to_first_token is None and answer.is_open:
+            text = summary(answer)
+        elif not answer.is_open:
+            text = f"1 … {last}, a double click, or Tab and Enter accepts one · Space: the whole screen"
+        elif done == len(self._cards):  # a beam search may go on, see `BeamSearchParams.early_stopping`
+            text = f"searching for better ones · 1 … {last} accepts one and ends the search"
+        else:
+            text = f"{done} of {len(self._cards)} have ended · 1 … {last} accepts one and stops the others"
+        update_in_place(self._summary, Content(text))

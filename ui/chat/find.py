@@ -1,0 +1,75 @@
+"""Search in a conversation's data: the places where its turns say something, whether they are on the screen or not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from minillm.text.safe import clean
+from minillm.ui.chat.candidates import num_common, text_of
+from minillm.ui.chat.conversation import Answer, Turn
+from minillm.ui.chat.reasoning import ReasoningSplitter
+from minillm.ui.chat.turn_view import shortened
+
+
+@dataclass(frozen=True)
+class Place:
+    """Something that was found: the place of this number in a turn's texts."""
+
+    turn: Turn
+    number: int
+
+
+@dataclass
+class Finder:
+    """Finds words in turns. It keeps their texts, for those of a long conversation take a moment to make."""
+
+    _texts: WeakKeyDictionary[Turn, tuple[object, list[str]]] = field(default_factory=WeakKeyDictionary)
+
+    def find(self, turns: Sequence[Turn], words: str) -> list[Place]:
+        """All places of ``words`` in questions and answers, from the top; in any case of letters."""
+        if not words:
+            return []
+        pattern, found = pattern_of(words), []
+        for turn in turns:
+            count = sum(1 for text in self._texts_of(turn) for _ in pattern.finditer(text))
+            found += [Place(turn, number) for number in range(count)]
+        return found
+
+    def _texts_of(self, turn: Turn) -> list[str]:
+        answer = turn.answer
+        version = len(answer.text), tuple(each.text for each in answer.candidates)
+        known = self._texts.get(turn)
+        if known is None or known[0] != version:
+            known = self._texts[turn] = version, texts_of(turn)
+        return known[1]
+
+
+def pattern_of(words: str) -> re.Pattern[str]:
+    """The words as they stand, in any case of letters."""
+    return re.compile(re.escape(words), re.IGNORECASE)
+
+
+def texts_of(turn: Turn) -> list[str]:
+    """The texts of a turn as they are on the screen, from the top: without Markdown's marks."""
+    question, candidates = shortened(clean(turn.question)), [text_of(each) for each in turn.answer.candidates]
+    if candidates:
+        common = num_common(candidates)
+        return [question, *(text[common:] for text in candidates)]
+    return [question, *_answer_texts(turn.answer)]
+
+
+def _answer_texts(answer: Answer) -> list[str]:
+    # Its import takes a tenth of the time until the first screen, which needs none.
+    from minillm.ui.chat.markdown import plain_texts
+
+    splitter = ReasoningSplitter(answer.in_reasoning)
+    parts: list[tuple[bool, str]] = []
+    for reasoning, text in [*splitter.push(answer.text), *splitter.finish()]:
+        if parts and parts[-1][0] == reasoning:
+            parts[-1] = reasoning, parts[-1][1] + text
+        elif text.strip():
+            parts.append((reasoning, text.lstrip()))
+    return [text for _, part in parts for text in plain_texts(part)]
