@@ -95,6 +95,7 @@ class Tokenizer:
         self._prefix, self._suffix = self._wrapping()
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
         self.has_chat_template = chat_template is not None
+        self.chat_template = chat_template or ""
         self.has_thinking_switch = self._template is not None and self._template.has_thinking_switch
         self._given: ChatTemplate | None = None  # the one that a caller gave last
 

@@ -56,6 +56,8 @@ def _plain_tool(tool: Any, where: str) -> dict[str, Any]:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise UsageError(f"{where}.parameters must be a JSON schema, not {shown(parameters)}")
+    if parameters is not None and parameters.get("type", "object") != "object":
+        raise UsageError(f"{where}.parameters must be the schema of an object, not of {shown(parameters['type'])}")
     empty = {"type": "object", "properties": {}}
     plain["parameters"] = empty if parameters is None else _plain_json(parameters, f"{where}.parameters")
     return {"type": "function", "function": plain}
