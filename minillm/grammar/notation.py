@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import llguidance
 
 # Between two tokens of JSON. Small models that may write any amount of white space sometimes write nothing else.
-_WHITE_SPACE = r" {1,2}|\r?\n[ \t]{0,48}"
+WHITE_SPACE = r" {1,2}|\r?\n[ \t]{0,48}"
 # For one step of one sequence: 14 ms and 2.5 ms at the library's own rates.
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 200_000,
@@ -38,7 +38,7 @@ def notation(kind: str, source: str) -> str:
         schema = {"type": "object"} if kind == "json_object" else json.loads(source)
         if isinstance(schema, bool):  # anything, and nothing
             schema = {} if schema else {"enum": []}
-        text: str = matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE})
+        text: str = matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITE_SPACE})
     elif kind == "regex":
         text = matcher.grammar_from_regex(source)
     elif kind == "choice":

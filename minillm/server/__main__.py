@@ -71,7 +71,8 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
     threading.Thread(target=calls.read, args=(sys.stdin.buffer,), daemon=True).start()
     facts = loaded(engine, name, time.monotonic() - began)
     sizes = (engine.scheduler.max_num_seqs, engine.runner.model.config.vocab_size)
-    send(messages.Ready(facts, *sizes, defaults=dict(engine.defaults)))
+    template = "" if engine.tokenizer is None else engine.tokenizer.chat_template
+    send(messages.Ready(facts, *sizes, defaults=dict(engine.defaults), chat_template=template))
     while True:
         while not (engine.has_work and calls.jobs.empty()):
             job = calls.jobs.get()

@@ -30,6 +30,7 @@ from minillm.server.generating import Asked, Generating, error_json
 from minillm.server.metrics import Metrics
 from minillm.server.openapi import document
 from minillm.server.seats import Seats
+from minillm.server.tool_choice import call_form, choice_of, shown_tools
 
 _PING_SECONDS = 15.0  # after which a silent stream of events says that it is alive
 _MOST_WATCHERS = 32
@@ -122,16 +123,16 @@ async def _chat(service: Service, request: Request) -> Generating:
     body = bodies.read_body(ChatBody, request.state.body)
     body.check()
     service.check_model(body.model)
-    for name in ("tools", "tool_choice"):
-        value = getattr(body, name)
-        if value not in (None, [], "none"):
-            raise BadField(f"{name}: not supported", name)
+    choice = choice_of(body)
+    params = body.params(service.facts.defaults)
+    if (grammar := choice.grammar(call_form(service.facts.chat_template))) is not None:
+        params["grammar"] = grammar
     name, tenant = f"chatcmpl-{secrets.token_hex(12)}", request.state.tenant
     call = messages.Complete(
         name,
         tenant,
-        body.conversation(),
-        body.params(service.facts.defaults),
+        body.conversation([dict(tool) for tool in choice.tools] or None),
+        params,
         streamed=bool(body.stream),
         wants_ids=body.return_token_ids,
         keep=body.keep,
@@ -139,7 +140,9 @@ async def _chat(service: Service, request: Request) -> Generating:
         salt=_salt(tenant, body.cache_salt),
     )
     frame = Frame(name, service.names[0], "chat.completion")
-    return _generating(service, body, Asked(tenant, [call], frame, ChatForm(bool(body.logprobs)), bool(body.stream)))
+    form = ChatForm(bool(body.logprobs), choice.reader)
+    asked = Asked(tenant, [call], frame, form, bool(body.stream), grammar_field="tools" if choice.required else "")
+    return _generating(service, body, asked)
 
 
 async def _completions(service: Service, request: Request) -> Generating:
@@ -224,7 +227,7 @@ async def _tokenize(service: Service, request: Request) -> Response:
         raise BadField("give either prompt or messages", "prompt")
     prompt: Any = body.prompt
     if body.messages is not None:
-        prompt = messages.Conversation(body.messages, body.add_generation_prompt)
+        prompt = messages.Conversation(body.messages, body.add_generation_prompt, tools=shown_tools(body.tools))
     make = partial(
         messages.Tokenize, prompt=prompt, add_special_tokens=body.add_special_tokens, parse_special=body.parse_special
     )
@@ -262,7 +265,7 @@ async def _pin(service: Service, request: Request) -> Response:
         raise BadField("give either prompt or messages", "prompt")
     prompt: Any = body.prompt
     if body.messages is not None:
-        prompt = messages.Conversation(body.messages, add_generation_prompt=False)
+        prompt = messages.Conversation(body.messages, add_generation_prompt=False, tools=shown_tools(body.tools))
     elif not prompt:
         raise BadField("prompt is empty; give at least one token", "prompt")
     tenant = request.state.tenant

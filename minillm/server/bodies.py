@@ -215,15 +215,15 @@ class ChatBody(_Generation):
     continue_final_message: bool = False
     modalities: list[Literal["text"]] | None = None
 
-    def conversation(self) -> Conversation | None:
-        """The conversation for the engine; None behind a fork without messages."""
+    def conversation(self, tools: list[dict[str, Any]] | None = None) -> Conversation | None:
+        """The conversation for the engine, which shows ``tools``; None behind a fork without messages."""
         if self.messages is None:
             if self.fork_of is None:
                 raise BadField("messages is missing", "messages")
             return None
         if self.fork_of is not None:
             raise BadField("messages: a fork goes on with the answer itself; leave messages out", "messages")
-        return Conversation(self.messages, self.add_generation_prompt, self.continue_final_message)
+        return Conversation(self.messages, self.add_generation_prompt, self.continue_final_message, tools)
 
     def check(self) -> None:
         super().check()
@@ -249,6 +249,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None  # with messages
     add_special_tokens: bool = True
     parse_special: bool = False  # control tokens that the text spells are control tokens
     add_generation_prompt: bool = True
@@ -267,6 +268,7 @@ class PrefixBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None  # with messages
     cache_salt: str | None = None
 
 

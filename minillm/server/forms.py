@@ -2,40 +2,90 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.server.answers import Json, chat_logprobs, extras, prompt_entry, text_logprobs
 from minillm.server.engine_process import Answer
 from minillm.server.messages import Completion, Text
+from minillm.server.parts import Arguments, Called, Part, PlainReader, Reader, Said
 
 
 @dataclass
 class ChatForm:
-    """Messages of an assistant."""
+    """Messages of an assistant; ``reader`` makes a reader of an answer."""
 
     has_logprobs: bool
+    reader: Callable[[], Reader] = PlainReader
+    _readers: dict[int, Reader] = field(default_factory=dict)  # of streams, by completion
+    _calling: set[int] = field(default_factory=set)  # completions that have called a tool
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
+        self._readers[index] = self.reader()
         return _choice(index, delta={"role": "assistant", "content": ""})
 
-    def piece(self, number: int, text: Text) -> Json | None:
-        delta = {"content": text.text} if text.text else {}
-        if not (delta or text.finish_reason or text.token_ids or (self.has_logprobs and text.tokens)):
-            return None
-        found = _choice(text.index, delta=delta, reason=text.finish_reason)
+    def pieces(self, number: int, text: Text) -> list[Json]:
+        reader = self._readers[text.index]
+        parts = reader.push(text.text)
+        if text.finish_reason:
+            parts += reader.finish()
+        if any(isinstance(part, Called) for part in parts):
+            self._calling.add(text.index)
+        deltas = [_delta(part) for part in parts]
+        has_more = text.finish_reason or text.token_ids or (self.has_logprobs and text.tokens)
+        if not deltas and not has_more:
+            return []
+        found = [_choice(text.index, delta=delta) for delta in deltas or [{}]]
+        last = found[-1]
+        last["finish_reason"] = _reason(text.finish_reason, text.index in self._calling)
         if self.has_logprobs and text.tokens:
-            found["logprobs"] = chat_logprobs(text.tokens)
-        return with_ids(found, text)
+            last["logprobs"] = chat_logprobs(text.tokens)
+        return [*found[:-1], with_ids(last, text)]
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
         return [self._whole(each) for each in completions]
 
     def _whole(self, each: Completion) -> Json:
-        message = {"role": "assistant", "content": each.text, "refusal": None}
+        reader = self.reader()
+        message = _message([*reader.push(each.text), *reader.finish()])
         logprobs = chat_logprobs(each.tokens) if self.has_logprobs else None
-        found = {"index": each.index, "message": message, "logprobs": logprobs, "finish_reason": each.finish_reason}
+        reason = _reason(each.finish_reason, "tool_calls" in message)
+        found = {"index": each.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return with_ids({**found, **extras(each)}, each)
+
+
+def _message(parts: list[Part]) -> Json:
+    """The message that parts are together."""
+    said = "".join(part.text for part in parts if isinstance(part, Said))
+    message: Json = {"role": "assistant", "content": said, "refusal": None}
+    calls = [_call(part.id, part.name) for part in parts if isinstance(part, Called)]
+    for part in parts:
+        if isinstance(part, Arguments):
+            calls[part.index]["function"]["arguments"] += part.text
+    if calls:
+        message |= {"content": said or None, "tool_calls": calls}
+    return message
+
+
+def _delta(part: Part) -> Json:
+    """What a part adds to a message."""
+    match part:
+        case Said(text):
+            return {"content": text}
+        case Called(index, name, function):
+            return {"tool_calls": [{"index": index, **_call(name, function)}]}
+        case Arguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _call(name: str, function: str) -> Json:
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": ""}}
+
+
+def _reason(reason: str | None, has_called: bool) -> str | None:
+    """Why an answer ended: one that calls tools has ended for that, unless it was cut short."""
+    return "tool_calls" if has_called and reason == "stop" else reason
 
 
 @dataclass
@@ -55,13 +105,13 @@ class TextForm:
             found["logprobs"] = text_logprobs(answer.began.prompt_tokens)
         return found
 
-    def piece(self, number: int, text: Text) -> Json | None:
+    def pieces(self, number: int, text: Text) -> list[Json]:
         if not (text.text or text.finish_reason or text.token_ids or (self.has_logprobs and text.tokens)):
-            return None
+            return []
         found = self._choice(number, text.index, text.text, text.finish_reason)
         if self.has_logprobs:
             found["logprobs"] = text_logprobs(text.tokens)
-        return with_ids(found, text)
+        return [with_ids(found, text)]
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
         best = completions

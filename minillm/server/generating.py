@@ -27,8 +27,8 @@ class Form(Protocol):
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
         """The choice that precedes the texts of a stream."""
 
-    def piece(self, number: int, text: Text) -> Json | None:
-        """The choice of a chunk of a stream; None where there is nothing to say yet."""
+    def pieces(self, number: int, text: Text) -> list[Json]:
+        """The choices of chunks of a stream; none where there is nothing to say yet."""
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
         """The choices of a prompt's answer."""
@@ -44,6 +44,7 @@ class Asked:
     form: Form
     streamed: bool
     has_usage: bool = False  # the stream ends with the use of tokens
+    grammar_field: str = ""  # the field of which the grammar was made; errors name it
     priority: int = 0
 
     @property
@@ -55,12 +56,12 @@ class Asked:
 class Failed(Exception):
     """A request that ends with an error."""
 
-    def __init__(self, status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    def __init__(self, status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = (), field: str = "") -> None:
         super().__init__(message)
-        self.status, self.headers = status, headers
+        self.status, self.headers, self.field = status, headers, field
 
     def json(self) -> Json:
-        return error_json(self.status, str(self))
+        return error_json(self.status, str(self), self.field)
 
 
 def error_json(status: int, message: str, field: str = "", code: str | None = None) -> Json:
@@ -139,7 +140,7 @@ class Generating:
         while any(answer.ended is None for answer in answers):
             await news.wait()
             news.clear()
-            _raise_refused(answers)
+            _raise_refused(answers, self.asked.grammar_field)
         choices: list[Json] = []
         for number, answer in enumerate(answers):
             choices += self._end(number, answer)
@@ -170,13 +171,13 @@ class Generating:
             news.clear()
             choices: list[Json] = []
             if not self._started:
-                _raise_refused(answers)
+                _raise_refused(answers, self.asked.grammar_field)
             for number in sorted(left):
                 answer = answers[number]
                 texts = answer.take()
                 ended = answer.ended
                 if isinstance(ended, Refused):
-                    _raise_refused(answers)
+                    _raise_refused(answers, self.asked.grammar_field)
                 elif ended is not None:
                     left.discard(number)
                     texts += [_as_text(answer.request_id, each) for each in ended.completions]
@@ -186,8 +187,7 @@ class Generating:
                         if (opening := form.first(number, text.index, answer)) is not None:
                             choices.append(opening)
                     counts[number] += text.num_tokens
-                    if (choice := form.piece(number, text)) is not None:
-                        choices.append(choice)
+                    choices += form.pieces(number, text)
                 if ended is not None:
                     self._count(answer, counts[number])
             if choices:
@@ -220,11 +220,13 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _raise_refused(answers: Sequence[Answer]) -> None:
+def _raise_refused(answers: Sequence[Answer], grammar_field: str) -> None:
     for answer in answers:
         if isinstance(answer.ended, Refused):
-            status = {"usage": 400, "capacity": 400}.get(answer.ended.kind, 500)
-            raise Failed(status, answer.ended.error)
+            status, error = {"usage": 400, "capacity": 400}.get(answer.ended.kind, 500), answer.ended.error
+            if grammar_field and error.startswith("grammar: "):
+                raise Failed(status, f"{grammar_field}: {error.removeprefix('grammar: ')}", field=grammar_field)
+            raise Failed(status, error)
 
 
 def _as_text(request_id: str, each: Completion) -> Text:

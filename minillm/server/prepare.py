@@ -40,6 +40,7 @@ def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, specia
             prompt.messages,
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
+            tools=prompt.tools,
         )
     if isinstance(prompt, str):
         if not driver.engine.requests.tokenizer:

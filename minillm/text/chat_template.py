@@ -11,9 +11,12 @@ from minillm.errors import UsageError
 from minillm.text.control_tokens import END_OF_MESSAGE
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import Sandbox
+from minillm.text.tools import knows_tools, plain_calls, plain_tools, texts_in, written_down
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name")
+_KEYS_OF = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}  # besides
+_EMPTY_KEYS = ("refusal", "audio", "function_call", "annotations", "tool_calls", "reasoning_content")  # as answers have
 _MEMORY_BYTES = 512 << 20
 _MAX_CHARACTERS = 16 << 20  # of all messages together
 
@@ -43,11 +46,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         thinks: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The conversation as text.
 
         Args:
             messages: see `plain_messages`. A developer is the system to a template that does not know the role.
+            tools: see `minillm.text.tools.plain_tools`. For a template that knows none they are text of the system.
             add_generation_prompt: end with the beginning of an answer.
             continue_final_message: end inside the last message, so that generation goes on with it.
             thinks: whether the model is to think first, where the template has that switch; None: as it is without.
@@ -56,17 +61,20 @@ class ChatTemplate:
         template is broken, or takes too long, too much memory or too much text.
         """
         own = plain_messages(messages)
+        shown_tools = plain_tools(tools) if tools else None
+        limit = 4 * sum(map(len, texts_in([own, shown_tools]))) + (1 << 18)
+        if not knows_tools(self.source):
+            own, shown_tools = written_down(own, shown_tools), None
         last = own[-1]["content"]
         for message in own:
             if message["role"] == "developer" and "developer" not in self.source:
                 message["role"] = "system"
         # The space tells whether the template trims its messages.
         own[-1]["content"] += f"{END_OF_MESSAGE} " if continue_final_message else ""
-        variables = {**self._variables, "messages": own, "tools": None, "documents": None}
+        variables = {**self._variables, "messages": own, "tools": shown_tools, "documents": None}
         if thinks is not None:
             variables["enable_thinking"] = thinks
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
-        limit = 4 * sum(len(text) for message in own for text in message.values()) + (1 << 18)
         answer = self._sandbox.ask({"template": self.source, "variables": variables, "limit": limit})
         if "refused" in answer:
             raise UsageError(f"the model's chat template: {clean_line(str(answer['refused']), 300)}")
@@ -83,11 +91,12 @@ def _up_to_end(text: str, content: str) -> str:
     return text[:end].rstrip() if trims else text[:end]
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages in their one form: a role, text as content, and a name where one was given.
 
-    Content may also be None, which is empty, or a list of parts of text, which are joined by newlines. Raises
-    UsageError for an unknown role or key, or content that is not text.
+    An assistant's may have ``tool_calls`` (see `minillm.text.tools.plain_calls`) and ``reasoning_content``, a tool's
+    has a ``tool_call_id``. Content may also be None, which is empty, or a list of parts of text, which are joined by
+    newlines. Raises UsageError for an unknown role or key, or content that is not text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         form = '{"role": "user", "content": "…"}'
@@ -95,24 +104,31 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]
     if not messages:
         raise UsageError("the conversation is empty; give at least one message")
     plain = [_plain_message(message) for message in messages]
-    if sum(len(text) for message in plain for text in message.values()) > _MAX_CHARACTERS:
+    if sum(map(len, texts_in(plain))) > _MAX_CHARACTERS:
         raise UsageError(f"the conversation is longer than {_MAX_CHARACTERS:,} characters; shorten it")
     return plain
 
 
-def _plain_message(message: Mapping[str, Any]) -> dict[str, str]:
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UsageError(f'a message is {{"role": "user", "content": "…"}}, not {type(message).__name__}')
-    check_names(message, _KEYS, "key of a message")
-    if message.get("role") not in ROLES:
-        raise UsageError(f"unknown role {shown(message.get('role'))}; known: {', '.join(ROLES)}")
-    if "content" not in message:
+    role = message.get("role")
+    if role == "assistant":  # clients send answers back as they got them
+        message = {key: value for key, value in message.items() if key not in _EMPTY_KEYS or value not in (None, [])}
+    known = _KEYS_OF.get(role, ()) if isinstance(role, str) else ()
+    check_names(message, (*_KEYS, *known), "key of a message")
+    if role not in ROLES:
+        raise UsageError(f"unknown role {shown(role)}; known: {', '.join(ROLES)}")
+    if "content" not in message and "tool_calls" not in message:
         raise UsageError("a message without content; give it as text")
-    content = message["content"]
+    content = message.get("content")
     parts = content if isinstance(content, list | tuple) else [] if content is None else [content]
     plain = {**message, "content": "\n".join(map(_text_of, parts))}
-    if not isinstance(plain.get("name", ""), str):
-        raise UsageError(f"the name in a message must be text, not {shown(message['name'])}")
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if not isinstance(plain.get(key, ""), str):
+            raise UsageError(f"the {key} in a message must be text, not {shown(message[key])}")
+    if "tool_calls" in plain:
+        plain["tool_calls"] = plain_calls(plain["tool_calls"])
     return plain
 
 

@@ -37,6 +37,7 @@ from minillm.text.safe import clean_line
 from minillm.text.sandbox import SECONDS, Sandbox
 from minillm.text.stop import StreamingDetokenizer
 from minillm.text.token_bytes import TokenBytes
+from minillm.text.tools import plain_tools, with_texts
 
 _REASONING_TAGS = ("<think>", "</think>")  # templates look for them in the assistant's words
 _MAX_VOCAB = 1 << 24
@@ -94,6 +95,7 @@ class Tokenizer:
         self._prefix, self._suffix = self._wrapping()
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
         self.has_chat_template = chat_template is not None
+        self.chat_template = chat_template or ""
         self.has_thinking_switch = self._template is not None and self._template.has_thinking_switch
         self._given: ChatTemplate | None = None  # the one that a caller gave last
 
@@ -223,8 +225,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         thinks: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """A conversation as ids: control tokens come from the template alone, never from a message.
+        """A conversation as ids: control tokens come from the template alone, never from a message or a tool.
 
         ``chat_template`` is a Jinja template in place of the model's own; for the others see `ChatTemplate.render`.
 
@@ -245,6 +248,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             thinks=thinks,
+            tools=None if tools is None else with_texts(plain_tools(tools), self._user_broken),
         )
         ids = self._ids(text)
         meant = self._user_spellings.count(text)
@@ -252,10 +256,19 @@ class Tokenizer:
             ids = [i for piece in text.split(BREAK) for i in self._ids(piece)]
         return ids
 
-    def _broken(self, message: Mapping[str, str]) -> dict[str, str]:
+    def _broken(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message with every control token in its texts broken."""
-        spellings = self._assistant_spellings if message["role"] == "assistant" else self._user_spellings
-        return {key: spellings.broken(admissible(text)) if key != "role" else text for key, text in message.items()}
+        own = ("content", "reasoning_content") if message["role"] == "assistant" else ()
+        broken: dict[str, Any] = {}
+        for key, value in message.items():
+            if key in own:
+                broken[key] = self._assistant_spellings.broken(admissible(value))
+            else:
+                broken[key] = value if key == "role" else with_texts(value, self._user_broken)
+        return broken
+
+    def _user_broken(self, text: str) -> str:
+        return self._user_spellings.broken(admissible(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; special tokens have none. Bytes that are no UTF-8 become U+FFFD."""

@@ -306,6 +306,7 @@ def test_bad_conversations_are_refused(messages: Any) -> None:
         ({"content": [3]}, "must be text, not int"),
         ({"content": b"x"}, "must be text, not bytes"),
         ({"content": "x", "tool_calls": []}, "unknown key of a message 'tool_calls'; known: content, name, role"),
+        ({"content": "x", "tool_call_id": "1"}, "unknown key of a message 'tool_call_id'"),
         ({"text": "x"}, "unknown key of a message 'text'"),
         ({}, "a message without content"),
     ],

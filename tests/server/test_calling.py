@@ -1,0 +1,152 @@
+"""Tools over HTTP, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from running_server import Server, served
+
+MESSAGES: Any = [{"role": "user", "content": "Weather?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"town": {"enum": ["Bern", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["town", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "description": "Of a town", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+SAYS = 'I see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bern", "days": 2}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One with room for a prompt that tells of tools, a token a byte."""
+    directory = shutil.copytree(tiny, tmp_path_factory.mktemp("models") / "tiny")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    with served(directory, "--num-blocks", "1024") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+
+
+def create(client: openai.OpenAI, **more: Any) -> Any:
+    fields = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 900, "seed": 1, **more}
+    return client.chat.completions.create(**fields)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("more", [{"n": 4}, {"temperature": 0}, {"parallel_tool_calls": False}], ids=str)
+def test_a_call_that_must_be_is_valid(client: openai.OpenAI, choice: Any, more: dict[str, Any]) -> None:
+    for each in create(client, tool_choice=choice, **more).choices:
+        assert each.finish_reason == "tool_calls"
+        assert each.message.content is None
+        assert each.message.tool_calls
+        for call in each.message.tool_calls:
+            arguments = json.loads(call.function.arguments)
+            if choice is NAMED:
+                assert call.function.name == "weather"
+            if call.function.name == "weather":
+                jsonschema.validate(arguments, SCHEMA)
+            else:
+                assert arguments == {}
+        if choice is NAMED or "parallel_tool_calls" in more:
+            assert len(each.message.tool_calls) == 1
+
+
+def test_a_stream_tells_the_name_first_and_then_the_arguments(client: openai.OpenAI) -> None:
+    whole = create(client, tool_choice=NAMED).choices[0].message.tool_calls[0].function
+    text, pieces, reasons = "", 0, []
+    for chunk in create(client, tool_choice=NAMED, stream=True):
+        for each in chunk.choices:
+            reasons += [each.finish_reason] if each.finish_reason else []
+            for call in each.delta.tool_calls or ():
+                assert call.index == 0
+                if pieces == 0:
+                    assert (call.type, call.function.name, call.function.arguments) == ("function", "weather", "")
+                    assert call.id
+                else:
+                    assert call.id is None
+                text += call.function.arguments
+                pieces += 1
+    assert text == whole.arguments
+    assert pieces > 3, "the arguments come as they are written"
+    assert reasons == ["tool_calls"]
+
+
+def test_openais_own_stream_puts_a_call_together(client: openai.OpenAI) -> None:
+    fields: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "max_tokens": 900}
+    with client.chat.completions.stream(**fields, seed=3) as stream:
+        done = stream.get_final_completion()
+    assert done.choices[0].message.tool_calls
+    for call in done.choices[0].message.tool_calls:
+        json.loads(call.function.arguments)
+
+
+def test_a_free_answer_may_call(client: openai.OpenAI) -> None:
+    body = {"guided_choice": [SAYS]}
+    [choice] = create(client, extra_body=body).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I see.")
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"town": "Bern", "days": 2})
+    with client.chat.completions.stream(model="tiny", messages=MESSAGES, tools=TOOLS, extra_body=body) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.content == "I see."
+    assert message.tool_calls
+    assert message.tool_calls[0].function.arguments == call.function.arguments
+    for more in ({"tool_choice": "none"}, {"tools": [TOOLS[1]]}):
+        [choice] = create(client, extra_body=body, **more).choices
+        assert (choice.finish_reason, choice.message.content) == ("stop", SAYS)
+
+
+def test_the_conversation_goes_on_with_the_tools_answer(client: openai.OpenAI) -> None:
+    asked = create(client, tool_choice="required", parallel_tool_calls=False).choices[0].message
+    answer: Any = {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": "rain"}
+    done = create(client, messages=[*MESSAGES, asked, answer], max_tokens=5)
+    assert done.usage.prompt_tokens > create(client, max_tokens=5).usage.prompt_tokens
+
+
+def test_tools_are_part_of_the_prompt(client: openai.OpenAI, server: Server) -> None:
+    with_tools = create(client, max_tokens=1).usage.prompt_tokens
+    without = create(client, max_tokens=1, tool_choice="none").usage.prompt_tokens
+    assert with_tools > without + 50
+    count = httpx.post(f"{server.url}/tokenize", json={"messages": MESSAGES, "tools": TOOLS}).json()["count"]
+    assert count == with_tools
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", r"tools\[0\]\.function\.name"),
+        ({"tools": [{"type": "function"}]}, "tools", r"tools\[0\]\.function"),
+        ({"tools": "x"}, "tools", "tools"),
+        ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "two have the name clock"),
+        ({"tool_choice": "always"}, "tool_choice", "must be none, auto, required or"),
+        ({"tool_choice": {"type": "function", "function": {"name": "w"}}}, "tool_choice", "there is no tool 'w'"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice", "must be none"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "there are no tools"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "other form"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {"a": {"type": "nothing"}}}}}]}, "tools", "tools.*refused"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, None, r"tool_calls\[0\]"),
+        ({"messages": [*MESSAGES, {"role": "user", "content": "x", "tool_calls": []}]}, None, "unknown key"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str | None, said: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=said) as caught:
+        create(client, **fields)
+    assert caught.value.param == param

@@ -1,0 +1,187 @@
+"""Calls of tools: found in texts, wherever they are cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minillm.grammar.grammar import Grammar, grammar_of
+from minillm.server.parts import Arguments, Called, Part, Said
+from minillm.server.tool_calls import CallReader, ForcedReader, JsonScanner
+from minillm.server.tool_choice import CallForm, Choice, call_form
+
+F = '{"name": "f", "arguments": {"a": "} </tool_call> \\" {", "b": [1, {}]}}'
+G = '{"name": "g", "parameters": {}}'
+F_ARGUMENTS = {"a": '} </tool_call> " {', "b": [1, {}]}
+BOTH = [("f", F_ARGUMENTS), ("g", {})]
+BROKEN = "<tool_call>{x}</tool_call>"
+NO_OBJECT = '<tool_call>{"name": "g", "arguments": [1]}</tool_call>'
+# text, content, calls
+CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
+    "words": ("Hello  you\n", "Hello  you\n", []),
+    "hermes": (f"<tool_call>\n{F}\n</tool_call>", "", [("f", F_ARGUMENTS)]),
+    "hermes, twice": (f"<tool_call>{F}</tool_call>\n<tool_call>\n{G}</tool_call>\n", "", BOTH),
+    "hermes, a list": (f"<tool_call>[{F}, {G}]</tool_call>", "", [("f", F_ARGUMENTS), ("g", {})]),
+    "hermes, not closed": (f"<tool_call>{G}", "", [("g", {})]),
+    "words before": (f"Let me see.\n\n<tool_call>{G}</tool_call>", "Let me see.", [("g", {})]),
+    "words behind": (f"A <tool_call>{G}</tool_call> B", "A\nB", [("g", {})]),
+    "llama": (G, "", [("g", {})]),
+    "llama, python": (f"<|python_tag|>{F}; {G}", "", [("f", F_ARGUMENTS), ("g", {})]),
+    "llama, typed": ('{"type": "function", "name": "g", "parameters": {}}', "", [("g", {})]),
+    "openai's": ('{"type": "function", "function": {"name": "g", "arguments": "{\\"x\\": 1}"}}', "", [("g", {"x": 1})]),
+    "mistral": (f" [{F}, {G}]", "", [("f", F_ARGUMENTS), ("g", {})]),
+    "an unknown tool": ('<tool_call>{"name": "h"}</tool_call>', '<tool_call>{"name": "h"}</tool_call>', []),
+    "broken": ('<tool_call>{"name": "g", x}</tool_call>', '<tool_call>{"name": "g", x}</tool_call>', []),
+    "cut short": ('<tool_call>{"name": "g", "argu', '<tool_call>{"name": "g", "argu', []),
+    "broken, then a call": (f"{BROKEN} <tool_call>{G}</tool_call>", BROKEN, [("g", {})]),
+    "other JSON": ('{"name": "Ada", "age": 3}', '{"name": "Ada", "age": 3}', []),
+    "no object": (NO_OBJECT, NO_OBJECT, []),
+    "a list of words": ("[1] is one\n[2] is two", "[1] is one\n[2] is two", []),
+    "in words": (f"So {G}", f"So {G}", []),
+    "the tag alone": ("<tool_call>", "<tool_call>", []),
+    "tags within tags": (f"<tool_call><tool_call>{G}</tool_call>", "<tool_call>", [("g", {})]),
+    "nothing": ("", "", []),
+    "spaces": (" \n", " \n", []),
+}  # fmt: skip
+
+
+def together(parts: list[Part]) -> tuple[str, list[tuple[str, Any]]]:
+    """Content and calls; the parts must come in order."""
+    names: list[str] = []
+    arguments: list[str] = []
+    said = ""
+    for part in parts:
+        match part:
+            case Said(text):
+                assert text
+                said += text
+            case Called(index, call_id, name):
+                assert index == len(names)
+                assert call_id.isalnum()
+                assert len(call_id) == 9
+                names.append(name)
+                arguments.append("")
+            case Arguments(index, text):
+                assert index == len(names) - 1
+                arguments[index] += text
+    return said, [(name, json.loads(text)) for name, text in zip(names, arguments, strict=True)]
+
+
+def read(reader: Any, text: str, cuts: list[int]) -> list[Part]:
+    places = [0, *sorted(cuts), len(text)]
+    pieces = [text[a:b] for a, b in pairwise(places)]
+    return [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_are_found_wherever_the_text_is_cut(name: str) -> None:
+    text, said, calls = CASES[name]
+    for cuts in ([], list(range(len(text))), *([cut] for cut in range(len(text)))):
+        assert together(read(CallReader({"f", "g"}, 16), text, cuts)) == (said, calls), cuts
+
+
+@given(
+    st.lists(st.sampled_from(["<tool_call>", "</tool_call>", G, F, "{", "}", '"', " ", "\n", "x", "<", "["])), st.data()
+)
+def test_a_reading_does_not_depend_on_the_cuts(pieces: list[str], data: Any) -> None:
+    text = "".join(pieces)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+    whole = together(read(CallReader({"f", "g"}, 16), text, []))
+    assert together(read(CallReader({"f", "g"}, 16), text, cuts)) == whole
+    if not whole[1]:
+        assert whole[0] == text, "where there is no call, nothing is lost"
+
+
+def test_words_do_not_wait_for_the_end() -> None:
+    reader = CallReader({"f"}, 16)
+    assert reader.push("Hello") == [Said("Hello")]
+    assert reader.push(" you <") == [Said(" you")]
+    assert reader.push("b>") == [Said(" <b>")]
+    reader = CallReader({"f"}, 16)
+    assert reader.push('{"x') == [Said('{"x')], "that can be no call any more"
+
+
+def test_calls_beyond_the_most_are_dropped() -> None:
+    text = f"<tool_call>{G}</tool_call><tool_call>{F}</tool_call>"
+    assert together(read(CallReader({"f", "g"}, 1), text, [])) == ("", [("g", {})])
+
+
+def test_a_long_call_is_read_in_linear_time() -> None:
+    scanner = JsonScanner()
+    text = json.dumps({"a": "x{" * 50_000})
+    assert [scanner.feed(each) for each in text] == [None] * (len(text) - 1) + [1]
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda each: st.lists(each) | st.dictionaries(st.text(), each),
+    )
+)
+def test_the_end_of_json_is_found(value: Any) -> None:
+    text = json.dumps({"v": value})
+    assert JsonScanner().feed(text + "} ]x") == len(text)
+
+
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"n": {"type": "integer"}, "s": {"$ref": "#/$defs/s"}}, "required": ["n"],
+        "$defs": {"s": {"type": "string", "maxLength": 3}}}}},
+    {"type": "function", "function": {"name": "g.h-1", "parameters": {"type": "object"}}},
+]  # fmt: skip
+FORMS = {
+    "hermes": call_form(""),
+    "llama": call_form('{% if tools %}{"name": …, "parameters": {}}<|python_tag|>'),
+    "mistral": call_form("{% if tools %}[AVAILABLE_TOOLS][TOOL_CALLS]"),
+}
+
+
+def test_forms_are_told_apart() -> None:
+    assert len({form.around for form in FORMS.values()}) == 3
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_forced_call_is_what_the_grammar_allows(form: CallForm) -> None:
+    import llguidance
+
+    choice = Choice(tuple(TOOLS), tuple(TOOLS), 3)
+    grammar = grammar_of("grammar", choice.grammar(form))
+    assert isinstance(grammar, Grammar)
+    call = f'{{"name": "f", "{form.arguments}": {{"n": 3, "s": "a{{\\""}}}}'
+    other = f'{{"name": "g.h-1", "{form.arguments}": {{}}}}'
+    before, between, behind = form.around
+    good = [before + call + behind, before + other + behind]
+    if form.has_many:
+        good.append(before + between.join([call, other, call]) + behind)
+    bad = [call[:-1], before + call.replace("3", '"3"') + behind, before + call.replace('"f"', '"h"') + behind]
+    bad += [before + call.replace('"n": 3', '"x": 3') + behind, before + between.join([call] * 4) + behind, "Hi"]
+    bytes_of = llguidance.LLTokenizer("byte")
+    for text in (*good, *bad):
+        matcher = llguidance.LLMatcher(bytes_of, llguidance.LLMatcher.grammar_from_lark(grammar.source))
+        ids = bytes_of.tokenize_str(text)
+        complete = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        assert complete == (text in good), text
+    for text in good:
+        for cuts in ([], list(range(len(text))), [len(text) // 2]):
+            said, calls = together(read(ForcedReader(), text, cuts))
+            assert said == ""
+            assert [name for name, _ in calls] == ["f", "g.h-1", "f"][: len(calls)] or calls == [("g.h-1", {})]
+            for name, arguments in calls:
+                jsonschema.validate(
+                    arguments, next(t for t in TOOLS if t["function"]["name"] == name)["function"]["parameters"]
+                )
+
+
+def test_arguments_of_a_forced_call_do_not_wait_for_the_end() -> None:
+    reader = ForcedReader()
+    [called, first] = reader.push('<tool_call>\n{"name": "f", "arguments": {"n"')
+    assert isinstance(called, Called)
+    assert (called.name, first) == ("f", Arguments(0, '{"n"'))
+    assert reader.push(": 1}") == [Arguments(0, ": 1}")]
+    assert reader.push("}\n</tool_call>") == []
