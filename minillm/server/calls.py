@@ -115,5 +115,5 @@ class CallReader:
     def _command(self, session: str, command: bytes) -> None:
         try:
             self._sessions.handle(session, command)
-        except ValueError as error:
-            sys.stderr.write(f"not a command: {error}\n")
+        except Exception as error:  # an app that speaks nonsense must not end the engine of all others
+            sys.stderr.write(f"command failed: {type(error).__name__}: {error}\n")

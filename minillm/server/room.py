@@ -117,6 +117,9 @@ class Room:
         except MinillmError as error:
             kind = "capacity" if isinstance(error, CapacityError) else "usage"
             self.send(messages.Refused(request_id, str(error), kind))
+        except Exception as error:  # a defect of ours ends one request, not all
+            sys.stderr.write(f"request failed: {type(error).__name__}: {error}\n")
+            self.send(messages.Refused(request_id, "internal error; the server's log says more", "internal"))
 
     def _fitting(self, num_prompt_tokens: int, params: BeamSearchParams | SamplingParams) -> int:
         """Tokens that each completion can have at most in context and pool, for a request that does not say."""

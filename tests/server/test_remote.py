@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -144,3 +145,25 @@ def test_addresses(url: str, shown: str) -> None:
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(UsageError, match="give an address like"):
         Address.parse(url)
+
+
+def test_commands_that_make_no_sense_do_not_end_the_engine(server: Server) -> None:
+    with httpx.stream("GET", f"{server.url}/v1/session", timeout=30) as events:
+        lines = events.iter_lines()
+        session = json.loads(next(lines))["session"]
+        for line in (
+            b"nonsense",
+            b'{"message": "Fly"}',
+            b'{"message": "Generate", "request_id": "r", "conversation": "c", "messages": [{}], "params": {}}',
+            b'{"message": "Generate", "request_id": "r", "conversation": "c", "messages": [{"role": "user", '
+            b'"content": "x"}], "params": {"max_tokens": [1], "beam_width": {}}}',
+            b'{"message": "Generate", "request_id": "r", "conversation": "c", "messages": [], "params": {"x": 1}}',
+            b'{"message": "Inspect", "block": -5}',
+            b'{"message": "Keep", "request_id": "none", "index": 9}',
+            b'{"message": "Load", "model": "other", "options": {}}',
+            b'{"message": "Pin", "system": "\\u0000"}',
+            b'{"message": "Report", "every": 1e300}',
+        ):
+            httpx.post(f"{server.url}/v1/session/{session}", content=line, headers={"content-type": "application/json"})
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
+    assert answer.status_code == 200
