@@ -77,6 +77,11 @@ class EngineConfig:
         "predicted", ("predicted", "optimistic"),
         help="admit a request when the peak that all are heading for fits, or as soon as its prompt does",
     )  # fmt: skip
+    speculate: str = choice(
+        "off", ("off", "lookup"),
+        help="lookup: compute guesses at an answer's next tokens beside the last one, found where its text, or the "
+        "prompt, repeats itself; the tokens are the same, and come sooner where few requests run",
+    )  # fmt: skip
     tensor_parallel_size: int = integer(
         1, 1, _MOST,
         help="processes that share the model, each on a GPU of its own (or all on this CPU); at most as many as the "

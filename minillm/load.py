@@ -15,6 +15,7 @@ from minillm.engine.engine import Engine
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Samples
 from minillm.engine.scheduler import Scheduler
+from minillm.engine.speculation import LookupSamples
 from minillm.errors import UsageError, memory_errors
 from minillm.fit.budget import Budget
 from minillm.model.config import ModelConfig
@@ -133,7 +134,7 @@ def new_engine(
     return Engine(
         runner,
         requests,
-        methods_for(requests, runner, config.seed),
+        methods_for(requests, runner, config.seed, config.speculate),
         guard=guard,
         on_close=on_close,
         source=description.served_by,
@@ -141,9 +142,12 @@ def new_engine(
     )
 
 
-def methods_for(requests: Requests, runner: Runner, seed: int = 0) -> dict[type[Params], Method]:
-    """All ways of decoding, by the parameters that ask for them."""
-    return {SamplingParams: Samples(requests, runner, seed), BeamSearchParams: Beams(requests)}
+def methods_for(
+    requests: Requests, runner: Runner, seed: int = 0, speculate: str = "off"
+) -> dict[type[Params], Method]:
+    """All ways of decoding, by the parameters that ask for them. ``speculate``: see `EngineConfig`."""
+    samples = (LookupSamples if speculate == "lookup" else Samples)(requests, runner, seed)
+    return {SamplingParams: samples, BeamSearchParams: Beams(requests)}
 
 
 @dataclass(frozen=True)

@@ -142,13 +142,14 @@ class SequenceGroup:
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """``count`` tokens of one sequence, from ``sequence.num_computed`` on."""
+    """``count`` tokens of one sequence, from ``sequence.num_computed`` on, and perhaps guesses at the next ones."""
 
     group: SequenceGroup
     sequence: Sequence
     count: int
     decodes: bool  # it is the last token of its sequence alone
     row: int = -1  # of the step's logits, if the chunk computes its sequence's last token
+    draft: tuple[int, ...] = ()  # guesses, computed behind the sequence's last token; their rows follow ``row``
 
     @classmethod
     def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:
@@ -170,16 +171,20 @@ class Chunk:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step: the decoding sequences first (one token each, their last), then the chunks of prompts."""
+    """One step: the decoding sequences first (one token each, their last), then the chunks of prompts, then drafts.
+
+    A draft's chunk is a sequence's last token and guesses at the tokens behind it (`minillm.engine.speculation`).
+    """
 
     decodes: list[Chunk] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
+    drafts: list[Chunk] = field(default_factory=list)
     preempted: list[SequenceGroup] = field(default_factory=list)
     moves: HostMoves = field(default_factory=HostMoves)
 
     @property
     def chunks(self) -> list[Chunk]:
-        return self.decodes + self.prefills
+        return self.decodes + self.prefills + self.drafts
 
 
 class Method(Protocol):

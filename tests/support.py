@@ -129,6 +129,7 @@ def engine_for(
     admission: str = "predicted",
     on_device: bool | None = None,
     sharing: Costs | None = FREE,
+    speculate: str = "off",
 ) -> Engine:
     """An engine of its own; ``on_device`` keeps the state of decoding sequences there (by default: on a GPU).
 
@@ -147,7 +148,7 @@ def engine_for(
         runner = Runner(model, *sizes)
     plain = model.config.max_position_embeddings if dynamic else None
     requests = Requests(scheduler, tokenizer, model.config.vocab_size, max_model_len, eos, plain)
-    return Engine(runner, requests, methods_for(requests, runner, seed))
+    return Engine(runner, requests, methods_for(requests, runner, seed, speculate))
 
 
 def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], block_size: int = 4) -> Tensor:

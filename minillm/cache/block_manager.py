@@ -6,6 +6,7 @@ et al. 2023), the way an operating system shares pages between processes after `
 - **fork** shares: the child's table lists the parent's blocks, no bytes move.
 - **append** makes room for more tokens. A last block that others hold too is not written: a fresh one takes its place
   and one copy (source, destination) is recorded. The last owner writes in place.
+- **cut** takes room back that an append gave, down to an earlier token.
 - **free** drops a table; a block that no table holds is free again, or, if it is full and its tokens are known, cached:
   found by the next prompt that begins alike (`prefix_cache.py`), until it is needed for something else. The longest
   unused block goes first, and of a table its tail.
@@ -127,6 +128,22 @@ class BlockManager:
         if end > table.writable:
             self._grow(table, end)
         table.num_tokens = end
+
+    def cut(self, table: BlockTable, num_tokens: int) -> None:
+        """Give back the room behind the first ``num_tokens`` tokens of ``table``; ValueError where it has fewer."""
+        if not 0 <= num_tokens <= table.num_tokens:
+            raise ValueError(f"cut at token {num_tokens} of a sequence of {table.num_tokens}")
+        kept = -(-num_tokens // self.block_size)
+        gone = table.blocks[kept:]
+        del table.blocks[kept:], table.nodes[num_tokens // self.block_size :]
+        # The next append looks whether others hold the last block, or could find it.
+        table.num_tokens = table.writable = num_tokens
+        for block in reversed(gone):
+            self.ref_counts[block] -= 1
+            if not self.ref_counts[block]:
+                self._drop(block)
+        if gone and self.subscribers:
+            self.emit(CacheEvent("cut", table.seq_id, tuple(gone)))
 
     def free(self, table: BlockTable) -> None:
         """Drop ``table``. Its blocks lose one owner each; those without any are free."""

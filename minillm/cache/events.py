@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-EventKind = Literal["allocate", "hit", "fork", "copy", "free", "evict", "preempt", "swap_out", "swap_in"]
+EventKind = Literal["allocate", "hit", "fork", "copy", "cut", "free", "evict", "preempt", "swap_out", "swap_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,7 @@ class CacheEvent:
     allocate    ``seq_id`` took ``blocks`` from the free ones
     fork        ``seq_id`` now shares ``blocks`` with ``parent_id``
     copy        ``seq_id`` writes to ``blocks[1]``, a copy of the shared ``blocks[0]`` (copy-on-write)
+    cut         ``seq_id`` gave ``blocks`` back: the tokens in them were guesses, and wrong
     free        ``seq_id`` is gone; it held ``blocks``
     hit         the new ``seq_id`` found ``blocks`` in the prefix cache
     evict       the cached ``blocks`` are free; ``seq_id`` is -1

@@ -156,7 +156,7 @@ class Engine:
     def _launch(self) -> Step | None:
         """Schedule a step and give it to the device; None where nothing can run."""
         schedule = self.scheduler.schedule()
-        if not schedule.decodes and not schedule.prefills:
+        if not schedule.chunks:
             # A group that had to go while all others only wait for their last token: its blocks must be saved now.
             self.runner.move(schedule)
             return None

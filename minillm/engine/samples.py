@@ -13,7 +13,7 @@ from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
 from minillm.params import SamplingParams
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn
-from minillm.sequence import PROMPT, Chunk, Sequence, SequenceGroup
+from minillm.sequence import PROMPT, Chunk, Flight, Sequence, SequenceGroup
 from minillm.text.stop import OutputText
 
 _SEED_STEP = 0x9E3779B97F4A7C15  # keeps the seeds of a request's samples apart
@@ -62,7 +62,11 @@ class Samples:
             group.sequences.append(other)
         self.requests.fork_prompt(group, leader)
 
-    def launch(self, logits: Tensor, chunks: list[Chunk]) -> Draws:
+    def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
+        return self.draw(logits, chunks)
+
+    def draw(self, logits: Tensor, chunks: list[Chunk]) -> Draws:
+        """Begin to draw the next token of each chunk's sequence, and of those that share its prompt."""
         draws = []
         for chunk in chunks:
             draws.append(chunk)

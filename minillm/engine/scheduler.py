@@ -66,10 +66,11 @@ class Scheduler:
         schedule = Schedule()
         behind = self._decode(schedule)
         budget = self._prefill(behind, self._budget(schedule), schedule)
-        self._admit_waiting(budget, schedule)
+        budget = self._admit_waiting(budget, schedule)
         if gone := set(schedule.preempted):
             schedule.decodes = [chunk for chunk in schedule.decodes if chunk.group not in gone]
             schedule.prefills = [chunk for chunk in schedule.prefills if chunk.group not in gone]
+        self._take_drafts(budget, schedule)
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
@@ -103,8 +104,21 @@ class Scheduler:
                 budget -= chunk.count
         return budget
 
-    def _admit_waiting(self, budget: int, schedule: Schedule) -> None:
-        """Admit groups from the queue, in its order, while there are seats, budget and blocks."""
+    def _take_drafts(self, budget: int, schedule: Schedule) -> None:
+        """Give drafts what nobody else wants: the rest of the budget, and free blocks where none had to make room."""
+        for chunk in [chunk for chunk in schedule.decodes if chunk.draft]:
+            chunk.draft = () if schedule.preempted else chunk.draft[: max(0, budget)]
+            try:
+                self.cache.append(chunk.sequence.own_table, len(chunk.draft))
+            except OutOfBlocks:
+                chunk.draft = ()
+            budget -= len(chunk.draft)
+        if any(chunk.draft for chunk in schedule.decodes):
+            schedule.drafts = [chunk for chunk in schedule.decodes if chunk.draft]
+            schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.draft]
+
+    def _admit_waiting(self, budget: int, schedule: Schedule) -> int:
+        """Admit groups from the queue, in its order, while there are seats, budget and blocks. Returns the rest."""
         seats = self.num_free_seats if self.waiting else 0
         promised: int | None = None  # blocks, to the running groups: summed up once, and only if there is a seat
         size = self.cache.block_size
@@ -128,6 +142,7 @@ class Scheduler:
                     budget -= chunk.count
             seats -= group.num_seqs
             promised += need.blocks_promised(group, size)
+        return budget
 
     def free(self, sequence: Sequence) -> None:
         """Free a sequence's blocks, wherever they are."""

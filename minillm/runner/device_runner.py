@@ -95,17 +95,20 @@ class DeviceRunner(Runner):
     # --- from a schedule to logits ------------------------------------------------------------------------------------
 
     def work_for(self, schedule: Schedule, copies: list[tuple[int, int]]) -> StepWork:
-        decodes, prefills = schedule.decodes, schedule.prefills
+        decodes, prefills = schedule.decodes, schedule.prefills + schedule.drafts
         decode = self._books.work_for(decodes, joins=bool(prefills)) if decodes else None
         self._num_decodes = len(decodes)
-        return StepWork(schedule.moves, copies, decode, [self.chunk_work(chunk) for chunk in prefills], 0)
+        chunks = [self.chunk_work(chunk) for chunk in prefills]
+        return StepWork(schedule.moves, copies, decode, chunks, 0)
 
     @torch.inference_mode()
     def compute(self, work: StepWork) -> Tensor:
         """Do a step's work; returns logits ``[n, vocab]`` in the model's dtype, the decoding sequences' first."""
         self.prepare(work)
-        wanted = sum(chunk.wants_logits for chunk in work.chunks)
-        logits = self._logits[: wanted + (0 if work.decode is None else work.decode.num_seqs)]
+        wanted = sum(chunk.num_logits for chunk in work.chunks) + (0 if work.decode is None else work.decode.num_seqs)
+        logits = self._logits[:wanted]
+        if wanted > len(logits):  # guesses come on top of the sequences
+            logits = self._logits.new_empty(wanted, self._logits.shape[1])
         if work.chunks:
             batch = self.batch(work.chunks, 0)
             if work.decode is not None:
@@ -175,9 +178,13 @@ class DeviceRunner(Runner):
         self._books.note_drawn(draws)
         return Drawn(draws, tokens, kernels.log_probabilities(raw, tokens), raw, may_run_ahead=not hosted)
 
+    def draw_guessed(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
+        self._books.give_up(holders)
+        return super().draw_guessed(logits, draws, holders)
+
     def rehearsals(self) -> list[Callable[[], object]]:
         """The parts of a first request's work, which do not depend on each other; its numbers are meaningless."""
-        chunk = ChunkWork([0] * _REHEARSED, 0, [0] * -(-_REHEARSED // self.block_size), _REHEARSED, True)
+        chunk = ChunkWork([0] * _REHEARSED, 0, [0] * -(-_REHEARSED // self.block_size), _REHEARSED, 1)
         row = torch.zeros(1, self._logits.shape[1], dtype=self.model.dtype, device=self._device)
         return [
             lambda: self.compute(StepWork(HostMoves(), [], None, [chunk], 0)),

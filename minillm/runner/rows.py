@@ -93,6 +93,13 @@ class Rows:
         for chunk in chunks:
             self._held[chunk.sequence.seq_id].has_token = True
 
+    def give_up(self, sequences: list[Sequence]) -> None:
+        """Take the rows of sequences that went on without them: when they decode again, theirs will be written anew."""
+        for sequence in sequences:
+            row = self._held.pop(sequence.seq_id, None)
+            if row is not None:
+                self._free.append(row.index)
+
     def _rows_of(self, chunks: list[Chunk]) -> list[int]:
         """Each sequence's row, with every change since the last step noted."""
         held, changes, width = self._held, self._changes, self._width

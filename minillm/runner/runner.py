@@ -13,7 +13,7 @@ from minillm.runner.host_pool import HostPool
 from minillm.runner.sampler import Drawn, sample_tokens
 from minillm.runner.scores import Scored, score
 from minillm.runner.step import ChunkWork, StepObserver, StepWork
-from minillm.sequence import Chunk, Schedule
+from minillm.sequence import Chunk, Schedule, Sequence
 
 
 class Runner:
@@ -33,13 +33,15 @@ class Runner:
             copies: (source, destination) blocks: copies on write.
 
         Returns:
-            Logits ``[n, vocab]``, valid until the next step, and the n chunks that they belong to: those that computed
-            a sequence's last token.
+            Logits ``[n, vocab]``, valid until the next step, and the chunks that they belong to, those that computed
+            a sequence's last token: a row for each, and one for each guess behind it.
         """
         chunks = schedule.chunks
         sampled = [chunk for chunk in chunks if chunk.reaches_the_end]
-        for row, chunk in enumerate(sampled):
+        row = 0
+        for chunk in sampled:
             chunk.row = row
+            row += 1 + len(chunk.draft)
         return self.observed(self.work_for(schedule, copies)), sampled
 
     def move(self, schedule: Schedule) -> None:
@@ -97,6 +99,14 @@ class Runner:
         """Draw a token for each of ``draws`` from the step's ``logits``."""
         return sample_tokens(logits, draws)
 
+    def draw_guessed(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
+        """Draw for what sequences may become: each of ``draws`` has a sequence of its own, which may never be.
+
+        Args:
+            holders: the sequences that there are. Nothing that the device holds of them is their last token any more.
+        """
+        return sample_tokens(logits, draws)
+
     def forget(self) -> None:
         """Rely no more on anything that the device holds of sequences: a step has failed."""
 
@@ -106,11 +116,10 @@ class Runner:
     def chunk_work(self, chunk: Chunk) -> ChunkWork:
         """Write a chunk down as plain data."""
         sequence, first = chunk.sequence, chunk.sequence.num_computed
-        end = first + chunk.count
-        blocks = sequence.blocks[: -(-end // self.block_size)]
-        work = ChunkWork(
-            sequence.token_ids[first:end], first, blocks, sequence.num_prompt_tokens, chunk.reaches_the_end
-        )
+        token_ids = [*sequence.token_ids[first : first + chunk.count], *chunk.draft]
+        blocks = sequence.blocks[: -(-(first + len(token_ids)) // self.block_size)]
+        num_logits = 1 + len(chunk.draft) if chunk.reaches_the_end else 0
+        work = ChunkWork(token_ids, first, blocks, sequence.num_prompt_tokens, num_logits)
         if chunk.group.scores is not None and (rows := chunk.scored):
             work.score_from, work.num_top = rows.start, chunk.group.scores.num_top
             work.targets = sequence.token_ids[rows.start + 1 : rows.stop + 1]
@@ -130,8 +139,7 @@ class Runner:
             slots += [blocks[i // size] * size + i % size for i in range(first, end)]
             if number >= num_decodes:
                 starts.append(starts[-1] + end - first)
-            if chunk.wants_logits:
-                logit_rows.append(len(token_ids) - 1)
+            logit_rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
         lengths = [chunk.end for chunk in chunks]
         width = max(-(-length // size) for length in lengths)
         tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]

@@ -13,7 +13,7 @@ class ChunkWork:
     first: int  # the position of the first of them
     blocks: list[int]  # that hold the sequence up to the last of them
     num_prompt_tokens: int
-    wants_logits: bool  # of the last of them
+    num_logits: int  # wanted, of the last of them: none, one, or one for each guess more
     score_from: int = 0  # the position behind which the first of ``targets`` stands
     targets: list[int] = field(default_factory=list)  # tokens whose log-probabilities are wanted
     num_top: int = 0  # with the most probable tokens beside each

@@ -1,0 +1,222 @@
+"""Speculation by lookup: a step computes guesses at a sequence's next tokens together with its last token.
+
+The guesses come from the sequence's own text and its siblings' (`minillm.engine.lookup`). The step gives the logits of
+every guess, and from each row the sequence's token for that position is drawn, which depends on the logits, the seed
+and the position alone. A guess is right exactly where it is that token. So the answer is the one that would have come
+without guesses, whatever its sampling parameters are; only fewer steps lead to it.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from minillm.engine.lookup import Occurrences
+from minillm.engine.requests import Requests
+from minillm.engine.samples import Draws, Samples
+from minillm.outputs import Delta, TokenLogprobs
+from minillm.runner.runner import Runner
+from minillm.runner.sampler import Drawn
+from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
+
+_MOST_SEQS = 4  # running at a time: beyond, a step's rows cost as much one by one
+_FEWEST, _MOST = 3, 8  # guesses at a time
+# The cost of a step with guesses beyond one without, in such steps: 0.3 and 0.09 for each (135m on 2 cores, int8; with
+# the weights as stored 0.3 and 0.13).
+_PRICE, _PRICE_OF_EACH = 0.3, 0.12
+_LARGEST_CREDIT = 2.0
+_LONGEST_PAUSE = 64  # steps
+
+
+@dataclass(slots=True)
+class Pace:
+    """How many guesses a sequence makes, and when: as many as were right lately, and fewer and fewer where few are."""
+
+    count: int = _FEWEST
+    credit: float = 0.0  # steps that guesses have saved lately
+    pause: int = 0  # steps of the last pause, fewer since something was saved
+    left: int = 0  # steps of the present one
+
+    def is_due(self) -> bool:
+        """Whether this step may guess. To be asked once a step."""
+        if self.left:
+            self.left -= 1
+            return False
+        return True
+
+    def judge(self, num_guessed: int, num_right: int) -> None:
+        """Learn from a step."""
+        saved = num_right - _PRICE - _PRICE_OF_EACH * num_guessed
+        self.credit = min(_LARGEST_CREDIT, self.credit + saved)
+        if saved > 0:
+            self.pause //= 2
+        if self.credit < 0:
+            self.credit = 0.0
+            self.left = self.pause = min(_LONGEST_PAUSE, max(2, 2 * self.pause))
+        if num_right == num_guessed:
+            self.count = min(_MOST, 2 * self.count)
+        else:
+            self.count = max(_FEWEST, num_right + 1)
+
+
+@dataclass(slots=True)
+class Guesses:
+    """What a group knows in order to guess."""
+
+    occurrences: Occurrences = field(default_factory=Occurrences)
+    paces: dict[int, Pace] = field(default_factory=dict)  # by the completion's index
+    noted: dict[int, int] = field(default_factory=dict)  # tokens of each completion that are in the index
+
+    def pace(self, sequence: Sequence) -> Pace:
+        return self.paces.setdefault(sequence.index, Pace())
+
+    def draft(self, group: SequenceGroup, sequence: Sequence) -> tuple[int, ...]:
+        """The guesses at a sequence's next tokens; none where nothing like its end occurred before."""
+        # Behind the guesses one more token is drawn.
+        count = min(self.pace(sequence).count, group.max_tokens - sequence.num_output_tokens - 1)
+        if count < 1:
+            return ()
+        for each in group.sequences:  # all have the same prompt: it is noted once
+            first = self.noted.get(each.index, each.num_prompt_tokens if self.noted else 0)
+            self.noted[each.index] = end = len(each.token_ids) - 1  # nothing has followed the last token yet
+            self.occurrences.add(each.token_ids, first, end)
+        return self.occurrences.continuation(sequence.token_ids, count)
+
+
+class LookupSamples(Samples):
+    """`Samples` that guess; see `minillm.sequence.Method`."""
+
+    def __init__(self, requests: Requests, runner: Runner, seed: int = 0) -> None:
+        super().__init__(requests, runner, seed)
+        self.num_verified = self.num_guessed = self.num_right = 0  # sequences' steps with guesses, and guesses, ever
+
+    def begin(self, group: SequenceGroup) -> None:
+        super().begin(group)
+        if group.params.grammar is None and group.params.logits_processor is None:
+            group.state = Guesses()
+
+    def due(self, group: SequenceGroup) -> list[Chunk]:
+        chunks = super().due(group)
+        if group.state is not None and self._few_run():
+            for number, chunk in enumerate(chunks):
+                if chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending:
+                    draft = group.state.draft(group, chunk.sequence)
+                    if draft:
+                        chunks[number] = Chunk(group, chunk.sequence, 1, True, draft=draft)
+        return chunks
+
+    def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
+        drafted = [chunk for chunk in chunks if chunk.draft]
+        plain = [chunk for chunk in chunks if not chunk.draft]
+        draws = self.draw(logits, plain) if plain else None
+        if draws is not None and not drafted:
+            draws.may_run_ahead = draws.may_run_ahead and not any(map(self._may_guess, draws.chunks))
+            return draws
+        rows = [row for chunk in drafted for row in _rows(chunk)]
+        drawn = self._runner.draw_guessed(logits, rows, [chunk.sequence for chunk in drafted])
+        for chunk in drafted:
+            chunk.sequence.num_pending += 1
+        return Verification(self, draws, drafted, rows, drawn)
+
+    def note_guesses(self, chunk: Chunk, num_right: int) -> None:
+        """Count a step's guesses, and learn from them."""
+        self.num_verified += 1
+        self.num_guessed += len(chunk.draft)
+        self.num_right += num_right
+        chunk.group.state.pace(chunk.sequence).judge(len(chunk.draft), num_right)
+
+    def _few_run(self) -> bool:
+        running = self.requests.scheduler.running
+        return len(running) <= _MOST_SEQS and sum(group.num_seqs for group in running) <= _MOST_SEQS
+
+    def _may_guess(self, chunk: Chunk) -> bool:
+        """Whether the next step looks for guesses behind a token that the host must know first."""
+        guesses = chunk.group.state
+        return guesses is not None and not guesses.pace(chunk.sequence).left and self._few_run()
+
+
+def _rows(chunk: Chunk) -> list[Chunk]:
+    """The draws from a chunk's rows of logits: from the second on, of a sequence whose guesses so far were right.
+
+    Those have groups of their own, for what fails there has not happened unless the guesses are right.
+    """
+    rows, group, sequence = [chunk], chunk.group, chunk.sequence
+    for number in range(1, len(chunk.draft) + 1):
+        token_ids = [*sequence.token_ids, *chunk.draft[:number]]
+        guessed = Sequence(sequence.seq_id, token_ids, sequence.num_prompt_tokens, sequence.index, sequence.seed)
+        rows.append(Chunk(copy(group), guessed, 0, False, chunk.row + number))
+    return rows
+
+
+@dataclass(slots=True)
+class Verification:
+    """The tokens that one step draws behind guesses, and beside them plainly; see `minillm.sequence.Flight`."""
+
+    samples: LookupSamples
+    plain: Draws | None
+    chunks: list[Chunk]
+    rows: list[Chunk]  # the draws of all chunks, in their order
+    drawn: Drawn
+    results: tuple[list[int], list[TokenLogprobs | None], list[bool]] = ([], [], [])
+    may_run_ahead: bool = False  # how many tokens have come decides about everything
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        groups = [] if self.plain is None else self.plain.groups
+        return list(dict.fromkeys([*groups, *(chunk.group for chunk in self.chunks)]))
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(not group.finished for group in self.groups)
+
+    def wait(self) -> None:
+        if self.plain is not None:
+            self.plain.wait()
+        self.results = self.drawn.wait()
+
+    def conclude(self) -> list[Delta]:
+        deltas = [] if self.plain is None else self.plain.conclude()
+        first = 0
+        for chunk in self.chunks:
+            chunk.sequence.num_pending -= 1
+            if chunk.sequence.finish_reason is None:
+                deltas += self._go_on(chunk, first)
+            first += 1 + len(chunk.draft)
+        return deltas
+
+    def discard(self) -> None:
+        for chunk in self.chunks:
+            chunk.sequence.num_pending = 0
+        if self.plain is not None:
+            self.plain.discard()
+
+    def _go_on(self, chunk: Chunk, first: int) -> list[Delta]:
+        """Append the drawn tokens as far as the guesses were right, and one behind them; as one delta, if any."""
+        samples, group, sequence = self.samples, chunk.group, chunk.sequence
+        tokens, logprobs, are_nan = self.results
+        deltas: list[Delta] = []
+        num_right = 0
+        for row, guess in enumerate([*chunk.draft, None], first):
+            if are_nan[row]:
+                samples.requests.note_nan(group)
+            group.error = group.error or self.rows[row].group.error
+            if group.error is not None:
+                break
+            deltas.append(samples.append(group, sequence, tokens[row], logprobs[row]))
+            if sequence.finish_reason is not None or tokens[row] != guess:
+                break
+            sequence.num_computed += 1  # as the guess that it was
+            num_right += 1
+        if sequence.finish_reason is None and sequence.table is not None:
+            samples.requests.scheduler.cache.cut(sequence.table, sequence.num_computed)
+        samples.note_guesses(chunk, num_right)
+        return [_joined(deltas)] if deltas else []
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    """Successive additions to one completion as one."""
+    last, text = deltas[-1], "".join(delta.text for delta in deltas)
+    token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    return Delta(last.request_id, last.index, text, token_ids, last.finish_reason, last.stop_reason)
