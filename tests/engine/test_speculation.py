@@ -1,0 +1,324 @@
+"""Speculation by lookup changes no token, and gives back every block that a wrong guess took."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import engine_for, hf_model, ours, run
+
+from minillm.cache import check
+from minillm.engine import speculation
+from minillm.engine.engine import Engine
+from minillm.engine.lookup import LONGEST_MATCH, Occurrences
+from minillm.engine.requests import Request
+from minillm.engine.speculation import LookupSamples, Pace
+from minillm.grammar.grammar import Grammar
+from minillm.llm import LLM
+from minillm.model.llama import Llama
+from minillm.params import BeamSearchParams, SamplingParams
+
+LOOP = [11, 12, 13, 14, 15]
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return ours(hf_model())
+
+
+def guesses_of(engine: Engine) -> LookupSamples:
+    method = engine._methods[SamplingParams]
+    assert isinstance(method, LookupSamples)
+    return method
+
+
+def some_params(rng: random.Random, number: int) -> Any:
+    """Every option, in any combination that makes sense; few tokens are likely, so that many guesses are right."""
+    options: dict[str, Any] = {"max_tokens": rng.randint(1, 40), "seed": number}
+    options["temperature"] = rng.choice((0, 0, 0.2, 0.7, 1.3))
+    if rng.random() < 0.6:
+        few = rng.sample(range(3, 96), rng.randint(1, 4))
+        options |= rng.choice(({"allowed_token_ids": [*few, 2]}, {"logit_bias": dict.fromkeys(few, 9.0)}))
+    choices: list[dict[str, Any]] = [
+        {"n": rng.randint(2, 3)},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"logprobs": rng.randint(0, 3)},
+        {"prompt_logprobs": 1},
+        {"repetition_penalty": 1.2},
+        {"presence_penalty": 0.5, "frequency_penalty": -0.5},
+        {"no_repeat_ngram_size": rng.randint(2, 4)},
+        {"bad_words": [[rng.randrange(3, 96)], [rng.randrange(3, 96), rng.randrange(3, 96)]]},
+        {"stop_token_ids": [rng.randrange(3, 96) for _ in range(6)]},
+        {"min_tokens": rng.randint(0, options["max_tokens"]), "stop_token_ids": [rng.randrange(3, 96)]},
+        {"ignore_eos": True},
+        {"logits_processor": lambda prompt, answer, logits: logits.roll(len(answer) % 2)},
+    ]
+    for choice in rng.sample(choices, rng.randint(0, 4)):
+        options |= choice
+    return SamplingParams(**options)
+
+
+def some_requests(rng: random.Random, count: int) -> list[tuple[list[int], Any]]:
+    requests: list[tuple[list[int], Any]] = []
+    for _ in range(count):
+        part = [rng.randrange(3, 96) for _ in range(rng.randint(1, 15))]
+        params = some_params(rng, rng.getrandbits(30))
+        if rng.random() < 0.05:
+            params = BeamSearchParams(beam_width=2, max_tokens=8)
+        requests.append((part * rng.randint(1, 3), params))
+    return requests
+
+
+def facts(output: Any) -> list[Any]:
+    """Everything of an answer that must be the same; log-probabilities differ in their last digits."""
+    completions = []
+    for each in output.outputs:
+        top = [[token for token, _ in one.top[:1]] for one in each.logprobs or []]
+        completions.append((each.token_ids, each.text, each.finish_reason, each.stop_reason, top))
+    return [output.error, completions]
+
+
+def assert_same(plain: list[Any], guessed: list[Any]) -> None:
+    for one, other in zip(plain, guessed, strict=True):
+        assert facts(one) == facts(other)
+        for a, b in zip(one.outputs, other.outputs, strict=True):
+            if a.logprobs is not None:
+                values = [[each.logprob for each in side] for side in (a.logprobs, b.logprobs)]
+                assert torch.allclose(torch.tensor(values[0]), torch.tensor(values[1]), atol=1e-3)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_tokens_are_the_same_whatever_the_options(model: Llama, block_size: int, on_device: bool) -> None:
+    """Every request of a stream of random ones; `run` checks the books after each step."""
+    rng = random.Random(block_size)
+    right = 0
+    for _ in range(40):
+        requests = some_requests(rng, rng.randint(1, 4))
+        size: dict[str, Any] = {"num_blocks": 1024 // block_size, "block_size": block_size}
+        plain = run(engine_for(model, on_device=False, **size), requests)
+        engine = engine_for(model, on_device=on_device, speculate="lookup", **size)
+        assert_same(plain, run(engine, requests))
+        right += guesses_of(engine).num_right
+    assert right > 300, "too few guesses were right to mean anything"
+
+
+@pytest.mark.soak
+def test_thousands_of_requests_have_the_same_tokens(model: Llama) -> None:
+    rng = random.Random(9)
+    for _ in range(1500):
+        requests = some_requests(rng, rng.randint(1, 4))
+        size: dict[str, Any] = {"num_blocks": rng.choice((60, 256)), "host_blocks": rng.choice((0, 64))}
+        plain = run(engine_for(model, num_blocks=256, on_device=False), requests)
+        assert_same(plain, run(engine_for(model, speculate="lookup", admission="optimistic", **size), requests))
+
+
+@pytest.mark.parametrize("host_blocks", [0, 64], ids=["recompute", "swap"])
+def test_preemption_and_chunks_of_prompts_change_nothing(model: Llama, host_blocks: int) -> None:
+    rng = random.Random(3)
+    params = [SamplingParams(temperature=0.3, seed=i, n=1 + i % 2, max_tokens=40, ignore_eos=True) for i in range(3)]
+    requests: list[tuple[list[int], Any]] = [(LOOP * 3 + [20 + i], each) for i, each in enumerate(params)]
+    requests.append(([rng.randrange(3, 96) for _ in range(60)], SamplingParams(temperature=0, max_tokens=4)))
+    plain = run(engine_for(model, num_blocks=256), requests)
+    engine = engine_for(
+        model, num_blocks=36, max_num_seqs=8, max_num_batched_tokens=12, host_blocks=host_blocks,
+        admission="optimistic", speculate="lookup",
+    )  # fmt: skip
+    assert_same(plain, run(engine, requests))
+    assert engine.scheduler.preemption.count > 0
+    assert guesses_of(engine).num_right > 0
+    assert (engine.scheduler.swap.num_swapped_out > 0) == (host_blocks > 0)
+
+
+def looping(max_tokens: int = 30, **options: Any) -> tuple[list[int], Any]:
+    """A request whose answer is ``LOOP`` over and over where the model is `loops`."""
+    return LOOP * 2, SamplingParams(temperature=0, max_tokens=max_tokens, **options)
+
+
+@pytest.fixture
+def loops(model: Llama, monkeypatch: pytest.MonkeyPatch) -> Iterator[Llama]:
+    """The model, but each token of ``LOOP`` is followed by the next one of it."""
+    following = {token: LOOP[(place + 1) % len(LOOP)] for place, token in enumerate(LOOP)}
+    forward = model.forward
+
+    def forced(batch: Any, kv_cache: Any, out: Any = None) -> Any:
+        logits = forward(batch, kv_cache)
+        for row, place in enumerate(batch.logit_rows.tolist()):
+            logits[row, following.get(int(batch.token_ids[place]), 3)] = 1e4
+        return logits
+
+    monkeypatch.setattr(model, "forward", forced)
+    yield model
+
+
+def steps_and_output(engine: Engine, request: tuple[list[int], Any]) -> tuple[int, Any]:
+    [output] = run(engine, [request])
+    return engine.figures.num_steps, output
+
+
+def test_right_guesses_come_several_at_a_step(loops: Llama) -> None:
+    plain, output = steps_and_output(engine_for(loops, on_device=False), looping())
+    engine = engine_for(loops, on_device=False, speculate="lookup")
+    fewer, same = steps_and_output(engine, looping())
+    assert output.outputs[0].token_ids == (LOOP * 6) == same.outputs[0].token_ids
+    assert plain == 30
+    assert fewer <= 7, "1, then 1 + 3, 1 + 6, 1 + 8 and 1 + 8 tokens"
+    assert guesses_of(engine).num_right == guesses_of(engine).num_guessed
+
+
+@pytest.mark.parametrize("length", range(1, 14))
+@pytest.mark.parametrize("end", ["max_tokens", "stop", "eos"])
+def test_an_answer_ends_at_any_of_the_guesses(loops: Llama, length: int, end: str) -> None:
+    """By its length, a token of its own, or the model's end token, at each place of an accepted run."""
+    options: dict[str, Any] = {"max_tokens": length} if end == "max_tokens" else {"max_tokens": 30}
+    ends = LOOP[(length - 1) % 5]
+    if end == "stop":
+        options |= {"stop_token_ids": [ends], "min_tokens": 0}
+    eos = frozenset({ends}) if end == "eos" else frozenset()
+    request = (LOOP * 2, SamplingParams(temperature=0, **options))
+    results = []
+    for speculate in ("off", "lookup"):
+        engine = engine_for(loops, on_device=False, speculate=speculate, eos=eos)
+        results.append(facts(run(engine, [request])[0]))
+    assert results[0] == results[1]
+
+
+def test_held_answers_can_be_forked_from(loops: Llama) -> None:
+    """A held sequence's table ends where its computed tokens do, wherever among guesses the answer ended."""
+    for length in range(1, 14):
+        engine = engine_for(loops, on_device=False, speculate="lookup")
+        request = Request(LOOP * 2, SamplingParams(temperature=0, max_tokens=length), request_id="a", hold=True)
+        group = engine.add(request)
+        while engine.has_work:
+            engine.step()
+            check(engine.cache)
+        sequence = group.sequences[0]
+        assert sequence.num_computed == sequence.own_table.num_tokens == len(sequence.token_ids) - 1
+
+
+def test_aborts_give_every_block_back(loops: Llama) -> None:
+    for when in range(6):
+        engine = engine_for(loops, on_device=False, speculate="lookup")
+        engine.add_request("a", *looping())
+        for _ in range(when):
+            engine.step()
+        tokens = engine.requests.groups["a"].sequences[0].token_ids
+        assert tokens[10:] == (LOOP * 6)[: len(tokens) - 10]
+        engine.abort("a")
+        engine.step()
+        check(engine.cache)
+        assert engine.cache.num_free == engine.cache.num_blocks
+
+
+def test_wrong_guesses_are_never_found_in_the_prefix_cache(model: Llama) -> None:
+    """Blocks that the cache can find hold the tokens that were computed: another engine's answers are the same."""
+    rng = random.Random(5)
+    engine = engine_for(model, block_size=1, num_blocks=512, speculate="lookup")
+    for number in range(60):
+        prompt = (LOOP * 3)[: rng.randint(3, 15)]
+        request: tuple[list[int], Any] = (
+            prompt, SamplingParams(temperature=1.0, seed=number % 7, max_tokens=20, logit_bias=dict.fromkeys(LOOP, 8.0))
+        )  # fmt: skip
+        assert_same(run(engine_for(model, block_size=1, num_blocks=512), [request]), run(engine, [request]))
+    assert guesses_of(engine).num_guessed > guesses_of(engine).num_right > 0
+
+
+def test_requests_that_must_be_asked_at_each_token_do_not_guess(loops: Llama) -> None:
+    engine = engine_for(loops, on_device=False, speculate="lookup")
+    run(engine, [looping(logits_processor=lambda prompt, answer, logits: logits)])
+    assert guesses_of(engine).num_guessed == 0
+
+
+def test_many_requests_do_not_guess(loops: Llama) -> None:
+    engine = engine_for(loops, on_device=False, num_blocks=256, speculate="lookup")
+    run(engine, [looping()] * (speculation._MOST_SEQS + 1))
+    assert guesses_of(engine).num_guessed == 0
+
+
+def test_a_stop_string_ends_within_guesses(tiny_model: Path) -> None:
+    """The text is cut where the string begins, also where the string came with others in one step."""
+    prompt = "one two three " * 6
+    sizes: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "dtype": "float32"}
+    plain, guessed = LLM(str(tiny_model), **sizes), LLM(str(tiny_model), **sizes, speculate="lookup")
+    ids = [plain.tokenizer.encode(each, add_special_tokens=False)[-1] for each in ("one", "two", " three", "e")]
+    for seed in range(12):
+        bias = dict.fromkeys(ids, 30.0)
+        params = SamplingParams(seed=seed, max_tokens=40, logit_bias=bias, stop=["eee", "oo", "eth"], ignore_eos=True)
+        one, other = plain.generate([prompt], params)[0], guessed.generate([prompt], params)[0]
+        assert facts(one) == facts(other)
+    assert guesses_of(guessed.engine).num_right > 20
+
+
+def test_a_grammar_goes_the_old_way(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), device="cpu", num_blocks=64, speculate="lookup")
+    params = SamplingParams(temperature=0, max_tokens=20, grammar=Grammar.regex("(ab)+"))
+    assert set(llm.generate(["ababab"], params)[0].text) <= {"a", "b"}
+    assert guesses_of(llm.engine).num_guessed == 0
+
+
+# --- the index and the pace -------------------------------------------------------------------------------------------
+
+
+def longest_match(texts: list[list[int]], text: list[int]) -> int:
+    """The oracle: the longest end of ``text``, up to a limit, that something follows in any of ``texts``."""
+    best = 0
+    for other in texts:
+        for end in range(1, len(other) - 1):
+            length = 0
+            while length < min(LONGEST_MATCH, len(text), end + 1) and text[-1 - length] == other[end - length]:
+                length += 1
+            best = max(best, length)
+    return best if best >= 2 else 0
+
+
+def test_the_index_finds_what_a_scan_finds() -> None:
+    rng = random.Random(0)
+    for _ in range(400):
+        letters = rng.choice((3, 6, 20))
+        texts = [[rng.randrange(letters) for _ in range(rng.randint(1, 30))] for _ in range(rng.randint(1, 3))]
+        index, text = Occurrences(), texts[0]
+        for each in texts:
+            index.add(each, 0, len(each) - 1)
+        found = index.continuation(text, 4)
+        length = longest_match(texts, text)
+        assert bool(found) == bool(length)
+        if found:
+            # The tokens found do follow an end of that length, in one of the texts, repeated where it is text's own.
+            ending = text[-length:]
+            places = [
+                (other, i + length)
+                for other in texts
+                for i in range(len(other) - length)
+                if other[i : i + length] == ending
+            ]
+            assert any(other[at] == found[0] for other, at in places)
+            assert any(
+                other[at : at + 4][: len(found)] == list(found)[: len(other[at : at + 4])] for other, at in places
+            )
+
+
+def test_a_text_that_repeats_itself_goes_on_so() -> None:
+    index, text = Occurrences(), [1, 2, 3, 1, 2, 3, 1, 2]
+    index.add(text, 0, len(text) - 1)
+    assert index.continuation(text, 7) == (3, 1, 2, 3, 1, 2, 3)
+
+
+def test_guesses_that_are_wrong_become_rare_and_right_ones_longer() -> None:
+    pace = Pace()
+    due = 0
+    for _ in range(1000):
+        if pace.is_due():
+            due += 1
+            pace.judge(pace.count, 0)
+    assert due <= 25
+    for _ in range(80):
+        if pace.is_due():
+            pace.judge(pace.count, pace.count)
+    assert pace.count == 8
+    assert pace.pause < 4
