@@ -61,6 +61,7 @@ PARAMS = "tests/test_params.py"
 LINE = "tests/parallel/test_tensor_parallel.py::"
 SHARED = "tests/parallel/test_data_parallel.py::"
 KERNELS = "tests/kernels/"
+GUESSES = "tests/engine/test_speculation.py::"
 
 TABLE: dict[str, list[tuple[str, ...]]] = {
     # --- the cache ----------------------------------------------------------------------------------------------------
@@ -250,6 +251,30 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          FAILURES + "test_what_outlives_a_failure_has_its_own_tokens[False]"),
         ("rows-trusted-after-a-failure", "self.runner.forget()", "pass",
          FAILURES + "test_the_device_is_told_everything_after_a_failure"),
+    ],
+    "minillm/engine/speculation.py": [
+        ("guess-kept-though-wrong", "or tokens[row] != guess:", "or guess is None:",
+         GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
+        ("guess-drawn-at-its-first-place", "[*sequence.token_ids, *chunk.draft[:number]]", "[*sequence.token_ids]",
+         GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
+        ("wrong-guesses-keep-their-blocks", "samples.requests.scheduler.cache.cut(sequence.table, sequence.num_computed)",
+         "pass", GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
+        ("right-guesses-not-counted-as-computed", "sequence.num_computed += 1", "sequence.num_computed += 0",
+         GUESSES + "test_right_guesses_come_several_at_a_step"),
+        ("guesses-beyond-the-answer", "group.max_tokens - sequence.num_output_tokens - 1", "self.pace(sequence).count",
+         GUESSES + "test_right_guesses_are_not_made_beyond_the_answer"),
+        ("an-end-among-guesses-missed", "if sequence.finish_reason is not None or tokens", "if tokens",
+         GUESSES + "test_an_answer_ends_at_any_of_the_guesses"),
+        ("no-pause-where-guesses-are-wrong", "if self.credit < 0:", "if self.credit < -1e9:",
+         GUESSES + "test_guesses_that_are_wrong_become_rare_and_right_ones_longer"),
+        ("what-fails-behind-a-guess-fails-the-request", "Chunk(copy(group), guessed", "Chunk(group, guessed",
+         GUESSES + "test_what_would_fail_behind_a_wrong_guess_fails_nothing"),
+    ],
+    "minillm/engine/lookup.py": [
+        ("shortest-match-taken", "if length > longest:", "if length >= 0:",
+         GUESSES + "test_the_index_finds_what_a_scan_finds"),
+        ("repetition-not-followed", "while other is text and len(tokens) < count:", "while False:",
+         GUESSES + "test_a_text_that_repeats_itself_goes_on_so"),
     ],
     "minillm/engine/samples.py": [
         ("two-samples-of-one-seed", "index * _SEED_STEP", "(index - 1) * _SEED_STEP",

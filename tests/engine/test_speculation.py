@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +121,16 @@ def test_thousands_of_requests_have_the_same_tokens(model: Llama) -> None:
 @pytest.mark.parametrize("host_blocks", [0, 64], ids=["recompute", "swap"])
 def test_preemption_and_chunks_of_prompts_change_nothing(model: Llama, host_blocks: int) -> None:
     rng = random.Random(3)
-    params = [SamplingParams(temperature=0.3, seed=i, n=1 + i % 2, max_tokens=40, ignore_eos=True) for i in range(3)]
+    bias = dict.fromkeys(LOOP, 9.0)
+    params = [
+        SamplingParams(temperature=0.3, seed=i, n=1 + i, max_tokens=40, ignore_eos=True, logit_bias=bias)
+        for i in range(2)
+    ]
     requests: list[tuple[list[int], Any]] = [(LOOP * 3 + [20 + i], each) for i, each in enumerate(params)]
     requests.append(([rng.randrange(3, 96) for _ in range(60)], SamplingParams(temperature=0, max_tokens=4)))
     plain = run(engine_for(model, num_blocks=256), requests)
     engine = engine_for(
-        model, num_blocks=36, max_num_seqs=8, max_num_batched_tokens=12, host_blocks=host_blocks,
+        model, num_blocks=30, max_num_seqs=8, max_num_batched_tokens=12, host_blocks=host_blocks,
         admission="optimistic", speculate="lookup",
     )  # fmt: skip
     assert_same(plain, run(engine, requests))
@@ -142,19 +145,19 @@ def looping(max_tokens: int = 30, **options: Any) -> tuple[list[int], Any]:
 
 
 @pytest.fixture
-def loops(model: Llama, monkeypatch: pytest.MonkeyPatch) -> Iterator[Llama]:
+def loops(model: Llama, monkeypatch: pytest.MonkeyPatch) -> Llama:
     """The model, but each token of ``LOOP`` is followed by the next one of it."""
     following = {token: LOOP[(place + 1) % len(LOOP)] for place, token in enumerate(LOOP)}
-    forward = model.forward
+    forward = Llama.forward
 
-    def forced(batch: Any, kv_cache: Any, out: Any = None) -> Any:
-        logits = forward(batch, kv_cache)
+    def forced(self: Llama, batch: Any, kv_cache: Any, out: Any = None) -> Any:
+        logits = forward(self, batch, kv_cache)
         for row, place in enumerate(batch.logit_rows.tolist()):
             logits[row, following.get(int(batch.token_ids[place]), 3)] = 1e4
         return logits
 
-    monkeypatch.setattr(model, "forward", forced)
-    yield model
+    monkeypatch.setattr(Llama, "forward", forced)
+    return model
 
 
 def steps_and_output(engine: Engine, request: tuple[list[int], Any]) -> tuple[int, Any]:
@@ -202,8 +205,28 @@ def test_held_answers_can_be_forked_from(loops: Llama) -> None:
         assert sequence.num_computed == sequence.own_table.num_tokens == len(sequence.token_ids) - 1
 
 
+def test_right_guesses_are_not_made_beyond_the_answer(loops: Llama) -> None:
+    """Of the last token that an answer may have, nothing is computed behind it."""
+    engine = engine_for(loops, on_device=False, speculate="lookup")
+    run(engine, [looping(max_tokens=3)])
+    assert guesses_of(engine).num_guessed == 1, "the prompt gives one token, a guess and the token behind it the others"
+
+
+def test_what_would_fail_behind_a_wrong_guess_fails_nothing(model: Llama) -> None:
+    """Behind a token that is never drawn, no allowed token would be left."""
+    allowed = [20, 21]
+    bad = [[30, each] for each in allowed]
+    params = SamplingParams(temperature=0, max_tokens=6, allowed_token_ids=allowed, bad_words=bad, ignore_eos=True)
+    prompt = [20, 20, 30, 7, 21, 21, 30, 7, 20, 21, 30, 7, 21, 20, 30, 7, 20, 20]
+    plain = run(engine_for(model, on_device=False), [(prompt, params)])
+    engine = engine_for(model, on_device=False, speculate="lookup")
+    assert_same(plain, run(engine, [(prompt, params)]))
+    assert plain[0].error is None
+    assert guesses_of(engine).num_guessed > guesses_of(engine).num_right
+
+
 def test_aborts_give_every_block_back(loops: Llama) -> None:
-    for when in range(6):
+    for when in range(5):
         engine = engine_for(loops, on_device=False, speculate="lookup")
         engine.add_request("a", *looping())
         for _ in range(when):
@@ -237,7 +260,8 @@ def test_requests_that_must_be_asked_at_each_token_do_not_guess(loops: Llama) ->
 
 def test_many_requests_do_not_guess(loops: Llama) -> None:
     engine = engine_for(loops, on_device=False, num_blocks=256, speculate="lookup")
-    run(engine, [looping()] * (speculation._MOST_SEQS + 1))
+    _, params = looping()
+    run(engine, [(LOOP[i:] + LOOP[:i], params) for i in range(speculation._MOST_SEQS + 1)])
     assert guesses_of(engine).num_guessed == 0
 
 
