@@ -30,6 +30,7 @@ from minillm.server.generating import Asked, Generating, error_json
 from minillm.server.metrics import Metrics
 from minillm.server.openapi import document
 from minillm.server.seats import Seats
+from minillm.server.thoughts import ThoughtReader, template_options
 from minillm.server.tool_choice import call_form, choice_of, shown_tools
 
 _PING_SECONDS = 15.0  # after which a silent stream of events says that it is alive
@@ -124,6 +125,7 @@ async def _chat(service: Service, request: Request) -> Generating:
     body.check()
     service.check_model(body.model)
     choice = choice_of(body)
+    options = template_options(body, has_switch=service.facts.facts.has_thinking_switch)
     params = body.params(service.facts.defaults)
     if (grammar := choice.grammar(call_form(service.facts.chat_template))) is not None:
         params["grammar"] = grammar
@@ -131,7 +133,7 @@ async def _chat(service: Service, request: Request) -> Generating:
     call = messages.Complete(
         name,
         tenant,
-        body.conversation([dict(tool) for tool in choice.tools] or None),
+        body.conversation([dict(tool) for tool in choice.tools] or None, options),
         params,
         streamed=bool(body.stream),
         wants_ids=body.return_token_ids,
@@ -140,7 +142,7 @@ async def _chat(service: Service, request: Request) -> Generating:
         salt=_salt(tenant, body.cache_salt),
     )
     frame = Frame(name, service.names[0], "chat.completion")
-    form = ChatForm(bool(body.logprobs), choice.reader)
+    form = ChatForm(bool(body.logprobs), lambda opened: ThoughtReader(choice.reader(), opened=opened))
     asked = Asked(tenant, [call], frame, form, bool(body.stream), grammar_field="tools" if choice.required else "")
     return _generating(service, body, asked)
 

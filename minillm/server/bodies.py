@@ -211,19 +211,25 @@ class ChatBody(_Generation):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     modalities: list[Literal["text"]] | None = None
 
-    def conversation(self, tools: list[dict[str, Any]] | None = None) -> Conversation | None:
-        """The conversation for the engine, which shows ``tools``; None behind a fork without messages."""
+    def conversation(
+        self, tools: list[dict[str, Any]] | None = None, options: Mapping[str, Any] = {}
+    ) -> Conversation | None:
+        """The conversation for the engine, with ``tools`` and variables for the template; None behind a fork."""
         if self.messages is None:
             if self.fork_of is None:
                 raise BadField("messages is missing", "messages")
             return None
         if self.fork_of is not None:
             raise BadField("messages: a fork goes on with the answer itself; leave messages out", "messages")
-        return Conversation(self.messages, self.add_generation_prompt, self.continue_final_message, tools)
+        return Conversation(
+            self.messages, self.add_generation_prompt, self.continue_final_message, tools, dict(options)
+        )
 
     def check(self) -> None:
         super().check()

@@ -8,21 +8,21 @@ from typing import Any
 
 from minillm.server.answers import Json, chat_logprobs, extras, prompt_entry, text_logprobs
 from minillm.server.engine_process import Answer
-from minillm.server.messages import Completion, Text
-from minillm.server.parts import Arguments, Called, Part, PlainReader, Reader, Said
+from minillm.server.messages import Completion, Ended, Text
+from minillm.server.parts import Arguments, Called, Part, Reader, Said, Thought
 
 
 @dataclass
 class ChatForm:
-    """Messages of an assistant; ``reader`` makes a reader of an answer."""
+    """Messages of an assistant; ``reader`` makes a reader of an answer, told whether it begins with thoughts."""
 
     has_logprobs: bool
-    reader: Callable[[], Reader] = PlainReader
+    reader: Callable[[bool], Reader]
     _readers: dict[int, Reader] = field(default_factory=dict)  # of streams, by completion
     _calling: set[int] = field(default_factory=set)  # completions that have called a tool
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
-        self._readers[index] = self.reader()
+        self._readers[index] = self.reader(answer.began is not None and answer.began.in_reasoning)
         return _choice(index, delta={"role": "assistant", "content": ""})
 
     def pieces(self, number: int, text: Text) -> list[Json]:
@@ -44,10 +44,10 @@ class ChatForm:
         return [*found[:-1], with_ids(last, text)]
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
-        return [self._whole(each) for each in completions]
+        opened = isinstance(answer.ended, Ended) and answer.ended.in_reasoning
+        return [self._whole(each, self.reader(opened)) for each in completions]
 
-    def _whole(self, each: Completion) -> Json:
-        reader = self.reader()
+    def _whole(self, each: Completion, reader: Reader) -> Json:
         message = _message([*reader.push(each.text), *reader.finish()])
         logprobs = chat_logprobs(each.tokens) if self.has_logprobs else None
         reason = _reason(each.finish_reason, "tool_calls" in message)
@@ -59,6 +59,8 @@ def _message(parts: list[Part]) -> Json:
     """The message that parts are together."""
     said = "".join(part.text for part in parts if isinstance(part, Said))
     message: Json = {"role": "assistant", "content": said, "refusal": None}
+    if thought := "".join(part.text for part in parts if isinstance(part, Thought)):
+        message["reasoning_content"] = thought
     calls = [_call(part.id, part.name) for part in parts if isinstance(part, Called)]
     for part in parts:
         if isinstance(part, Arguments):
@@ -73,6 +75,8 @@ def _delta(part: Part) -> Json:
     match part:
         case Said(text):
             return {"content": text}
+        case Thought(text):
+            return {"reasoning_content": text}
         case Called(index, name, function):
             return {"tool_calls": [{"index": index, **_call(name, function)}]}
         case Arguments(index, text):

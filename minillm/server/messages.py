@@ -191,11 +191,12 @@ class Telling(Event):
 
 
 class Began(Event):
-    """A request's prompt has been computed, and is this. Sent only where it is asked for."""
+    """A request's prompt is this. Sent only where it is asked for, and without text where the prompt opens thoughts."""
 
     request_id: str
     prompt_text: str
     prompt_tokens: list[Token] = []
+    in_reasoning: bool = False  # the template has opened the model's section of thoughts
 
 
 class Stepped(Event):

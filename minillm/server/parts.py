@@ -1,4 +1,4 @@
-"""An answer's text is read as it comes: what is said, which tools are called."""
+"""An answer's text is read as it comes: what is thought and said, which tools are called."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from typing import Protocol
 @dataclass(frozen=True)
 class Said:
     """Words for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Words of the model to itself."""
 
     text: str
 
@@ -30,7 +37,7 @@ class Arguments:
     text: str
 
 
-Part = Said | Called | Arguments
+Part = Said | Thought | Called | Arguments
 
 
 class Reader(Protocol):

@@ -11,6 +11,8 @@ from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.server.messages import Complete, Conversation, Token
 from minillm.text.tokenizer import Tokenizer
 
+_NO_THOUGHTS = "\n\n</think>\n\n"
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -30,6 +32,9 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
     opened = False
     if isinstance(call.prompt, Conversation):
         opened = driver.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
+        if opened and "grammar" in call.params:  # an answer of a given form has no room for thoughts
+            token_ids = token_ids + driver.tokenizer.encode(_NO_THOUGHTS, add_special_tokens=False, parse_special=True)
+            opened = False
     return Prepared(call, token_ids, params, opened)
 
 
@@ -41,6 +46,7 @@ def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, specia
             add_generation_prompt=prompt.add_generation_prompt,
             continue_final_message=prompt.continue_final_message,
             tools=prompt.tools,
+            thinks=prompt.template_options.get("enable_thinking"),
         )
     if isinstance(prompt, str):
         if not driver.engine.requests.tokenizer:

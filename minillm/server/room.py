@@ -109,6 +109,8 @@ class Room:
             searches = isinstance(params, BeamSearchParams)
             is_plain = call.streamed and not (call.echo or searches or params.logprobs is not None)
             self.live[call.request_id] = Live(prepared, group, token_ids, not call.echo, call.wants_ids, is_plain)
+            if prepared.in_reasoning:
+                self.send(messages.Began(call.request_id, "", [], in_reasoning=True))
 
     @contextmanager
     def _refusing(self, request_id: str) -> Iterator[None]:

@@ -1,0 +1,96 @@
+"""What a model thinks before it answers: ``<think>…</think>`` at the beginning, which the template may have opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minillm.server.bodies import BadField, ChatBody
+from minillm.server.parts import Part, Reader, Thought
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class ThoughtReader:
+    """Takes the thoughts from the beginning of an answer; ``inner`` reads what follows them.
+
+    Args:
+        opened: the prompt ends with the opening tag.
+    """
+
+    def __init__(self, inner: Reader, *, opened: bool) -> None:
+        self._inner = inner
+        self._held = ""
+        self._stage = self._thinking if opened else self._start
+        self._has_thought = False
+
+    def push(self, text: str) -> list[Part]:
+        self._held += text
+        return self._stage(final=False)
+
+    def finish(self) -> list[Part]:
+        return [*self._stage(final=True), *self._inner.finish()]
+
+    def _start(self, *, final: bool) -> list[Part]:
+        text = self._held.lstrip()
+        if text.startswith(_OPEN):
+            self._held = text.removeprefix(_OPEN)
+            self._stage = self._thinking
+        elif _OPEN.startswith(text) and not final:
+            return []
+        else:
+            self._stage = self._answering
+        return self._stage(final=final)
+
+    def _thinking(self, *, final: bool) -> list[Part]:
+        if not self._has_thought:
+            self._held = self._held.lstrip()
+        thought, closing, behind = self._held.partition(_CLOSE)
+        if closing:
+            self._held, self._stage = behind, self._gap
+            thought = thought.rstrip()
+        elif not final:
+            kept = next((n for n in range(len(_CLOSE) - 1, 0, -1) if self._held.endswith(_CLOSE[:n])), 0)
+            thought = self._held[: len(self._held) - kept].rstrip()
+            self._held = self._held[len(thought) :]
+        self._has_thought |= bool(thought)
+        parts: list[Part] = [Thought(thought)] if thought else []
+        return [*parts, *self._gap(final=final)] if closing else parts
+
+    def _gap(self, *, final: bool) -> list[Part]:
+        """The space between thoughts and answer belongs to neither."""
+        self._held = self._held.lstrip()
+        if not self._held:
+            return []
+        self._stage = self._answering
+        return self._answering(final=final)
+
+    def _answering(self, *, final: bool) -> list[Part]:
+        text, self._held = self._held, ""
+        return self._inner.push(text)
+
+
+def template_options(body: ChatBody, *, has_switch: bool) -> dict[str, Any]:
+    """The variables that a request gives to the chat template; raises BadField.
+
+    Args:
+        has_switch: the template knows ``enable_thinking``.
+    """
+    found: dict[str, bool] = {}
+    for name, value in (body.chat_template_kwargs or {}).items():
+        if name != "enable_thinking":
+            raise BadField(f"chat_template_kwargs: unknown {name!r}; known: enable_thinking", "chat_template_kwargs")
+        if not isinstance(value, bool):
+            raise BadField("chat_template_kwargs: enable_thinking is true or false", "chat_template_kwargs")
+        found["chat_template_kwargs"] = value
+    if body.reasoning_effort is not None:
+        found["reasoning_effort"] = body.reasoning_effort != "none"
+    if not found:
+        return {}
+    first = next(iter(found))
+    if len(set(found.values())) > 1:
+        raise BadField("reasoning_effort: chat_template_kwargs say the opposite; leave one out", "reasoning_effort")
+    if not has_switch:
+        raise BadField(f"{first}: this model's chat template has no switch for thinking; leave it out", first)
+    if body.messages is None:
+        raise BadField(f"{first}: a fork goes on with the answer itself; leave it out", first)
+    return {"enable_thinking": found[first]}
