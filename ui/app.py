@@ -1,274 +1,35 @@
-"""``minillm chat`` as an app: its start, its keys, its end; its screen with the talk and the memory beside it."""
+"""``minillm chat`` as an app: its start and its end, the keys of all screens."""
 
 import asyncio
 import contextlib
 import gc
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from textual import events, getters, work
-from textual.app import ComposeResult, SystemCommand
-from textual.binding import Binding
-from textual.containers import Container
+from textual import events, work
+from textual.app import SystemCommand
 from textual.driver import Driver
-from textual.events import ScreenResume
 from textual.screen import Screen
 
 from minillm.errors import MinillmError
 from minillm.service.client import ENGINE_COMMAND
-from minillm.service.messages import BlockFacts, CacheChanged, Event, MemoryUse, Stepped
+from minillm.service.messages import Event
 from minillm.text.safe import clean
-from minillm.ui.bars import KeyBar, TitleBar, named_keys
-from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.commands import COMMANDS
-from minillm.ui.chat.conversation import Conversation, SessionStore
+from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.chat.talk import Talk
-from minillm.ui.drawing import Drawing
-from minillm.ui.engine_app import EngineApp, EngineEvent, EngineState
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.chat_screen import ChatScreen, bindings_by_name
+from minillm.ui.engine_app import EngineApp, EngineEvent
 from minillm.ui.kept import Keeper
-from minillm.ui.memory.panel import MemoryPanel
-from minillm.ui.memory.pool import Pool
 from minillm.ui.settings import Settings
 from minillm.ui.terminal import check_terminal, ending_on_signals
 from minillm.ui.textual_internals import TerminalDriver
 
 _SETTLED = 2.0  # seconds after which the first screen is there
 _SOON = 0.01  # seconds between two looks whether a screen has its widgets
-_SCROLLS = {"pageup": "page_up", "pagedown": "page_down", "ctrl+up": "up", "ctrl+down": "down", "ctrl+home": "home",
-            "ctrl+end": "end"}  # fmt: skip
-_KEYS = {
-    "stop": ("escape", "stop"), "interrupt": ("ctrl+c", "interrupt"), "expand": ("alt+v", "expand"),
-    "menu": ("ctrl+g", "menu"), "select-previous": ("alt+up", "select(-1)"), "select-next": ("alt+down", "select(1)"),
-}  # names of actions, their keys, and what they do  # fmt: skip
-_GRACE = 2.0  # seconds between two ctrl+c that quit
-
-
-def name_of_stranger(owner: str) -> str:
-    """The name of a sequence that no turn of this conversation has; on a server, whose it is."""
-    if "/" in owner:
-        return f"chat {owner.partition('/')[0][1:5]}"
-    kind, dash, number = owner.partition("-")
-    known = {"chatcmpl": "client", "cmpl": "client", "prefix": "prefix"}
-    return f"{known[kind]} {number[:4]}" if dash and kind in known else "another"
-
-
-class ChatScreen(Screen[None]):
-    """Takes keys, and hands the engine's events to the talk or to the memory."""
-
-    app = getters.app(EngineApp)
-    panel = getters.query_one(MemoryPanel)
-
-    BINDINGS = [  # noqa: RUF012
-        *named_keys(_KEYS, priority=True),
-        *named_keys({"next": ("tab", "next")}),
-        *named_keys(
-            {f"scroll-{at.replace('_', '-')}": (key, f"scroll({at!r})") for key, at in _SCROLLS.items()}, priority=True
-        ),
-        *COMMANDS.bindings("chat"),
-    ]
-
-    def __init__(self, store: SessionStore) -> None:
-        super().__init__()
-        self.talk = Talk(store, COMMANDS)
-        self.pool: Pool | None = None
-        self._phase = EngineState().phase
-        self._memory = Drawing(self, self._draw_memory, share=0.008, longest=3.0)
-        self._interrupted_at = -_GRACE
-        self._earlier_names: dict[str, str] = {}  # of requests, those of conversations before this one included
-
-    def compose(self) -> ComposeResult:
-        yield TitleBar()
-        with Container(id="body"):
-            yield self.talk
-            yield MemoryPanel()
-        yield KeyBar()
-
-    def on_screen_resume(self, event: ScreenResume) -> None:
-        if not self.stack_updates:  # the first time: every widget has only just been styled
-            event.refresh_styles = False
-
-    def on_mount(self) -> None:
-        self.watch(self.app, "engine_state", self._engine_state_changed)
-        self.watch(self.app, "settings", self._settings_changed)
-        self.watch(self.talk, "beside_model", self._memory.pace)
-        self.watch(self.talk, "leaf", lambda _: self._memory.soon(), init=False)
-
-    def _engine_state_changed(self, state: EngineState) -> None:
-        self.post_message(EngineEvent(state))  # so that it stands in line behind the events that came before
-
-    def _take_state(self, state: EngineState) -> None:
-        before, self._phase = self._phase, state.phase
-        self.query_one(TitleBar).engine_state = state
-        if state.phase != before and (state.loaded is not None or self.pool is not None):
-            loaded = state.loaded
-            self.show_pool(
-                None if loaded is None else Pool(loaded.num_blocks, loaded.block_size, loaded.block_bytes,
-                                                 loaded.num_host_blocks, loaded.max_model_len)
-            )  # fmt: skip
-
-    def _settings_changed(self, settings: Settings) -> None:
-        self.query_one(TitleBar).settings = settings
-
-    def on_engine_event(self, message: EngineEvent) -> None:
-        event = message.event
-        if isinstance(event, CacheChanged | Stepped | MemoryUse):
-            self.panel.take(event)
-            self._memory.soon()
-        elif isinstance(event, BlockFacts):
-            self.panel.show_facts(event)
-        else:
-            if isinstance(event, EngineState):
-                self._take_state(event)
-            self.talk.post_message(EngineEvent(event))
-
-    def show_pool(self, pool: Pool | None) -> None:
-        self.pool = self.talk.pool = pool
-        self.panel.show_pool(pool)
-        self.talk.transcript.show_blocks(pool)
-
-    async def _draw_memory(self) -> None:
-        if self.panel.display:
-            self._show_memory()
-        self.talk.transcript.show_blocks(self.pool)
-        if self.talk.run is None:  # else the text brings it along
-            self.talk.refresh_status()
-
-    def _show_memory(self) -> None:
-        leaf = self.talk.conversation.leaf
-        self.panel.show_news(self.name_of, None if leaf is None else leaf.answer.request_id)
-
-    def name_of(self, owner: str, index: int) -> str:
-        """A sequence's name for people: ``turn 2 · 3`` is the third candidate of the second turn."""
-        name = self.talk.conversation.name_of(owner)
-        if name is None:
-            return owner if owner == "system prompt" else self._earlier_names.get(owner) or name_of_stranger(owner)
-        self._earlier_names[owner] = name
-        pool = self.pool
-        several = pool is not None and any(table.owner == owner and table.index for table in pool.tables.values())
-        return f"{name} · {index + 1}" if several else name
-
-    def action_command(self, name: str, argument: str = "") -> None:
-        """Run a slash command, after all that the talk was told before. Keys act in the app's task, or in the prompt's,
-        and the palette in the app's: a command that began there would change the conversation in the midst of a
-        question that is being asked.
-        """
-        self.talk.call_command(name, argument)
-
-    def action_stop(self) -> None:
-        """Leave the whole screen or the search; else end answer, loading or editing; else back to the prompt."""
-        talk = self.talk
-        if self.maximized is not None:
-            self.minimize()
-        elif self.has_class("-expanded"):
-            self.action_expand()
-        elif talk.prompt.close_popup():
-            pass
-        elif talk.search.close():
-            talk.prompt.focus()
-        elif talk.take_back():
-            pass
-        elif talk.run is not None:
-            talk.run.stop()
-            talk.refresh_status()
-        elif talk.compaction is not None:
-            talk.compaction.stop()
-        elif self._phase == "loading":
-            self.app.stop_engine()
-        else:
-            if talk.editing is not None:
-                talk.editing = None
-                talk.prompt.text = ""
-                self.notify("the question stays as it was")
-            self.clear_selection()
-            talk.transcript.select(None)
-            talk.prompt.focus()
-
-    def action_interrupt(self) -> None:
-        """ctrl+c: copy the selection, else stop the answer or the loading; twice, else, to quit."""
-        selected = self.talk.prompt.selected_text or self.get_selected_text()
-        if selected:
-            self.app.copy_to_clipboard(selected)
-        elif self.talk.run is not None or self._phase == "loading":
-            self.action_stop()
-        elif time.monotonic() - self._interrupted_at < _GRACE:
-            self.app.exit()
-        else:
-            self._interrupted_at = time.monotonic()
-            self.notify("ctrl+c again quits", timeout=_GRACE)
-
-    def on_key(self, event: events.Key) -> None:
-        """Have letters reach the prompt from anywhere, unless the widget that has the keyboard has a use for them."""
-        if event.character == "?" and self.focused is not self.talk.prompt:
-            event.stop()
-            self.action_command("help")
-        elif event.is_printable and event.key not in self.active_bindings and self.focused is not self.talk.prompt:
-            event.stop()
-            self.minimize()
-            if self.has_class("-expanded"):
-                self.action_expand()
-            self.talk.prompt.focus()
-            self.talk.prompt.post_message(events.Key(event.key, event.character))
-
-    def on_paste(self, event: events.Paste) -> None:
-        if self.focused is not self.talk.prompt:
-            event.stop()
-            self.talk.prompt.focus()
-            self.talk.prompt.post_message(events.Paste(event.text))
-
-    @property
-    def memory_view(self) -> str:
-        """The memory view that is shown; empty where none is."""
-        return self.panel.view if self.panel.display else ""
-
-    def action_view(self, name: str) -> None:
-        """Show one of the memory views; the same key once more hides it."""
-        shown = self.memory_view != name
-        self.set_class(shown, "-memory")
-        self.set_class(not shown, "-no-memory")
-        if shown:
-            self.panel.view = name
-            self._show_memory()
-        else:
-            self.remove_class("-expanded")
-
-    def action_expand(self) -> None:
-        """Give the memory view the whole screen, or the chat its place back."""
-        if not self.panel.display:
-            self.action_view(self.panel.view)
-        self.toggle_class("-expanded")
-        if not self.has_class("-expanded"):
-            self.talk.prompt.focus()
-
-    def action_menu(self) -> None:
-        """Have all actions to choose from, by letters."""
-        from minillm.ui.keymap import KeyMenu
-
-        bindings = bindings_by_name()
-        actions = {binding.id: binding.action for binding in bindings}
-
-        async def act(name: str | None) -> None:
-            if name is not None:
-                await self.run_action(actions[name])
-
-        self.app.push_screen(KeyMenu(bindings), act)
-
-    def action_next(self) -> None:
-        """tab: from the prompt to the first candidate, where there are some; else to the next widget."""
-        cards = self.query(CandidateCard)
-        if self.focused is self.talk.prompt and self.talk.prompt.num_picks and cards:
-            cards[len(cards) - self.talk.prompt.num_picks].focus()
-        else:
-            self.focus_next()
-
-    async def action_select(self, step: int) -> None:
-        await self.talk.transcript.select_next(step)
-
-    def action_scroll(self, where: str) -> None:
-        getattr(self.talk.transcript, f"scroll_{where}")(animate=False)
 
 
 class ChatApp(EngineApp):
@@ -403,12 +164,6 @@ class ChatApp(EngineApp):
             self.exit(return_code=code)
         else:
             asyncio.get_running_loop().call_later(_SOON, self.leave, code)
-
-
-def bindings_by_name() -> list[Binding]:
-    """The bindings of all actions that have a name."""
-    bindings = (*ChatScreen.BINDINGS, *ChatApp.BINDINGS)
-    return [each for each in bindings if isinstance(each, Binding) and each.id]
 
 
 def run(app: ChatApp, typed: bytes = b"") -> int:

@@ -16,8 +16,8 @@ from textual.widgets import Static
 from minillm.service.messages import Abort, Forget, Generate, Pace
 from minillm.ui.app import ChatApp
 from minillm.ui.bars import hidden_keys
-from minillm.ui.chat.conversation import SessionStore
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import plural
 from minillm.ui.settings import Settings, with_param

@@ -23,7 +23,8 @@ from minillm.progress import size
 from minillm.service.messages import TokenChoice
 from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import hidden_keys
-from minillm.ui.chat.conversation import Fork, SessionStore, SessionSummary
+from minillm.ui.chat.conversation import Fork
+from minillm.ui.chat.sessions import SessionStore, SessionSummary
 from minillm.ui.numbers import bar, plural
 from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
 from minillm.ui.textual_internals import PatientPalette

@@ -16,9 +16,10 @@ from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.text.safe import clean, clean_line
-from minillm.ui.chat.conversation import Candidate, Conversation, SessionStore
+from minillm.ui.chat.conversation import Candidate, Conversation
 from minillm.ui.chat.export import export
 from minillm.ui.chat.files import with_files
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.slash import is_command, unescaped
 from minillm.ui.settings import Settings, with_param
 

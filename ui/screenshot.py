@@ -8,7 +8,7 @@ from pathlib import Path
 from textual.drivers.headless_driver import HeadlessDriver
 
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.conversation import SessionStore
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.settings import Settings, with_param
 from minillm.weights.manifest import default_model
 

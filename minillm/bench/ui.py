@@ -21,7 +21,8 @@ from minillm.errors import MinillmError
 from minillm.service.messages import CacheChanged, LogEntry, TableView
 from minillm.system import resident_bytes
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.conversation import Conversation, SessionStore
+from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.engine_app import EngineEvent
 from minillm.ui.memory.pool import Pool
 from minillm.ui.settings import Settings

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def chat(arguments: argparse.Namespace) -> int:
     """Talk to a model. Wrong options are named before the terminal changes."""
-    from minillm.ui.chat.conversation import SessionStore
+    from minillm.ui.chat.sessions import SessionStore
     from minillm.ui.kept import Keeper
     from minillm.ui.settings import Settings, load_settings
     from minillm.ui.terminal import check_terminal, is_plain_only
@@ -76,7 +76,7 @@ def remote_engine(url: str) -> tuple[str, ...]:
 
 def demo(arguments: argparse.Namespace) -> int:
     """Give the guided tour. It saves nothing among the user's conversations."""
-    from minillm.ui.chat.conversation import SessionStore
+    from minillm.ui.chat.sessions import SessionStore
     from minillm.ui.settings import Settings
     from minillm.ui.terminal import check_terminal
 

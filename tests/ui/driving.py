@@ -13,11 +13,13 @@ import anyio
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
-from minillm.ui.app import ChatApp, ChatScreen
+from minillm.ui.app import ChatApp
 from minillm.ui.bars import StatusBar
-from minillm.ui.chat.conversation import SessionStore, Turn
+from minillm.ui.chat.conversation import Turn
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.transcript import Note
+from minillm.ui.chat_screen import ChatScreen
 from minillm.ui.settings import Settings
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))

@@ -11,8 +11,8 @@ from textual.widgets import Collapsible, Input, OptionList, Static
 
 from minillm.service.messages import TokenChoice
 from minillm.ui.chat.candidates import CandidateCard, CandidatesView
-from minillm.ui.chat.conversation import SessionStore
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.dialogs import ProbabilityScreen, SessionsScreen
 

@@ -15,12 +15,12 @@ from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 
 from minillm.service.client import EngineProcess
-from minillm.ui.app import ChatScreen
 from minillm.ui.bars import KeyBar, StatusBar
 from minillm.ui.chat.answer_view import AnswerView
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.chat.turn_view import Question
+from minillm.ui.chat_screen import ChatScreen
 from minillm.ui.dialogs import ModelScreen, SamplingScreen, SystemScreen
 from minillm.ui.drawing import Drawing
 from minillm.ui.help import HelpScreen

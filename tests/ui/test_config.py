@@ -10,10 +10,11 @@ import pytest
 from textual.binding import Binding
 
 from minillm.errors import UsageError
-from minillm.ui.app import ChatApp, ChatScreen
+from minillm.ui.app import ChatApp
 from minillm.ui.bars import VIEWS
 from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.slash import CommandTable
+from minillm.ui.chat_screen import ChatScreen
 from minillm.ui.help import KEYS
 from minillm.ui.settings import (
     CHAT_SAMPLING,

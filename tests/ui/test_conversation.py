@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.ui.chat.candidates import num_common
-from minillm.ui.chat.conversation import Candidate, Conversation, SessionStore, Turn
+from minillm.ui.chat.conversation import Candidate, Conversation, Turn
 from minillm.ui.chat.export import to_markdown
 from minillm.ui.chat.reasoning import ReasoningSplitter, split_reasoning
+from minillm.ui.chat.sessions import SessionStore
 
 
 def said(conversation: Conversation, question: str, text: str) -> Turn:

@@ -10,8 +10,8 @@ from driving import FAKE, answered, screen, until
 from textual.drivers.headless_driver import HeadlessDriver
 
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.conversation import SessionStore
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.settings import Settings
 
 pytestmark = pytest.mark.anyio

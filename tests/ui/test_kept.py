@@ -11,7 +11,7 @@ from textual.drivers.headless_driver import HeadlessDriver
 
 from minillm.errors import MinillmError, UsageError
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.conversation import SessionStore
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.kept import Keeper, Kept, with_theme
 from minillm.ui.settings import Settings, load_settings, with_param
 from minillm.user_config import UserConfig, read_config

@@ -9,7 +9,7 @@ import pytest
 from driving import ask, chat, screen, seen, until
 
 from minillm.errors import UsageError
-from minillm.ui.app import bindings_by_name
+from minillm.ui.chat_screen import bindings_by_name
 from minillm.ui.help import HelpScreen
 from minillm.ui.keymap import LETTERS, KeyMenu, checked_keymap, keys_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from minillm.llm import LLM
-from minillm.ui.chat.conversation import SessionStore
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.plain import PlainChat
 from minillm.ui.settings import Settings
 

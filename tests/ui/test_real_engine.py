@@ -10,7 +10,7 @@ from driving import answered, ask, chat, notes, say, screen, seen, until
 from textual.drivers.headless_driver import HeadlessDriver
 
 from minillm.service.client import ENGINE_COMMAND
-from minillm.ui.chat.conversation import SessionStore
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.demo import STOPS, DemoApp, Narration, demo_settings
 from minillm.ui.memory.pool import Pool
 from minillm.ui.settings import Settings

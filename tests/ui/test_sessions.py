@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from minillm.errors import MinillmError
-from minillm.ui.chat.conversation import LONGEST_TITLE, Conversation, SessionStore
+from minillm.ui.chat.conversation import LONGEST_TITLE, Conversation
 from minillm.ui.chat.export import export, to_json, to_markdown
+from minillm.ui.chat.sessions import SessionStore
 
 
 def talk(question: str, text: str, reason: str | None = "stop") -> Conversation:

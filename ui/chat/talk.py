@@ -14,11 +14,12 @@ from minillm.service.messages import Command, Forget, Keep, Notice, Pin, Report
 from minillm.ui.bars import FULL, LoadingBar, Status, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
 from minillm.ui.chat.compact import Compaction
-from minillm.ui.chat.conversation import Answer, Candidate, Choice, Conversation, Fork, SessionStore, Turn
+from minillm.ui.chat.conversation import Answer, Candidate, Choice, Conversation, Fork, Turn
 from minillm.ui.chat.files import with_files
 from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.search import SearchBar
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.drawing import Drawing
