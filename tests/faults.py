@@ -257,7 +257,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
         ("guess-drawn-at-its-first-place", "[*sequence.token_ids, *chunk.draft[:number]]", "[*sequence.token_ids]",
          GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
-        ("wrong-guesses-keep-their-blocks", "cache.cut(sequence.table, sequence.num_computed)",
+        ("wrong-guesses-keep-their-blocks", "cache.free_tail(sequence.table, sequence.num_computed)",
          "cache.num_free", GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
         ("right-guesses-not-counted-as-computed", "sequence.num_computed += 1", "sequence.num_computed += 0",
          GUESSES + "test_right_guesses_come_several_at_a_step"),

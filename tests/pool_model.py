@@ -90,6 +90,17 @@ class PoolModel:
         self.manager.free(self.tables.pop(seq))
         del self.tokens[seq]
 
+    def free_tail(self, seq: int, num_tokens: int) -> None:
+        """Give the room behind the first ``num_tokens`` tokens back."""
+        self.run_step()  # what comes back has been written
+        table = self.tables[seq]
+        gone = table.blocks[-(-num_tokens // self.block_size) :]
+        last = sum(self.manager.ref_counts[block] == 1 for block in gone)
+        free = self.manager.num_free
+        self.manager.free_tail(table, num_tokens)
+        assert self.manager.num_free == free + last, "as many blocks are free as this one alone held"
+        del self.tokens[seq][num_tokens:]
+
     def swap_out(self, seqs: list[int]) -> bool:
         """Send the computed tokens of sequences to the host."""
         if self.incoming:
@@ -203,6 +214,9 @@ def random_history(model: PoolModel, rng: random.Random, length: int) -> None:
         elif choice < 0.65:
             count = rng.choice([1, 1, 1, 2, size, rng.randint(1, 3 * size)])
             model.append(rng.choice(seqs), 0, [rng.choice(ALPHABET) for _ in range(count)])
+        elif choice < 0.72:
+            seq = rng.choice(seqs)
+            model.free_tail(seq, rng.randint(0, len(model.tokens[seq])))
         elif choice < 0.85:
             model.free(rng.choice(seqs))
         elif choice < 0.9:

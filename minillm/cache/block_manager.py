@@ -6,10 +6,9 @@ et al. 2023), the way an operating system shares pages between processes after `
 - **fork** shares: the child's table lists the parent's blocks, no bytes move.
 - **append** makes room for more tokens. A last block that others hold too is not written: a fresh one takes its place
   and one copy (source, destination) is recorded. The last owner writes in place.
-- **cut** takes room back that an append gave, down to an earlier token.
-- **free** drops a table; a block that no table holds is free again, or, if it is full and its tokens are known, cached:
-  found by the next prompt that begins alike (`prefix_cache.py`), until it is needed for something else. The longest
-  unused block goes first, and of a table its tail.
+- **free** drops a table, or the tail of one. A block that no table holds is free again, or, if it is full and its
+  tokens are known, cached: found by the next prompt that begins alike (`prefix_cache.py`), until it is needed for something
+  else. The longest unused block goes first, and of a table its tail.
 """
 
 from collections.abc import Sequence
@@ -129,10 +128,10 @@ class BlockManager:
             self._grow(table, end)
         table.num_tokens = end
 
-    def cut(self, table: BlockTable, num_tokens: int) -> None:
+    def free_tail(self, table: BlockTable, num_tokens: int) -> None:
         """Give back the room behind the first ``num_tokens`` tokens of ``table``; ValueError where it has fewer."""
         if not 0 <= num_tokens <= table.num_tokens:
-            raise ValueError(f"cut at token {num_tokens} of a sequence of {table.num_tokens}")
+            raise ValueError(f"freed from token {num_tokens} of a sequence of {table.num_tokens}")
         kept = -(-num_tokens // self.block_size)
         gone = table.blocks[kept:]
         del table.blocks[kept:], table.nodes[num_tokens // self.block_size :]

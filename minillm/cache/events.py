@@ -15,7 +15,7 @@ class CacheEvent:
     allocate    ``seq_id`` took ``blocks`` from the free ones
     fork        ``seq_id`` now shares ``blocks`` with ``parent_id``
     copy        ``seq_id`` writes to ``blocks[1]``, a copy of the shared ``blocks[0]`` (copy-on-write)
-    cut         ``seq_id`` gave ``blocks`` back: the tokens in them were guesses, and wrong
+    cut         ``seq_id`` freed its tail, ``blocks``: the tokens in them were guesses, and wrong
     free        ``seq_id`` is gone; it held ``blocks``
     hit         the new ``seq_id`` found ``blocks`` in the prefix cache
     evict       the cached ``blocks`` are free; ``seq_id`` is -1

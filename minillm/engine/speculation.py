@@ -210,7 +210,7 @@ class Verification:
             sequence.num_computed += 1  # as the guess that it was
             num_right += 1
         if sequence.finish_reason is None and sequence.table is not None:
-            samples.requests.scheduler.cache.cut(sequence.table, sequence.num_computed)
+            samples.requests.scheduler.cache.free_tail(sequence.table, sequence.num_computed)
         samples.note_guesses(chunk, num_right)
         return [_joined(deltas)] if deltas else []
 

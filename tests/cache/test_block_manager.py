@@ -68,6 +68,19 @@ def test_rollback_is_a_fork_at_an_earlier_token() -> None:
     assert manager.take_copies() == [], "nobody shares the block any more"
 
 
+def test_a_tail_that_is_freed_is_shared_no_more_and_the_rest_still_is() -> None:
+    manager = BlockManager(8, 4)
+    parent = grown(manager, 0, 11)
+    child = manager.fork(parent, 1)
+    manager.free_tail(child, 5)
+    assert child.blocks == parent.blocks[:2]
+    assert [manager.ref_counts[block] for block in parent.blocks] == [2, 2, 1]
+    manager.append(child, 1)  # the last block is the parent's, too
+    assert manager.take_copies() == [(parent.blocks[1], child.blocks[1])]
+    with pytest.raises(ValueError, match="token 7 of a sequence of 6"):
+        manager.free_tail(child, 7)
+
+
 def test_out_of_blocks_changes_nothing() -> None:
     manager = BlockManager(3, 4)
     first = grown(manager, 0, 6)
@@ -394,6 +407,12 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         self.model.free(data.draw(st.sampled_from(sorted(self.model.tables))))
+
+    @precondition(lambda self: self.model.tables)
+    @rule(data=st.data())
+    def free_tail(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(sorted(self.model.tables)))
+        self.model.free_tail(seq, data.draw(st.integers(0, len(self.model.tokens[seq]))))
 
     @precondition(lambda self: self.model.tables)
     @rule(data=st.data())
