@@ -119,6 +119,7 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         option("--served-model-name", action="append", metavar="NAME", help="the model's name for clients"),
         option("--allowed-host", action="append", metavar="HOST", help="another name that this server goes by"),
         option("--allow-origin", action="append", metavar="URL", help="a web page that may use it (CORS)"),
+        option("--replicas", type=int, metavar="N", help="engines of the model, each with its GPU (1, or torchrun's)"),
         option("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait (1024)"),
         option("--max-body", type=int, default=8 << 20, metavar="BYTES", help="of one request (8388608)"),
         option("--grace", type=int, default=30, metavar="SECONDS", help="for answers under way when it ends (30)"),

@@ -6,17 +6,22 @@ import argparse
 import asyncio
 import ipaddress
 import os
+import signal
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from minillm.cli.options import given
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
+from minillm.parallel.launch import Torchrun
 from minillm.progress import loading_bar, say
 from minillm.server.access import AccessRules
 from minillm.server.app import Service
+from minillm.server.replicas import MAX_REPLICAS
 from minillm.server.serving import ServerConfig, serve
 from minillm.service import messages as chat
 from minillm.system import expanded
@@ -35,6 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     options = {**config.engine, **given(arguments, EngineConfig)}
     EngineConfig(**options)
     server = server_config(arguments, os.environ.get(_VARIABLE, ""))
+    torchrun = Torchrun.from_environment()
+    if torchrun is not None:
+        replicas = _replicas(torchrun, arguments.replicas, options.get("tensor_parallel_size", 1))
+        if torchrun.rank:
+            return _wait_for_the_end()
+        server = replace(server, replicas=replicas)
     with ExitStack() as bar:
         report = bar.enter_context(loading_bar())
 
@@ -49,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             facts = service.facts.facts
             pool = f"{facts.num_blocks * facts.block_size:,} tokens of cache"
             keys = ", with keys" if server.rules.keys else ""
+            pool += f" in each of {server.replicas} replicas" if server.replicas > 1 else ""
             say(f"{service.names[0]} on {facts.device} ({facts.dtype}, {pool}) at {address}/v1{keys}; ctrl-c ends it")
 
         asyncio.run(serve(server, model, options, told, opened))
@@ -62,6 +74,9 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
         key: of the environment; empty: none.
     """
     bounds = {"port": (0, 65535), "max_waiting": (1, 1 << 20), "max_body": (1024, 1 << 31), "grace": (0, 3600)}
+    replicas = 1 if arguments.replicas is None else arguments.replicas
+    if not 1 <= replicas <= MAX_REPLICAS:
+        raise UsageError(f"--replicas must be from 1 to {MAX_REPLICAS}, not {replicas}")
     for name, (low, high) in bounds.items():
         value = getattr(arguments, name)
         if not low <= value <= high:
@@ -79,7 +94,27 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
         raise UsageError("--allow-origin: name each origin, like https://example.org; '*' would let every web page in")
     rules = AccessRules(keys, hosts, tuple(arguments.allow_origin or ()), arguments.max_body)
     names = tuple(arguments.served_model_name or ())
-    return ServerConfig(host, arguments.port, rules, names, arguments.max_waiting, arguments.grace)
+    return ServerConfig(host, arguments.port, rules, names, arguments.max_waiting, arguments.grace, replicas)
+
+
+def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) -> int:
+    """The engines that torchrun's processes stand for; raises UsageError where one address cannot serve them."""
+    if torchrun.spread:
+        raise UsageError("serve: the replicas of one address are on one node; start torchrun with --nnodes 1")
+    count = torchrun.num_replicas(tensor_parallel_size)
+    if asked not in (None, count):
+        raise UsageError(f"--replicas {asked}: torchrun has started processes for {count}; leave the option out")
+    return count
+
+
+def _wait_for_the_end() -> int:
+    """Return when torchrun ends this process, or has gone itself: the first one has all engines."""
+    parent, over = os.getppid(), threading.Event()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: over.set())
+    while os.getppid() == parent and not over.wait(1):
+        pass
+    return 0
 
 
 def _keys(key: str, file: str | None) -> Mapping[str, str]:

@@ -24,11 +24,12 @@ from minillm.server import bodies, messages
 from minillm.server.access import Access, AccessRules
 from minillm.server.answers import Frame
 from minillm.server.bodies import BadField, ChatBody, CompletionBody
-from minillm.server.engine_process import EngineDied, EngineProcess
+from minillm.server.engine_process import EngineDied
 from minillm.server.forms import ChatForm, TextForm
 from minillm.server.generating import Asked, Generating, error_json
 from minillm.server.metrics import Metrics
 from minillm.server.openapi import document
+from minillm.server.replicas import Engine
 from minillm.server.seats import Seats
 from minillm.server.thoughts import ThoughtReader, template_options
 from minillm.server.tool_choice import call_form, choice_of, shown_tools
@@ -42,7 +43,7 @@ _MOST_UNREAD = 256  # events that wait for a slow watcher, before it loses its s
 class Service:
     """All that the routes need."""
 
-    engine: EngineProcess
+    engine: Engine
     facts: messages.Ready
     names: tuple[str, ...]  # of the model
     seats: Seats

@@ -12,9 +12,10 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from minillm.server.answers import Frame, Json, Usage
-from minillm.server.engine_process import Answer, EngineDied, EngineProcess
+from minillm.server.engine_process import Answer, EngineDied
 from minillm.server.messages import Complete, Completion, Ended, Refused, Text
 from minillm.server.metrics import Metrics
+from minillm.server.replicas import Engine
 from minillm.server.seats import Full, Seats
 
 _TYPE_JSON = (b"content-type", b"application/json")
@@ -76,7 +77,7 @@ class Generating:
     """An ASGI response."""
 
     asked: Asked
-    engine: EngineProcess
+    engine: Engine
     seats: Seats
     metrics: Metrics
     send_seconds: float  # that a client has to read what was sent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,11 +13,27 @@ from minillm.server.seats import Seats
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
+# What an engine tells of itself; where there are several, each has the label ``replica``.
+_FIGURES: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, str], ...] = (
+    (GaugeMetricFamily, "engine_requests_running", "Requests that the engine computes", "num_running"),
+    (GaugeMetricFamily, "engine_requests_waiting", "Requests in the engine's own queue", "num_waiting"),
+    (GaugeMetricFamily, "cache_blocks", "Blocks of the pool", "num_blocks"),
+    (GaugeMetricFamily, "cache_blocks_used", "Blocks that a sequence holds", "used_blocks"),
+    (GaugeMetricFamily, "cache_blocks_cached", "Free blocks that a prompt can still find", "cached_blocks"),
+    (CounterMetricFamily, "engine_steps", "Steps computed", "num_steps"),
+    (CounterMetricFamily, "engine_prefill_tokens", "Tokens of prompts computed", "num_prefill_tokens"),
+    (CounterMetricFamily, "engine_decoded_tokens", "Tokens computed one by one", "num_decoded_tokens"),
+    (CounterMetricFamily, "preemptions", "Requests that had to give way", "num_preemptions"),
+    (CounterMetricFamily, "prefix_hit_tokens", "Prompt tokens found in the cache", "num_hit_tokens"),
+    (CounterMetricFamily, "prefix_queried_tokens", "Prompt tokens looked up", "num_looked_up_tokens"),
+    (CounterMetricFamily, "copies_on_write", "Blocks copied because another sequence holds them, too", "num_copies"),
+)
+
 
 class Metrics:
     """Counts what the server does."""
 
-    def __init__(self, seats: Seats, figures: Callable[[], Figures | None]) -> None:
+    def __init__(self, seats: Seats, figures: Callable[[], Sequence[Figures | None]]) -> None:
         disable_created_metrics()
         self.registry = registry = CollectorRegistry()
         about = {"registry": registry, "namespace": "minillm"}
@@ -38,32 +54,22 @@ class Metrics:
 class _EngineCollector(Collector):
     """The state of queue and engine, as it was told last."""
 
-    def __init__(self, seats: Seats, figures: Callable[[], Figures | None]) -> None:
+    def __init__(self, seats: Seats, figures: Callable[[], Sequence[Figures | None]]) -> None:
         self._seats, self._figures = seats, figures
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         yield _gauge("requests_queued", "Requests that wait for their turn", len(self._seats.waiting))
         yield _gauge("seats_taken", "Sequences in the engine's hands", self._seats.num_taken)
-        now = self._figures()
-        if now is None:
-            return
-        yield _gauge("engine_requests_running", "Requests that the engine computes", now.num_running)
-        yield _gauge("engine_requests_waiting", "Requests in the engine's own queue", now.num_waiting)
-        yield _gauge("cache_blocks", "Blocks of the pool", now.num_blocks)
-        yield _gauge("cache_blocks_used", "Blocks that a sequence holds", now.used_blocks)
-        yield _gauge("cache_blocks_cached", "Free blocks that a prompt can still find", now.cached_blocks)
-        yield _count("engine_steps", "Steps computed", now.num_steps)
-        yield _count("engine_prefill_tokens", "Tokens of prompts computed", now.num_prefill_tokens)
-        yield _count("engine_decoded_tokens", "Tokens computed one by one", now.num_decoded_tokens)
-        yield _count("preemptions", "Requests that had to give way", now.num_preemptions)
-        yield _count("prefix_hit_tokens", "Prompt tokens found in the cache", now.num_hit_tokens)
-        yield _count("prefix_queried_tokens", "Prompt tokens looked up", now.num_looked_up_tokens)
-        yield _count("copies_on_write", "Blocks copied because another sequence holds them, too", now.num_copies)
+        replicas = self._figures()
+        label = ["replica"] if len(replicas) > 1 else []
+        for kind, name, help, field in _FIGURES:
+            family = kind(f"minillm_{name}", help, labels=label)
+            for number, now in enumerate(replicas):
+                if now is not None:
+                    family.add_metric([str(number)] if label else [], getattr(now, field))
+            if family.samples:
+                yield family
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"minillm_{name}", help, value)
-
-
-def _count(name: str, help: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"minillm_{name}", help, value)

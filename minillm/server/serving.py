@@ -17,6 +17,7 @@ from minillm.server.app import Service, make_app
 from minillm.server.engine_process import EngineProcess
 from minillm.server.http_protocol import BoundedProtocol
 from minillm.server.metrics import Metrics
+from minillm.server.replicas import Engine, Replicas
 from minillm.server.seats import Seats
 from minillm.service import messages as chat
 
@@ -27,6 +28,7 @@ class ServerConfig:
     names: of the model, for clients; by default the model's own name.
     max_waiting: requests that wait before the engine; more are told to come again.
     grace_seconds: that running answers have to end when the server is stopped.
+    replicas: engines of the model, each with its own GPU.
     """
 
     host: str = "127.0.0.1"
@@ -35,6 +37,7 @@ class ServerConfig:
     names: tuple[str, ...] = ()
     max_waiting: int = 1024
     grace_seconds: int = 30
+    replicas: int = 1
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -68,11 +71,16 @@ async def serve(
         MinillmError: the model cannot be loaded, or the engine has ended.
     """
     listening = open_socket(config.host, config.port)
-    engine = await EngineProcess.start(model, options, told)
+    engine: EngineProcess | Replicas
+    if config.replicas > 1:
+        engine = await Replicas.start(model, options, told, config.replicas)
+    else:
+        engine = await EngineProcess.start(model, options, told)
     try:
-        facts = await engine.ready
+        facts = await (engine.loaded() if isinstance(engine, Replicas) else engine.ready)
         seats = Seats(facts.max_num_seqs, config.max_waiting)
-        metrics = Metrics(seats, lambda: engine.figures)
+        engines = engine.engines if isinstance(engine, Replicas) else [engine]
+        metrics = Metrics(seats, lambda: [each.figures for each in engines])
         names = config.names or _names(facts.facts.model)
         service = Service(engine, facts, names, seats, metrics, bool(config.rules.keys))
         server = _Server(service, uvicorn.Config(
@@ -110,7 +118,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-async def _end_with_engine(engine: EngineProcess, server: uvicorn.Server) -> None:
+async def _end_with_engine(engine: Engine, server: uvicorn.Server) -> None:
     await engine.ended.wait()
     server.should_exit = True
 

@@ -1,0 +1,207 @@
+"""Several engines of one model behind one address, each a process of its own.
+
+A request goes where the beginning of its prompt was computed before, unless that engine is much busier than another.
+What refers to something that an engine keeps goes to that engine: forks, pinned prefixes, sessions, watchers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from minillm.errors import MinillmError, UsageError
+from minillm.server import messages
+from minillm.server.engine_process import COMMAND, Answer, EngineProcess
+from minillm.service import messages as chat
+
+MAX_REPLICAS = 64
+_PIECE = 128  # characters, or token ids, of a prompt that are found together
+_MOST_PIECES = 512  # of one prompt that are looked at
+_MOST_PLACES = 1 << 16  # pieces whose engine is remembered
+_MOST_HOMES = 1 << 14  # answers, prefixes, sessions and watchers whose engine is remembered
+_SLACK = 4  # requests that an engine may have beyond twice those of the idlest, and still be preferred
+_TORCHRUNS = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+class Engine(Protocol):
+    """What the routes need of an engine, be it one process or several."""
+
+    @property
+    def ended(self) -> asyncio.Event:
+        """Set when the engine has ended."""
+
+    @property
+    def listeners(self) -> dict[str, Callable[[Any], object]]:
+        """Who hears events, by the name of watcher or session."""
+
+    def send(self, call: messages.Call) -> None:
+        """Send a call that has no result."""
+
+    def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
+        """Begin a request; ``news`` is set whenever something of it has come."""
+
+    def leave(self, answer: Answer) -> None:
+        """Forget an answer; a request that has not ended is aborted."""
+
+    async def ask(self, make: Callable[[str], messages.Call]) -> Any:
+        """The result of a call, given its id."""
+
+
+@dataclass
+class Places:
+    """Which engine has computed which beginnings of prompts, the latest ones."""
+
+    _places: OrderedDict[int, int] = field(default_factory=OrderedDict)
+
+    def choose(self, keys: list[int], loads: list[int]) -> int:
+        """The engine for a prompt with these keys, the first piece's first; it is remembered.
+
+        Args:
+            loads: requests of each engine.
+        """
+        idlest = min(range(len(loads)), key=loads.__getitem__)
+        found = next((self._places[key] for key in reversed(keys) if key in self._places), idlest)
+        chosen = found if loads[found] <= 2 * loads[idlest] + _SLACK else idlest
+        for key in keys:
+            self._places[key] = chosen
+            self._places.move_to_end(key)
+        while len(self._places) > _MOST_PLACES:
+            self._places.popitem(last=False)
+        return chosen
+
+
+def keys_of(prompt: Any, salt: str | None) -> list[int]:
+    """A key for each piece of a prompt, which stands for all of the prompt up to there."""
+    if isinstance(prompt, messages.Conversation):
+        head = msgspec.json.encode([prompt.tools, prompt.template_options]).decode()
+        prompt = head + "".join(msgspec.json.encode(message).decode() for message in prompt.messages)
+    keys: list[int] = []
+    key = hash(salt)
+    for start in range(0, min(len(prompt or ""), _PIECE * _MOST_PIECES) - _PIECE + 1, _PIECE):
+        piece = prompt[start : start + _PIECE]
+        key = hash((key, piece if isinstance(piece, str) else tuple(piece)))
+        keys.append(key)
+    return keys
+
+
+@dataclass
+class Replicas:
+    """Engines as one. Made by `start`."""
+
+    engines: list[EngineProcess]
+    listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _places: Places = field(default_factory=Places)
+    _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
+
+    @classmethod
+    async def start(
+        cls, model: str, options: dict[str, Any], told: Callable[[chat.Event], object], count: int
+    ) -> Replicas:
+        """Start ``count`` engines; the first one tells how loading goes on."""
+        self = cls([])
+        for number in range(count):
+            command = (*_environment(number, count, options), *COMMAND)
+            engine = await EngineProcess.start(model, options, told if number == 0 else lambda event: None, command)
+            engine.listeners = self.listeners
+            self.engines.append(engine)
+        self.watching = [asyncio.create_task(self._watch(each)) for each in self.engines]  # type: ignore[attr-defined]
+        return self
+
+    async def _watch(self, engine: EngineProcess) -> None:
+        await engine.ended.wait()
+        self.ended.set()
+
+    async def loaded(self) -> messages.Ready:
+        """The facts of one engine, with the room of all; raises MinillmError where one of them cannot be loaded."""
+        found = await asyncio.gather(*(engine.ready for engine in self.engines))
+        for number, each in enumerate(found):
+            if each.facts.device.split(":")[0] != found[0].facts.device.split(":")[0]:
+                raise MinillmError(f"replica {number} has found no GPU of its own; start fewer replicas")
+        return msgspec.structs.replace(found[0], max_num_seqs=sum(each.max_num_seqs for each in found))
+
+    @property
+    def failure(self) -> MinillmError | None:
+        """Why the first engine that has ended did so; None while all run."""
+        return next((each.failure for each in self.engines if each.ended.is_set()), None)
+
+    async def stop(self) -> None:
+        """End all processes."""
+        for engine in self.engines:  # at once: ctrl-c cancels what is awaited below, and they must end all the same
+            if engine.process.stdin is not None:
+                engine.process.stdin.close()
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
+
+    def send(self, call: messages.Call) -> None:
+        """Send a call that belongs to a watcher or a session."""
+        name: str = getattr(call, "watcher", None) or call.session  # type: ignore[attr-defined]
+        if isinstance(call, messages.Watch | messages.OpenSession):
+            self._settle(name, self._choose(None, None))
+        self.engines[self._homes.get(name, 0)].send(call)
+
+    def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
+        """Begin a request; ``news`` is set whenever something of it has come."""
+        if call.fork is None:
+            home = self._choose(call.prompt, call.salt)
+        else:
+            home = self._homes.get(call.fork.request_id, 0)
+        self._settle(call.request_id, home)
+        return self.engines[home].complete(call, news)
+
+    def leave(self, answer: Answer) -> None:
+        """Forget an answer; a request that has not ended is aborted."""
+        for engine in self.engines:
+            if answer.request_id in engine.answers:
+                engine.leave(answer)
+
+    async def ask(self, make: Callable[[str], messages.Call]) -> Any:
+        """The result of a call, given its id; raises UsageError where the engine refuses it."""
+        match make(""):
+            case messages.ReadCache():
+                return _joined([await engine.ask(make) for engine in self.engines])
+            case messages.PinPrefix() as call:
+                home = self._choose(call.prompt, call.salt)
+                found = await self.engines[home].ask(make)
+                self._settle(found["id"], home)
+                return {**found, "replica": home}
+            case messages.UnpinPrefix(prefix_id=name):
+                return await self.engines[self._homes.get(name, 0)].ask(make)
+        return await self.engines[self._choose(None, None)].ask(make)
+
+    def _choose(self, prompt: Any, salt: str | None) -> int:
+        return self._places.choose(keys_of(prompt, salt), [len(engine.answers) for engine in self.engines])
+
+    def _settle(self, name: str, home: int) -> None:
+        self._homes[name] = home
+        while len(self._homes) > _MOST_HOMES:
+            self._homes.popitem(last=False)
+
+
+def _environment(number: int, count: int, options: Mapping[str, Any]) -> Iterator[str]:
+    """The command that gives one engine of ``count`` its own GPUs, or its part of the cores."""
+    device, size = options.get("device", "auto"), options.get("tensor_parallel_size", 1)
+    if ":" in device:
+        raise UsageError(f"device {device!r}: each replica takes a GPU of its own; say 'cuda'")
+    yield "env"
+    for name in _TORCHRUNS:  # an engine is no rank of those that torchrun has started
+        yield from ("-u", name)
+    if device == "cpu":
+        if "OMP_NUM_THREADS" not in os.environ:
+            yield f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // count)}"
+        return
+    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    own = range(number * size, (number + 1) * size)
+    yield f"CUDA_VISIBLE_DEVICES={','.join(seen[i] if i < len(seen) else '-1' if seen else str(i) for i in own)}"
+
+
+def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several engines say of their pools, as one: figures are added up, tables name their replica."""
+    figures = {name: sum(each["figures"][name] for each in found) for name in found[0]["figures"]}
+    tables = [{**table, "replica": number} for number, each in enumerate(found) for table in each["tables"]]
+    return {"figures": figures, "tables": tables, "replicas": [each["figures"] for each in found]}
