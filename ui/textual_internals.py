@@ -109,6 +109,10 @@ class KeepsPlace:
         """Have this line of a child at the top of the screen from the next layout on, until `give_place_up`."""
         self._kept = child, line
 
+    @property
+    def keeps_place(self) -> bool:
+        return self._kept is not None
+
     def give_place_up(self) -> None:
         self._kept = None
 

@@ -76,7 +76,7 @@ async def test_page_by_page_to_the_top_every_turn_comes_by() -> None:
             if not transcript.scroll_y:
                 break
             await pilot.press("pageup")
-            await until(pilot, lambda: transcript._kept is None and not transcript._follows)
+            await until(pilot, lambda: transcript.is_settled)
             check(transcript)
         assert come == set(range(80))
 
@@ -99,7 +99,7 @@ async def test_what_is_in_sight_stays_where_it_is_when_more_is_mounted_above() -
         for _ in range(40):
             before, shown = seen(pilot).splitlines(), transcript.shown
             await pilot.press("ctrl+up")
-            await until(pilot, lambda: transcript._kept is None and not transcript._follows)
+            await until(pilot, lambda: transcript.is_settled)
             after = seen(pilot).splitlines()
             rows = slice(transcript.region.y, transcript.region.bottom - 1)
             width = transcript.region.width - 2
@@ -156,3 +156,16 @@ async def test_notes_stay_between_the_turns_where_they_were_made() -> None:
         assert "a note of now" not in seen(pilot)
         await transcript.bring(transcript.turns[30])
         await until(pilot, lambda: "a note of now" in seen(pilot) and "number 0" in seen(pilot))
+
+
+async def test_another_width_of_the_window_in_the_midst_of_a_long_conversation() -> None:
+    async with chat(size=(160, 40)) as pilot:
+        transcript = await opened(pilot)
+        await transcript.bring(transcript.turns[100])
+        await until(pilot, lambda: "question 100." in seen(pilot))
+        for width in (60, 130):
+            await pilot.resize_terminal(width, 40)
+            await until(pilot, lambda: transcript.is_settled)
+            check(transcript)
+        await pilot.press("ctrl+end")
+        await until(pilot, lambda: "answer 299." in seen(pilot))
