@@ -16,7 +16,7 @@ from textual._xterm_parser import XTermParser
 from textual.app import App
 from textual.command import CommandPalette
 from textual.drivers.linux_driver import LinuxDriver
-from textual.geometry import Size
+from textual.geometry import Offset, Size
 from textual.scroll_view import ScrollView
 from textual.widget import Widget
 from textual.worker import WorkerFailed
@@ -94,6 +94,19 @@ class Growing:
         if size and not known:
             self._layout_required = False  # it asked for that when it was made, and has its first place now
         return resized
+
+
+class BearsRemovals:
+    """Mixed into a screen: a click on a widget that has been removed selects no text. The widget is drawn until the next
+    layout, and Textual would look for the place of its parent, which it has no more.
+    """
+
+    def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
+        """See `Screen.get_widget_and_offset_at`."""
+        widget: Widget | None
+        widget, offset = super().get_widget_and_offset_at(x, y)  # type: ignore[misc]
+        is_removed = widget is not None and widget is not self and widget.parent is None
+        return (None, None) if is_removed else (widget, offset)
 
 
 class KeepsPlace:

@@ -6,11 +6,13 @@ import pytest
 from driving import ask, chat, say, screen, seen, until
 from hypothesis import given
 from hypothesis import strategies as st
+from textual.events import MouseDown
 from textual.pilot import Pilot
 
 from minillm.ui.chat import window
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.transcript import Transcript
+from minillm.ui.chat.turn_view import Question
 
 pytestmark = pytest.mark.anyio
 
@@ -169,3 +171,16 @@ async def test_another_width_of_the_window_in_the_midst_of_a_long_conversation()
             check(transcript)
         await pilot.press("ctrl+end")
         await until(pilot, lambda: "answer 299." in seen(pilot))
+
+
+async def test_a_click_on_what_has_just_been_removed_does_nothing() -> None:
+    async with chat(size=(100, 40)) as pilot:
+        transcript = await opened(pilot, 30)
+        view = transcript.turn_views[-1]
+        x, y = view.query_one(Question).region.offset
+        with pilot.app.batch_update():  # so that it is still drawn
+            await view.remove_children()
+            down = MouseDown(None, x, y, 0, 0, 1, False, False, False, screen_x=x, screen_y=y)
+            pilot.app.screen._forward_event(down)
+        await pilot.pause()
+        assert screen(pilot).is_running
