@@ -1,4 +1,4 @@
-"""What the chat keeps from one start to the next: changed sampling, presets; and the theme, in the configuration."""
+"""What the chat keeps from start to start: changed sampling, presets, thinking; and the theme, in the configuration."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from minillm.checks import check_names
+from minillm.checks import check_names, shown
 from minillm.errors import MinillmError, UsageError
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.system import config_dir
@@ -29,11 +29,14 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Kept:
-    """``sampling`` and ``beams`` hold the parameters that were changed in the chat; ``presets`` are saved by name."""
+    """``sampling`` and ``beams`` hold the parameters that were changed in the chat; ``presets`` are saved by name.
+    ``thinks`` is what ``/think`` said last, None where nobody did.
+    """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     beams: Mapping[str, Any] = field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    thinks: bool | None = None
 
     def over(self, sampling: Mapping[str, Any], beams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """These parameters over those of the configuration."""
@@ -48,7 +51,8 @@ class Kept:
                 sampling[name] = after.sampling.get(name, getattr(SamplingParams(), name))
         if before.beams != after.beams:
             beams = dict(after.beams) or {"beam_width": 1}
-        return replace(self, sampling=sampling, beams=beams)
+        thinks = self.thinks if before.thinks == after.thinks else after.thinks
+        return replace(self, sampling=sampling, beams=beams, thinks=thinks)
 
     def preset(self, name: str) -> Mapping[str, Any]:
         """The sampling parameters of a preset.
@@ -98,8 +102,10 @@ class Keeper:
         """
         try:
             data = parse_json(read_bytes(self.file, _MAX_BYTES))
-            check_names(data, ["sampling", "beams", "presets"], "entry")
+            check_names(data, ["sampling", "beams", "presets", "thinks"], "entry")
             kept = Kept(**data)
+            if not isinstance(kept.thinks, bool | None):
+                raise ValueError(f"thinks must be true or false, not {shown(kept.thinks)}")
             for values in (kept.sampling, *kept.presets.values()):
                 SamplingParams(**values)
             BeamSearchParams(**{**kept.beams, "beam_width": max(2, int(kept.beams.get("beam_width", 2)))})
@@ -116,7 +122,13 @@ class Keeper:
         Raises:
             MinillmError: the disk or the directory does not allow it.
         """
-        data = {"sampling": dict(kept.sampling), "beams": dict(kept.beams), "presets": dict(kept.presets)}
+        data: dict[str, Any] = {
+            "sampling": dict(kept.sampling),
+            "beams": dict(kept.beams),
+            "presets": dict(kept.presets),
+        }
+        if kept.thinks is not None:
+            data["thinks"] = kept.thinks
         _replace(self.file, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
 
     def write_theme(self, name: str) -> None:

@@ -58,7 +58,10 @@ class Settings:
 
 
 class Overlay(Protocol):
-    """Parameters that go over others: what the chat has kept."""
+    """What the chat has kept: parameters that go over others, and whether the model thinks first."""
+
+    @property
+    def thinks(self) -> bool | None: ...
 
     def over(self, sampling: Mapping[str, Any], beams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]: ...
 
@@ -81,6 +84,7 @@ def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = No
         theme=flags.theme or file.theme,
         bell=file.bell,
         keymap=file.keymap,
+        thinks=kept.thinks if kept is not None else None,
     )
     EngineConfig(**settings.engine)
     SamplingParams(**settings.sampling)

@@ -16,7 +16,7 @@ from textual._xterm_parser import XTermParser
 from textual.app import App
 from textual.command import CommandPalette
 from textual.drivers.linux_driver import LinuxDriver
-from textual.geometry import Size
+from textual.geometry import Offset, Size
 from textual.scroll_view import ScrollView
 from textual.widget import Widget
 from textual.worker import WorkerFailed
@@ -96,6 +96,19 @@ class Growing:
         return resized
 
 
+class BearsRemovals:
+    """Mixed into a screen: a click on a widget that has been removed selects no text. The widget is drawn until the next
+    layout, and Textual would look for the place of its parent, which it has no more.
+    """
+
+    def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
+        """See `Screen.get_widget_and_offset_at`."""
+        widget: Widget | None
+        widget, offset = super().get_widget_and_offset_at(x, y)  # type: ignore[misc]
+        is_removed = widget is not None and widget is not self and widget.parent is None
+        return (None, None) if is_removed else (widget, offset)
+
+
 class KeepsPlace:
     """Mixed into a container that scrolls: it can keep one of its children where it is while others come and go.
 
@@ -108,6 +121,10 @@ class KeepsPlace:
     def keep_place(self, child: Widget, line: int) -> None:
         """Have this line of a child at the top of the screen from the next layout on, until `give_place_up`."""
         self._kept = child, line
+
+    @property
+    def keeps_place(self) -> bool:
+        return self._kept is not None
 
     def give_place_up(self) -> None:
         self._kept = None

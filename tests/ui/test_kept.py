@@ -59,6 +59,23 @@ async def test_changes_presets_and_the_theme_survive_a_restart(tmp_path: Path, m
     assert keeper(tmp_path).read().presets == {}
 
 
+@pytest.mark.anyio
+async def test_thinking_survives_a_restart(tmp_path: Path) -> None:
+    for word, before in (("off", None), ("on", False), ("", True)):
+        settings = load_settings(UserConfig(), Settings("thinker"), keeper(tmp_path).read())
+        assert settings.thinks is before
+        app = ChatApp(settings, SessionStore(tmp_path / "talks"), keeper=keeper(tmp_path), engine_command=FAKE,
+                      driver_class=HeadlessDriver)  # fmt: skip
+        async with app.run_test() as pilot:
+            chat_screen = screen(pilot)
+            while chat_screen.talk.engine.phase != "ready":
+                await pilot.pause(0.02)
+            if word:
+                await say(pilot, f"/think {word}")
+                await say(pilot, "/set temperature 0.3")
+    assert keeper(tmp_path).read() == Kept(sampling={"temperature": 0.3}, thinks=True)
+
+
 def test_what_was_set_back_to_a_default_stays_so() -> None:
     before = Settings("m", sampling={"temperature": 0.7, "top_k": 7})
     kept = Kept().changed(before, with_param(before, "top_k", "0"))
@@ -66,7 +83,15 @@ def test_what_was_set_back_to_a_default_stays_so() -> None:
 
 
 def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
-    for text in ("{", '{"sampling": 3}', '{"sampling": {"heat": 1}}', '{"x": 1}', '{"beams": {"beam_width": "y"}}'):
+    for text in (
+        "{",
+        '{"sampling": 3}',
+        '{"thinks": "yes"}',
+        '{"thinks": 1}',
+        '{"sampling": {"heat": 1}}',
+        '{"x": 1}',
+        '{"beams": {"beam_width": "y"}}',
+    ):
         (tmp_path / "chat.json").write_text(text)
         with pytest.raises(UsageError, match=r"chat\.json: .*delete the file") as caught:
             keeper(tmp_path).read()

@@ -6,11 +6,13 @@ import pytest
 from driving import ask, chat, say, screen, seen, until
 from hypothesis import given
 from hypothesis import strategies as st
+from textual.events import MouseDown
 from textual.pilot import Pilot
 
 from minillm.ui.chat import window
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.transcript import Transcript
+from minillm.ui.chat.turn_view import Question
 
 pytestmark = pytest.mark.anyio
 
@@ -76,7 +78,7 @@ async def test_page_by_page_to_the_top_every_turn_comes_by() -> None:
             if not transcript.scroll_y:
                 break
             await pilot.press("pageup")
-            await until(pilot, lambda: transcript._kept is None and not transcript._follows)
+            await until(pilot, lambda: transcript.is_settled)
             check(transcript)
         assert come == set(range(80))
 
@@ -99,7 +101,7 @@ async def test_what_is_in_sight_stays_where_it_is_when_more_is_mounted_above() -
         for _ in range(40):
             before, shown = seen(pilot).splitlines(), transcript.shown
             await pilot.press("ctrl+up")
-            await until(pilot, lambda: transcript._kept is None and not transcript._follows)
+            await until(pilot, lambda: transcript.is_settled)
             after = seen(pilot).splitlines()
             rows = slice(transcript.region.y, transcript.region.bottom - 1)
             width = transcript.region.width - 2
@@ -156,3 +158,29 @@ async def test_notes_stay_between_the_turns_where_they_were_made() -> None:
         assert "a note of now" not in seen(pilot)
         await transcript.bring(transcript.turns[30])
         await until(pilot, lambda: "a note of now" in seen(pilot) and "number 0" in seen(pilot))
+
+
+async def test_another_width_of_the_window_in_the_midst_of_a_long_conversation() -> None:
+    async with chat(size=(160, 40)) as pilot:
+        transcript = await opened(pilot)
+        await transcript.bring(transcript.turns[100])
+        await until(pilot, lambda: "question 100." in seen(pilot))
+        for width in (60, 130):
+            await pilot.resize_terminal(width, 40)
+            await until(pilot, lambda: transcript.is_settled)
+            check(transcript)
+        await pilot.press("ctrl+end")
+        await until(pilot, lambda: "answer 299." in seen(pilot))
+
+
+async def test_a_click_on_what_has_just_been_removed_does_nothing() -> None:
+    async with chat(size=(100, 40)) as pilot:
+        transcript = await opened(pilot, 30)
+        view = transcript.turn_views[-1]
+        x, y = view.query_one(Question).region.offset
+        with pilot.app.batch_update():  # so that it is still drawn
+            await view.remove_children()
+            down = MouseDown(None, x, y, 0, 0, 1, False, False, False, screen_x=x, screen_y=y)
+            pilot.app.screen._forward_event(down)
+        await pilot.pause()
+        assert screen(pilot).is_running

@@ -1,0 +1,210 @@
+"""A list of any length, scrolling, of which only the part near the screen is mounted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.reactive import var
+from textual.widget import Widget
+
+from minillm.ui.chat import window
+from minillm.ui.textual_internals import Growing, KeepsPlace
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class Blank(Widget):
+    """The room of items that are not mounted."""
+
+    BLANK = True  # see `TurnView`
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.styles.height = 0
+
+
+class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
+    """Items in order, each with a view while it is mounted. Subclasses say what the views are.
+
+    The items near the screen are mounted, a part of the list without a gap; `window` says which. Above and below them
+    is blank room, as high as the others are, or will be about. All that changes the part holds a lock, for it takes
+    several messages, and the reader can ask for it at any time.
+    """
+
+    BLANK = True  # see `TurnView`
+
+    shown: var[range] = var(range(0))
+    """The part of the list that is mounted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[Item] = []
+        self.views: list[Widget] = []  # of the items that are mounted
+        self._heights: dict[Item, int] = {}  # of those that were, at this width
+        self._above, self._below = Blank(), Blank()
+        self._changing = asyncio.Lock()
+        self._follows = False  # a change of the mounted part is due
+
+    def compose(self) -> ComposeResult:
+        yield self._above
+        yield self._below
+
+    def view_for(self, item: Item) -> Widget:
+        """Make the view of an item."""
+        raise NotImplementedError
+
+    def lines_for(self, item: Item, width: int) -> int:
+        """About how many lines an item takes that was not mounted yet, on so many columns."""
+        raise NotImplementedError
+
+    def grows(self, item: Item) -> bool:
+        """Whether an item's view must stay, for it is told more."""
+        raise NotImplementedError
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that belongs to the screen is mounted and has its place."""
+        return not (self._follows or self._changing.locked() or self.keeps_place)
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self._follow()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._heights.clear()
+        self.call_after_refresh(self._fit)
+
+    def _fit(self) -> None:
+        """After a layout at another width: what is not mounted has other heights, too."""
+        if not self._changing.locked():
+            self._measure()
+            self._make_room()
+            self._settle()
+
+    async def replace_items(self, end: int, added: Sequence[Item], *, into_sight: bool) -> None:
+        """Have other items from number ``end`` on. ``into_sight``: scroll to the last one, wherever the reader is."""
+        async with self._changing:
+            self._measure()
+            with self.app.batch_update():
+                if end < self.shown.stop:
+                    await self._mount(range(min(self.shown.start, end), end))
+                for item in self.items[end:]:
+                    self._heights.pop(item, None)
+                self.items[end:] = added
+                heights, screen = self._all_heights(), max(1, self.size.height)
+                if (into_sight and not self.shown) or end < self.shown.start:
+                    await self._mount(window.ending(heights, screen))
+                elif self.shown.stop == end:
+                    await self._mount(window.grown(self.shown, heights, screen))
+                elif into_sight:
+                    await self._mount(window.ending(heights, screen))
+                else:
+                    self._make_room()
+            if into_sight:
+                self.anchor()
+        self.call_after_refresh(self._settle)
+
+    async def bring_item(self, item: Item) -> None:
+        """Have an item mounted; one that was not is in sight then. Nothing happens where it is not in the list."""
+        async with self._changing:
+            if item not in self.items or self.items.index(item) in self.shown:
+                return
+            self._measure()
+            heights, index = self._all_heights(), self.items.index(item)
+            self.release_anchor()
+            await self._show_around(self._around(heights, sum(heights[:index])), index, -(self.size.height // 3))
+        self.call_after_refresh(self._settle)
+
+    async def _mount(self, wanted: range) -> None:
+        """Have this part of the list mounted."""
+        kept = range(max(wanted.start, self.shown.start), min(wanted.stop, self.shown.stop))
+        if not kept:
+            kept = range(wanted.start, wanted.start)
+            gone, self.views = self.views, []
+        else:
+            gone = [*self.views[: kept.start - self.shown.start], *self.views[kept.stop - self.shown.start :]]
+            self.views = self.views[kept.start - self.shown.start : kept.stop - self.shown.start]
+        if gone:
+            await self.remove_children(gone)
+        before = [self.view_for(self.items[each]) for each in range(wanted.start, kept.start)]
+        after = [self.view_for(self.items[each]) for each in range(kept.stop, wanted.stop)]
+        first = self.views[0] if self.views else self._below
+        self.views = [*before, *self.views, *after]
+        if before:
+            await self.mount_all(before, before=first)
+        if after:
+            await self.mount_all(after, before=self._below)
+        self.shown = wanted
+        self._make_room()
+
+    def _make_room(self) -> None:
+        heights = self._all_heights()
+        for blank, height in (
+            (self._above, sum(heights[: self.shown.start])),
+            (self._below, sum(heights[self.shown.stop :])),
+        ):
+            if blank.styles.height is None or blank.styles.height.value != height:
+                blank.styles.height = height
+
+    def _all_heights(self) -> list[int]:
+        """Lines of each item: as it was mounted last, or about."""
+        width = max(20, self.size.width - 4)
+        return [self._heights.get(each) or self.lines_for(each, width) for each in self.items]
+
+    def _measure(self) -> None:
+        """Note the heights of what is mounted and has its place; they hold until the width changes."""
+        placed = [view for view in [*self.views, self._below] if view.virtual_region.width]
+        tops = [view.virtual_region.y - view.styles.margin.top for view in placed]
+        known = dict(zip(self.views, (self.items[each] for each in self.shown), strict=True))
+        for view, top, bottom in zip(placed, tops, tops[1:], strict=False):
+            if bottom > top and not isinstance(view, Blank):
+                self._heights[known[view]] = bottom - top
+
+    def _follow(self) -> None:
+        """Mount what the reader comes near to, soon."""
+        top, screen = self.scroll_offset.y, self.size.height
+        spare = int(window.SPARE * screen)
+        near_top = self.shown.start > 0 and top - spare < self._above.virtual_region.bottom
+        near_end = self.shown.stop < len(self.items) and top + screen + spare > self._below.virtual_region.y
+        if (near_top or near_end) and screen and not self._follows:
+            self._follows = True
+            self.call_after_refresh(self._move)
+
+    async def _move(self) -> None:
+        """Mount the part around what is in sight, which stays where it is on the screen."""
+        async with self._changing:
+            try:
+                self._measure()
+                heights, top = self._all_heights(), self.scroll_offset.y
+                if self.items:
+                    await self._show_around(self._around(heights, top), *window.at(heights, top))
+            finally:
+                self._follows = False
+        self.call_after_refresh(self._settle)
+
+    def _around(self, heights: list[int], top: int) -> range:
+        """The part that belongs to a screen whose first line is ``top``."""
+        screen = self.size.height
+        wanted = window.around(heights, top - int(window.AHEAD * screen), top + int((1 + window.AHEAD) * screen))
+        if any(self.grows(self.items[each]) for each in self.shown):
+            wanted = range(min(wanted.start, self.shown.start), self.shown.stop)
+        return wanted
+
+    async def _show_around(self, wanted: range, index: int, line: int) -> None:
+        with self.app.batch_update():
+            await self._mount(wanted)
+            if index in wanted:
+                self.keep_place(self.views[index - wanted.start], line)
+
+    def _settle(self) -> None:
+        """After a layout: all has its place. Where it became less than was expected, more is mounted."""
+        if self._changing.locked():
+            return
+        self.give_place_up()
+        self._measure()
+        self._follow()
