@@ -7,8 +7,8 @@ et al. 2023), the way an operating system shares pages between processes after `
 - **append** makes room for more tokens. A last block that others hold too is not written: a fresh one takes its place
   and one copy (source, destination) is recorded. The last owner writes in place.
 - **free** drops a table, or the tail of one. A block that no table holds is free again, or, if it is full and its
-  tokens are known, cached: found by the next prompt that begins alike (`prefix_cache.py`), until it is needed for something
-  else. The longest unused block goes first, and of a table its tail.
+  tokens are known, cached: found by the next prompt that begins alike (`prefix_cache.py`), until it is needed for
+  something else. The longest unused block goes first, and of a table its tail.
 """
 
 from collections.abc import Sequence
