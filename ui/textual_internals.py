@@ -97,8 +97,8 @@ class Growing:
 
 
 class BearsRemovals:
-    """Mixed into a screen: a click on a widget that has been removed selects no text. The widget is drawn until the next
-    layout, and Textual would look for the place of its parent, which it has no more.
+    """Mixed into a screen: a click on a widget that has been removed selects no text. The widget is drawn until the
+    next layout, and Textual would look for the place of its parent, which it has no more.
     """
 
     def get_widget_and_offset_at(self, x: int, y: int) -> tuple[Widget | None, Offset | None]:
