@@ -102,8 +102,9 @@ FIELDS = {
     "memory.MemoryResult": "table lengths setting value",
     "memory.SwapResult": "block_size num_tokens swap_out swap_in recompute",
     "host.HostResult": "what microseconds",
-    "ui.UiFigures": "first_paint key_median key_p95 drawing_share tokens_per_second_watched tokens_per_second_held "
-    "slowdowns slowdown",
+    "http.HttpResult": "num_requests own_rate http_rate lost own_first http_first",
+    "ui.UiFigures": "first_paint key_median key_p95 open_seconds open_mb drawing_share tokens_per_second_watched "
+    "tokens_per_second_held slowdowns slowdown",
 }
 
 

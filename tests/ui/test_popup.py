@@ -83,6 +83,7 @@ async def test_a_file_is_chosen_in_the_popup_and_sent(folder: Path) -> None:
 async def test_commands_are_chosen_with_arrows_and_run_with_enter() -> None:
     async with chat(size=(100, 30)) as pilot:
         talk, popup = screen(pilot).talk, screen(pilot).query_one(Popup)
+        await pilot.pause(0.3)  # what the engine's first words change is drawn
         before = talk.transcript.region
         await pilot.press("slash", "s")
         await until(pilot, lambda: popup.display)
