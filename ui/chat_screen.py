@@ -229,7 +229,7 @@ class ChatScreen(BearsRemovals, Screen[None]):
 
     def action_menu(self) -> None:
         """Have all actions to choose from, by letters."""
-        from minillm.ui.keymap import KeyMenu
+        from minillm.ui.keymap import KeyMenu, bound_keys
 
         bindings = bindings_by_name()
         actions = {binding.id: binding.action for binding in bindings}
@@ -238,7 +238,7 @@ class ChatScreen(BearsRemovals, Screen[None]):
             if name is not None:
                 await self.run_action(actions[name])
 
-        self.app.push_screen(KeyMenu(bindings), act)
+        self.app.push_screen(KeyMenu(bound_keys(self.app.settings.keymap, bindings)), act)
 
     def action_next(self) -> None:
         """tab: from the prompt to the first candidate, where there are some; else to the next widget."""

@@ -1,7 +1,6 @@
 """The help: what works where the keyboard is, then all keys, then all commands."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from textual.content import Content
 from textual.screen import Screen
@@ -13,21 +12,23 @@ from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.dialogs import Dialog
+from minillm.ui.keymap import shown_keys
 
-# Keys and their meanings, under titles; a command's name in braces stands for its key.
+# Keys and their meanings, under titles. An action's name in braces stands for its keys, and two with / between them for
+# those of both; a command's name stands for all its keys.
 KEYS = {
     "Talk": {
         "Enter": "send",
         "@name, /name": "a file's text goes along; a command: ↑ ↓ Tab choose in the list",
         "Ctrl+J, Alt+Enter": "new line; Shift+Enter in some terminals",
         "↑ ↓": "in the first and last line: what was sent before",
-        "Escape": "stop the answer, cancel the loading or the editing",
-        "Ctrl+C": "copy what is selected; else stop; twice: quit",
-        "Page Up, Page Down": "scroll by pages; Ctrl+↑ ↓ by lines",
-        "Ctrl+Home, Ctrl+End": "to the beginning, to the end",
+        "{stop}": "stop the answer, cancel the loading or the editing",
+        "{interrupt}": "copy what is selected; else stop; twice: quit",
+        "{scroll-page-up/scroll-page-down}": "scroll by pages; {scroll-up/scroll-down} by lines",
+        "{scroll-home/scroll-end}": "to the beginning, to the end",
     },
     "Turns": {
-        "Alt+↑ ↓": "select a turn; without one, keys mean the last",
+        "{select-previous/select-next}": "select a turn; without one, keys mean the last",
         "{edit}": "edit the question and ask again, as a branch",
         "{regenerate}": "regenerate the answer, as a branch",
         "{branch}": "switch between branches",
@@ -41,15 +42,15 @@ KEYS = {
         "{find}": "search in it: Enter or ↓ the next place, ↑ the one before",
         "{model}, {sampling}, {system}": "model, sampling and beams, system prompt",
         "{theme}": "light or dark",
-        "Ctrl+P, /": "all commands; Ctrl+G and a letter: every action, without F-keys and Alt",
+        "Ctrl+P, /": "all commands; {menu} and a letter: every action, without F-keys and Alt",
         "{help}, or ? at first": "this help",
         "{quit}": "quit",
     },
     "Memory": {
         "{pool}, {tables}, {strands}": "pool, block tables, strands; again: hide",
         "{events}, {memory}, {steps}": "events, figures, steps",
-        "Alt+V": "the view on the whole screen, and back",
-        "Tab": "into the view: arrows move, its keys are shown there",
+        "{expand}": "the view on the whole screen, and back",
+        "{next}": "into the view: arrows move, its keys are shown there",
         "┃ │ ╎": "beside an answer: its blocks, shared, its own, being filled",
     },
 }
@@ -60,10 +61,14 @@ _PLACES: tuple[tuple[type, str, Mapping[str, str]], ...] = (
     (CandidateCard, "a candidate", {
         "Enter": "accept it; the others become branches",
         "Space": "the whole screen, and back",
-        "Tab": "the next candidate",
+        "{next}": "the next candidate",
         "↑ ↓": "scroll it",
     }),
-    (Transcript, "the conversation", {"↑ ↓, Page Up, Page Down": "scroll", "Tab": "onwards", "any letter": "type on"}),
+    (Transcript, "the conversation", {
+        "↑ ↓, Page Up, Page Down": "scroll",
+        "{next}": "onwards",
+        "any letter": "type on",
+    }),
     (Input, "a line of text", {"Tab, ↑ ↓": "the next line, or choose in the list", "Escape": "close"}),
 )  # fmt: skip
 
@@ -87,20 +92,31 @@ def keys_here(screen: Screen[object]) -> tuple[str, dict[str, str]]:
     return name, keys
 
 
-def _shown(keys: str | list[str]) -> str:
-    return ", ".join(
-        "+".join(map(str.capitalize, key.split("+"))) for key in ([keys] if isinstance(keys, str) else keys)
-    )
+class _Shown(dict[str, str]):
+    """The keys of an action, of two actions, or of a command, as people are told, by the names in `KEYS`."""
+
+    def __init__(self, commands: CommandTable, bound: Mapping[str, Sequence[str]]) -> None:
+        super().__init__()
+        self._commands, self._bound = commands, bound
+
+    def __missing__(self, name: str) -> str:
+        names = name.split("/")
+        if name in self._commands and name not in self._bound:
+            parts = [binding.id or "" for binding in self._commands[name].bindings()]
+            if not parts:
+                return self._commands[name].shown_key  # keys of the prompt, which are always those
+            names = parts
+        return shown_keys(*(self._bound[each] for each in names))
 
 
 class HelpScreen(Dialog[None]):
     """The keys of the place where the keyboard was, then all keys, then all commands."""
 
-    def __init__(self, commands: CommandTable, here: tuple[str, Mapping[str, str]], keymap: Mapping[str, Any]) -> None:
-        keys_of = {name: command.shown_key for name, command in commands.items()}
-        keys_of |= {name: _shown(keys) for name, keys in keymap.items()}
-        if moved := {"branch-previous", "branch-next"} & keymap.keys():
-            keys_of["branch"] = " ".join(keys_of[name] for name in sorted(moved))
+    def __init__(
+        self, commands: CommandTable, here: tuple[str, Mapping[str, str]], bound: Mapping[str, Sequence[str]]
+    ) -> None:
+        """``bound``: the keys of each action, see `keys_of`."""
+        keys_of = _Shown(commands, bound)
         usages = {command.usage: command.summary for command in commands.values()}
         name, keys_there = here
         first = {} if name == "the prompt" or not keys_there else {f"Here: {name}": keys_there}

@@ -4,10 +4,10 @@ Function keys belong to some terminals, Alt to others: ctrl+g, then a letter, do
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from textual import events
-from textual.binding import Binding
+from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import Static
 
@@ -21,6 +21,7 @@ LETTERS = {
     "undo": "u", "copy": "y", "probabilities": "p", "select-previous": "k", "select-next": "j", "pool": "1",
     "tables": "2", "strands": "3", "events": "4", "memory": "5", "steps": "6", "expand": "v", "quit": "q",
 }  # of the menu, by action  # fmt: skip
+_ARROWS = {"up": "↑", "down": "↓", "left": "←", "right": "→"}
 _KEY = re.compile(r"(?:(?:ctrl|alt|shift|super|meta)\+)*[a-z0-9_]+")
 _TYPED = re.compile(r"(?:shift\+)?(?:[a-z0-9]|[a-z]+_[a-z_]+|space|minus|plus|slash|comma|period)")
 
@@ -43,6 +44,11 @@ def checked_keymap(keymap: Mapping[str, object], bindings: Iterable[Binding]) ->
     return {name: ",".join(keys) for name, keys in chosen.items()}
 
 
+def named_bindings(*bindings: BindingType) -> list[Binding]:
+    """Those of the bindings whose actions have a name."""
+    return [each for each in bindings if isinstance(each, Binding) and each.id]
+
+
 def keys_of(bindings: Iterable[Binding]) -> dict[str, list[str]]:
     """The keys of each action that has a name."""
     found: dict[str, list[str]] = {}
@@ -50,6 +56,29 @@ def keys_of(bindings: Iterable[Binding]) -> dict[str, list[str]]:
         if binding.id:
             found.setdefault(binding.id, []).extend(binding.key.split(","))
     return found
+
+
+def bound_keys(keymap: Mapping[str, object], bindings: Iterable[Binding]) -> dict[str, list[str]]:
+    """The keys of each action that has a name, as ``[keymap]`` has changed them."""
+    bindings = list(bindings)
+    chosen = {name: keys.split(",") for name, keys in checked_keymap(keymap, bindings).items()}
+    return {**keys_of(bindings), **chosen}
+
+
+def shown_keys(*groups: Sequence[str]) -> str:
+    """The keys of some actions as people are told: ``Ctrl+E, F12``; of opposite arrows ``Alt+← →``."""
+    keys = [key for group in groups for key in group]
+    heads = {key.rpartition("+")[0] for key in keys}
+    lasts = [key.rpartition("+")[2] for key in keys]
+    if len(keys) > 1 and len(heads) == 1 and all(last in _ARROWS for last in lasts):
+        prefix = _shown_key(heads.pop())
+        return f"{prefix}{'+' if prefix else ''}{' '.join(_ARROWS[last] for last in lasts)}"
+    return ", ".join(map(_shown_key, keys))
+
+
+def _shown_key(key: str) -> str:
+    names = {**_ARROWS, "pageup": "Page Up", "pagedown": "Page Down"}
+    return "+".join(names.get(part, part.capitalize()) for part in key.split("+"))
 
 
 def _checked_keys(name: str, value: object) -> list[str]:
@@ -67,11 +96,11 @@ def _checked_keys(name: str, value: object) -> list[str]:
 class KeyMenu(Dialog[str]):
     """All actions and their letters. Gives back the name of the one whose letter was pressed."""
 
-    def __init__(self, bindings: Iterable[Binding]) -> None:
+    def __init__(self, keys: Mapping[str, Sequence[str]]) -> None:
+        """``keys``: those of each action."""
         self._names = {letter: name for name, letter in LETTERS.items()}
-        keys = keys_of(bindings)
         cells = [
-            Content.assemble(f"  {letter}  ", (f"{name:<18}", "bold"), (f"{', '.join(keys[name]):<12}", "$text-muted"))
+            Content.assemble(f"  {letter}  ", (f"{name:<18}", "bold"), (f"{shown_keys(keys[name]):<12}", "$text-muted"))
             for letter, name in self._names.items()
         ]
         half = -(-len(cells) // 2)

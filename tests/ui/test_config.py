@@ -14,8 +14,9 @@ from minillm.ui.app import ChatApp
 from minillm.ui.bars import VIEWS
 from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.slash import CommandTable
-from minillm.ui.chat_screen import ChatScreen
+from minillm.ui.chat_screen import ChatScreen, bindings_by_name
 from minillm.ui.help import KEYS
+from minillm.ui.keymap import keys_of
 from minillm.ui.settings import (
     CHAT_SAMPLING,
     Settings,
@@ -159,10 +160,11 @@ def test_the_commands_and_their_keys() -> None:
 
 
 def test_the_help_shows_the_keys_that_commands_declare() -> None:
-    shown = set(
-        re.findall(r"{(\w+)}", " ".join(part for keys in KEYS.values() for line in keys.items() for part in line))
-    )
-    assert shown == {command.name for command in COMMANDS.values() if command.shown_key} - {"reload"}
+    texts = [part for keys in KEYS.values() for line in keys.items() for part in line]
+    shown = {name for names in re.findall(r"{([\w/-]+)}", " ".join(texts)) for name in names.split("/")}
+    commands = {command.name for command in COMMANDS.values() if command.shown_key} - {"reload"}
+    assert shown - keys_of(bindings_by_name()).keys() == commands - keys_of(bindings_by_name()).keys()
+    assert commands <= shown
 
 
 def test_the_tabs_and_the_commands_of_views_have_the_same_keys() -> None:

@@ -11,7 +11,7 @@ from driving import ask, chat, screen, seen, until
 from minillm.errors import UsageError
 from minillm.ui.chat_screen import bindings_by_name
 from minillm.ui.help import HelpScreen
-from minillm.ui.keymap import LETTERS, KeyMenu, checked_keymap, keys_of
+from minillm.ui.keymap import LETTERS, KeyMenu, checked_keymap, keys_of, shown_keys
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,30 @@ async def test_the_menu_does_everything_by_letters() -> None:
         await until(pilot, lambda: screen(pilot).memory_view == "pool")
         await pilot.press("ctrl+g", "escape")
         await until(pilot, lambda: pilot.app.screen is screen(pilot))
+
+
+@pytest.mark.anyio
+async def test_the_help_and_the_menu_show_the_keys_that_are_bound() -> None:
+    keymap = {
+        "stop": "f14", "select-next": "ctrl+alt+n", "expand": "f15", "scroll-home": "f16", "branch-next": "f17",
+        "menu": "ctrl+y", "copy": "f18", "next": "f19",
+    }  # fmt: skip
+    async with chat(size=(130, 70), keymap=keymap) as pilot:
+        await pilot.press("f1")
+        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen) and "the view on" in seen(pilot))
+        shown = seen(pilot)
+        for words in (
+            r"F14 +stop the answer", r"Alt\+↑, Ctrl\+Alt\+N +select a turn", "F15 +the view on", r"F16, Ctrl\+End +to",
+            r"Alt\+←, F17 +switch between", r"Ctrl\+Y and a letter", "F18 +copy the answer", "F19 +into the view",
+            r"Page Up, Page Down +scroll by pages; Ctrl\+↑ ↓ by lines", "1 … 9 +accept a candidate",
+        ):  # fmt: skip
+            assert re.search(words, shown), (words, shown)
+        assert "Alt+V" not in seen(pilot)
+        await pilot.press("escape", "ctrl+y")
+        await until(pilot, lambda: isinstance(pilot.app.screen, KeyMenu) and "F18" in seen(pilot))
+
+
+def test_keys_are_shown_as_people_write_them() -> None:
+    assert shown_keys(["alt+left"], ["alt+right"]) == "Alt+← →"
+    assert shown_keys(["up"], ["down"]) == "↑ ↓"
+    assert shown_keys(["pageup"], ["ctrl+home", "f2"]) == "Page Up, Ctrl+Home, F2"

@@ -29,9 +29,11 @@ _FENCE = re.compile(r"^(`{3,}|~{3,})[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 @command("help", "what works here; all keys and commands", "f1", label="Help", scope="everywhere")
 async def show_help(talk: Talk, _: str) -> None:
     from minillm.ui.help import HelpScreen, keys_here
+    from minillm.ui.keymap import bound_keys, named_bindings
 
     if not isinstance(talk.app.screen, HelpScreen):
-        talk.app.push_screen(HelpScreen(COMMANDS, keys_here(talk.app.screen), talk.app.settings.keymap))
+        keys = bound_keys(talk.app.settings.keymap, named_bindings(*talk.screen.BINDINGS, *talk.app.BINDINGS))
+        talk.app.push_screen(HelpScreen(COMMANDS, keys_here(talk.app.screen), keys))
 
 
 @command("new", "begin a new conversation; the old one is kept on disk", "ctrl+n", label="New")
