@@ -1,6 +1,7 @@
 """The picture of the README, made by the app itself: ``python -m minillm.ui.screenshot ui/picture.svg``."""
 
 import asyncio
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -43,4 +44,5 @@ async def take(target: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m minillm.ui.screenshot FILE.svg")
+    os.environ["TERM"] = "xterm-256color"  # whatever terminal this runs in: with fewer colours every theme is another
     asyncio.run(take(Path(sys.argv[1])))
