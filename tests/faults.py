@@ -451,7 +451,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("prompt-counts-as-answer", "sequence.token_ids[: sequence.num_prompt_tokens])] = 1",
          "sequence.token_ids[: sequence.num_prompt_tokens])] = 2", AHEAD),
         ("rows-of-beams-taken-for-samples", "if len(draws) != draws[-1].row + 1:", "if False:", AHEAD),
-        ("runs-ahead-of-the-hosts-penalties", "may_run_ahead=not hosted)", "may_run_ahead=True)", AHEAD, BAD_WORDS),
+        ("draws-ahead-of-the-hosts-penalties", "may_draw_ahead=not hosted)", "may_draw_ahead=True)", AHEAD, BAD_WORDS),
     ],
     # --- ranks --------------------------------------------------------------------------------------------------------
     "minillm/runner/wire.py": [

@@ -29,7 +29,8 @@ from minillm.params import SamplingParams
 
 @dataclass(frozen=True)
 class HttpOptions(ScaleOptions):
-    num_requests: int = integer(256, 1, 1 << 16, help="streams at a time")
+    num_streams: int = integer(256, 1, 1 << 16, help="streams at a time")
+    rounds: int = integer(4, 1, 1000, help="requests of each stream, one after the other")
     runs: int = integer(3, 1, 100, help="pairs of runs")
 
 
@@ -37,7 +38,8 @@ class HttpOptions(ScaleOptions):
 class HttpResult:
     """Medians over the runs. Both engines are of the same configuration; the one that does not run costs nothing."""
 
-    num_requests: int = shown("streams at a time", ",")
+    num_streams: int = shown("streams at a time", ",")
+    num_requests: int = shown("requests", ",")
     own_rate: float = shown("tokens per second in this process", ",.0f")
     http_rate: float = shown("through HTTP", ",.0f")
     lost: float = shown("lost", ".1%")
@@ -49,7 +51,10 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
     """Run `throughput`'s requests, and then single ones, on both sides by turns."""
     llm = subject.llm
     requests = throughput(
-        random.Random(2), llm.engine.runner.model.config.vocab_size, options.scale, options.num_requests
+        random.Random(2),
+        llm.engine.runner.model.config.vocab_size,
+        options.scale,
+        options.num_streams * options.rounds,
     )
     single = [(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)) for prompt, _ in requests[:24]]
     rates: tuple[list[float], list[float]] = ([], [])
@@ -62,9 +67,9 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
             llm.reset_prefix_cache()
             mine = [times_of(drive(llm.engine, [request])[1][0])[0] for request in single]
             began = time.perf_counter()
-            counts = asyncio.run(_all_at_once(host, port, requests, f"run {run}"))
+            count = asyncio.run(_streams(host, port, requests, options.num_streams, f"run {run}"))
             taken = time.perf_counter() - began
-            if sum(count for _, count in counts) != tokens:
+            if count != tokens:
                 raise MinillmError("the server gave other numbers of tokens than were asked for")
             theirs = asyncio.run(_one_by_one(host, port, single, f"alone {run}"))
             if run:  # the first warms up
@@ -73,7 +78,7 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
                 firsts[0].append(statistics.median(mine))
                 firsts[1].append(statistics.median(theirs))
     own, http = statistics.median(rates[0]), statistics.median(rates[1])
-    return HttpResult(len(requests), own, http, 1 - http / own, *map(statistics.median, firsts))
+    return HttpResult(options.num_streams, len(requests), own, http, 1 - http / own, *map(statistics.median, firsts))
 
 
 @contextmanager
@@ -103,17 +108,18 @@ def _server(model: str, config: EngineConfig) -> Iterator[tuple[str, int]]:
             process.wait()
 
 
-async def _all_at_once(host: str, port: int, requests: Sequence[Request], salt: str) -> list[tuple[float, int]]:
-    """Send all requests, each over a connection of its own; of each the seconds to its first token, and its tokens."""
+async def _streams(host: str, port: int, requests: Sequence[Request], num_streams: int, salt: str) -> int:
+    """Send all requests over so many connections, each when the one in front has ended. Returns their tokens."""
+    left = iter(requests)
 
-    async def one(request: Request) -> tuple[float, int]:
+    async def one() -> int:
         reader, writer = await asyncio.open_connection(host, port)
         try:
-            return await _stream(reader, writer, request, salt)
+            return sum([(await _stream(reader, writer, request, salt))[1] for request in left])
         finally:
             writer.close()
 
-    return await asyncio.gather(*map(one, requests))
+    return sum(await asyncio.gather(*(one() for _ in range(num_streams))))
 
 
 async def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) -> list[float]:

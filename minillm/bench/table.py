@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 WORKLOADS = {
     "latency": ("latency.measure", "how fast a few sequences decode together"),
     "speculate": ("speculate.measure", "what guesses by lookup save on texts that repeat their prompts"),
+    "forms": ("forms.measure", "what it costs that answers follow a JSON schema"),
     "start": ("start.measure", "how long a fresh process takes to its first answer"),
     "throughput": ("workloads.measure", "256 requests of mixed lengths at once"),
     "parallel": ("workloads.measure", "8 samples of each of 32 prompts"),

@@ -2,7 +2,9 @@
 
 Where the device keeps drawn tokens itself, the next step is launched before the host waits for this one's: the
 scheduler counts a token that is under way (`Sequence.num_pending`) like any other. A sequence that turns out to have
-ended costs one wasted token then, which is discarded. One thread drives all but `Engine.abort`.
+ended costs one wasted token then, which is discarded. Where the next draws need this step's tokens on the host, as
+those of a grammar do, the next logits are computed ahead, and drawn from when this step is concluded. One thread
+drives all but `Engine.abort`.
 """
 
 import time
@@ -26,10 +28,15 @@ from minillm.sequence import Chunk, Flight, Method, Schedule, SequenceGroup, Sta
 
 @dataclass(slots=True)
 class Step:
-    """A step that has been launched: its decisions, one flight for each method, are still to be concluded."""
+    """A step that has been launched: its decisions, one flight for each method, are still to be concluded.
+
+    Attributes:
+        undecided: logits, and the chunks to be decided about, until the step in front has been concluded.
+    """
 
     schedule: Schedule
     flights: list[Flight]
+    undecided: tuple[Tensor, list[Chunk]] | None = None
 
     @property
     def is_wanted(self) -> bool:
@@ -38,6 +45,10 @@ class Step:
     @property
     def may_run_ahead(self) -> bool:
         return bool(self.flights) and all(flight.may_run_ahead for flight in self.flights)
+
+    @property
+    def may_decide_ahead(self) -> bool:
+        return all(flight.may_decide_ahead for flight in self.flights)
 
     def discard(self) -> None:
         for flight in self.flights:
@@ -134,11 +145,13 @@ class Engine:
         failure: Exception | None = None
         if step.may_run_ahead:
             try:
-                self._under_way = self._launch()
+                self._under_way = self._launch(decide=step.may_decide_ahead)
             except Exception as error:
                 failure = error  # that step's; this one has yet to be concluded
         try:
             deltas = self.conclude(step)
+            if self._under_way is not None:
+                self._decide(self._under_way)
         except Exception as error:
             for each in (step, self._under_way):
                 if each is not None:
@@ -153,8 +166,8 @@ class Engine:
             self._under_way = None
         return deltas
 
-    def _launch(self) -> Step | None:
-        """Schedule a step and give it to the device; None where nothing can run."""
+    def _launch(self, *, decide: bool = True) -> Step | None:
+        """Schedule a step and give it to the device; None where nothing can run. `_decide` may come later."""
         schedule = self.scheduler.schedule()
         if not schedule.chunks:
             # A group that had to go while all others only wait for their last token: its blocks must be saved now.
@@ -167,12 +180,21 @@ class Engine:
             if (scored := self.runner.take_scores()) is not None:
                 step.flights.append(Scoring.launched(self.requests, scored, schedule))
             self.note_computed(schedule)
-            self.launch_flights(step, logits, sampled)
+            step.undecided = logits, sampled
+            if decide:
+                self._decide(step)
         except Exception as error:
             self._fail_step(step, error)
             raise
         self.figures.device_seconds += time.monotonic() - began
         return step
+
+    def _decide(self, step: Step) -> None:
+        """Have the methods decide about a step's sequences that have not ended meanwhile, unless they have done so."""
+        if step.undecided is not None:
+            (logits, sampled), step.undecided = step.undecided, None
+            running = [c for c in sampled if c.sequence.finish_reason is None and c.group.error is None]
+            self.launch_flights(step, logits, running)
 
     def launch_flights(self, step: Step, logits: Tensor, sampled: list[Chunk]) -> None:
         """Have each method decide about its own sequences."""

@@ -58,7 +58,7 @@ class Samples:
             other = Sequence(self.requests.new_seq_id(), prompt, leader.num_prompt_tokens, index)
             other.seed = mixed - (1 << 64) if mixed >> 63 else mixed
             other.text = None if leader.text is None else leader.text.copy()
-            other.matcher = None if leader.matcher is None else leader.matcher.copy()
+            other.matcher = None if leader.matcher is None else self.requests.matcher(group.params)
             group.sequences.append(other)
         self.requests.fork_prompt(group, leader)
 
@@ -77,7 +77,7 @@ class Samples:
         drawn = self._runner.draw(logits, draws)
         for draw in draws:
             draw.sequence.num_pending += 1
-        return Draws(self, draws, drawn, drawn.may_run_ahead)
+        return Draws(self, draws, drawn, drawn.may_run_ahead, drawn.may_draw_ahead)
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
         outputs = []
@@ -128,6 +128,7 @@ class Draws:
     chunks: list[Chunk]  # one for each drawn token
     drawn: Drawn
     may_run_ahead: bool
+    may_decide_ahead: bool
     results: tuple[list[int], list[TokenLogprobs | None], list[bool]] = ([], [], [])
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from minillm.errors import UsageError
 from minillm.grammar.grammar import Grammar
@@ -14,6 +17,23 @@ from minillm.grammar.vocabulary import Vocabulary
 
 _SECONDS = 10.0  # all grammars that come here compile for a vocabulary of single bytes within 4
 _MOST_KEPT = 128
+# Copies of a matcher share a lexer, and compute their masks one after the other. Matchers that were compiled by
+# themselves compute theirs at the same time, so a grammar that is asked for again is compiled again, up to so often.
+_FAMILIES = max(1, min(8, (os.cpu_count() or 1) * 3 // 4))
+_CHEAP_SECONDS = 0.05  # where it took longer, one has to do
+
+
+@dataclass
+class _Kept:
+    """Matchers of one grammar at the beginning of a text, each compiled by itself."""
+
+    matchers: list[Matcher]
+    seconds: float  # that one took
+    turn: int = 0  # of the matcher that is copied next
+
+    @property
+    def may_grow(self) -> bool:
+        return not self.matchers or (len(self.matchers) < _FAMILIES and self.seconds < _CHEAP_SECONDS)
 
 
 class Compiler:
@@ -24,7 +44,7 @@ class Compiler:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._kept: OrderedDict[Grammar, Matcher] = OrderedDict()
+        self._kept: OrderedDict[Grammar, _Kept] = OrderedDict()
         self._working = threading.Lock()
         self._looking = threading.Lock()
 
@@ -36,15 +56,24 @@ class Compiler:
                 can spell.
         """
         with self._looking:
-            found = self._kept.get(grammar)
-        if found is None or found.family.has_failed:
-            found = self._compile(grammar)
+            kept = self._kept.get(grammar) or _Kept([], 0.0)
+            kept.matchers = [each for each in kept.matchers if not each.family.has_failed]
+            may_grow = kept.may_grow
+        if may_grow:
+            began = time.monotonic()
+            try:
+                kept.matchers.append(self._compile(grammar))
+            except UsageError:
+                if not kept.matchers:
+                    raise
+            kept.seconds = max(kept.seconds, time.monotonic() - began)
         with self._looking:
-            self._kept[grammar] = found
+            self._kept[grammar] = kept
             self._kept.move_to_end(grammar)
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
-            return found.copy()
+            kept.turn = (kept.turn + 1) % len(kept.matchers)
+            return kept.matchers[kept.turn].copy()
 
     def _compile(self, grammar: Grammar) -> Matcher:
         """Compile a grammar in a thread, which is left alone where it takes too long: nothing can interrupt it."""

@@ -28,6 +28,7 @@ from minillm.runner.rows import Rows, Sharing, padded_size
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, draw_tokens
 from minillm.runner.step import ChunkWork, DecodeWork, StepWork
+from minillm.runner.to_device import to_device
 from minillm.sequence import Chunk, Schedule, Sequence
 
 _REHEARSED = 37  # tokens of a prompt: no multiple of anything, as most prompts
@@ -157,26 +158,27 @@ class DeviceRunner(Runner):
             observer.end()
         at: slice | Tensor = slice(len(draws))
         if len(draws) != draws[-1].row + 1:  # rows of another method lie between
-            at = self._tensor([draw.row for draw in draws], torch.int64)
-        return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=True)
+            at = self._numbers([draw.row for draw in draws], torch.int64)
+        return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=True, may_draw_ahead=True)
 
     def _draw_from(self, logits: Tensor, draws: list[Chunk], hosted: list[int]) -> Drawn:
         """Draw from any rows of logits; the host changes those of the ``hosted`` draws itself."""
         masks = masks_of([(draw.group, draw.sequence) for draw in draws])  # while the device still computes the logits
         rows = self._books.rows_for(draws)
         self._change(*self._books.take_changes())
-        raw = processed = logits[self._tensor([draw.row for draw in draws], torch.int64)]
+        raw = processed = logits[self._numbers([draw.row for draw in draws], torch.int64)]
         if hosted or any(draw.group.params.has_penalties for draw in draws):
             processed = torch.empty_like(raw, dtype=torch.float32)
-            indices = self._tensor([-1 if i in hosted else row.index for i, row in enumerate(rows)], torch.int32)
+            indices = self._numbers([-1 if i in hosted else row.index for i, row in enumerate(rows)], torch.int32)
             kernels.penalise(raw, self._words, self._counts, indices, processed)
             for i in hosted:
                 process_draw(processed[i], draws[i].group, draws[i].sequence)
         masks.apply(processed)
         tokens = draw_tokens(processed, draws)
-        kernels.end_decode(self._words, self._counts, self._tensor([row.index for row in rows], torch.int32), tokens)
+        kernels.end_decode(self._words, self._counts, self._numbers([row.index for row in rows], torch.int32), tokens)
         self._books.note_drawn(draws)
-        return Drawn(draws, tokens, kernels.log_probabilities(raw, tokens), raw, may_run_ahead=not hosted)
+        logprobs = kernels.log_probabilities(raw, tokens)
+        return Drawn(draws, tokens, logprobs, raw, may_run_ahead=True, may_draw_ahead=not hosted)
 
     def draw_guessed(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
         self._books.give_up(holders)
@@ -210,15 +212,15 @@ class DeviceRunner(Runner):
         counts.index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
         self._counts[row] = counts.to(self._device)
 
-    def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, pin_memory=self._pinned).to(self._device, non_blocking=True)
+    def _numbers(self, values: list[int], dtype: torch.dtype) -> Tensor:
+        return to_device(values, dtype, self._device)
 
     def _begin(self, work: DecodeWork) -> int:
         """Write down the changes. Returns the number of rows, padding included."""
         self._change(work.changed, work.values)
         if work.rows is not None:
             self._size = len(work.rows)
-            self._rows[: self._size].copy_(self._tensor(work.rows, torch.int32))
+            self._rows[: self._size].copy_(self._numbers(work.rows, torch.int32))
         return self._size
 
     def _change(self, places: list[int], values: list[int]) -> None:

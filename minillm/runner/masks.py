@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minillm.runner.to_device import to_device
 from minillm.sequence import Sequence, SequenceGroup
 
 
@@ -35,7 +36,7 @@ class Masks:
         if len(self.rows) == len(logits):
             logits.masked_fill_(banned, float("-inf"))
         else:
-            at = torch.tensor(self.rows, device=device)
+            at = to_device(self.rows, torch.int64, device)
             logits[at] = logits[at].masked_fill(banned, float("-inf"))
 
 

@@ -12,6 +12,7 @@ from minillm.outputs import TokenLogprobs
 from minillm.params import SamplingParams
 from minillm.runner.masks import masks_of
 from minillm.runner.penalties import needs_processing, process_draw
+from minillm.runner.to_device import to_device
 from minillm.runner.to_host import ToHost
 from minillm.sequence import Chunk
 
@@ -25,20 +26,28 @@ class Drawn:
         token_ids: ``[draws]`` int64.
         logprobs: ``[draws]``, of these tokens: NaN where a logit is NaN.
         logits: ``[draws, vocab]``, the model's own, for the most probable tokens where they are wanted.
-        may_run_ahead: the next step can be launched before the host has seen these tokens.
+        may_run_ahead: the next step can be computed before the host has seen these tokens.
+        may_draw_ahead: and its tokens can be drawn before that.
     """
 
     def __init__(
-        self, draws: SequenceOf[Chunk], token_ids: Tensor, logprobs: Tensor, logits: Tensor, *, may_run_ahead: bool
+        self,
+        draws: SequenceOf[Chunk],
+        token_ids: Tensor,
+        logprobs: Tensor,
+        logits: Tensor,
+        *,
+        may_run_ahead: bool,
+        may_draw_ahead: bool,
     ) -> None:
-        self.may_run_ahead = may_run_ahead
+        self.may_run_ahead, self.may_draw_ahead = may_run_ahead, may_draw_ahead
         self._counts = [draw.group.params.logprobs for draw in draws]
         wanted = [i for i, count in enumerate(self._counts) if count is not None]
         vocab = logits.shape[-1]
         most = max((vocab if count < 0 else count for count in self._counts if count is not None), default=0)
         results = [token_ids, logprobs]
         if most:
-            index = torch.tensor(wanted, device=logits.device)
+            index = to_device(wanted, torch.int64, logits.device)
             results += kernels.top_log_probabilities(logits[index], min(most, vocab))
         self._results = ToHost(results)
 
@@ -62,7 +71,7 @@ def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
     raw = logits
     rows = [draw.row for draw in draws]
     if rows != list(range(len(logits))):
-        raw = logits[torch.tensor(rows, device=logits.device)]
+        raw = logits[to_device(rows, torch.int64, logits.device)]
     processed = raw
     for i, draw in enumerate(draws):
         if needs_processing(draw.group, draw.sequence):
@@ -73,7 +82,7 @@ def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
     token_ids = draw_tokens(processed, draws)
     wanted = any(draw.group.params.logprobs is not None for draw in draws)  # otherwise only NaN has a meaning
     logprobs = kernels.log_probabilities(raw, token_ids) if wanted else raw.amax(-1)
-    return Drawn(draws, token_ids, logprobs, raw, may_run_ahead=False)
+    return Drawn(draws, token_ids, logprobs, raw, may_run_ahead=False, may_draw_ahead=False)
 
 
 def draw_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Tensor:
@@ -81,13 +90,14 @@ def draw_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Tensor:
     params = [draw.group.params for draw in draws if isinstance(draw.group.params, SamplingParams)]
     if all(p.temperature == 0 for p in params):
         return logits.argmax(-1)
-    numbers = partial(torch.tensor, device=logits.device)
+    numbers = partial(to_device, dtype=torch.float32, device=logits.device)
+    wholes = partial(to_device, dtype=torch.int64, device=logits.device)
     inputs = SamplingInputs(
-        temperature=numbers([p.temperature for p in params], dtype=torch.float32),
-        top_k=numbers([p.top_k for p in params]),
-        top_p=numbers([p.top_p for p in params], dtype=torch.float32),
-        min_p=numbers([p.min_p for p in params], dtype=torch.float32),
-        seeds=numbers([draw.sequence.seed for draw in draws]),
-        positions=numbers([draw.sequence.num_tokens for draw in draws]),
+        temperature=numbers([p.temperature for p in params]),
+        top_k=wholes([p.top_k for p in params]),
+        top_p=numbers([p.top_p for p in params]),
+        min_p=numbers([p.min_p for p in params]),
+        seeds=wholes([draw.sequence.seed for draw in draws]),
+        positions=wholes([draw.sequence.num_tokens for draw in draws]),
     )
     return kernels.sample(logits, inputs)

@@ -102,7 +102,8 @@ FIELDS = {
     "memory.MemoryResult": "table lengths setting value",
     "memory.SwapResult": "block_size num_tokens swap_out swap_in recompute",
     "host.HostResult": "what microseconds",
-    "http.HttpResult": "num_requests own_rate http_rate lost own_first http_first",
+    "forms.FormsResult": "batch_size num_tokens free formed one_formed lost lost_by_one",
+    "http.HttpResult": "num_streams num_requests own_rate http_rate lost own_first http_first",
     "ui.UiFigures": "first_paint key_median key_p95 open_seconds open_mb drawing_share tokens_per_second_watched "
     "tokens_per_second_held slowdowns slowdown",
 }

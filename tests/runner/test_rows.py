@@ -28,6 +28,12 @@ def model() -> Llama:
     return ours(hf_model())
 
 
+def banning_the_last(prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
+    """Never the same token twice in a row."""
+    logits[(output or prompt)[-1]] = float("-inf")
+    return logits
+
+
 def everything(rng: random.Random, count: int) -> list[tuple[list[int], Any]]:
     """Requests of every kind, with ends that only the token itself brings."""
     prefix = [rng.randrange(3, 96) for _ in range(24)]
@@ -48,6 +54,8 @@ def everything(rng: random.Random, count: int) -> list[tuple[list[int], Any]]:
             SamplingParams(seed=number, min_p=0.02, logprobs=rng.choice((0, 3)), **shared),
             SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.5, **shared),
             SamplingParams(temperature=0, min_tokens=min(5, shared["max_tokens"]), **shared),
+            SamplingParams(seed=number, no_repeat_ngram_size=2, **shared),  # the host must know each token first
+            SamplingParams(seed=number, n=2, logits_processor=banning_the_last, **shared),
             BeamSearchParams(beam_width=rng.randint(2, 4), **shared),
         ]
         requests.append((prompt, rng.choice(kinds)))
@@ -86,6 +94,23 @@ def test_running_ahead_changes_no_token(model: Llama, seed: int) -> None:
         indices = [requests.index(each) for each in fitting]
         for number, output in zip(indices, run(tight, fitting), strict=True):
             assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected[number].outputs], options
+
+
+def test_logits_are_computed_ahead_where_a_draw_needs_the_host(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, happened = engine_for(model, num_blocks=100, on_device=True), []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            happened.append(name)
+            return function(*args)
+
+        return call
+
+    for place, name in ((engine.runner, "run"), (engine.runner, "draw"), (engine, "conclude")):
+        monkeypatch.setattr(place, name, noted(name, getattr(place, name)))
+    run(engine, [([5, 6, 7], SamplingParams(seed=0, no_repeat_ngram_size=2, max_tokens=4))])
+    first, *between, last = ["run draw", "run conclude draw", "run conclude draw", "run conclude draw", "conclude"]
+    assert " ".join(happened) == " ".join([first, *between, last])
 
 
 def attend_by_list(q: Tensor, pages: Pages, scale: float, work: WorkList) -> Tensor:

@@ -1,0 +1,108 @@
+"""``forms``: what it costs that answers follow a JSON schema, beside the same numbers of free tokens, by turns.
+
+A model of random weights has no tokenizer. Its tokens stand for random text then, and its answers are as random as a
+schema allows; the work is that of any other model.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import dataclass, replace
+
+from minillm.bench.table import ModelOptions, Subject, shown
+from minillm.bench.workloads import Request, drive
+from minillm.checks import integer
+from minillm.errors import UsageError
+from minillm.grammar.compiler import Compiler
+from minillm.grammar.grammar import Grammar
+from minillm.grammar.vocabulary import Vocabulary
+from minillm.params import MAX_TOKENS, SamplingParams
+
+_NAME = {"type": "string", "minLength": 20, "maxLength": 60}
+_ITEM = {
+    "type": "object",
+    "properties": {"name": _NAME, "price": {"type": "number"}, "kind": {"enum": ["tool", "toy", "book"]}},
+    "required": ["name", "price", "kind"],
+    "additionalProperties": False,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"title": _NAME, "items": {"type": "array", "items": _ITEM, "minItems": 6, "maxItems": 12}},
+    "required": ["title", "items"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Options(ModelOptions):
+    batch_size: int = integer(16, 1, MAX_TOKENS, help="requests at a time")
+    output_len: int = integer(200, 2, MAX_TOKENS, help="longest answer in tokens")
+    runs: int = integer(5, 1, 100, help="pairs of runs; medians count")
+
+
+@dataclass(frozen=True)
+class FormsResult:
+    """Medians over the pairs of runs."""
+
+    batch_size: int = shown("requests at a time", ",")
+    num_tokens: int = shown("tokens", ",")
+    free: float = shown("tokens per second, free", ",.0f")
+    formed: float = shown("by a schema", ",.0f")
+    one_formed: float = shown("free, beside one by a schema", ",.0f")
+    lost: float = shown("lost by a schema", ".1%")
+    lost_by_one: float = shown("lost by one", ".1%")
+
+
+def measure(subject: Subject, options: Options) -> FormsResult:
+    """Run answers by a schema, and then as many free tokens; UsageError where an answer fails."""
+    llm = subject.llm
+    requests, vocab = llm.engine.requests, llm.engine.runner.model.config.vocab_size
+    if llm.engine.tokenizer is None:
+        requests.__dict__["grammars"] = Compiler(random_vocabulary(vocab))
+    rng = random.Random(0)
+    grammar = Grammar.json(SCHEMA)
+    formed: list[Request] = [
+        (
+            [rng.randrange(vocab) for _ in range(100)],
+            SamplingParams(seed=number, max_tokens=options.output_len, grammar=grammar),
+        )
+        for number in range(options.batch_size)
+    ]
+    seconds: tuple[list[float], ...] = ([], [], [])
+    counts: list[int] = []
+    for run in range(options.runs + 1):
+        llm.reset_prefix_cache()
+        taken, outputs = drive(llm.engine, formed)
+        if failed := next((output.error for output in outputs if output.error), None):
+            raise UsageError(f"an answer failed: {failed}")
+        counts = [len(output.outputs[0].token_ids) for output in outputs]
+        free = [
+            (prompt, replace(params, grammar=None, max_tokens=count, ignore_eos=True))
+            for (prompt, params), count in zip(formed, counts, strict=True)
+        ]
+        times = [taken]
+        for each in (free, [formed[0], *free[1:]]):
+            llm.reset_prefix_cache()
+            times.append(drive(llm.engine, each)[0])
+        for into, value in zip(seconds, times, strict=True):
+            into += [value] if run else []  # the first one warms up
+    by_schema, plain, mixed = map(statistics.median, seconds)
+    rates = (sum(counts) / each for each in (plain, by_schema, mixed))
+    return FormsResult(options.batch_size, sum(counts), *rates, 1 - plain / by_schema, 1 - plain / mixed)
+
+
+def random_vocabulary(size: int) -> Vocabulary:
+    """Tokens of one to nine printable characters, all single ones among them; most are words, half behind a space."""
+    rng = random.Random(0)
+    letters, signs = "abcdefghijklmnopqrstuvwxyz", ' ,.:;"{}[]()0123456789'
+    words = dict.fromkeys(chr(code) for code in range(32, 127))
+    while len(words) < size:
+        word = "".join(rng.choices(letters if rng.random() < 0.95 else signs, k=rng.randint(2, 8)))
+        words[rng.choice(("", " ")) + word] = None
+    tokens = [word.encode() for word in list(words)[:size]]
+
+    def encode(text: str) -> list[int]:
+        raise UsageError("only the longest tokens")  # which `Vocabulary.encode` takes then
+
+    return Vocabulary(tokens, encode)
