@@ -88,8 +88,9 @@ def measure(subject: Subject, options: Options) -> FormsResult:
         for into, value in zip(seconds, times, strict=True):
             into += [value] if run else []  # the first one warms up
     by_schema, plain, mixed = map(statistics.median, seconds)
-    rates = (sum(counts) / each for each in (plain, by_schema, mixed))
-    return FormsResult(options.batch_size, sum(counts), *rates, 1 - plain / by_schema, 1 - plain / mixed)
+    tokens = sum(counts)
+    rates = tokens / plain, tokens / by_schema, tokens / mixed
+    return FormsResult(options.batch_size, tokens, *rates, 1 - plain / by_schema, 1 - plain / mixed)
 
 
 def random_vocabulary(size: int) -> Vocabulary:
