@@ -15,6 +15,7 @@ from shapes import DEVICE, make_pool, randn
 from minillm.kernels import (
     DecodeInputs,
     Field,
+    LayerCache,
     Pages,
     Places,
     SamplingInputs,
@@ -64,8 +65,8 @@ def main() -> None:
             slots = torch.tensor([0, -1, 5, 3], device=DEVICE)
             places = Places(angles.cos(), angles.sin(), slots)
             norms = HeadNorms(randn(dim, dtype=dtype), randn(dim, dtype=dtype), 1e-5)
-            rotary.rotary_write_kv(q, k, v, places, pool.k, pool.v)
-            rotary.rotary_write_kv(q, k, v, places, pool.k, pool.v, norms)
+            rotary.rotary_write_kv(q, k, v, places, LayerCache(pool.k, pool.v))
+            rotary.rotary_write_kv(q, k, v, places, LayerCache(pool.k, pool.v), norms)
         for tokens in (1, 3):
             few, residual = x[:tokens].contiguous(), randn(tokens, 90, dtype=dtype)
             matvec.norm_matvec(few, weight, 1e-5, randn(91, 577, dtype=dtype), randn(91, dtype=dtype))

@@ -11,7 +11,7 @@ from shapes import DEVICE, ON_GPU, make_pool, parameters, randn, relative_error
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import Pages, Places, cpu, reference
+from minillm.kernels import LayerCache, Pages, Places, cpu, reference
 
 pytest.importorskip("triton")
 from minillm.kernels import blocks, gpu, norm, rotary, sampling, top_k
@@ -65,7 +65,7 @@ def test_a_pool_beyond_2_to_the_31_elements() -> None:
     k, v = (randn(1, kv_heads, dim, dtype=torch.bfloat16) for _ in "kv")
     slot = torch.tensor([num_blocks * block_size - 1], device=DEVICE)
     straight = Places(torch.ones(1, dim // 2, device=DEVICE), torch.zeros(1, dim // 2, device=DEVICE), slot)
-    rotary.rotary_write_kv(q, k, v, straight, big_k, big_v)
+    rotary.rotary_write_kv(q, k, v, straight, LayerCache(big_k, big_v))
     assert torch.equal(big_k[-1, -1], k[0])
     assert torch.equal(big_v[-1, -1], v[0])
     del big, big_k, big_v

@@ -7,7 +7,7 @@ import torch
 from shapes import CPU_TOLERANCE, in_float64, make_pool, relative_error, without_hidden
 
 from minillm import kernels
-from minillm.kernels import HeadNorms, HostPlan, Pages, Places, cpu, reference
+from minillm.kernels import HeadNorms, HostPlan, LayerCache, Pages, Places, cpu, reference
 
 SIZE = 4  # block size of most pools here
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_rotary_write_kv(dtype: torch.dtype, rotary_dim: int) -> None:
     slots = torch.tensor([9, -1, 3, 4, -1, 0, 11])
     pools = [torch.full((3, SIZE, kv_heads, dim), float("nan"), dtype=dtype) for _ in range(2)]
     q, k, v = packed.clone().split((heads, kv_heads, kv_heads), dim=1)
-    kernels.rotary_write_kv(q, k, v, Places(angles.cos(), angles.sin(), slots), pools[0], pools[1])
+    kernels.rotary_write_kv(q, k, v, Places(angles.cos(), angles.sin(), slots), LayerCache(pools[0], pools[1]))
     for head in range(heads):
         for token in range(tokens):
             x = packed[token, head].double()
@@ -100,9 +100,9 @@ def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(
                 pools[0], pools[1], torch.empty(0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
             )
             plan = cpu.plan_step(places, no_decodes, 4) if planned else None
-            cpu.rotary_write_kv(q, k, v, places, pools[0], pools[1], norms, plan)
+            cpu.rotary_write_kv(q, k, v, places, LayerCache(pools[0], pools[1]), norms, plan)
         else:
-            reference.rotary_write_kv(q, k, v, places, pools[0], pools[1], norms)
+            reference.rotary_write_kv(q, k, v, places, LayerCache(pools[0], pools[1]), norms)
         results.append((q, *pools))
     for got, exact in zip(*results, strict=True):
         torch.testing.assert_close(got, exact)

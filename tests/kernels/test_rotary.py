@@ -6,7 +6,7 @@ import pytest
 import torch
 from shapes import DEVICE, DTYPES, TOLERANCE, make_pool, randn, relative_error
 
-from minillm.kernels import HeadNorms, Places, reference
+from minillm.kernels import HeadNorms, LayerCache, Places, reference
 
 pytest.importorskip("triton")
 from minillm.kernels import rotary
@@ -42,14 +42,14 @@ def test_rotary_write_kv(
     places = Places(cos, sin, slots)
     if normed and rotary_dim < head_dim:
         with pytest.raises(ValueError, match="all of a head"):
-            rotary.rotary_write_kv(q, k, v, places, pool.k, pool.v, norms)
+            rotary.rotary_write_kv(q, k, v, places, LayerCache(pool.k, pool.v), norms)
         return
-    reference.rotary_write_kv(exact_q, k.double(), v.double(), places, exact_k, exact_v, exact_norms)
-    rotary.rotary_write_kv(q, k, v, places, pool.k, pool.v, norms)
+    reference.rotary_write_kv(exact_q, k.double(), v.double(), places, LayerCache(exact_k, exact_v), exact_norms)
+    rotary.rotary_write_kv(q, k, v, places, LayerCache(pool.k, pool.v), norms)
     assert relative_error(q, exact_q) < TOLERANCE[dtype]
     for got, exact in ((pool.k, exact_k), (pool.v, exact_v)):
         assert torch.equal(got.isnan(), exact.isnan()), "padding or a slot of nobody was written"
         if tokens > 1:
             assert relative_error(got[~got.isnan()], exact[~exact.isnan()]) < TOLERANCE[dtype]
     assert torch.equal(k, packed[:, heads : heads + kv_heads]), "k itself is left as it was"
-    rotary.rotary_write_kv(q[:0], k[:0], v[:0], Places(cos[:0], sin[:0], slots[:0]), pool.k, pool.v)
+    rotary.rotary_write_kv(q[:0], k[:0], v[:0], Places(cos[:0], sin[:0], slots[:0]), LayerCache(pool.k, pool.v))
