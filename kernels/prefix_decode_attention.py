@@ -35,15 +35,11 @@ _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim, slot_stride, scale_log2e,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, begin, end, dims, is_dim, slot_stride, scale_log2e,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Softmax of ``q [rows, dims]`` over tokens ``begin … end - 1``: maximum, sum, and output not yet divided by it."""
-    k_ptr += kv_head * HEAD_DIM
-    v_ptr += kv_head * HEAD_DIM
-    k_scales_ptr = head_scales(k_scales_ptr, kv_head, BLOCK_SIZE)
-    v_scales_ptr = head_scales(v_scales_ptr, kv_head, BLOCK_SIZE)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, DIM_TILE], tl.float32)
@@ -102,8 +98,9 @@ def _chunk_first_kernel(
         q_offsets = seqs[:, None] * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :]
         q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
         maximum, total, out = _attend(
-            q, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim,
-            slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+            q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
+            head_scales(k_scales_ptr, kv_head, BLOCK_SIZE), head_scales(v_scales_ptr, kv_head, BLOCK_SIZE), table_ptr,
+            begin, end, dims, is_dim, slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
         )  # fmt: skip
         at = results * num_heads + heads
         tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / total[:, None], mask=row_mask)
@@ -138,8 +135,9 @@ def _sequence_first_kernel(
     row_mask = is_row[:, None] & is_dim[None, :]
     q = tl.load(q_ptr + seq * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :], mask=row_mask, other=0.0)
     maximum, total, out = _attend(
-        q, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, kv_head, tables_ptr + seq * table_stride,
-        begin, end, dims, is_dim, slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+        q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
+        head_scales(k_scales_ptr, kv_head, BLOCK_SIZE), head_scales(v_scales_ptr, kv_head, BLOCK_SIZE),
+        tables_ptr + seq * table_stride, begin, end, dims, is_dim, slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
     )  # fmt: skip
     divisor = tl.where(total > 0, total, 1.0)  # an empty context, or part of a tail, gives zero
     at = (max_results + place * SPLITS + split).to(tl.int64) * num_heads + heads
