@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import dot
-from minillm.kernels.decode_attention import check_inputs, head_scales, k_numbers, load_scales, share, v_numbers
+from minillm.kernels.decode_attention import check_inputs, k_numbers, load_scales, share, v_numbers
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE:
 
 @triton.jit
 def _fold_masked(
-    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, seen, end, positions, dims, is_dim, slot_stride, scale_log2e,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, seen, end, positions, dims, is_dim, slot_stride, scale_log2e,
     maximum, total, out,
     ROWS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def _fold_masked(
         k = k_numbers(k, q)
     scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e
     if k_scales_ptr is not None:
-        scores *= load_scales(k_scales_ptr, blocks, seen, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)[None, :]
+        scores *= load_scales(k_scales_ptr, kv_head, blocks, seen, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)[None, :]
     visible = valid[None, :] & (seen[None, :] <= positions[:, None])
     if WINDOW is not None:
         visible = visible & (seen[None, :] > positions[:, None] - WINDOW)
@@ -67,7 +67,7 @@ def _fold_masked(
     v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
     if v_scales_ptr is not None:
         v = v_numbers(v, q)
-        scales = load_scales(v_scales_ptr, blocks, seen, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
+        scales = load_scales(v_scales_ptr, kv_head, blocks, seen, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
         weights = share(weights, scales, q)
     out = dot(weights.to(v.dtype), v, out)
     return new_maximum, total, out
@@ -103,8 +103,6 @@ def _prefill_attention_kernel(
     kv_head = head // GROUP
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
-    k_scales_ptr = head_scales(k_scales_ptr, kv_head, BLOCK_SIZE)
-    v_scales_ptr = head_scales(v_scales_ptr, kv_head, BLOCK_SIZE)
     table_ptr = tables_ptr + chunk.to(tl.int64) * table_stride
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -120,7 +118,7 @@ def _prefill_attention_kernel(
         unmasked_begin = tl.minimum(tl.cdiv(tl.maximum(first_position + ROWS - WINDOW, 0), TILE) * TILE, unmasked_end)
         for position in tl.range(seen_begin, unmasked_begin, TILE):
             maximum, total, out = _fold_masked(
-                q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, position + columns, unmasked_end, positions,
+                q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, position + columns, unmasked_end, positions,
                 dims, is_dim, slot_stride, scale_log2e, maximum, total, out, ROWS, TILE, HEAD_DIM, BLOCK_SIZE, WINDOW,
             )  # fmt: skip
     for position in tl.range(unmasked_begin, unmasked_end, TILE, num_stages=STAGES):
@@ -133,7 +131,7 @@ def _prefill_attention_kernel(
             k = k_numbers(k, q)
         scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e
         if k_scales_ptr is not None:
-            scores *= load_scales(k_scales_ptr, blocks, seen, None, slot_stride, HEAD_DIM, BLOCK_SIZE)[None, :]
+            scores *= load_scales(k_scales_ptr, kv_head, blocks, seen, None, slot_stride, HEAD_DIM, BLOCK_SIZE)[None, :]
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         correction = tl.exp2(maximum - new_maximum)
         weights = tl.exp2(scores - new_maximum[:, None])
@@ -142,14 +140,14 @@ def _prefill_attention_kernel(
         v = tl.load(v_ptr + offsets, mask=is_dim[None, :], other=0.0)
         if v_scales_ptr is not None:
             v = v_numbers(v, q)
-            v_scales = load_scales(v_scales_ptr, blocks, seen, None, slot_stride, HEAD_DIM, BLOCK_SIZE)
+            v_scales = load_scales(v_scales_ptr, kv_head, blocks, seen, None, slot_stride, HEAD_DIM, BLOCK_SIZE)
             weights = share(weights, v_scales, q)
         out = dot(weights.to(v.dtype), v, out)
         maximum = new_maximum
     end = tl.minimum(first_position + ROWS, context)
     for position in tl.range(unmasked_end, end, TILE):
         maximum, total, out = _fold_masked(
-            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, position + columns, end, positions, dims, is_dim,
+            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, position + columns, end, positions, dims, is_dim,
             slot_stride, scale_log2e, maximum, total, out, ROWS, TILE, HEAD_DIM, BLOCK_SIZE, WINDOW,
         )  # fmt: skip
     out = out / tl.where(total > 0, total, 1.0)[:, None]

@@ -29,17 +29,11 @@ from minillm.kernels.compat import INTERPRETED, dot, pdl_options, wait_for_input
 
 
 @triton.jit
-def head_scales(scales_ptr, kv_head, BLOCK_SIZE: tl.constexpr):
-    """Where a head's scales lie within a block's; None where there are none."""
-    if scales_ptr is not None:
-        scales_ptr += kv_head * BLOCK_SIZE
-    return scales_ptr
-
-
-@triton.jit
-def load_scales(scales_ptr, blocks, tokens, valid, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The scales of a tile's tokens in one head, behind `head_scales`. ``blocks`` are the tokens', int64."""
-    at = blocks * (slot_stride // HEAD_DIM * BLOCK_SIZE) + tokens % BLOCK_SIZE
+def load_scales(
+    scales_ptr, kv_head, blocks, tokens, valid, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):  # fmt: skip
+    """The scales of a tile's tokens in one head. ``blocks`` are the tokens', int64."""
+    at = blocks * (slot_stride // HEAD_DIM * BLOCK_SIZE) + (kv_head * BLOCK_SIZE + tokens % BLOCK_SIZE)
     if valid is None:
         scales = tl.load(scales_ptr + at)
     else:
@@ -136,8 +130,6 @@ def _paged_attention_kernel(
     q = tl.load(q_ptr + seq * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :], mask=row_mask, other=0.0)
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
-    k_scales_ptr = head_scales(k_scales_ptr, kv_head, BLOCK_SIZE)
-    v_scales_ptr = head_scales(v_scales_ptr, kv_head, BLOCK_SIZE)
     table_ptr = tables_ptr + seq * table_stride
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -150,8 +142,8 @@ def _paged_attention_kernel(
         slots = blocks * BLOCK_SIZE + tokens % BLOCK_SIZE
         k_scales, v_scales = None, None
         if k_scales_ptr is not None:
-            k_scales = load_scales(k_scales_ptr, blocks, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
-            v_scales = load_scales(v_scales_ptr, blocks, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
+            k_scales = load_scales(k_scales_ptr, kv_head, blocks, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
+            v_scales = load_scales(v_scales_ptr, kv_head, blocks, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
         maximum, total, out = attend_tile(
             q, k_ptr, v_ptr, k_scales, v_scales, slots, valid, dims, is_dim, slot_stride, scale_log2e,
             maximum, total, out, ROWS, TILE,

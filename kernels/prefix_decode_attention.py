@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import pdl_options, release, wait, wait_for_inputs, wait_then_release
-from minillm.kernels.decode_attention import attend_tile, check_inputs, head_scales, load_scales, paged_attention
+from minillm.kernels.decode_attention import attend_tile, check_inputs, load_scales, paged_attention
 from minillm.kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
@@ -35,7 +35,7 @@ _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, begin, end, dims, is_dim, slot_stride, scale_log2e,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim, slot_stride, scale_log2e,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -53,8 +53,8 @@ def _attend(
         k_scales, v_scales = None, None
         if k_scales_ptr is not None:
             wide = blocks.to(tl.int64)
-            k_scales = load_scales(k_scales_ptr, wide, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
-            v_scales = load_scales(v_scales_ptr, wide, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
+            k_scales = load_scales(k_scales_ptr, kv_head, wide, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
+            v_scales = load_scales(v_scales_ptr, kv_head, wide, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
         # The next tile's block ids, a tile ahead: else its loads wait for them.
         blocks = tl.load(table_ptr + (tokens + TILE) // BLOCK_SIZE, mask=tokens + TILE < end, other=0)
         maximum, total, out = attend_tile(
@@ -99,8 +99,7 @@ def _chunk_first_kernel(
         q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
         maximum, total, out = _attend(
             q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
-            head_scales(k_scales_ptr, kv_head, BLOCK_SIZE), head_scales(v_scales_ptr, kv_head, BLOCK_SIZE), table_ptr,
-            begin, end, dims, is_dim, slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+            k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim, slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
         )  # fmt: skip
         at = results * num_heads + heads
         tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / total[:, None], mask=row_mask)
@@ -136,8 +135,7 @@ def _sequence_first_kernel(
     q = tl.load(q_ptr + seq * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :], mask=row_mask, other=0.0)
     maximum, total, out = _attend(
         q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
-        head_scales(k_scales_ptr, kv_head, BLOCK_SIZE), head_scales(v_scales_ptr, kv_head, BLOCK_SIZE),
-        tables_ptr + seq * table_stride, begin, end, dims, is_dim, slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+        k_scales_ptr, v_scales_ptr, kv_head, tables_ptr + seq * table_stride, begin, end, dims, is_dim, slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
     )  # fmt: skip
     divisor = tl.where(total > 0, total, 1.0)  # an empty context, or part of a tail, gives zero
     at = (max_results + place * SPLITS + split).to(tl.int64) * num_heads + heads
