@@ -79,7 +79,9 @@ def check_scales(cache: Tensor, scales: Tensor | None) -> None:
     if (cache.dtype == torch.int8) != (scales is not None):
         raise ValueError(f"a cache of int8 needs scales, and no other has any: not {cache.dtype}")
     if scales is not None and (
-        scales.shape != (blocks, num_kv_heads, block_size) or scales.dtype != torch.float32 or not scales.is_contiguous()
+        scales.shape != (blocks, num_kv_heads, block_size)
+        or scales.dtype != torch.float32
+        or not scales.is_contiguous()
     ):
         raise ValueError(
             f"scales must be contiguous float32 [{blocks}, {num_kv_heads}, {block_size}], "

@@ -167,7 +167,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if num_tokens:
         dim_tile = max(16, triton.next_power_of_2(head_dim))
-        rows, tile, stages, warps = _tiling(dim_tile, q.element_size(), num_tokens // num_seqs)
+        rows, tile, stages, warps = _tiling(dim_tile, q.element_size(), num_tokens // num_seqs, k_scales is not None)
         _prefill_attention_kernel[(num_heads, num_tokens // rows + num_seqs)](
             out, q, k_cache, v_cache, k_scales, v_scales, tables, lens, cu_seqlens,
             q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim, out.stride(0), out.stride(1),
@@ -179,7 +179,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
     return out
 
 
-def _tiling(dim_tile: int, element_size: int, average_chunk: int) -> tuple[int, int, int, int]:
+def _tiling(dim_tile: int, element_size: int, average_chunk: int, in_8_bits: bool) -> tuple[int, int, int, int]:
     """(queries, tokens, stages, warps) of a tile."""
     if element_size == 4:  # no matrix unit for full float32: small tiles, or registers overflow
         return 32, 32, 1, 4
@@ -187,4 +187,5 @@ def _tiling(dim_tile: int, element_size: int, average_chunk: int) -> tuple[int, 
         return 64, 32, 2, 4
     if average_chunk < 4096:
         return 64, 64, 2, 4
-    return 128, 128, 3, 8
+    # Whole numbers pass through registers on their way to the matrix unit: half the tokens, or they overflow.
+    return 128, 64 if in_8_bits else 128, 3, 8

@@ -221,7 +221,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         longest = tables.shape[1] * block_size
         num_splits = num_splits_for(num_seqs, num_kv_heads, min(longest, window or longest), q.device)
     dim_tile = max(16, triton.next_power_of_2(head_dim))
-    tile = max(16, min(128, 16384 // (dim_tile * q.element_size())))  # 16 kB of K: no more, or shared memory is full
+    tile, stages, warps = tiling(dim_tile, q.element_size(), k_scales is not None)
     pdl = pdl_options(q.device)
     target, partial_lse, strides = out, out, (out.stride(0), out.stride(1), 0, 0, 0)
     if num_splits > 1:
@@ -233,8 +233,8 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim,
         *strides, softmax_scale * 1.4426950408889634, num_splits,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
-        BLOCK_SIZE=block_size, TILE=tile, STAGES=3 if dim_tile >= 128 else 2, PARTIAL=num_splits > 1,
-        WINDOW=window, num_warps=4, **pdl,
+        BLOCK_SIZE=block_size, TILE=tile, STAGES=stages, PARTIAL=num_splits > 1,
+        WINDOW=window, num_warps=warps, **pdl,
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits_kernel[(num_seqs, num_heads)](
@@ -243,6 +243,18 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
             WINDOW=window, num_warps=4, **pdl,
         )  # fmt: skip
     return out
+
+
+def tiling(dim_tile: int, element_size: int, in_8_bits: bool) -> tuple[int, int, int]:
+    """(tokens, stages, warps) of a tile; ``element_size`` is of a number of the queries.
+
+    In 8 bits a tile has half the bytes, so two are under way, and numbers take registers on their way to the matrix
+    unit: twice the warps have as many each as in 16 bits.
+    """
+    if in_8_bits and element_size == 2:
+        return (64 if dim_tile <= 128 else 32), 5, (8 if dim_tile >= 128 else 4)
+    tile = max(16, min(128, 16384 // (dim_tile * element_size)))  # 16 kB of K: no more, or shared memory is full
+    return tile, (3 if dim_tile >= 128 else 2), 4
 
 
 def check_inputs(q: Tensor, pages: Pages, num_seqs: int) -> None:

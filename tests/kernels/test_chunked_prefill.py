@@ -52,9 +52,7 @@ def check_prefill(
 @pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-def test_prefill_attention_of_mixed_chunks(
-    dtype: torch.dtype, heads: tuple[int, int, int], in_8_bits: bool
-) -> None:
+def test_prefill_attention_of_mixed_chunks(dtype: torch.dtype, heads: tuple[int, int, int], in_8_bits: bool) -> None:
     chunks = [(1, 0), (5, 0), (16, 24), (0, 9), (66, 1), (1, 40)]
     chunks += [(1000, 0), (130, 3000), (4095, 0)] if ON_GPU else []
     for block_size in (1, 4, 16, 256) if ON_GPU else (16,):

@@ -6,7 +6,18 @@ import random
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, forked_tables, in_float64, randn, relative_error, rounded, shape_of
+from shapes import (
+    DEVICE,
+    DTYPES,
+    ON_GPU,
+    TOLERANCE,
+    forked_tables,
+    in_float64,
+    randn,
+    relative_error,
+    rounded,
+    shape_of,
+)
 from torch import Tensor
 
 from minillm.kernels import Pages, reference
