@@ -78,11 +78,10 @@ def check_scales(cache: Tensor, scales: Tensor | None) -> None:
     blocks, block_size, num_kv_heads, _ = cache.shape
     if (cache.dtype == torch.int8) != (scales is not None):
         raise ValueError(f"a cache of int8 needs scales, and no other has any: not {cache.dtype}")
-    if scales is not None and (
-        scales.shape != (blocks, num_kv_heads, block_size)
-        or scales.dtype != torch.float32
-        or not scales.is_contiguous()
-    ):
+    if scales is None:
+        return
+    fits = scales.shape == (blocks, num_kv_heads, block_size) and scales.is_contiguous()
+    if not fits or scales.dtype != torch.float32:
         raise ValueError(
             f"scales must be contiguous float32 [{blocks}, {num_kv_heads}, {block_size}], "
             f"not {scales.dtype} {tuple(scales.shape)}"

@@ -37,8 +37,8 @@ def _find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE:
 
 @triton.jit
 def _fold_masked(
-    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, seen, end, positions, dims, is_dim, slot_stride, scale_log2e,
-    maximum, total, out,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, seen, end, positions, dims, is_dim,
+    slot_stride, scale_log2e, maximum, total, out,
     ROWS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Fold a tile of tokens into the running softmax of queries that do not all see all of it."""
@@ -118,8 +118,9 @@ def _prefill_attention_kernel(
         unmasked_begin = tl.minimum(tl.cdiv(tl.maximum(first_position + ROWS - WINDOW, 0), TILE) * TILE, unmasked_end)
         for position in tl.range(seen_begin, unmasked_begin, TILE):
             maximum, total, out = _fold_masked(
-                q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, position + columns, unmasked_end, positions,
-                dims, is_dim, slot_stride, scale_log2e, maximum, total, out, ROWS, TILE, HEAD_DIM, BLOCK_SIZE, WINDOW,
+                q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, position + columns, unmasked_end,
+                positions, dims, is_dim, slot_stride, scale_log2e, maximum, total, out,
+                ROWS, TILE, HEAD_DIM, BLOCK_SIZE, WINDOW,
             )  # fmt: skip
     for position in tl.range(unmasked_begin, unmasked_end, TILE, num_stages=STAGES):
         seen = position + columns
@@ -147,8 +148,8 @@ def _prefill_attention_kernel(
     end = tl.minimum(first_position + ROWS, context)
     for position in tl.range(unmasked_end, end, TILE):
         maximum, total, out = _fold_masked(
-            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, position + columns, end, positions, dims, is_dim,
-            slot_stride, scale_log2e, maximum, total, out, ROWS, TILE, HEAD_DIM, BLOCK_SIZE, WINDOW,
+            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, position + columns, end, positions, dims,
+            is_dim, slot_stride, scale_log2e, maximum, total, out, ROWS, TILE, HEAD_DIM, BLOCK_SIZE, WINDOW,
         )  # fmt: skip
     out = out / tl.where(total > 0, total, 1.0)[:, None]
     out_offsets = tokens[:, None] * out_token_stride + head * out_head_stride + dims[None, :]

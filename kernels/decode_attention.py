@@ -10,8 +10,8 @@ block size. Splits (Flash-Decoding, Dao et al. 2023) fill the chip where there a
 their results. Their number follows from shapes alone, so that a launch can be captured in a CUDA graph; a program whose
 part is empty ends at once. Of a context longer than the window only its end is walked through.
 
-A cache in 8 bits is read as whole numbers, which the matrix unit takes exactly in the queries' dtype: K's scales multiply
-the scores, and V's the weights of the softmax.
+A cache in 8 bits is read as whole numbers, which the queries' dtype holds exactly for the matrix unit: K's scales
+multiply the scores, and V's the weights of the softmax.
 
 Block ids are widened to 64 bits before they are multiplied. Lanes behind the end of a context read nothing: unused
 slots may hold NaN.

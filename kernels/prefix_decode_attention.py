@@ -99,7 +99,8 @@ def _chunk_first_kernel(
         q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
         maximum, total, out = _attend(
             q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
-            k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim, slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+            k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim,
+            slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
         )  # fmt: skip
         at = results * num_heads + heads
         tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / total[:, None], mask=row_mask)
@@ -135,7 +136,8 @@ def _sequence_first_kernel(
     q = tl.load(q_ptr + seq * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :], mask=row_mask, other=0.0)
     maximum, total, out = _attend(
         q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
-        k_scales_ptr, v_scales_ptr, kv_head, tables_ptr + seq * table_stride, begin, end, dims, is_dim, slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+        k_scales_ptr, v_scales_ptr, kv_head, tables_ptr + seq * table_stride, begin, end, dims, is_dim,
+        slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
     )  # fmt: skip
     divisor = tl.where(total > 0, total, 1.0)  # an empty context, or part of a tail, gives zero
     at = (max_results + place * SPLITS + split).to(tl.int64) * num_heads + heads

@@ -3,10 +3,11 @@
     x = x / sqrt(mean(x^2) + eps) * weight, per head of q and k     (where the model has such norms)
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)                  (Su et al. 2021, half-split layout)
 
-q is rotated where it lies; rotated k, and v, go straight to their slots. Bytes: reads (heads + 2 kv_heads) * head_dim
-elements a token and writes as many, or 1 byte for each of k and v where the cache is in 8 bits. Memory-bound, and at decode batch sizes launch-bound: one launch where separate ops
-make five. Grid: (tokens, groups of q heads + 1); the last program of a token does K and V. Tile: heads x head_dim / 2,
-both halves, so a head's norm needs no read of its own. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
+q is rotated where it lies; rotated k, and v, go straight to their slots, in 8 bits rounded on the way. Bytes: reads
+(heads + 2 kv_heads) * head_dim elements a token and writes as many (k and v in 8 bits: one byte each). Memory-bound,
+and at decode batch sizes launch-bound: one launch where separate ops make five. Grid: (tokens, groups of q heads + 1);
+the last program of a token does K and V. Tile: heads x head_dim / 2, both halves, so a head's norm needs no read of its
+own, nor a row's largest number. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
 """
 
 import triton

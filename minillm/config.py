@@ -40,8 +40,8 @@ class EngineConfig:
     )  # fmt: skip
     kv_cache_dtype: str = choice(
         "auto", ("auto", "int8"),
-        help="of the KV cache; int8: whole numbers with a scale for each token and head, which is room for nearly twice "
-        "the tokens of 16 bits, and read in less time; auto: as dtype",
+        help="of the KV cache; int8: whole numbers with a scale for each token and head, room for nearly twice the "
+        "tokens of 16 bits; auto: as dtype",
     )  # fmt: skip
     block_size: int = custom(16, _block_size, metavar="N", parse=int, help="token slots per block, a power of two")
     num_blocks: int | None = integer(None, 1, _MOST, help="blocks in the pool (default: what memory allows)")

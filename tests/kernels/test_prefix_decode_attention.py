@@ -28,8 +28,8 @@ from minillm.kernels.prefix_decode_attention import prefix_attention
 
 
 def check_against_reference(
-    tables: list[list[int]], lens: list[int], block_size: int, shape: AttentionShape, dtype: torch.dtype, grown: int = 0,
-    in_8_bits: bool = False,
+    tables: list[list[int]], lens: list[int], block_size: int, shape: AttentionShape, dtype: torch.dtype,
+    grown: int = 0, in_8_bits: bool = False,
 ) -> Plan:  # fmt: skip
     """Plan for ``tables`` without their last ``grown`` tokens each, attend with them, compare."""
     before = [max(0, length - grown) for length in lens]
