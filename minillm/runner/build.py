@@ -101,6 +101,11 @@ def load_weights(
         )
     if config.quantize is not None and device.type != "cuda":
         raise UsageError(f"quantize {config.quantize} needs a GPU; a CPU has products of 8 bits: --weights int8")
+    if config.kv_cache_dtype == "int8" and model_config.head_dim % 4:
+        raise UsageError(
+            f"kv_cache_dtype int8 needs a head_dim that 4 divides, and this model's is {model_config.head_dim}: "
+            "leave it out"
+        )
     longest = config.max_model_len or model_config.max_position_embeddings
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     budget = budget_of(config, device, dtype)

@@ -95,3 +95,20 @@ def test_rows_are_rounded_as_the_reference_rounds_them(
         assert (flat_scales[others] == 99).all()
         assert expected_scales.isnan().sum() == 2
         assert (expected_scales == 0).sum() == kv_heads
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_has_the_same_bytes_alone_and_among_others(dtype: torch.dtype) -> None:
+    """So prompts, chunks of them and decoded tokens leave the same cache."""
+    tokens, kv_heads, dim = 9, 3, 64
+    packed, angles = randn(tokens, 3 * kv_heads, dim, dtype=dtype), randn(tokens, dim // 2)
+    cos, sin, slots = angles.cos(), angles.sin(), torch.randperm(12, device=DEVICE)[:tokens]
+    caches = []
+    for runs in ([slice(0, tokens)], [slice(i, i + 1) for i in range(tokens)]):
+        levels = [torch.zeros(3, 4, kv_heads, dim, dtype=torch.int8, device=DEVICE) for _ in "kv"]
+        caches.append(LayerCache(*levels, *(torch.zeros(3, kv_heads, 4, device=DEVICE) for _ in "kv")))
+        for run in runs:
+            q, k, v = packed[run].clone().split(kv_heads, dim=1)
+            rotary.rotary_write_kv(q, k, v, Places(cos[run], sin[run], slots[run]), caches[-1])
+    for together, alone in zip(*caches, strict=True):
+        assert torch.equal(together, alone)
