@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels import cpu, reference
-from minillm.kernels.arguments import DecodeInputs, Field, HeadNorms, Pages, Places, SamplingInputs
+from minillm.kernels.arguments import (
+    DecodeInputs,
+    Field,
+    HeadNorms,
+    KVCache,
+    LayerCache,
+    Pages,
+    Places,
+    SamplingInputs,
+)
 from minillm.kernels.cpu import HostPlan
 from minillm.kernels.low_bit import LowBit, dequantise
 from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
@@ -63,16 +72,15 @@ def rotary_write_kv(
     k: Tensor,
     v: Tensor,
     places: Places,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: LayerCache,
     norms: HeadNorms | None = None,
     plan: HostPlan | None = None,
 ) -> None:
     """Rotate q, write rotated k, and v, to their blocks: see `reference.rotary_write_kv`. ``plan`` is the step's."""
     if q.is_cuda:
-        gpu.rotary_write_kv(q, k, v, places, k_cache, v_cache, norms)
+        gpu.rotary_write_kv(q, k, v, places, cache, norms)
     else:
-        cpu.rotary_write_kv(q, k, v, places, k_cache, v_cache, norms, plan)
+        cpu.rotary_write_kv(q, k, v, places, cache, norms, plan)
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:

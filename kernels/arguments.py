@@ -5,10 +5,57 @@ Named tuples: `Pages` is made anew for every layer of every step, and a tuple is
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class LayerCache(NamedTuple):
+    """One layer's K and V: numbers of the model's dtype, or in 8 bits.
+
+    In 8 bits a token's row of a head is whole numbers from -127 to 127 times one scale, as
+    `minillm.kernels.reference.quantise_rows` makes them. A block's scales lie head by head, so that a head's tokens are
+    neighbours.
+    """
+
+    k: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], one layer's half of the pool
+    v: Tensor  # the same
+    k_scales: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32, where k is int8
+    v_scales: Tensor | None = None  # the same
+
+    def pages(self, tables: Tensor, lens: Tensor, window: int | None = None) -> Pages:
+        """The contexts of some sequences in this layer: see `Pages`."""
+        return Pages(self.k, self.v, tables, lens, window, self.k_scales, self.v_scales)
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The pool: K and V of every layer. What moves a block moves it in each of `tensors`."""
+
+    values: Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]: K at 0, V at 1
+    scales: Tensor | None = None  # [num_layers, 2, num_blocks, num_kv_heads, block_size] float32, where values are int8
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is stored of a block; each tensor's third dimension counts the blocks."""
+        return (self.values,) if self.scales is None else (self.values, self.scales)
+
+    @cached_property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """Each layer's part, in the same memory."""
+        if self.scales is None:
+            return tuple(LayerCache(*values.unbind(0)) for values in self.values.unbind(0))
+        pairs = zip(self.values.unbind(0), self.scales.unbind(0), strict=True)
+        return tuple(LayerCache(*values.unbind(0), *scales.unbind(0)) for values, scales in pairs)
+
+    def zero_(self) -> KVCache:
+        """Fill every slot with zeros."""
+        for tensor in self.tensors:
+            tensor.zero_()
+        return self
 
 
 class Pages(NamedTuple):
@@ -22,6 +69,23 @@ class Pages(NamedTuple):
     tables: Tensor  # [num_seqs, max_blocks] int32, block ids in logical order; unused entries may be anything
     lens: Tensor  # [num_seqs] int32, tokens of each sequence that attention may see
     window: int | None = None  # a token sees so many tokens, the last of them itself; None: all up to itself
+    k_scales: Tensor | None = None  # see `LayerCache`
+    v_scales: Tensor | None = None
+
+
+def check_scales(cache: Tensor, scales: Tensor | None) -> None:
+    """Raise ValueError unless one layer's K or V is in 8 bits just where it has scales, and they fit it."""
+    blocks, block_size, num_kv_heads, _ = cache.shape
+    if (cache.dtype == torch.int8) != (scales is not None):
+        raise ValueError(f"a cache of int8 needs scales, and no other has any: not {cache.dtype}")
+    if scales is None:
+        return
+    fits = scales.shape == (blocks, num_kv_heads, block_size) and scales.is_contiguous()
+    if not fits or scales.dtype != torch.float32:
+        raise ValueError(
+            f"scales must be contiguous float32 [{blocks}, {num_kv_heads}, {block_size}], "
+            f"not {scales.dtype} {tuple(scales.shape)}"
+        )
 
 
 class HeadNorms(NamedTuple):

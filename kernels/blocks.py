@@ -3,7 +3,8 @@
 ``block_copy`` copies blocks within the pool; ``gather_blocks`` and ``scatter_blocks`` move them to and from a staging
 buffer, on the device or in pinned host memory. Bytes: each block is read once and written once. Memory-bound (over the
 host's link when the staging buffer lies there). Grid: (blocks, 2 * layers, pieces of a block). Tile: 8 kB, 16 bytes a
-thread and load, as 32-bit words for every dtype. Offsets are 64-bit.
+thread and load, as 32-bit words for every dtype. Offsets are 64-bit. A pool in 8 bits has a second tensor, of scales,
+and a launch for each.
 """
 
 import torch
@@ -38,7 +39,7 @@ def _as_words(tensor: Tensor) -> Tensor:
     """The same memory as int32, ``[..., words of one block]``."""
     if not tensor.is_contiguous():
         raise ValueError("pool and staging buffer must be contiguous")
-    return tensor.flatten(-3).view(torch.int32)
+    return tensor.flatten(3).view(torch.int32)
 
 
 def _move(target: Tensor, source: Tensor, target_ids: Tensor | None, source_ids: Tensor | None) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import dot
-from minillm.kernels.decode_attention import check_inputs
+from minillm.kernels.decode_attention import check_inputs, k_numbers, load_scales, share, v_numbers
 
 
 @triton.jit
@@ -37,8 +37,9 @@ def _find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE:
 
 @triton.jit
 def _fold_masked(
-    q, k_ptr, v_ptr, table_ptr, seen, end, positions, dims, is_dim, slot_stride, scale_log2e, maximum, total, out,
-    ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, seen, end, positions, dims, is_dim,
+    slot_stride, scale_log2e, maximum, total, out,
+    ROWS: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Fold a tile of tokens into the running softmax of queries that do not all see all of it."""
     valid = seen < end
@@ -47,7 +48,11 @@ def _fold_masked(
     offsets = slots[:, None] * slot_stride + dims[None, :]
     mask = valid[:, None] & is_dim[None, :]
     k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+    if k_scales_ptr is not None:
+        k = k_numbers(k, q)
     scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e
+    if k_scales_ptr is not None:
+        scores *= load_scales(k_scales_ptr, kv_head, blocks, seen, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)[None, :]
     visible = valid[None, :] & (seen[None, :] <= positions[:, None])
     if WINDOW is not None:
         visible = visible & (seen[None, :] > positions[:, None] - WINDOW)
@@ -60,6 +65,10 @@ def _fold_masked(
     total = total * correction + tl.sum(weights, axis=1)
     out = out * correction[:, None]
     v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    if v_scales_ptr is not None:
+        v = v_numbers(v, q)
+        scales = load_scales(v_scales_ptr, kv_head, blocks, seen, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
+        weights = share(weights, scales, q)
     out = dot(weights.to(v.dtype), v, out)
     return new_maximum, total, out
 
@@ -67,7 +76,7 @@ def _fold_masked(
 # Not compiled anew for tables of another width, nor for chunks that begin elsewhere in the batch.
 @triton.jit(do_not_specialize=["num_seqs", "table_stride", "tables_ptr", "lens_ptr"])
 def _prefill_attention_kernel(
-    out_ptr, q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,
+    out_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,
     q_token_stride, q_head_stride, table_stride, slot_stride, out_token_stride, out_head_stride, scale_log2e, num_seqs,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SEQS_TILE: tl.constexpr, STAGES: tl.constexpr,
@@ -109,8 +118,9 @@ def _prefill_attention_kernel(
         unmasked_begin = tl.minimum(tl.cdiv(tl.maximum(first_position + ROWS - WINDOW, 0), TILE) * TILE, unmasked_end)
         for position in tl.range(seen_begin, unmasked_begin, TILE):
             maximum, total, out = _fold_masked(
-                q, k_ptr, v_ptr, table_ptr, position + columns, unmasked_end, positions, dims, is_dim, slot_stride,
-                scale_log2e, maximum, total, out, ROWS, TILE, BLOCK_SIZE, WINDOW,
+                q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, position + columns, unmasked_end,
+                positions, dims, is_dim, slot_stride, scale_log2e, maximum, total, out,
+                ROWS, TILE, HEAD_DIM, BLOCK_SIZE, WINDOW,
             )  # fmt: skip
     for position in tl.range(unmasked_begin, unmasked_end, TILE, num_stages=STAGES):
         seen = position + columns
@@ -118,20 +128,28 @@ def _prefill_attention_kernel(
         slots = blocks * BLOCK_SIZE + seen % BLOCK_SIZE
         offsets = slots[:, None] * slot_stride + dims[None, :]
         k = tl.load(k_ptr + offsets, mask=is_dim[None, :], other=0.0)
+        if k_scales_ptr is not None:
+            k = k_numbers(k, q)
         scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e
+        if k_scales_ptr is not None:
+            scores *= load_scales(k_scales_ptr, kv_head, blocks, seen, None, slot_stride, HEAD_DIM, BLOCK_SIZE)[None, :]
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         correction = tl.exp2(maximum - new_maximum)
         weights = tl.exp2(scores - new_maximum[:, None])
         total = total * correction + tl.sum(weights, axis=1)
         out = out * correction[:, None]
         v = tl.load(v_ptr + offsets, mask=is_dim[None, :], other=0.0)
+        if v_scales_ptr is not None:
+            v = v_numbers(v, q)
+            v_scales = load_scales(v_scales_ptr, kv_head, blocks, seen, None, slot_stride, HEAD_DIM, BLOCK_SIZE)
+            weights = share(weights, v_scales, q)
         out = dot(weights.to(v.dtype), v, out)
         maximum = new_maximum
     end = tl.minimum(first_position + ROWS, context)
     for position in tl.range(unmasked_end, end, TILE):
         maximum, total, out = _fold_masked(
-            q, k_ptr, v_ptr, table_ptr, position + columns, end, positions, dims, is_dim, slot_stride, scale_log2e,
-            maximum, total, out, ROWS, TILE, BLOCK_SIZE, WINDOW,
+            q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, position + columns, end, positions, dims,
+            is_dim, slot_stride, scale_log2e, maximum, total, out, ROWS, TILE, HEAD_DIM, BLOCK_SIZE, WINDOW,
         )  # fmt: skip
     out = out / tl.where(total > 0, total, 1.0)[:, None]
     out_offsets = tokens[:, None] * out_token_stride + head * out_head_stride + dims[None, :]
@@ -141,7 +159,7 @@ def _prefill_attention_kernel(
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
     """See `reference.prefill_attention`; arguments as in `decode_attention.paged_attention`, else ValueError."""
     num_tokens, num_heads, head_dim = q.shape
-    k_cache, v_cache, tables, lens, window = pages
+    k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     num_seqs = lens.shape[0]
     _, block_size, num_kv_heads, _ = k_cache.shape
     check_inputs(q, pages, num_seqs)
@@ -150,9 +168,9 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if num_tokens:
         dim_tile = max(16, triton.next_power_of_2(head_dim))
-        rows, tile, stages, warps = _tiling(dim_tile, q.element_size(), num_tokens // num_seqs)
+        rows, tile, stages, warps = _tiling(dim_tile, q.element_size(), num_tokens // num_seqs, k_scales is not None)
         _prefill_attention_kernel[(num_heads, num_tokens // rows + num_seqs)](
-            out, q, k_cache, v_cache, tables, lens, cu_seqlens,
+            out, q, k_cache, v_cache, k_scales, v_scales, tables, lens, cu_seqlens,
             q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim, out.stride(0), out.stride(1),
             softmax_scale * 1.4426950408889634, num_seqs,
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_SIZE=block_size,
@@ -162,7 +180,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
     return out
 
 
-def _tiling(dim_tile: int, element_size: int, average_chunk: int) -> tuple[int, int, int, int]:
+def _tiling(dim_tile: int, element_size: int, average_chunk: int, in_8_bits: bool) -> tuple[int, int, int, int]:
     """(queries, tokens, stages, warps) of a tile."""
     if element_size == 4:  # no matrix unit for full float32: small tiles, or registers overflow
         return 32, 32, 1, 4
@@ -170,4 +188,5 @@ def _tiling(dim_tile: int, element_size: int, average_chunk: int) -> tuple[int, 
         return 64, 32, 2, 4
     if average_chunk < 4096:
         return 64, 64, 2, 4
-    return 128, 128, 3, 8
+    # Whole numbers pass through registers on their way to the matrix unit: half the tokens, or they overflow.
+    return 128, 64 if in_8_bits else 128, 3, 8

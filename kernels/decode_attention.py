@@ -10,6 +10,9 @@ block size. Splits (Flash-Decoding, Dao et al. 2023) fill the chip where there a
 their results. Their number follows from shapes alone, so that a launch can be captured in a CUDA graph; a program whose
 part is empty ends at once. Of a context longer than the window only its end is walked through.
 
+A cache in 8 bits is read as whole numbers, which the queries' dtype holds exactly for the matrix unit: K's scales
+multiply the scores, and V's the weights of the softmax.
+
 Block ids are widened to 64 bits before they are multiplied. Lanes behind the end of a context read nothing: unused
 slots may hold NaN.
 """
@@ -21,34 +24,82 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Pages
-from minillm.kernels.compat import dot, pdl_options, wait_for_inputs
+from minillm.kernels.arguments import Pages, check_scales
+from minillm.kernels.compat import INTERPRETED, dot, pdl_options, wait_for_inputs
+
+
+@triton.jit
+def load_scales(
+    scales_ptr, kv_head, blocks, tokens, valid, slot_stride, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):  # fmt: skip
+    """The scales of a tile's tokens in one head. ``blocks`` are the tokens', int64."""
+    at = blocks * (slot_stride // HEAD_DIM * BLOCK_SIZE) + (kv_head * BLOCK_SIZE + tokens % BLOCK_SIZE)
+    if valid is None:
+        scales = tl.load(scales_ptr + at)
+    else:
+        scales = tl.load(scales_ptr + at, mask=valid, other=0.0)
+    return scales
+
+
+@triton.jit
+def k_numbers(levels, q):
+    """A cache's whole numbers in q's dtype, which holds them exactly."""
+    if INTERPRETED:
+        levels = levels.to(tl.float32)
+    return levels.to(q.dtype)
+
+
+@triton.jit
+def v_numbers(levels, q):
+    """`k_numbers`, in float16 64 times less: see `share`."""
+    numbers = k_numbers(levels, q)
+    if q.dtype == tl.float16:
+        numbers = (numbers * 0.015625).to(tl.float16)
+    return numbers
+
+
+@triton.jit
+def share(weights, scales, q):
+    """Weights of the softmax times V's scales, to multiply `v_numbers` by.
+
+    In float16 64 times more: so small values of V keep their digits, and the largest ones do not overflow.
+    """
+    if q.dtype == tl.float16:
+        scales = scales * 64
+    return weights * scales[None, :]
 
 
 @triton.jit
 def attend_tile(
-    q, k_ptr, v_ptr, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out,
+    q, k_ptr, v_ptr, k_scales, v_scales, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out,
     ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of tokens into the running softmax of ``q [rows, dims]``."""
+    """Fold one tile of tokens into the running softmax of ``q [rows, dims]``; the tokens' scales are given, or None."""
     mask = valid[:, None] & is_dim[None, :]
     offsets = slots[:, None] * slot_stride + dims[None, :]
     k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
     v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    if k_scales is not None:
+        k = k_numbers(k, q)
+        v = v_numbers(v, q)
     scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e
+    if k_scales is not None:
+        scores = scores * k_scales[None, :]
     scores = tl.where(valid[None, :], scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
     correction = tl.exp2(maximum - new_maximum)
     weights = tl.exp2(scores - new_maximum[:, None])
     total = total * correction + tl.sum(weights, axis=1)
     out = out * correction[:, None]
+    if v_scales is not None:
+        weights = share(weights, v_scales, q)
     out = dot(weights.to(v.dtype), v, out)
     return new_maximum, total, out
 
 
 @triton.jit(do_not_specialize=["num_splits", "table_stride"])
 def _paged_attention_kernel(
-    out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr,
+    out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride,
     out_seq_stride, out_head_stride, out_split_stride, lse_seq_stride, lse_split_stride, scale_log2e, num_splits,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
@@ -89,9 +140,14 @@ def _paged_attention_kernel(
         valid = tokens < end
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         slots = blocks * BLOCK_SIZE + tokens % BLOCK_SIZE
+        k_scales, v_scales = None, None
+        if k_scales_ptr is not None:
+            k_scales = load_scales(k_scales_ptr, kv_head, blocks, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
+            v_scales = load_scales(v_scales_ptr, kv_head, blocks, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
         maximum, total, out = attend_tile(
-            q, k_ptr, v_ptr, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out, ROWS, TILE
-        )
+            q, k_ptr, v_ptr, k_scales, v_scales, slots, valid, dims, is_dim, slot_stride, scale_log2e,
+            maximum, total, out, ROWS, TILE,
+        )  # fmt: skip
     divisor = tl.where(total > 0, total, 1.0)  # an empty context gives zero, and a log-sum-exp of -inf
     out = out / divisor[:, None]
     out_offsets = seq * out_seq_stride + heads[:, None] * out_head_stride + split * out_split_stride + dims[None, :]
@@ -154,7 +210,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
     ValueError where a shape or layout is wrong.
     """
     num_seqs, num_heads, head_dim = q.shape
-    k_cache, v_cache, tables, lens, window = pages
+    k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
     check_inputs(q, pages, num_seqs)
     out = torch.empty(num_seqs, num_heads, head_dim, dtype=q.dtype, device=q.device)
@@ -165,7 +221,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         longest = tables.shape[1] * block_size
         num_splits = num_splits_for(num_seqs, num_kv_heads, min(longest, window or longest), q.device)
     dim_tile = max(16, triton.next_power_of_2(head_dim))
-    tile = max(16, min(128, 16384 // (dim_tile * q.element_size())))  # 16 kB of K: no more, or shared memory is full
+    tile, stages, warps = tiling(dim_tile, q.element_size(), k_scales is not None)
     pdl = pdl_options(q.device)
     target, partial_lse, strides = out, out, (out.stride(0), out.stride(1), 0, 0, 0)
     if num_splits > 1:
@@ -173,12 +229,12 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         partial_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
         strides = (target.stride(0), target.stride(2), target.stride(1), num_splits * num_heads, num_heads)
     _paged_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
-        target, partial_lse, q, k_cache, v_cache, tables, lens,
+        target, partial_lse, q, k_cache, v_cache, k_scales, v_scales, tables, lens,
         q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim,
         *strides, softmax_scale * 1.4426950408889634, num_splits,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
-        BLOCK_SIZE=block_size, TILE=tile, STAGES=3 if dim_tile >= 128 else 2, PARTIAL=num_splits > 1,
-        WINDOW=window, num_warps=4, **pdl,
+        BLOCK_SIZE=block_size, TILE=tile, STAGES=stages, PARTIAL=num_splits > 1,
+        WINDOW=window, num_warps=warps, **pdl,
     )  # fmt: skip
     if num_splits > 1:
         _merge_splits_kernel[(num_seqs, num_heads)](
@@ -189,14 +245,28 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
     return out
 
 
+def tiling(dim_tile: int, element_size: int, in_8_bits: bool) -> tuple[int, int, int]:
+    """(tokens, stages, warps) of a tile; ``element_size`` is of a number of the queries.
+
+    In 8 bits a tile has half the bytes, so two are under way, and numbers take registers on their way to the matrix
+    unit: twice the warps have as many each as in 16 bits.
+    """
+    if in_8_bits and element_size == 2:
+        return (64 if dim_tile <= 128 else 32), 5, (8 if dim_tile >= 128 else 4)
+    tile = max(16, min(128, 16384 // (dim_tile * element_size)))  # 16 kB of K: no more, or shared memory is full
+    return tile, (3 if dim_tile >= 128 else 2), 4
+
+
 def check_inputs(q: Tensor, pages: Pages, num_seqs: int) -> None:
     """Raise ValueError unless queries, caches and tables fit together."""
-    k_cache, v_cache, tables, lens, window = pages
+    k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, cache_dim = k_cache.shape
     if v_cache.shape != k_cache.shape or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("k_cache and v_cache must be contiguous and of one shape")
-    if cache_dim != head_dim or num_heads % num_kv_heads or q.dtype != k_cache.dtype:
+    check_scales(k_cache, k_scales)
+    check_scales(v_cache, v_scales)
+    if cache_dim != head_dim or num_heads % num_kv_heads or (k_scales is None and q.dtype != k_cache.dtype):
         raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit a cache of {k_cache.dtype} {tuple(k_cache.shape)}")
     if block_size & (block_size - 1) or block_size > 256:
         raise ValueError(f"block_size must be a power of two up to 256, not {block_size}")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import pdl_options, release, wait, wait_for_inputs, wait_then_release
-from minillm.kernels.decode_attention import attend_tile, check_inputs, paged_attention
+from minillm.kernels.decode_attention import attend_tile, check_inputs, load_scales, paged_attention
 from minillm.kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
@@ -35,8 +35,9 @@ _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
 
 @triton.jit
 def _attend(
-    q, k_ptr, v_ptr, table_ptr, begin, end, dims, is_dim, slot_stride, scale_log2e,
-    ROWS: tl.constexpr, DIM_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim, slot_stride, scale_log2e,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Softmax of ``q [rows, dims]`` over tokens ``begin … end - 1``: maximum, sum, and output not yet divided by it."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -49,17 +50,24 @@ def _attend(
         tokens = position + columns
         valid = tokens < end
         slots = blocks.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
+        k_scales, v_scales = None, None
+        if k_scales_ptr is not None:
+            wide = blocks.to(tl.int64)
+            k_scales = load_scales(k_scales_ptr, kv_head, wide, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
+            v_scales = load_scales(v_scales_ptr, kv_head, wide, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)
         # The next tile's block ids, a tile ahead: else its loads wait for them.
         blocks = tl.load(table_ptr + (tokens + TILE) // BLOCK_SIZE, mask=tokens + TILE < end, other=0)
         maximum, total, out = attend_tile(
-            q, k_ptr, v_ptr, slots, valid, dims, is_dim, slot_stride, scale_log2e, maximum, total, out, ROWS, TILE
-        )
+            q, k_ptr, v_ptr, k_scales, v_scales, slots, valid, dims, is_dim, slot_stride, scale_log2e,
+            maximum, total, out, ROWS, TILE,
+        )  # fmt: skip
     return maximum, total, out
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _chunk_first_kernel(
-    partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, counts_ptr, items_ptr, order_ptr, starts_ptr,
+    partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr,
+    counts_ptr, items_ptr, order_ptr, starts_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, num_kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -90,8 +98,9 @@ def _chunk_first_kernel(
         q_offsets = seqs[:, None] * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :]
         q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
         maximum, total, out = _attend(
-            q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM, table_ptr, begin, end, dims, is_dim,
-            slot_stride, scale_log2e, ROWS, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+            q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
+            k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim,
+            slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
         )  # fmt: skip
         at = results * num_heads + heads
         tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / total[:, None], mask=row_mask)
@@ -100,7 +109,8 @@ def _chunk_first_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _sequence_first_kernel(
-    partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, tables_ptr, lens_ptr, order_ptr, tails_ptr,
+    partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr,
+    lens_ptr, order_ptr, tails_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, max_results,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
@@ -125,8 +135,9 @@ def _sequence_first_kernel(
     row_mask = is_row[:, None] & is_dim[None, :]
     q = tl.load(q_ptr + seq * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :], mask=row_mask, other=0.0)
     maximum, total, out = _attend(
-        q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM, tables_ptr + seq * table_stride,
-        begin, end, dims, is_dim, slot_stride, scale_log2e, ROWS, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+        q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
+        k_scales_ptr, v_scales_ptr, kv_head, tables_ptr + seq * table_stride, begin, end, dims, is_dim,
+        slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
     )  # fmt: skip
     divisor = tl.where(total > 0, total, 1.0)  # an empty context, or part of a tail, gives zero
     at = (max_results + place * SPLITS + split).to(tl.int64) * num_heads + heads
@@ -201,7 +212,7 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     if pages.window is not None:
         return paged_attention(q, pages, softmax_scale)
     num_seqs, num_heads, head_dim = q.shape
-    k_cache, v_cache, tables, lens, _ = pages
+    k_cache, v_cache, tables, lens, _, k_scales, v_scales = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
     shape = work.shape
     check_inputs(q, pages, num_seqs)
@@ -221,13 +232,14 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # the most that fits every GPU's shared memory
     most = min(num_kv_heads * work.items.shape[0], MOST_PROGRAMS * shape.num_processors)
     _chunk_first_kernel[(most,)](
-        partial, lse, q, k_cache, v_cache, tables, work.counts, work.items, work.order, work.starts,
+        partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables,
+        work.counts, work.items, work.order, work.starts,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages, **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)
     _sequence_first_kernel[(num_kv_heads, num_seqs, splits)](
-        partial, lse, q, k_cache, v_cache, tables, lens, work.order, work.tails,
+        partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables, lens, work.order, work.tails,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, max_results,
         ROWS=max(16, triton.next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits,
         **sizes, num_warps=warps, **options,

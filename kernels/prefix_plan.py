@@ -64,8 +64,9 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    element_size: int  # bytes
+    element_size: int  # bytes of a number of the queries
     num_processors: int
+    row_bytes: int | None = None  # of a token's K or V in one head; None: of numbers of that size
 
     @property
     def group(self) -> int:
@@ -75,7 +76,7 @@ class AttentionShape:
     @property
     def token_bytes(self) -> int:
         """K and V of a token."""
-        return 2 * self.num_kv_heads * self.head_dim * self.element_size
+        return 2 * self.num_kv_heads * (self.row_bytes or self.head_dim * self.element_size)
 
     @property
     def dim_tile(self) -> int:

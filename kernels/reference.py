@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from minillm.kernels.arguments import DecodeInputs, Field, HeadNorms, Pages, Places, SamplingInputs
+from minillm.kernels.arguments import DecodeInputs, Field, HeadNorms, LayerCache, Pages, Places, SamplingInputs
 from minillm.kernels.prefix_plan import WorkList
 
 
@@ -61,14 +61,38 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x [..., dim]`` as int8 and one float32 scale for each row ``[...]``: ``values * scale`` is nearly ``x``.
+
+    The scale is the largest magnitude times 1/127, and values are rounded to nearest, ties to even: the error is half a
+    scale at most. A row of zeros has scale 0; one that holds NaN or infinity has scale NaN, and zeros as values.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(-1)
+    finite = largest.isfinite()
+    scales = torch.where(finite, largest * (1 / 127), float("nan"))
+    levels = (wide / torch.where(scales > 0, scales, 1.0)[..., None]).round()
+    return torch.where(finite[..., None], levels, 0.0).to(torch.int8), scales
+
+
+def write_rows(cache: Tensor, scales: Tensor | None, slots: Tensor, rows: Tensor) -> None:
+    """Store ``rows [n, heads, dim]`` in ``slots [n]`` of one layer's K or V, rounded where it is in 8 bits."""
+    if scales is not None:
+        rows, factors = quantise_rows(rows)
+        block_size = cache.shape[1]
+        scales[slots // block_size, :, slots % block_size] = factors
+    cache.flatten(0, 1).index_copy_(0, slots, rows)
+
+
 def rotary_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor, norms: HeadNorms | None = None
+    q: Tensor, k: Tensor, v: Tensor, places: Places, cache: LayerCache, norms: HeadNorms | None = None
 ) -> None:
     """Rotate ``q`` in place; store rotated ``k``, and ``v``, in the tokens' slots. ``k`` is scratch: it may change.
 
+    A cache in 8 bits gets `quantise_rows` of what one of q's dtype would get.
+
     Args:
         q, k, v: ``[num_tokens, heads, head_dim]``; they may be strided views of one packed projection.
-        k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, one layer's halves of the pool.
         norms: `rms_norm` of each head of q and k comes first, where they are given (Henry et al. 2020).
     """
     cos, sin, slots = places
@@ -80,14 +104,18 @@ def rotary_write_kv(
     kept = slots >= 0
     if not bool(kept.all()):
         k, v, slots = k[kept], v[kept], slots[kept]
-    k_cache.flatten(0, 1).index_copy_(0, slots, k)
-    v_cache.flatten(0, 1).index_copy_(0, slots, v)
+    write_rows(cache.k, cache.k_scales, slots, k)
+    write_rows(cache.v, cache.v_scales, slots, v)
 
 
 def _context(pages: Pages, seq: int, length: int) -> tuple[Tensor, Tensor]:
     """K and V of one sequence's first ``length`` tokens, ``[length, num_kv_heads, head_dim]``, in logical order."""
     blocks = pages.tables[seq, : -(-length // pages.k.shape[1])].long()
-    return pages.k[blocks].flatten(0, 1)[:length], pages.v[blocks].flatten(0, 1)[:length]
+    k, v = pages.k[blocks], pages.v[blocks]  # [blocks, block_size, num_kv_heads, head_dim]
+    if pages.k_scales is not None and pages.v_scales is not None:
+        k = k * pages.k_scales[blocks].transpose(1, 2)[..., None]
+        v = v * pages.v_scales[blocks].transpose(1, 2)[..., None]
+    return k.flatten(0, 1)[:length], v.flatten(0, 1)[:length]
 
 
 def _attend(q: Tensor, pages: Pages, seq: int, length: int, softmax_scale: float) -> Tensor:
@@ -144,7 +172,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
 
 
 def gather_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
-    """Copy blocks ``block_ids [n]`` int64 to ``staging [>= n, num_layers, 2, block_size, num_kv_heads, head_dim]``."""
+    """Copy blocks ``block_ids [n]`` int64 of one of the pool's tensors to ``staging [>= n, num_layers, 2, ...]``."""
     staging[: len(block_ids)] = kv_cache[:, :, block_ids].movedim(2, 0)
 
 
@@ -154,7 +182,7 @@ def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None
 
 
 def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
-    """Copy blocks of the pool ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``: copy-on-write.
+    """Copy blocks of one of the pool's tensors ``[num_layers, 2, num_blocks, ...]`` (see `KVCache`): copy-on-write.
 
     ``copies`` is ``[num_copies, 2]`` int64 (source, destination); a destination is in no other pair.
     """

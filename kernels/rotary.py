@@ -3,17 +3,18 @@
     x = x / sqrt(mean(x^2) + eps) * weight, per head of q and k     (where the model has such norms)
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)                  (Su et al. 2021, half-split layout)
 
-q is rotated where it lies; rotated k, and v, go straight to their slots. Bytes: reads (heads + 2 kv_heads) * head_dim
-elements a token and writes as many. Memory-bound, and at decode batch sizes launch-bound: one launch where separate ops
-make five. Grid: (tokens, groups of q heads + 1); the last program of a token does K and V. Tile: heads x head_dim / 2,
-both halves, so a head's norm needs no read of its own. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
+q is rotated where it lies; rotated k, and v, go straight to their slots, in 8 bits rounded on the way. Bytes: reads
+(heads + 2 kv_heads) * head_dim elements a token and writes as many (k and v in 8 bits: one byte each). Memory-bound,
+and at decode batch sizes launch-bound: one launch where separate ops make five. Grid: (tokens, groups of q heads + 1);
+the last program of a token does K and V. Tile: heads x head_dim / 2, both halves, so a head's norm needs no read of its
+own, nor a row's largest number. Slot offsets are 64-bit; slot -1 (padding) writes nothing.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import HeadNorms, Places
+from minillm.kernels.arguments import HeadNorms, LayerCache, Places, check_scales
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 
 _Q_HEADS_PER_PROGRAM = 16
@@ -39,11 +40,51 @@ def _rotate(first, second, cos, sin):
 
 
 @triton.jit
+def _largest(x):
+    """The bits of the largest magnitude of each row: as whole numbers, finite ones come before infinity before NaN."""
+    return tl.max(tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True), axis=1)
+
+
+@triton.jit
+def _scales(largest):
+    """See `reference.quantise_rows`."""
+    return tl.where(largest < 0x7F800000, largest.to(tl.float32, bitcast=True) * (1 / 127), float("nan"))
+
+
+@triton.jit
+def _levels(x, scales):
+    """``x`` over its row's scale, to nearest: adding 1.5 * 2^23 leaves no room for fractions. NaN becomes 0."""
+    steps = tl.div_rn(x.to(tl.float32), tl.where(scales > 0, scales, 1.0)[:, None]) + 12582912.0 - 12582912.0
+    return tl.where((scales == scales)[:, None], steps, 0.0).to(tl.int8)
+
+
+@triton.jit
+def _write_levels(
+    out, scales_out, first, second, pairs, in_ptr, mask, is_head, rest, HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    REST_TILE: tl.constexpr,
+):  # fmt: skip
+    """Store heads in 8 bits: two halves, and what follows them in memory at ``in_ptr``."""
+    largest = tl.maximum(_largest(first), _largest(second))
+    if REST_TILE:
+        rest_mask = is_head[:, None] & (rest < HEAD_DIM)[None, :]
+        others = tl.load(in_ptr + rest[None, :], mask=rest_mask, other=0.0)
+        largest = tl.maximum(largest, _largest(others))
+    scales = _scales(largest)
+    tl.store(scales_out, scales, mask=is_head)
+    tl.store(out + pairs[None, :], _levels(first, scales), mask=mask)
+    tl.store(out + HALF + pairs[None, :], _levels(second, scales), mask=mask)
+    if REST_TILE:
+        tl.store(out + rest[None, :], _levels(others, scales), mask=rest_mask)
+
+
+@triton.jit
 def _rotary_write_kv_kernel(
-    q_ptr, k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slot_ptr, q_norm_ptr, k_norm_ptr,
+    q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slot_ptr,
+    q_norm_ptr, k_norm_ptr,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, slot_stride,
     num_heads, num_kv_heads,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr, HALF_TILE: tl.constexpr, REST_TILE: tl.constexpr,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
@@ -79,22 +120,37 @@ def _rotary_write_kv_kernel(
             if EPS is not None:
                 first, second = _norm(first, second, k_norm_ptr, pairs, is_pair, HALF, EPS)
             turned_first, turned_second = _rotate(first, second, cos, sin)
-            tl.store(k_out + pairs[None, :], turned_first.to(first.dtype), mask=mask)
-            tl.store(k_out + HALF + pairs[None, :], turned_second.to(first.dtype), mask=mask)
-            tl.store(v_out + pairs[None, :], tl.load(v_in + pairs[None, :], mask=mask), mask=mask)
-            tl.store(v_out + HALF + pairs[None, :], tl.load(v_in + HALF + pairs[None, :], mask=mask), mask=mask)
-            if REST_TILE:  # dimensions that are not rotated
-                rest = 2 * HALF + tl.arange(0, REST_TILE)
-                mask = is_head[:, None] & (rest < HEAD_DIM)[None, :]
-                tl.store(k_out + rest[None, :], tl.load(k_in + rest[None, :], mask=mask), mask=mask)
-                tl.store(v_out + rest[None, :], tl.load(v_in + rest[None, :], mask=mask), mask=mask)
+            if k_scales_ptr is None:
+                tl.store(k_out + pairs[None, :], turned_first.to(first.dtype), mask=mask)
+                tl.store(k_out + HALF + pairs[None, :], turned_second.to(first.dtype), mask=mask)
+                tl.store(v_out + pairs[None, :], tl.load(v_in + pairs[None, :], mask=mask), mask=mask)
+                tl.store(v_out + HALF + pairs[None, :], tl.load(v_in + HALF + pairs[None, :], mask=mask), mask=mask)
+                if REST_TILE:  # dimensions that are not rotated
+                    rest = 2 * HALF + tl.arange(0, REST_TILE)
+                    mask = is_head[:, None] & (rest < HEAD_DIM)[None, :]
+                    tl.store(k_out + rest[None, :], tl.load(k_in + rest[None, :], mask=mask), mask=mask)
+                    tl.store(v_out + rest[None, :], tl.load(v_in + rest[None, :], mask=mask), mask=mask)
+            else:
+                rest = 2 * HALF + tl.arange(0, REST_TILE if REST_TILE else 1)
+                at = (slot // BLOCK_SIZE * num_kv_heads + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
+                _write_levels(
+                    k_out, k_scales_ptr + at, turned_first.to(first.dtype), turned_second.to(first.dtype), pairs, k_in,
+                    mask, is_head, rest, HALF, HEAD_DIM, REST_TILE,
+                )  # fmt: skip
+                first = tl.load(v_in + pairs[None, :], mask=mask, other=0.0)
+                second = tl.load(v_in + HALF + pairs[None, :], mask=mask, other=0.0)
+                _write_levels(
+                    v_out, v_scales_ptr + at, first, second, pairs, v_in, mask, is_head, rest, HALF, HEAD_DIM,
+                    REST_TILE,
+                )  # fmt: skip
 
 
 def rotary_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, places: Places, k_cache: Tensor, v_cache: Tensor, norms: HeadNorms | None = None
+    q: Tensor, k: Tensor, v: Tensor, places: Places, cache: LayerCache, norms: HeadNorms | None = None
 ) -> None:
     """See `reference.rotary_write_kv`; any token, head strides. Raises ValueError where a shape or layout is wrong."""
     cos, sin, slots = places
+    k_cache, v_cache, k_scales, v_scales = cache
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, half = k.shape[1], cos.shape[1]
     if k.shape != v.shape or k.shape != (tokens, num_kv_heads, head_dim):
@@ -105,6 +161,8 @@ def rotary_write_kv(
         raise ValueError(f"cos and sin must be contiguous [{tokens}, rotary_dim / 2], not {tuple(cos.shape)}")
     if k_cache.shape[2:] != (num_kv_heads, head_dim) or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError(f"caches must be contiguous [blocks, block_size, {num_kv_heads}, {head_dim}]")
+    check_scales(k_cache, k_scales)
+    check_scales(v_cache, v_scales)
     if 2 * half > head_dim:
         raise ValueError(f"rotary dimension {2 * half} is larger than head_dim {head_dim}")
     q_norm, k_norm, eps = (None, None, None) if norms is None else norms
@@ -115,10 +173,10 @@ def rotary_write_kv(
     q_heads = min(_Q_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
     rest = head_dim - 2 * half
     _rotary_write_kv_kernel[(tokens, triton.cdiv(num_heads, q_heads) + 1)](
-        q, k_cache, v_cache, k, v, cos, sin, slots, q_norm, k_norm,
+        q, k_cache, v_cache, k_scales, v_scales, k, v, cos, sin, slots, q_norm, k_norm,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), num_kv_heads * head_dim,
         num_heads, num_kv_heads,
-        HEAD_DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
+        BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
         REST_TILE=triton.next_power_of_2(rest) if rest else 0,
         Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads), EPS=eps, num_warps=4, **pdl_options(q.device),
     )  # fmt: skip

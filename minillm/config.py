@@ -38,6 +38,11 @@ class EngineConfig:
         "auto", ("auto", "float32", "bfloat16", "float16"), aliases={"float": "float32", "half": "float16"},
         help="of weights, activations and KV cache; auto: float32 on a CPU, bfloat16 on a GPU that has it",
     )  # fmt: skip
+    kv_cache_dtype: str = choice(
+        "auto", ("auto", "int8"),
+        help="of the KV cache; int8: whole numbers with a scale for each token and head, room for nearly twice the "
+        "tokens of 16 bits; auto: as dtype",
+    )  # fmt: skip
     block_size: int = custom(16, _block_size, metavar="N", parse=int, help="token slots per block, a power of two")
     num_blocks: int | None = integer(None, 1, _MOST, help="blocks in the pool (default: what memory allows)")
     pool_tokens: int | None = integer(
@@ -111,6 +116,10 @@ class EngineConfig:
     seed: int = integer(
         0, -(1 << 63), (1 << 63) - 1, cli=False, help="of the generator that gives a seed to each request without one"
     )
+
+    def kv_element_size(self, element_size: int) -> int:
+        """Bytes of a number in the KV cache, where one of dtype takes ``element_size``: see `kv_row_bytes`."""
+        return 1 if self.kv_cache_dtype == "int8" else element_size
 
     def __post_init__(self) -> None:
         check_fields(self)

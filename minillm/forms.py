@@ -1,7 +1,13 @@
-"""Forms of models in files of few bits, by their usual names: for each, the bits of most matrices and of finer ones."""
+"""Forms of numbers: of models in files of few bits, and of the KV cache."""
 
-# Four and eight bits in groups of 32; with k, llama.cpp's K-quants; fp8 has a scale for each row.
+# By their usual names, the bits of most matrices and of finer ones. Four and eight bits in groups of 32; with k,
+# llama.cpp's K-quants; fp8 has a scale for each row.
 FORMS = {
     "q4_0": ("4", "4"), "q8_0": ("8", "8"), "q6_k": ("6k", "6k"), "q4_k_m": ("4k", "6k"), "q5_k_m": ("5k", "6k"),
     "fp8": ("fp8", "fp8"),  # layers alone
 }  # fmt: skip
+
+
+def kv_row_bytes(head_dim: int, element_size: int) -> int:
+    """Bytes of a token's K or V in one head: numbers of ``element_size`` bytes; one of 1 byte has a scale of 4."""
+    return head_dim * element_size + (4 if element_size == 1 else 0)

@@ -61,6 +61,8 @@ PARAMS = "tests/test_params.py"
 LINE = "tests/parallel/test_tensor_parallel.py::"
 SHARED = "tests/parallel/test_data_parallel.py::"
 KERNELS = "tests/kernels/"
+EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
+EIGHT_BITS_WRITTEN = "tests/kernels/test_rotary.py::test_rows_are_rounded_as_the_reference_rounds_them"
 GUESSES = "tests/engine/test_speculation.py::"
 
 TABLE: dict[str, list[tuple[str, ...]]] = {
@@ -434,6 +436,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("seed-cut-in-half", "_signed(sequence.seed >> 32)", "0", AHEAD + "[0]"),
     ],
     "minillm/runner/runner.py": [
+        ("kv8-copies-without-scales", "for tensor in self.kv_cache.tensors:", "for tensor in self.kv_cache.tensors[:1]:",
+         EIGHT_BITS + "test_load_changes_no_token[4-samples-False]"),
         ("wrong-slot", "* size + i % size for i in range(first, end)]",
          "* size + (i + 1) % size for i in range(first, end)]", ANYHOW),
         ("context-one-short", "context_lens=tensor(lengths,",
@@ -443,6 +447,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("rope-of-the-position", "max(each.num_prompt_tokens, i + 1)", "i + 1", DYNAMIC),
     ],
     "minillm/runner/host_pool.py": [
+        ("kv8-scales-stay-behind", "kv_cache.tensors, num_blocks", "kv_cache.tensors[:1], num_blocks",
+         EIGHT_BITS + "test_blocks_go_to_the_host_and_back_with_their_scales"),
         ("run-of-blocks-saved-in-part", "pool[host : host + count].copy_(staging[first : first + count]",
          "pool[host : host + 1].copy_(staging[first : first + 1]", SWAPPED_BEAMS),
     ],
@@ -497,6 +503,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     # --- kernels: the specification and the CPU -----------------------------------------------------------------------
     "kernels/reference.py": [
+        ("kv8-reference-of-128", "largest * (1 / 127)", "largest * (1 / 128)", KERNELS + "test_reference.py"),
         ("reference-mask", "visible = (distances >= 0)", "visible = (distances > 0)", KERNELS + "test_reference.py",
          KERNELS + "test_cpu_attention.py::test_prefill_attention"),
         ("reference-context-one-short", "positions[length - q.shape[1] :, None]",
@@ -521,6 +528,11 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "test_decode_rows.py"),
     ],
     "kernels/cpu/attention.py": [
+        ("kv8-cpu-scales-in-front-of-the-window", "[:, span.skipped : end]", "[:, : span.length]",
+         KERNELS + "test_cpu_attention.py::test_paged_attention"),
+        ("kv8-cpu-scales-of-the-first-head", "torch.arange(num_kv_heads)[:, None], alpha=block_size).flatten()",
+         "torch.arange(num_kv_heads)[:, None], alpha=0).flatten()",
+         KERNELS + "test_cpu_attention.py::test_a_plan_serves_every_layer_of_its_step"),
         ("cpu-decode-one-token-more", "hidden = torch.arange(longest) >= lens[:, None]",
          "hidden = torch.arange(longest) > lens[:, None]",
          KERNELS + "test_cpu_attention.py"),
@@ -574,6 +586,12 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     # --- kernels: Triton, interpreted ---------------------------------------------------------------------------------
     "kernels/decode_attention.py": [
+        ("kv8-scores-unscaled", "scores = scores * k_scales[None, :]", "pass",
+         KERNELS + "test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
+        ("kv8-weights-unscaled", "return weights * scales[None, :]", "return weights",
+         KERNELS + "test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
+        ("kv8-scales-of-the-first-head", "(kv_head * BLOCK_SIZE + tokens % BLOCK_SIZE)", "tokens % BLOCK_SIZE",
+         KERNELS + "test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
         ("decode-head-group", "heads = kv_head * GROUP + rows", "heads = kv_head + rows * tl.num_programs(0)",
          KERNELS + "test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
         ("decode-unscaled", "tl.zeros([ROWS, TILE], tl.float32)) * scale_log2e", "tl.zeros([ROWS, TILE], tl.float32))",
@@ -649,6 +667,12 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "test_top_k.py"),
     ],
     "kernels/rotary.py": [
+        ("kv8-fractions-cut-off", " + 12582912.0 - 12582912.0", "", EIGHT_BITS_WRITTEN),
+        ("kv8-infinity-is-a-number", "largest < 0x7F800000", "largest <= 0x7F800000", EIGHT_BITS_WRITTEN),
+        ("kv8-scale-of-a-half", "largest = tl.maximum(_largest(first), _largest(second))", "largest = _largest(first)",
+         EIGHT_BITS_WRITTEN),
+        ("kv8-scales-token-by-token", "(slot // BLOCK_SIZE * num_kv_heads + heads) * BLOCK_SIZE + slot % BLOCK_SIZE",
+         "slot * num_kv_heads + heads", EIGHT_BITS_WRITTEN),
         ("rotary-norm-of-half-a-head", "squares / (2 * HALF) + EPS", "squares / HALF + EPS",
          KERNELS + "test_rotary.py"),
         ("triton-rotation-backwards", "return first * cos - second * sin, second * cos + first * sin",

@@ -154,7 +154,9 @@ def engine_for(
 def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], block_size: int = 4) -> Tensor:
     """Logits of every position, ``[tokens, vocab]``, computed in ``chunks`` over a shuffled, NaN-filled pool."""
     num_blocks = 2 * (-(-len(token_ids) // block_size))
-    kv_cache = model.new_kv_cache(num_blocks, block_size).fill_(float("nan"))
+    kv_cache = model.new_kv_cache(num_blocks, block_size)
+    for tensor in kv_cache.tensors:
+        tensor.fill_(99 if tensor.dtype == torch.int8 else float("nan"))
     device = model.device
     blocks = random.Random(0).sample(range(num_blocks), num_blocks // 2)
     assert sum(chunks) == len(token_ids)

@@ -1,7 +1,8 @@
 """Rotary embedding and attention on a CPU, over the paged cache.
 
 Attention of one sequence needs no gather when its blocks happen to be consecutive, and the block manager makes that the
-usual case; several of similar lengths go through one call that gathers K only.
+usual case; several of similar lengths go through one call that gathers K only. A cache in 8 bits becomes float32 on the
+way, K and V of the tokens that are read: its scales multiply scores, and the weights of the softmax.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels import reference
-from minillm.kernels.arguments import HeadNorms, Pages, Places
+from minillm.kernels.arguments import HeadNorms, LayerCache, Pages, Places
 from minillm.kernels.cpu.linear import rms_norm
 from minillm.kernels.prefix_plan import WorkList
 
@@ -35,6 +36,7 @@ class Together:
     heads: Tensor  # [seqs, kv heads, query heads of each, head_dim], where in `queries` q goes
     heads_rows: Tensor  # [seqs * heads * longest] int64, `rows` for each query head
     heads_starts: Tensor  # [seqs * heads] int64, where each query head's begin
+    scales_at: Tensor | None  # [seqs * kv heads * longest] int64, where the scales of `rows` lie
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,9 @@ def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
 
 def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
     """Pad each sequence to the longest with its own first token: other slots may hold NaN, and 0 * NaN is NaN."""
-    k_cache, _, tables, lens, window = pages
+    k_cache, _, tables, lens, window, scales, _ = pages
     _, block_size, num_kv_heads, head_dim = k_cache.shape
+    dtype = k_cache.dtype if scales is None else torch.float32
     num_seqs, group = len(lens), num_heads // num_kv_heads
     if window is None:
         hidden = torch.arange(longest) >= lens[:, None]
@@ -97,8 +100,12 @@ def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
         slots = tables.gather(1, tokens // block_size) * block_size + tokens % block_size
     slots = torch.where(hidden, slots[:, :1], slots)
     rows = torch.add(torch.arange(num_kv_heads)[:, None], slots[:, None], alpha=num_kv_heads)
-    mask = torch.zeros(hidden.shape, dtype=k_cache.dtype).masked_fill_(hidden, float("-inf"))
-    queries = k_cache.new_zeros(num_seqs * num_kv_heads, _padded(group), head_dim)
+    scales_at = None
+    if scales is not None:
+        places = slots // block_size * (num_kv_heads * block_size) + slots % block_size
+        scales_at = torch.add(places[:, None], torch.arange(num_kv_heads)[:, None], alpha=block_size).flatten()
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    queries = torch.zeros(num_seqs * num_kv_heads, _padded(group), head_dim, dtype=dtype)
     return Together(
         rows=rows.flatten(),
         mask=mask.repeat_interleave(num_kv_heads, 0)[:, None].expand(-1, _padded(group), -1),
@@ -107,6 +114,7 @@ def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
         heads=queries[:, :group].view(-1, num_kv_heads, group, head_dim),
         heads_rows=rows.repeat_interleave(group, 1).flatten(),
         heads_starts=torch.arange(num_seqs * num_heads) * longest,
+        scales_at=scales_at,
     )
 
 
@@ -115,8 +123,7 @@ def rotary_write_kv(
     k: Tensor,
     v: Tensor,
     places: Places,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: LayerCache,
     norms: HeadNorms | None = None,
     plan: HostPlan | None = None,
 ) -> None:
@@ -125,7 +132,7 @@ def rotary_write_kv(
     side_by_side = k.data_ptr() == q.data_ptr() + num_heads * q.stride(1) * q.itemsize and k.stride() == q.stride()
     padded = bool((places.slots < 0).any()) if plan is None else plan.padded
     if q.dtype != torch.float32 or 2 * half != q.shape[2] or not side_by_side or padded:
-        reference.rotary_write_kv(q, k, v, places, k_cache, v_cache, norms)
+        reference.rotary_write_kv(q, k, v, places, cache, norms)
         return
     if norms is not None:
         for heads, weight in ((q, norms.q), (k, norms.k)):
@@ -135,8 +142,12 @@ def rotary_write_kv(
     straight, across = _turn(places) if plan is None else plan.turn
     changed_about = both.flip(2)
     both.mul_(straight).addcmul_(changed_about, across)
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, places.slots, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, places.slots, v)
+    if cache.k_scales is None:
+        cache.k.view(-1, *k.shape[1:]).index_copy_(0, places.slots, k)
+        cache.v.view(-1, *v.shape[1:]).index_copy_(0, places.slots, v)
+    else:
+        reference.write_rows(cache.k, cache.k_scales, places.slots, k)
+        reference.write_rows(cache.v, cache.v_scales, places.slots, v)
 
 
 def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
@@ -149,6 +160,24 @@ def _sequence_kv(cache: Tensor, span: Span) -> Tensor:
     shape, strides = (num_kv_heads, span.length, head_dim), (head_dim, num_kv_heads * head_dim, 1)
     slot = first * block_size + span.skipped
     return cache.as_strided(shape, strides, cache.storage_offset() + slot * num_kv_heads * head_dim)
+
+
+def _sequence_scales(scales: Tensor, span: Span) -> Tensor:
+    """One sequence's ``[num_kv_heads, length]``."""
+    block_size = scales.shape[2]
+    end = span.skipped + span.length
+    count = -(-end // block_size)
+    own = scales[span.first : span.first + count] if span.blocks is None else scales.index_select(0, span.blocks)
+    return own.transpose(0, 1).flatten(1)[:, span.skipped : end]
+
+
+def _numbers(pages: Pages, span: Span) -> tuple[Tensor, Tensor]:
+    """One sequence's K and V ``[num_kv_heads, length, head_dim]`` as numbers that a product takes."""
+    k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
+    if pages.k_scales is None or pages.v_scales is None:
+        return k, v
+    k_scales, v_scales = _sequence_scales(pages.k_scales, span), _sequence_scales(pages.v_scales, span)
+    return k.float().mul_(k_scales[..., None]), v.float().mul_(v_scales[..., None])
 
 
 def _spans(pages: Pages, lengths: list[int], seen: list[int]) -> list[Span]:
@@ -188,6 +217,11 @@ def _attend_one(query: Tensor, pages: Pages, span: Span, softmax_scale: float) -
     if not span.length:
         return torch.zeros_like(query)
     k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
+    if pages.k_scales is not None and pages.v_scales is not None:
+        scores = torch.bmm(query.float() * softmax_scale, k.float().transpose(1, 2))
+        scores.mul_(_sequence_scales(pages.k_scales, span)[:, None])
+        weights = scores.softmax(-1).mul_(_sequence_scales(pages.v_scales, span)[:, None])
+        return torch.bmm(weights, v.float()).to(query.dtype)
     if query.dtype != torch.float32 or k.shape[1] > _SHORT_CONTEXT:
         return functional.scaled_dot_product_attention(query[None], k[None], v[None], scale=softmax_scale)[0]
     scores = torch.bmm(query * softmax_scale, k.transpose(1, 2))
@@ -205,6 +239,8 @@ def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale:
     FBGEMM, which torch has for recommendation models, forms weighted sums of listed rows at the speed of memory.
     """
     num_kv_heads, head_dim = pages.k.shape[2:]
+    if together.scales_at is not None:
+        return _attend_together_in_8_bits(q, pages, together, softmax_scale)
     # The query heads of a kv head are the rows of one product: nothing is repeated.
     together.heads.copy_(q.view(together.heads.shape))
     torch.index_select(pages.k.view(-1, head_dim), 0, together.rows, out=together.gathered)
@@ -218,6 +254,25 @@ def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale:
     return attended.view(q.shape)
 
 
+def _attend_together_in_8_bits(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
+    """`_attend_together` over gathered K and V."""
+    assert together.scales_at is not None
+    assert pages.k_scales is not None
+    assert pages.v_scales is not None
+    head_dim = q.shape[2]
+    together.heads.copy_(q.view(together.heads.shape))
+    shape = (together.queries.shape[0], -1, head_dim)
+    torch.index_select(pages.k.view(-1, head_dim), 0, together.rows, out=together.gathered)
+    k = together.gathered.view(shape).float()
+    scores = torch.bmm(together.queries, k.transpose(1, 2)).mul_(softmax_scale)
+    scores.mul_(pages.k_scales.view(-1).index_select(0, together.scales_at).view(len(scores), 1, -1))
+    weights = scores.add_(together.mask).softmax(-1)
+    weights.mul_(pages.v_scales.view(-1).index_select(0, together.scales_at).view(len(scores), 1, -1))
+    torch.index_select(pages.v.view(-1, head_dim), 0, together.rows, out=together.gathered)
+    attended = torch.bmm(weights, together.gathered.view(shape).float())
+    return attended[:, : q.shape[1] // pages.k.shape[2]].reshape(q.shape).to(q.dtype)
+
+
 def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
     """See `reference.prefill_attention`."""
     out = torch.empty_like(q)
@@ -227,8 +282,8 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
     for (begin, end), span in zip(chunks, _spans(pages, lengths, seen), strict=True):
         if begin == end:
             continue
-        k, v = _sequence_kv(pages.k, span), _sequence_kv(pages.v, span)
-        query = q[begin:end].transpose(0, 1)[None]
+        k, v = _numbers(pages, span)
+        query = q[begin:end].transpose(0, 1)[None].to(k.dtype)
         mask = _visible(end - begin, span.length, pages.window)
         attended = functional.scaled_dot_product_attention(
             query, k[None], v[None], mask, is_causal=mask is None, scale=softmax_scale, enable_gqa=True

@@ -14,7 +14,7 @@ from minillm.bench.meter import seconds_of
 from minillm.bench.table import NoOptions, shape, shown, word
 from minillm.cache import BlockManager, BlockTable, check, pool_stats
 from minillm.cache.swap import HostMoves
-from minillm.checks import integer
+from minillm.checks import choice, integer
 from minillm.config import BLOCK_SIZES
 from minillm.errors import UsageError
 from minillm.llm import LLM
@@ -78,6 +78,7 @@ class Options(NoOptions):
     shape: str = shape("smollm2-135m", "shape of the model that is swapped")
     model: str | None = word(None, "let this model choose the beams, instead of a simulation, too")
     num_tokens: int = integer(512, 1, MAX_TOKENS, help="length of the swapped sequence")
+    kv_cache_dtype: str = choice("auto", ("auto", "int8"), help="of the swapped sequence's K and V")
     device: str = word("auto", "where it is swapped from: cpu, cuda", metavar="DEVICE")
 
 
@@ -111,7 +112,10 @@ def _books(options: Options) -> Iterator[MemoryResult]:
 
 def _swaps(options: Options) -> Iterator[SwapResult]:
     """Taking a sequence off the device and back, against computing it again (one prefill at block size 16)."""
-    llm = LLM(options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device)
+    llm = LLM(
+        options.shape, load_format="dummy", num_blocks=8, preemption="recompute", device=options.device,
+        kv_cache_dtype=options.kv_cache_dtype,
+    )  # fmt: skip
     model, num_tokens = llm.engine.runner.model, options.num_tokens
     tokens = torch.randint(0, model.config.vocab_size, (num_tokens,)).tolist()
     blocks = list(range(-(-num_tokens // _BLOCK_SIZE)))

@@ -85,7 +85,7 @@ class Meter(StepObserver):
         config, bytes_read = model.local, model.weight_bytes
         if work.decode is not None or work.num_decodes:
             used = cache.num_blocks - cache.num_free
-            bytes_read += used * cache.block_size * config.kv_bytes_per_token(model.dtype.itemsize)
+            bytes_read += used * cache.block_size * config.kv_bytes_per_token(model.kv_element_size)
         flops = 2 * config.num_parameters * work.num_tokens
         self.floor += max(bytes_read / self.limits.copy_bandwidth, flops / self.limits.matmul_rate)
         if model.device.type == "cuda":

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import AttentionShape, Pages, Places, SamplingInputs, WorkList, plan_attention, reference
+from minillm.forms import kv_row_bytes
+from minillm.kernels import (
+    AttentionShape,
+    LayerCache,
+    Pages,
+    Places,
+    SamplingInputs,
+    WorkList,
+    plan_attention,
+    reference,
+)
 from minillm.kernels.prefix_plan import FREE
 from minillm.kernels.timing import copies_for_cold_l2
 
@@ -49,6 +59,27 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=DTYPE)
 
 
+def _cache(num_blocks: int, block_size: int, kv_heads: int, dim: int, in_8_bits: bool) -> LayerCache:
+    """A layer's K and V, random."""
+    shape = (num_blocks, block_size, kv_heads, dim)
+    if not in_8_bits:
+        return LayerCache(random(*shape), random(*shape))
+    k, v = (torch.randint(-127, 128, shape, device=DEVICE, dtype=torch.int8) for _ in range(2))
+    k_scales, v_scales = (0.01 + 0.01 * torch.rand(num_blocks, kv_heads, block_size, device=DEVICE) for _ in range(2))
+    return LayerCache(k, v, k_scales, v_scales)
+
+
+def _kv_bytes(tokens: int, kv_heads: int, dim: int, in_8_bits: bool) -> int:
+    return 2 * tokens * kv_heads * kv_row_bytes(dim, 1 if in_8_bits else DTYPE.itemsize)
+
+
+def _double(pages: Pages) -> Pages:
+    """The same, for the reference in float64."""
+    if pages.k_scales is None or pages.v_scales is None:
+        return pages._replace(k=pages.k.double(), v=pages.v.double())
+    return pages._replace(k_scales=pages.k_scales.double(), v_scales=pages.v_scales.double())
+
+
 def _copies(moved: int, *shape: int) -> list[Tensor]:
     """Random inputs, as often as a cold L2 needs where a launch moves so many bytes."""
     return [random(*shape) for _ in range(copies_for_cold_l2(moved))]
@@ -70,32 +101,38 @@ def _silu_mul(rows: int, size: int) -> Case:
     return Case("silu_mul", f"{rows} x {size}", [(x,) for x in _copies(moved, rows, 2 * size)], moved)
 
 
-def _rotary_write_kv(tokens: int) -> Case:
+def _rotary_write_kv(tokens: int, in_8_bits: bool = False) -> Case:
     heads, kv_heads, dim = _HEADS[0]
-    moved = 2 * (heads + 2 * kv_heads) * dim * tokens * 2
+    moved = (2 * heads + 2 * kv_heads) * dim * tokens * 2 + _kv_bytes(tokens, kv_heads, dim, in_8_bits)
     packed = _copies(moved, tokens, heads + 2 * kv_heads, dim)
     angles = torch.randn(tokens, dim // 2, device=DEVICE)
     num_blocks = max(64, 2 * tokens // _BLOCK_SIZE)
-    k_cache, v_cache = (random(num_blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
+    cache = _cache(num_blocks, _BLOCK_SIZE, kv_heads, dim, in_8_bits)
     slots = torch.randperm(num_blocks * _BLOCK_SIZE, device=DEVICE)[:tokens]
     places = Places(angles.cos(), angles.sin(), slots)
-    inputs = [(*x.split((heads, kv_heads, kv_heads), dim=1), places, k_cache, v_cache) for x in packed]
+    inputs = [(*x.split((heads, kv_heads, kv_heads), dim=1), places, cache) for x in packed]
 
     def check(launch: Callable[[], None]) -> float:
         k = packed[0][:, heads : heads + kv_heads].double()
         launch()
-        return _error(k_cache.flatten(0, 1)[slots], reference.rotary(k, places.cos, places.sin))
+        got = cache.k.flatten(0, 1)[slots].double()
+        if cache.k_scales is not None:
+            got *= cache.k_scales.transpose(1, 2).flatten(0, 1)[slots][..., None]
+        return _error(got, reference.rotary(k, places.cos, places.sin))
 
-    return Case("rotary_write_kv", f"{tokens} tokens, {heads}/{kv_heads} x {dim}", inputs, moved, check=check)
+    name = f"{tokens} tokens, {heads}/{kv_heads} x {dim}{' int8' if in_8_bits else ''}"
+    return Case("rotary_write_kv", name, inputs, moved, check=check)
 
 
-def paged_attention(shape: Heads, seqs: int, context: int, block_size: int = 16, shuffled: bool = True) -> Case:
+def paged_attention(
+    shape: Heads, seqs: int, context: int, block_size: int = 16, shuffled: bool = True, in_8_bits: bool = False
+) -> Case:
     heads, kv_heads, dim = shape
-    moved, scale = seqs * context * kv_heads * dim * 2 * 2, dim**-0.5
+    moved, scale = _kv_bytes(seqs * context, kv_heads, dim, in_8_bits), dim**-0.5
     blocks = context // block_size
     copies = copies_for_cold_l2(moved)
     num_blocks = copies * seqs * blocks
-    q, k, v = random(seqs, heads, dim), *(random(num_blocks, block_size, kv_heads, dim) for _ in range(2))
+    q, cache = random(seqs, heads, dim), _cache(num_blocks, block_size, kv_heads, dim, in_8_bits)
     ids = torch.randperm(num_blocks, device=DEVICE) if shuffled else torch.arange(num_blocks, device=DEVICE)
     tables, lens = ids.int().view(copies, seqs, blocks), torch.full((seqs,), context, device=DEVICE, dtype=torch.int32)
 
@@ -103,58 +140,65 @@ def paged_attention(shape: Heads, seqs: int, context: int, block_size: int = 16,
         some = slice(0, min(seqs, 4))
         wanted = tables[0, some].long()
         renumbered = torch.arange(wanted.numel(), device=DEVICE).view_as(wanted)
-        double = Pages(k[wanted.flatten()].double(), v[wanted.flatten()].double(), renumbered, lens[some])
+        own = LayerCache(*(None if each is None else each[wanted.flatten()] for each in cache))  # type: ignore[arg-type]
+        double = _double(own.pages(renumbered, lens[some]))
         return _error(launch()[some], reference.paged_attention(q[some].double(), double, scale))
 
-    inputs = [(q, Pages(k, v, each, lens), scale) for each in tables]
+    inputs = [(q, cache.pages(each, lens), scale) for each in tables]
     name = f"{heads}/{kv_heads} x {dim}, B{seqs} c{context}, block {block_size}{'' if shuffled else ' contiguous'}"
+    name += " int8" if in_8_bits else ""
     launches = 24 if moved < 1 << 28 else 8
     return Case("paged_attention", name, inputs, moved, 4 * seqs * context * heads * dim, launches, check)
 
 
-def prefix_attention(shape: Heads, seqs: int, prefix: int, tail: int, *, planned_tail: int | None = None) -> Case:
+def prefix_attention(
+    shape: Heads, seqs: int, prefix: int, tail: int, in_8_bits: bool = False, *, planned_tail: int | None = None
+) -> Case:
     """``seqs`` sequences of ``prefix`` shared and ``tail`` own tokens; with a plan for ``planned_tail`` own ones."""
     heads, kv_heads, dim = shape
     shared, own = prefix // _BLOCK_SIZE, -(-tail // _BLOCK_SIZE)
     blocks = shared + seqs * own
-    moved = blocks * _BLOCK_SIZE * kv_heads * dim * 2 * 2
+    moved = _kv_bytes(blocks * _BLOCK_SIZE, kv_heads, dim, in_8_bits)
     copies = min(24, copies_for_cold_l2(moved))
-    q, k, v = random(seqs, heads, dim), *(random(copies * blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
+    q, cache = random(seqs, heads, dim), _cache(copies * blocks, _BLOCK_SIZE, kv_heads, dim, in_8_bits)
     ids = torch.randperm(copies * blocks, device=DEVICE).int().view(copies, blocks)
     prefixes = ids[:, None, :shared].expand(copies, seqs, shared)
     tables = torch.cat((prefixes, ids[:, shared:].view(copies, seqs, own)), dim=2)
     chip = torch.cuda.get_device_properties(DEVICE)
-    attention = AttentionShape(heads, kv_heads, dim, DTYPE.itemsize, chip.multi_processor_count)
+    row = kv_row_bytes(dim, 1 if in_8_bits else DTYPE.itemsize)
+    attention = AttentionShape(heads, kv_heads, dim, DTYPE.itemsize, chip.multi_processor_count, row)
     then = prefix + (tail if planned_tail is None else planned_tail)
     plan = plan_attention(tables[0].tolist(), [then] * seqs, _BLOCK_SIZE, attention, costs=FREE)
     assert plan is not None
     work = WorkList.allocate(seqs, attention, DEVICE)
     work.fill(plan)
     lens = torch.full((seqs,), prefix + tail, device=DEVICE, dtype=torch.int32)
-    inputs = [(q, Pages(k, v, each, lens), dim**-0.5, work) for each in tables]
+    inputs = [(q, cache.pages(each, lens), dim**-0.5, work) for each in tables]
 
     def check(launch: Callable[[], Tensor]) -> float:
         return _error(launch(), kernels.paged_attention(*inputs[0][:3]))  # which float64 has checked
 
-    name = f"{heads}/{kv_heads} x {dim}, B{seqs} {prefix}+{tail}"
+    name = f"{heads}/{kv_heads} x {dim}, B{seqs} {prefix}+{tail}{' int8' if in_8_bits else ''}"
     return Case("prefix_attention", name, inputs, moved, 4 * seqs * (prefix + tail) * heads * dim, check=check)
 
 
-def _prefill_attention(shape: Heads, n: int, chunk: int, cached: int) -> Case:
+def _prefill_attention(shape: Heads, n: int, chunk: int, cached: int, in_8_bits: bool = False) -> Case:
     heads, kv_heads, dim = shape
     context, scale = chunk + cached, dim**-0.5
     blocks = -(-context // _BLOCK_SIZE)
-    q, k, v = random(n * chunk, heads, dim), *(random(n * blocks, _BLOCK_SIZE, kv_heads, dim) for _ in range(2))
+    q, cache = random(n * chunk, heads, dim), _cache(n * blocks, _BLOCK_SIZE, kv_heads, dim, in_8_bits)
     tables = torch.randperm(n * blocks, device=DEVICE).int().view(n, blocks)
-    pages = Pages(k, v, tables, torch.full((n,), context, device=DEVICE, dtype=torch.int32))
+    pages = cache.pages(tables, torch.full((n,), context, device=DEVICE, dtype=torch.int32))
     starts = torch.arange(0, n * chunk + 1, chunk, device=DEVICE, dtype=torch.int32)
 
     def check(launch: Callable[[], Tensor]) -> float:  # of the first kv head's first query head
-        one = pages._replace(k=k[:, :, :1].double(), v=v[:, :, :1].double())
-        return _error(launch()[:, :1], reference.prefill_attention(q[:, :1].double(), one, starts, scale))
+        one = pages._replace(k=pages.k[:, :, :1], v=pages.v[:, :, :1])
+        if pages.k_scales is not None and pages.v_scales is not None:
+            one = one._replace(k_scales=pages.k_scales[:, :1], v_scales=pages.v_scales[:, :1])
+        return _error(launch()[:, :1], reference.prefill_attention(q[:, :1].double(), _double(one), starts, scale))
 
-    name = f"{heads}/{kv_heads} x {dim}, {n} x {chunk} after {cached}"
-    moved = (q.numel() * 2 + n * context * kv_heads * dim * 2) * 2
+    name = f"{heads}/{kv_heads} x {dim}, {n} x {chunk} after {cached}{' int8' if in_8_bits else ''}"
+    moved = 2 * q.nbytes + _kv_bytes(n * context, kv_heads, dim, in_8_bits)
     flops = 4 * n * (chunk * cached + chunk * (chunk + 1) // 2) * heads * dim
     return Case("prefill_attention", name, [(q, pages, starts, scale)], moved, flops, 8, check)
 
@@ -214,8 +258,14 @@ def _top_log_probabilities(rows: int, vocab: int, count: int) -> Case:
     return Case("top_log_probabilities", f"{rows} x {vocab}, best {count}", inputs, rows * vocab * 4, check=check)
 
 
+_FORMS = (False, True)  # of the cache: as q, and in 8 bits
 # Sequences, then tokens of the context, of a shared and an own part, or of a chunk and before it.
-_PAGED = ((1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192), (64, 1024), (64, 4096), (256, 1024))
+_PAGED = tuple(
+    (seqs, context, _BLOCK_SIZE, True)
+    for seqs, context in (
+        (1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192), (64, 1024), (64, 4096), (256, 1024),
+    )
+)  # fmt: skip
 _PAGED_APART = ((64, 4096, 1), (64, 4096, 256), (64, 4096, 16, False))  # block size, whether shuffled
 _PREFIX = ((32, 1024, 64), (32, 2048, 64), (32, 4096, 64), (256, 1024, 128), (256, 2048, 128), (256, 8192, 128))
 _PREFILL = ((1, 8192, 0), (1, 2048, 0), (1, 2048, 6144), (16, 512, 0), (32, 64, 2048))
@@ -225,10 +275,20 @@ _PREFILL = ((1, 8192, 0), (1, 2048, 0), (1, 2048, 6144), (16, 512, 0), (32, 64, 
 OPS: dict[str, tuple[Callable[..., Case], Iterable[tuple[Any, ...]]]] = {
     "rms_norm": (_rms_norm, ((1, 4096), (64, 4096), (8192, 4096))),
     "silu_mul": (_silu_mul, ((1, 14336), (64, 14336), (8192, 4096))),
-    "rotary_write_kv": (_rotary_write_kv, ((1,), (64,), (8192,))),
-    "paged_attention": (paged_attention, [(heads, *size) for heads in _HEADS for size in _PAGED + _PAGED_APART]),
-    "prefix_attention": (prefix_attention, [(heads, *size) for heads in _HEADS for size in _PREFIX]),
-    "prefill_attention": (_prefill_attention, [(heads, *size) for heads in _HEADS for size in _PREFILL]),
+    "rotary_write_kv": (_rotary_write_kv, list(product((1, 64, 8192), _FORMS))),
+    "paged_attention": (
+        paged_attention,
+        [(heads, *size, form) for heads in _HEADS for size in _PAGED for form in _FORMS]
+        + [(heads, *size) for heads in _HEADS for size in _PAGED_APART],
+    ),
+    "prefix_attention": (
+        prefix_attention,
+        [(heads, *size, form) for heads in _HEADS for size in _PREFIX for form in _FORMS],
+    ),
+    "prefill_attention": (
+        _prefill_attention,
+        [(heads, *size, form) for heads in _HEADS for size in _PREFILL for form in _FORMS],
+    ),
     **{op: (_move_blocks, ((op,),)) for op in ("block_copy", "gather_blocks", "scatter_blocks")},
     "sample": (_sample, list(product(((1, 128256), (64, 128256), (64, 49152)), _SETTINGS))),
     "top_log_probabilities": (_top_log_probabilities, ((64, 128256, 8), (64, 128256, 64))),

@@ -90,7 +90,7 @@ def measure(subject: Subject, options: Options) -> Profile:
     rows = [share(name, times[name]) for name in sorted(times, key=lambda name: -sum(times[name]))]
     for title, parts, traffic in (
         ("linear layers", _LINEAR, (c.num_parameters - unread) * size),
-        ("attention", _ATTENTION, tokens * c.kv_bytes_per_token(size)),
+        ("attention", _ATTENTION, tokens * c.kv_bytes_per_token(model.kv_element_size)),
     ):
         all_times = [each for name in times if any(part in name for part in parts) for each in times[name]]
         rows.append(share(f"all {title}", all_times, traffic))

@@ -51,7 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = dict(read_config(arguments.config).engine)
     if arguments.context is not None and arguments.context < 1:
         raise UsageError(f"--context must be at least 1 token, not {arguments.context}")
-    given = {"device": arguments.device, "max_model_len": arguments.context}
+    given = {
+        "device": arguments.device, "max_model_len": arguments.context, "kv_cache_dtype": arguments.kv_cache_dtype
+    }  # fmt: skip
     config = EngineConfig(**{**options, **{name: value for name, value in given.items() if value is not None}})
     memory, bandwidth = parse_bytes("--memory", arguments.memory), parse_bytes("--bandwidth", arguments.bandwidth, "/s")
     groups = _models(arguments.model)

@@ -145,7 +145,7 @@ def _details(files: ModelFiles) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "heads": f"{config.num_heads}, with {config.num_kv_heads} of keys and values",
         "vocabulary": config.vocab_size,
-        "cache_per_token": f"{size(config.kv_bytes_per_token(2))} in 16 bits",
+        "cache_per_token": " and ".join(f"{size(config.kv_bytes_per_token(n))} in {8 * n} bits" for n in (2, 1)),
         "chat_template": tokenizer is not None and tokenizer.has_chat_template,
     }
 

@@ -120,7 +120,7 @@ class Budget:
     def kv_bytes_per_token(self, shape: Shape) -> int:
         """Bytes of K and V of a token on one rank."""
         heads = -(-shape.kv_heads // self.config.tensor_parallel_size)
-        return shape.kv_bytes_per_token(self.element_size) * heads // shape.kv_heads
+        return shape.kv_bytes_per_token(self.config.kv_element_size(self.element_size)) * heads // shape.kv_heads
 
     def tokens_per_second(self, fit: Fit, shape: Shape, bandwidth: float) -> float:
         """Expected at batch 1 in the middle of a conversation: a token reads the weights and half of its context."""

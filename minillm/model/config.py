@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from minillm.errors import WeightsError
+from minillm.forms import kv_row_bytes
 from minillm.model.rope_config import RopeConfig, read_rope
 from minillm.text.reading import Values, shown
 
@@ -76,8 +77,8 @@ class ModelConfig:
         return embeddings + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
 
     def kv_bytes_per_token(self, element_size: int) -> int:
-        """Bytes of K and V that one token slot takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_size
+        """Bytes of K and V that one token slot takes over all layers; see `kv_row_bytes`."""
+        return 2 * self.num_layers * self.num_kv_heads * kv_row_bytes(self.head_dim, element_size)
 
     @property
     def longest_context(self) -> int:

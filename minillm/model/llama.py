@@ -13,7 +13,7 @@ in front of it. Projections that read the same input are one matrix: q, k, v and
 share differs in the first line, the additions and the last: `minillm.model.shard`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import HeadNorms, HostPlan, LinearWeight, LowBit, Pages, Places, WorkList
+from minillm.kernels import HeadNorms, HostPlan, KVCache, LayerCache, LinearWeight, LowBit, Places, WorkList
 from minillm.model.config import ModelConfig
 from minillm.model.rope import RotaryTable
 
@@ -86,6 +86,7 @@ class Llama:
     norm: Tensor  # [hidden]
     head: LinearWeight  # [vocab, hidden]
     rotary: RotaryTable
+    kv_in_8_bits: bool = field(default=False, kw_only=True)  # K and V as whole numbers with scales: `LayerCache`
 
     @property
     def device(self) -> torch.device:
@@ -107,26 +108,34 @@ class Llama:
         embedding = 0 if self.config.tie_word_embeddings else self.embedding.nbytes
         return embedding + sum(linear.num_bytes for linear in (*linears, self.head))
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
-        """An empty pool ``[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]``: K at 0, V at 1.
+    @property
+    def kv_element_size(self) -> int:
+        """Bytes of a number in the pool, for `ModelConfig.kv_bytes_per_token`."""
+        return 1 if self.kv_in_8_bits else self.dtype.itemsize
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """An empty pool.
 
         Memory that was never written is not touched on a CPU, so a large pool costs nothing before it is used.
         """
         c = self.local
         shape = (c.num_layers, 2, num_blocks, block_size, c.num_kv_heads, c.head_dim)
         # No huge pages: with them the first token of each block would clear 2 MB per layer, 0.34 s on two cores.
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        if not self.kv_in_8_bits:
+            return KVCache(torch.empty(shape, dtype=self.dtype, device=self.device))
+        scales = torch.empty(*shape[:3], c.num_kv_heads, block_size, dtype=torch.float32, device=self.device)
+        return KVCache(torch.empty(shape, dtype=torch.int8, device=self.device), scales)
 
-    def forward(self, batch: Batch, kv_cache: Tensor, out: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, kv_cache: KVCache, out: Tensor | None = None) -> Tensor:
         """Write the tokens' K and V; return logits ``[num_logits, vocab]`` in the model's dtype, ``out`` if given."""
         return self.logits(self.hidden(batch, kv_cache), batch.logit_rows, out)
 
-    def hidden(self, batch: Batch, kv_cache: Tensor) -> Tensor:
+    def hidden(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Write the tokens' K and V; return the last layer's output ``[num_tokens, hidden]``."""
         eps = self.config.rms_norm_eps
-        steps = self._steps(batch, kv_cache[0])
+        steps = self._steps(batch, kv_cache.layers[0])
         x = self._embed(batch.token_ids)  # [num_tokens, hidden]
-        for layer, cache in zip(self.layers, kv_cache.unbind(0), strict=True):
+        for layer, cache in zip(self.layers, kv_cache.layers, strict=True):
             qkv = kernels.norm_linear(x, layer.input_norm, eps, layer.qkv)  # [num_tokens, (heads + 2 kv) * head_dim]
             attended = self._attention(qkv, cache, batch, layer, *steps[layer.attention])  # [.., heads * head_dim]
             x = self._linear_add(attended, layer.o, x)
@@ -148,34 +157,33 @@ class Llama:
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
         return kernels.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
 
-    def _steps(self, batch: Batch, cache: Tensor) -> dict[Attention, tuple[Places, HostPlan | None]]:
+    def _steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[Places, HostPlan | None]]:
         """For each kind of attention, the angles and slots of the tokens, and the plan; ``cache`` is any layer's."""
         cos, sin = self.rotary.rows(batch.positions, batch.rope_lengths)
         steps = {}
         for kind in {layer.attention for layer in self.layers}:
             angles = (cos, sin) if kind.has_rope else (torch.ones_like(cos), torch.zeros_like(sin))
-            places, pages = Places(*angles, batch.slot_mapping), Pages(cache[0], cache[1], *batch.decodes, kind.window)
+            places, pages = Places(*angles, batch.slot_mapping), cache.pages(*batch.decodes, kind.window)
             steps[kind] = places, kernels.plan_step(places, pages, self.local.num_heads)
         return steps
 
     def _attention(
-        self, qkv: Tensor, cache: Tensor, batch: Batch, layer: Layer, places: Places, plan: HostPlan | None
+        self, qkv: Tensor, cache: LayerCache, batch: Batch, layer: Layer, places: Places, plan: HostPlan | None
     ) -> Tensor:
-        """Attention of all tokens over one layer's ``cache [2, num_blocks, block_size, num_kv_heads, head_dim]``."""
+        """Attention of all tokens over one layer's ``cache``."""
         c, scale = self.local, self.local.head_dim**-0.5
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [num_tokens, q + k + v heads, head_dim]
         q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-        k_cache, v_cache = cache.unbind(0)
-        kernels.rotary_write_kv(q, k, v, places, k_cache, v_cache, layer.head_norms, plan)
+        kernels.rotary_write_kv(q, k, v, places, cache, layer.head_norms, plan)
         n, outputs = batch.num_decodes, []
         if n:
-            pages = Pages(k_cache, v_cache, *batch.decodes, layer.attention.window)
+            pages = cache.pages(*batch.decodes, layer.attention.window)
             if batch.shared is None:
                 outputs.append(kernels.paged_attention(q[:n], pages, scale, plan))
             else:
                 outputs.append(kernels.prefix_attention(q[:n], pages, scale, batch.shared))
         if n < q.shape[0]:
-            pages = Pages(k_cache, v_cache, *batch.chunks, layer.attention.window)
+            pages = cache.pages(*batch.chunks, layer.attention.window)
             outputs.append(kernels.prefill_attention(q[n:], pages, batch.cu_seqlens, scale))
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [num_tokens, num_heads, head_dim]
         return attended.flatten(1)

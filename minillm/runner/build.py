@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -101,6 +101,11 @@ def load_weights(
         )
     if config.quantize is not None and device.type != "cuda":
         raise UsageError(f"quantize {config.quantize} needs a GPU; a CPU has products of 8 bits: --weights int8")
+    if config.kv_cache_dtype == "int8" and model_config.head_dim % 4:
+        raise UsageError(
+            f"kv_cache_dtype int8 needs a head_dim that 4 divides, and this model's is {model_config.head_dim}: "
+            "leave it out"
+        )
     longest = config.max_model_len or model_config.max_position_embeddings
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     budget = budget_of(config, device, dtype)
@@ -119,6 +124,8 @@ def load_weights(
             weights="int8" if in_8_bits else "stored" if budget.layout().keeps_low_bit else "expanded",
             on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
         )
+        if config.kv_cache_dtype == "int8":
+            model = replace(model, kv_in_8_bits=True)
         if in_8_bits:
             settle(model, longest)
     return model, budget
@@ -149,12 +156,12 @@ def build_runner(
             compile_ahead(model, config, longest)
         reserved = activation_bytes(model, tokens, config.max_num_seqs) + GRAPH_BYTES
         reserved += decode_bytes(model, config.max_num_seqs, longest, config.block_size)
-    num_blocks, max_model_len = size_pool(config, model.local, device, dtype.itemsize, reserved, ranks)
+    num_blocks, max_model_len = size_pool(config, model.local, device, model.kv_element_size, reserved, ranks)
     num_host_blocks = 0
     if config.preemption == "swap":
         space = min(config.swap_space_gb * 1e9, 0.5 * free_bytes(torch.device("cpu")))
         # By the bytes of the whole model: all ranks of a machine swap to the same memory.
-        num_host_blocks = int(space / (model_config.kv_bytes_per_token(dtype.itemsize) * config.block_size))
+        num_host_blocks = int(space / (model_config.kv_bytes_per_token(model.kv_element_size) * config.block_size))
         if ranks is not None:
             num_host_blocks = ranks.least(num_host_blocks)
     limits = Limits(num_blocks, max_model_len, num_host_blocks, tokens)

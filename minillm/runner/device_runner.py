@@ -39,7 +39,8 @@ def attention_shape(model: Llama) -> AttentionShape:
     c, processors = model.local, 1
     if model.device.type == "cuda":
         processors = torch.cuda.get_device_properties(model.device).multi_processor_count
-    return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, model.dtype.itemsize, processors)
+    row = c.kv_bytes_per_token(model.kv_element_size) // (2 * c.num_layers * c.num_kv_heads)
+    return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, model.dtype.itemsize, processors, row)
 
 
 def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size: int) -> int:

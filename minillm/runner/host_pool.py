@@ -1,10 +1,13 @@
 """Blocks on the host: the bytes of sequences that had to leave the device."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from minillm import kernels
 from minillm.cache.runs import contiguous_runs
+from minillm.kernels import KVCache
 
 _STAGED_BLOCKS = 256  # moved at a time: the room that it takes on the device
 
@@ -16,32 +19,34 @@ class HostPool:
     host waits for none.
     """
 
-    def __init__(self, kv_cache: Tensor, num_blocks: int) -> None:
-        self._kv_cache, self._num_blocks = kv_cache, num_blocks
-        self._pool: Tensor | None = None  # [num_blocks, layers, 2, block_size, kv heads, head_dim]
+    def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
+        self._tensors, self._num_blocks = kv_cache.tensors, num_blocks
+        self._pools: list[Tensor] = []  # of each tensor, [num_blocks, layers, 2, ...]
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
         """Copy (block, host block) pairs to the host."""
-        if pairs and self._pool is None:
-            shape = (self._num_blocks, *self._kv_cache.shape[:2], *self._kv_cache.shape[3:])
-            self._pool = torch.empty(shape, dtype=self._kv_cache.dtype, pin_memory=self._kv_cache.is_cuda)
+        if pairs and not self._pools:
+            for tensor in self._tensors:
+                shape = (self._num_blocks, *tensor.shape[:2], *tensor.shape[3:])
+                self._pools.append(torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda))
         for start in range(0, len(pairs), _STAGED_BLOCKS):
             blocks, hosts = zip(*pairs[start : start + _STAGED_BLOCKS], strict=True)
-            pool, staging = self._staging(len(blocks))
-            kernels.gather_blocks(self._kv_cache, torch.tensor(blocks, device=staging.device), staging)
-            for first, host, count in contiguous_runs(hosts):
-                pool[host : host + count].copy_(staging[first : first + count], non_blocking=True)
+            for tensor, pool, staging in self._staged(len(blocks)):
+                kernels.gather_blocks(tensor, torch.tensor(blocks, device=staging.device), staging)
+                for first, host, count in contiguous_runs(hosts):
+                    pool[host : host + count].copy_(staging[first : first + count], non_blocking=True)
 
     def restore(self, pairs: list[tuple[int, int]]) -> None:
         """Copy (host block, block) pairs to the device."""
         for start in range(0, len(pairs), _STAGED_BLOCKS):
             hosts, blocks = zip(*pairs[start : start + _STAGED_BLOCKS], strict=True)
-            pool, staging = self._staging(len(blocks))
-            for first, host, count in contiguous_runs(hosts):
-                staging[first : first + count].copy_(pool[host : host + count], non_blocking=True)
-            kernels.scatter_blocks(self._kv_cache, torch.tensor(blocks, device=staging.device), staging)
+            for tensor, pool, staging in self._staged(len(blocks)):
+                for first, host, count in contiguous_runs(hosts):
+                    staging[first : first + count].copy_(pool[host : host + count], non_blocking=True)
+                kernels.scatter_blocks(tensor, torch.tensor(blocks, device=staging.device), staging)
 
-    def _staging(self, count: int) -> tuple[Tensor, Tensor]:
-        """The pool, and room for ``count`` of its blocks on the device."""
-        assert self._pool is not None, "blocks return that were never saved"
-        return self._pool, self._pool.new_empty((count, *self._pool.shape[1:]), device=self._kv_cache.device)
+    def _staged(self, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Each tensor of the pool, its room on the host, and room for ``count`` of its blocks on the device."""
+        assert self._pools, "blocks return that were never saved"
+        for tensor, pool in zip(self._tensors, self._pools, strict=True):
+            yield tensor, pool, pool.new_empty((count, *pool.shape[1:]), device=tensor.device)

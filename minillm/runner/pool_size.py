@@ -74,6 +74,7 @@ def size_pool(
 
     Args:
         model: the part of it whose K and V lie on ``device``.
+        element_size: bytes of a number in the pool.
         reserved: bytes that the steps take beside weights and pool.
         ranks: those that share the model: the one with the least room decides for all.
 

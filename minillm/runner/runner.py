@@ -68,7 +68,7 @@ class Runner:
         """Do a step's work; returns logits ``[n, vocab]`` float32 of the chunks that want them."""
         self.prepare(work)
         if not work.chunks:
-            return self.kv_cache.new_empty(0, 0)
+            return torch.empty(0, 0, dtype=self.model.dtype, device=self.model.device)
         return self.logits(self.batch(work.chunks, work.num_decodes), work.chunks, 0).float()
 
     def logits(self, batch: Batch, chunks: list[ChunkWork], first: int, out: Tensor | None = None) -> Tensor:
@@ -93,7 +93,9 @@ class Runner:
         self.host_pool.save(work.moves.out)
         self.host_pool.restore(work.moves.back)
         if work.copies:
-            kernels.block_copy(self.kv_cache, torch.tensor(work.copies, device=self.model.device))
+            copies = torch.tensor(work.copies, device=self.model.device)
+            for tensor in self.kv_cache.tensors:
+                kernels.block_copy(tensor, copies)
 
     def draw(self, logits: Tensor, draws: list[Chunk]) -> Drawn:
         """Draw a token for each of ``draws`` from the step's ``logits``."""

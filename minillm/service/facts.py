@@ -16,7 +16,7 @@ def loaded(engine: Engine, model_name: str, seconds: float) -> Loaded:
         block_size=engine.cache.block_size,
         num_blocks=engine.cache.num_blocks,
         num_host_blocks=engine.scheduler.swap.num_blocks,
-        block_bytes=model.config.kv_bytes_per_token(model.dtype.itemsize) * engine.cache.block_size,
+        block_bytes=model.config.kv_bytes_per_token(model.kv_element_size) * engine.cache.block_size,
         has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,
         has_thinking_switch=engine.tokenizer is not None and engine.tokenizer.has_thinking_switch,
         seconds=seconds,

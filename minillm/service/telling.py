@@ -164,7 +164,7 @@ def memory_use(engine: Engine) -> messages.MemoryUse:
     """The memory of the model's device as it is now."""
     model, cache = engine.runner.model, engine.cache
     free, total, own = device_memory(model.device)
-    pool = model.local.kv_bytes_per_token(model.dtype.itemsize) * cache.block_size * cache.num_blocks
+    pool = model.local.kv_bytes_per_token(model.kv_element_size) * cache.block_size * cache.num_blocks
     beside = max(0, own - model.weight_bytes)
     held = min(pool, beside)  # a CPU's pool takes no memory before it is written
     return messages.MemoryUse(total, free, min(own, model.weight_bytes), held, beside - held)

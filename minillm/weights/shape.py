@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from minillm.forms import kv_row_bytes
 from minillm.text.reading import Values
 
 _MOST = 1 << 24  # of each: no product of them reaches the end of a float
@@ -42,8 +43,8 @@ class Shape:
         return (2 * self.layers + 1) * self.hidden
 
     def kv_bytes_per_token(self, element_size: int) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * element_size
+        """Bytes of K and V of one token over all layers; see `kv_row_bytes`."""
+        return 2 * self.layers * self.kv_heads * kv_row_bytes(self.head_dim, element_size)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str, vocabulary: int, *, tied: bool) -> Shape:

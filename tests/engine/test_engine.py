@@ -290,7 +290,7 @@ def test_a_request_whose_logits_are_nan_fails_alone(model: Llama, monkeypatch: p
     engine = engine_for(model)
     forward = Llama.forward
 
-    def poisoned(self: Llama, batch: Any, kv_cache: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def poisoned(self: Llama, batch: Any, kv_cache: Any, out: torch.Tensor | None = None) -> torch.Tensor:
         logits = forward(self, batch, kv_cache, out)
         tokens = batch.token_ids if batch.logit_rows is None else batch.token_ids[batch.logit_rows]
         return logits.masked_fill_((tokens == 13)[:, None], float("nan"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -51,6 +52,16 @@ def test_the_parts_add_up_to_no_more_than_there_is() -> None:
         if found.context < LLAMA_8B.context:
             assert used + 17 * LLAMA_8B.kv_bytes_per_token(2) > budget.available, "a block more would not fit"
     assert gpu(80).fit(Q4, LLAMA_8B).context == LLAMA_8B.context, "never more than the model's own"
+
+
+@pytest.mark.parametrize("make", [gpu, cpu])
+def test_a_cache_in_8_bits_holds_more_by_what_a_token_takes_less(make: Callable[..., Budget]) -> None:
+    """Of 128 numbers and a scale: 132 bytes, and not 256 or 512."""
+    wide, narrow = (make(12, kv_cache_dtype=form, pool_tokens=1 << 30) for form in ("auto", "int8"))
+    size = wide.element_size
+    assert narrow.kv_bytes_per_token(LLAMA_8B) == LLAMA_8B.kv_bytes_per_token(size) * 132 // (128 * size)
+    few, more = (budget.fit(Q4, LLAMA_8B).context for budget in (wide, narrow))
+    assert more == pytest.approx(min(LLAMA_8B.context, few * 128 * size / 132), rel=0.01)
 
 
 def test_more_memory_never_leaves_less_context() -> None:

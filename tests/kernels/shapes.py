@@ -6,13 +6,14 @@ On a GPU the tests run there, over more and larger shapes; elsewhere in Triton's
 from __future__ import annotations
 
 import random
+from math import nan
 
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minillm.kernels import AttentionShape, Pages, SamplingInputs
+from minillm.kernels import AttentionShape, Pages, SamplingInputs, reference
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -50,6 +51,7 @@ def make_pool(
     seed: int = 0,
     shuffled: bool = True,
     device: torch.device = DEVICE,
+    in_8_bits: bool = False,
 ) -> Pages:
     """K and V of some sequences in blocks; every slot that no sequence owns holds NaN.
 
@@ -57,6 +59,7 @@ def make_pool(
 
     Args:
         shuffled: the sequences' blocks lie in random order.
+        in_8_bits: whole numbers with scales; in a slot that no sequence owns the scale is NaN.
     """
     rng = random.Random(seed)
     widths = [-(-length // block_size) for length in lengths]
@@ -76,23 +79,38 @@ def make_pool(
         flat = torch.full((num_blocks * block_size, kv_heads, head_dim), float("nan"), dtype=dtype)
         flat[index] = torch.randn(len(slots), kv_heads, head_dim, generator=generator).to(dtype)
         pools.append(flat.view(num_blocks, block_size, kv_heads, head_dim).to(device))
-    return Pages(
+    pages = Pages(
         pools[0],
         pools[1],
         torch.tensor(tables, dtype=torch.int32, device=device).view(len(lengths), columns),
         torch.tensor(lengths, dtype=torch.int32, device=device),
     )
+    return rounded(pages) if in_8_bits else pages
+
+
+def rounded(pages: Pages) -> Pages:
+    """The same contexts in 8 bits; a slot that held NaN has a NaN as its scale, and garbage."""
+    caches = []
+    for cache in (pages.k, pages.v):
+        levels, scales = reference.quantise_rows(cache)
+        garbage = torch.randint_like(levels, -128, 128)
+        levels = torch.where(scales.isnan()[..., None], garbage, levels)
+        caches.append((levels, scales.transpose(1, 2).contiguous()))
+    (k, k_scales), (v, v_scales) = caches
+    return pages._replace(k=k, v=v, k_scales=k_scales, v_scales=v_scales)
 
 
 def without_hidden(pages: Pages) -> Pages:
     """The pages with NaN for the tokens in front of each sequence's window: attention of one query reads none."""
     if pages.window is None:
         return pages
-    k, v, size = pages.k.clone(), pages.v.clone(), pages.k.shape[1]
+    size, names = pages.k.shape[1], ("k", "v") if pages.k_scales is None else ("k_scales", "v_scales")
+    hidden = {name: getattr(pages, name).clone() for name in names}
     for table, length in zip(pages.tables.tolist(), pages.lens.tolist(), strict=True):
         for token in range(length - pages.window):
-            k[table[token // size], token % size] = v[table[token // size], token % size] = float("nan")
-    return pages._replace(k=k, v=v)
+            for cache in hidden.values():  # scales lie head by head
+                (cache if pages.k_scales is None else cache.transpose(1, 2))[table[token // size], token % size] = nan
+    return pages._replace(**hidden)
 
 
 def parameters(rows: int, generator: torch.Generator) -> SamplingInputs:
@@ -111,8 +129,10 @@ def parameters(rows: int, generator: torch.Generator) -> SamplingInputs:
 
 
 def in_float64(pages: Pages) -> Pages:
-    """The same pages, for an exact result."""
-    return pages._replace(k=pages.k.double(), v=pages.v.double())
+    """The same pages, for an exact result; of 8 bits the numbers that they stand for."""
+    if pages.k_scales is None or pages.v_scales is None:
+        return pages._replace(k=pages.k.double(), v=pages.v.double())
+    return pages._replace(k_scales=pages.k_scales.double(), v_scales=pages.v_scales.double())
 
 
 def forked_tables(

@@ -35,11 +35,13 @@ def check_prefill(
     *,
     seed: int = 2,
     window: int | None = None,
+    in_8_bits: bool = False,
 ) -> None:
     """Compare with the reference; ``chunks`` lists (tokens of the chunk, tokens cached before it)."""
     num_heads, kv_heads, head_dim = heads
     lengths = [count + cached if count else cached for count, cached in chunks]
-    pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed)._replace(window=window)
+    pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed, in_8_bits=in_8_bits)
+    pool = pool._replace(window=window)
     counts = [count for count, _ in chunks]
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     q = randn(sum(counts), num_heads + 2, head_dim, dtype=dtype)[:, 1:-1]
@@ -47,24 +49,26 @@ def check_prefill(
     assert relative_error(prefill_attention(q, pool, starts, head_dim**-0.5), exact) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-def test_prefill_attention_of_mixed_chunks(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+def test_prefill_attention_of_mixed_chunks(dtype: torch.dtype, heads: tuple[int, int, int], in_8_bits: bool) -> None:
     chunks = [(1, 0), (5, 0), (16, 24), (0, 9), (66, 1), (1, 40)]
     chunks += [(1000, 0), (130, 3000), (4095, 0)] if ON_GPU else []
     for block_size in (1, 4, 16, 256) if ON_GPU else (16,):
-        check_prefill(dtype, heads, block_size, chunks)
+        check_prefill(dtype, heads, block_size, chunks, in_8_bits=in_8_bits)
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 64, 150])
-def test_prefill_attention_in_a_window(dtype: torch.dtype, window: int) -> None:
+def test_prefill_attention_in_a_window(dtype: torch.dtype, window: int, in_8_bits: bool) -> None:
     """Windows and chunks around the tiles: 32 queries and 32 tokens in float32, 64 of both in 16 bits."""
     chunks = [(5, 0), (64, 97), (0, 9), (150, 0), (1, 140), (33, 63)]
     chunks += [(1000, 0), (130, 3000), (4100, 100)] if ON_GPU else []
-    check_prefill(dtype, (4, 2, 64), 16, chunks, window=window)
+    check_prefill(dtype, (4, 2, 64), 16, chunks, window=window, in_8_bits=in_8_bits)
     if ON_GPU:
-        check_prefill(dtype, (4, 2, 128), 16, chunks, window=20 * window)
+        check_prefill(dtype, (4, 2, 128), 16, chunks, window=20 * window, in_8_bits=in_8_bits)
 
 
 def test_tokens_in_front_of_every_window_are_not_read() -> None:
@@ -86,6 +90,7 @@ def test_tokens_in_front_of_every_window_are_not_read() -> None:
     chunks=st.lists(st.tuples(st.integers(0, long // 2), st.integers(0, long // 2)), min_size=1, max_size=4),
     seed=st.integers(0, 99),
     window=st.none() | st.integers(1, long),
+    in_8_bits=st.booleans(),
 )
 def test_prefill_attention(
     dtype: torch.dtype,
@@ -94,9 +99,10 @@ def test_prefill_attention(
     chunks: list[tuple[int, int]],
     seed: int,
     window: int | None,
+    in_8_bits: bool,
 ) -> None:
     if sum(count for count, _ in chunks):
-        check_prefill(dtype, heads, block_size, chunks, seed=seed, window=window)
+        check_prefill(dtype, heads, block_size, chunks, seed=seed, window=window, in_8_bits=in_8_bits)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from shapes import DEVICE, ON_GPU, make_pool, parameters, randn, relative_error
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import Pages, Places, cpu, reference
+from minillm.kernels import LayerCache, Pages, Places, cpu, reference
 
 pytest.importorskip("triton")
 from minillm.kernels import blocks, gpu, norm, rotary, sampling, top_k
@@ -65,7 +65,7 @@ def test_a_pool_beyond_2_to_the_31_elements() -> None:
     k, v = (randn(1, kv_heads, dim, dtype=torch.bfloat16) for _ in "kv")
     slot = torch.tensor([num_blocks * block_size - 1], device=DEVICE)
     straight = Places(torch.ones(1, dim // 2, device=DEVICE), torch.zeros(1, dim // 2, device=DEVICE), slot)
-    rotary.rotary_write_kv(q, k, v, straight, big_k, big_v)
+    rotary.rotary_write_kv(q, k, v, straight, LayerCache(big_k, big_v))
     assert torch.equal(big_k[-1, -1], k[0])
     assert torch.equal(big_v[-1, -1], v[0])
     del big, big_k, big_v
@@ -80,6 +80,33 @@ def test_a_pool_beyond_2_to_the_31_elements() -> None:
     assert torch.equal(staging[0], pool[:, :, 0])
     blocks.scatter_blocks(pool, torch.tensor([end - 1], device=DEVICE), staging)
     assert torch.equal(pool[:, :, end - 1], pool[:, :, 0])
+
+
+@pytest.mark.gpu
+def test_a_pool_in_8_bits_beyond_2_to_the_31_elements() -> None:
+    block_size, kv_heads, dim, heads = 16, 8, 128, 32
+    num_blocks = (1 << 31) // (block_size * kv_heads * dim) + 64
+    shape = (num_blocks, block_size, kv_heads, dim)
+    k, v = (torch.empty(shape, dtype=torch.int8, device=DEVICE) for _ in "kv")
+    k_scales, v_scales = (torch.empty(num_blocks, kv_heads, block_size, device=DEVICE) for _ in "kv")
+    assert k.numel() > 1 << 31
+    small = make_pool([100], kv_heads, dim, torch.bfloat16, block_size, in_8_bits=True)
+    last = torch.arange(num_blocks - 7, num_blocks, dtype=torch.int32, device=DEVICE)[None]
+    big = Pages(k, v, last, small.lens, None, k_scales, v_scales)
+    for name in ("k", "v", "k_scales", "v_scales"):
+        getattr(big, name)[last[0].long()] = getattr(small, name)[small.tables[0, :7].long()]
+    q, chunk = randn(1, heads, dim, dtype=torch.bfloat16), randn(50, heads, dim, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 50], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(paged_attention(q, big, 0.1), paged_attention(q, small, 0.1))
+    assert torch.equal(prefill_attention(chunk, big, starts, 0.1), prefill_attention(chunk, small, starts, 0.1))
+    rows = [randn(1, kv_heads, dim, dtype=torch.bfloat16) for _ in "kv"]
+    slot = torch.tensor([num_blocks * block_size - 1], device=DEVICE)
+    straight = Places(torch.ones(1, dim // 2, device=DEVICE), torch.zeros(1, dim // 2, device=DEVICE), slot)
+    rotary.rotary_write_kv(q, rows[0], rows[1], straight, LayerCache(k, v, k_scales, v_scales))
+    for row, levels, scales in ((rows[0], k, k_scales), (rows[1], v, v_scales)):
+        expected, factors = reference.quantise_rows(row[0].cpu())
+        assert torch.equal(levels[-1, -1].cpu(), expected)
+        assert torch.equal(scales[-1, :, -1].cpu(), factors)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])

@@ -7,29 +7,30 @@ import torch
 from shapes import CPU_TOLERANCE, in_float64, make_pool, relative_error, without_hidden
 
 from minillm import kernels
-from minillm.kernels import HeadNorms, HostPlan, Pages, Places, cpu, reference
+from minillm.kernels import HeadNorms, HostPlan, LayerCache, Pages, Places, cpu, reference
 
 SIZE = 4  # block size of most pools here
 CPU = torch.device("cpu")
 
 
 def pool_on_cpu(
-    lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, order: str
+    lengths: list[int], kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, order: str, in_8_bits: bool
 ) -> Pages:
-    shuffled = order == "shuffled"
-    return make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=sum(lengths), shuffled=shuffled, device=CPU)
+    options = {"seed": sum(lengths), "shuffled": order == "shuffled", "device": CPU, "in_8_bits": in_8_bits}
+    return make_pool(lengths, kv_heads, head_dim, dtype, block_size, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("dtype", CPU_TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 32), (9, 3, 64), (8, 8, 80), (6, 1, 96)])
 @pytest.mark.parametrize("order", ["in order", "shuffled"])
 @pytest.mark.parametrize("window", [None, 1, 3, 16, 40])
 def test_paged_attention(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str, window: int | None
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str, window: int | None, in_8_bits: bool
 ) -> None:
     for block_size in (1, 4, 16):
         lengths = [1, block_size, block_size + 1, 0, 3 * block_size - 1, 37]
-        pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, block_size, order)._replace(window=window)
+        pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, block_size, order, in_8_bits)._replace(window=window)
         q = torch.randn(len(lengths), heads + 2, head_dim).to(dtype)[:, 1:-1]  # not contiguous
         expected = reference.paged_attention(q.double(), in_float64(pool), 0.3)
         got = kernels.paged_attention(q, without_hidden(pool), 0.3)
@@ -38,16 +39,17 @@ def test_paged_attention(
         assert not got[3].any(), "an empty context gives zeros"
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("dtype", CPU_TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 32), (9, 3, 64), (6, 1, 96)])
 @pytest.mark.parametrize("order", ["in order", "shuffled"])
 @pytest.mark.parametrize("window", [None, 1, 3, 16, 33, 34, 40])
 def test_prefill_attention(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str, window: int | None
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, order: str, window: int | None, in_8_bits: bool
 ) -> None:
     chunks = [1, 5, 16, 0, 7, 33]
     lengths = [1, 5, 40, 9, 8, 34]  # cached tokens included
-    pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, SIZE, order)._replace(window=window)
+    pool = pool_on_cpu(lengths, kv_heads, head_dim, dtype, SIZE, order, in_8_bits)._replace(window=window)
     q = torch.randn(sum(chunks), heads + 2, head_dim).to(dtype)[:, 1:-1]
     cu_seqlens = torch.tensor([0, *torch.tensor(chunks).cumsum(0).tolist()], dtype=torch.int32)
     expected = reference.prefill_attention(q.double(), in_float64(pool), cu_seqlens, 0.3)
@@ -63,7 +65,7 @@ def test_rotary_write_kv(dtype: torch.dtype, rotary_dim: int) -> None:
     slots = torch.tensor([9, -1, 3, 4, -1, 0, 11])
     pools = [torch.full((3, SIZE, kv_heads, dim), float("nan"), dtype=dtype) for _ in range(2)]
     q, k, v = packed.clone().split((heads, kv_heads, kv_heads), dim=1)
-    kernels.rotary_write_kv(q, k, v, Places(angles.cos(), angles.sin(), slots), pools[0], pools[1])
+    kernels.rotary_write_kv(q, k, v, Places(angles.cos(), angles.sin(), slots), LayerCache(pools[0], pools[1]))
     for head in range(heads):
         for token in range(tokens):
             x = packed[token, head].double()
@@ -100,9 +102,9 @@ def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(
                 pools[0], pools[1], torch.empty(0, 1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
             )
             plan = cpu.plan_step(places, no_decodes, 4) if planned else None
-            cpu.rotary_write_kv(q, k, v, places, pools[0], pools[1], norms, plan)
+            cpu.rotary_write_kv(q, k, v, places, LayerCache(pools[0], pools[1]), norms, plan)
         else:
-            reference.rotary_write_kv(q, k, v, places, pools[0], pools[1], norms)
+            reference.rotary_write_kv(q, k, v, places, LayerCache(pools[0], pools[1]), norms)
         results.append((q, *pools))
     for got, exact in zip(*results, strict=True):
         torch.testing.assert_close(got, exact)
@@ -114,12 +116,13 @@ def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(
 )
 @pytest.mark.parametrize("heads", [3, 6, 9, 12])
 @pytest.mark.parametrize("window", [None, 39])
+@pytest.mark.parametrize("in_8_bits", [False, True])
 def test_a_plan_serves_every_layer_of_its_step(
-    lengths: list[int], together: bool, heads: int, window: int | None
+    lengths: list[int], together: bool, heads: int, window: int | None, in_8_bits: bool
 ) -> None:
     plan = None
     for _ in range(3):
-        pool = pool_on_cpu(lengths, 3, 32, torch.float32, SIZE, "shuffled")._replace(window=window)
+        pool = pool_on_cpu(lengths, 3, 32, torch.float32, SIZE, "shuffled", in_8_bits)._replace(window=window)
         plan = plan or _plan([0] * len(lengths), pool, heads)
         assert isinstance(plan.decodes, cpu.Together) == together
         q = torch.randn(len(lengths), heads, 32)
@@ -128,7 +131,7 @@ def test_a_plan_serves_every_layer_of_its_step(
 
 
 def test_a_plan_knows_padding() -> None:
-    pool = pool_on_cpu([5], 3, 32, torch.float32, SIZE, "in order")
+    pool = pool_on_cpu([5], 3, 32, torch.float32, SIZE, "in order", in_8_bits=False)
     assert _plan([4, -1], pool, 4).padded
     assert not _plan([4, 0], pool, 4).padded
 

@@ -40,9 +40,10 @@ def check_decode(
     splits: int | None = None,
     seed: int = 1,
     window: int | None = None,
+    in_8_bits: bool = False,
 ) -> None:
     num_heads, kv_heads, head_dim = heads
-    pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed)
+    pool = make_pool(lengths, kv_heads, head_dim, dtype, block_size, seed=seed, in_8_bits=in_8_bits)
     pool = pool._replace(window=window)
     q = randn(len(lengths), num_heads + 2, head_dim, dtype=dtype)[:, 1:-1]  # not contiguous
     scale = head_dim**-0.5
@@ -52,24 +53,28 @@ def check_decode(
     assert not out[pool.lens == 0].any(), "an empty context gives zeros"
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
-def test_paged_attention_at_the_edges_of_blocks(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+def test_paged_attention_at_the_edges_of_blocks(
+    dtype: torch.dtype, heads: tuple[int, int, int], in_8_bits: bool
+) -> None:
     for block_size in (1, 4, 16, 256) if ON_GPU else (1, 16):
         lengths = [1, block_size, block_size + 1, 0, 2 * block_size - 1, 37]
         lengths += [4095] if ON_GPU else []
-        check_decode(dtype, heads, block_size, lengths)
+        check_decode(dtype, heads, block_size, lengths, in_8_bits=in_8_bits)
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 16, 33])
-def test_paged_attention_in_a_window(dtype: torch.dtype, window: int) -> None:
+def test_paged_attention_in_a_window(dtype: torch.dtype, window: int, in_8_bits: bool) -> None:
     lengths = [1, window, window + 1, 0, 2 * window - 1, 70]
     lengths += [4095] if ON_GPU else []
     for splits in (1, 3):
-        check_decode(dtype, (4, 2, 64), 16, lengths, splits=splits, window=window)
+        check_decode(dtype, (4, 2, 64), 16, lengths, splits=splits, window=window, in_8_bits=in_8_bits)
     if ON_GPU:
-        check_decode(dtype, (32, 8, 128), 16, lengths, window=30 * window)
+        check_decode(dtype, (32, 8, 128), 16, lengths, window=30 * window, in_8_bits=in_8_bits)
 
 
 @drawn
@@ -81,6 +86,7 @@ def test_paged_attention_in_a_window(dtype: torch.dtype, window: int) -> None:
     splits=st.sampled_from([None, 1, 2, 3, 7, 16]),
     seed=st.integers(0, 99),
     window=st.none() | st.integers(1, long),
+    in_8_bits=st.booleans(),
 )
 def test_paged_attention(
     dtype: torch.dtype,
@@ -90,8 +96,11 @@ def test_paged_attention(
     splits: int | None,
     seed: int,
     window: int | None,
+    in_8_bits: bool,
 ) -> None:
-    check_decode(dtype, heads, block_size, lengths, splits=splits, seed=seed, window=window)
+    check_decode(
+        dtype, heads, block_size, lengths, splits=splits, seed=seed, window=window, in_8_bits=in_8_bits
+    )  # fmt: skip
 
 
 def test_tables_that_several_sequences_share() -> None:
@@ -133,6 +142,10 @@ def test_attention_refuses_what_does_not_fit() -> None:
         ("int32", {"tables": pool.tables.long()}),
         ("rows", {"lens": pool.lens[:1]}),
         ("a token", {"window": 0}),
+        ("needs scales", {"k": pool.k.to(torch.int8)}),
+        ("needs scales", {"v_scales": torch.zeros(7, 2, 4)}),
+        ("float32", {"k": pool.k.to(torch.int8), "k_scales": randn(7, 4, 2)}),
+        ("float32", {"k": pool.k.to(torch.int8), "k_scales": randn(7, 2, 4).half()}),
     ]
     for said, changes in wrong:
         with pytest.raises(ValueError, match=said):

@@ -6,7 +6,18 @@ import random
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, forked_tables, in_float64, randn, relative_error, shape_of
+from shapes import (
+    DEVICE,
+    DTYPES,
+    ON_GPU,
+    TOLERANCE,
+    forked_tables,
+    in_float64,
+    randn,
+    relative_error,
+    rounded,
+    shape_of,
+)
 from torch import Tensor
 
 from minillm.kernels import Pages, reference
@@ -17,8 +28,9 @@ from minillm.kernels.prefix_decode_attention import prefix_attention
 
 
 def check_against_reference(
-    tables: list[list[int]], lens: list[int], block_size: int, shape: AttentionShape, dtype: torch.dtype, grown: int = 0
-) -> Plan:
+    tables: list[list[int]], lens: list[int], block_size: int, shape: AttentionShape, dtype: torch.dtype,
+    grown: int = 0, in_8_bits: bool = False,
+) -> Plan:  # fmt: skip
     """Plan for ``tables`` without their last ``grown`` tokens each, attend with them, compare."""
     before = [max(0, length - grown) for length in lens]
     plan = plan_attention(tables, before, block_size, shape, len(tables) + 2, FREE)
@@ -42,6 +54,8 @@ def check_against_reference(
     q = packed[:, 1:]  # rows further apart than they are long
     scale = shape.head_dim**-0.5
     pages = Pages(pool[0], pool[1], padded, context)
+    if in_8_bits:
+        pages = rounded(pages)
     exact = reference.paged_attention(q.double(), in_float64(pages), scale)
     got = prefix_attention(q, pages, scale, work)
     assert relative_error(got, exact) < TOLERANCE[dtype]
@@ -64,14 +78,15 @@ def check_against_reference(
     ],
 )
 @pytest.mark.parametrize("processors", [1, 132 if ON_GPU else 16])  # nothing is split, or much
+@pytest.mark.parametrize("in_8_bits", [False, True])
 def test_prefix_attention(
     dtype: torch.dtype, num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
-    processors: int,
+    processors: int, in_8_bits: bool,
 ) -> None:  # fmt: skip
     shape = shape_of(num_heads, num_kv_heads, head_dim, dtype, processors)
     for seed in range(3 if ON_GPU else 1):
         tables, lens = forked_tables(num_seqs, block_size, 2000 if ON_GPU else 70, random.Random(seed))
-        check_against_reference(tables, lens, block_size, shape, dtype)
+        check_against_reference(tables, lens, block_size, shape, dtype, in_8_bits=in_8_bits)
 
 
 @pytest.mark.parametrize("block_size", [1 << power for power in range(9)])

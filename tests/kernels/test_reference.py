@@ -22,6 +22,27 @@ def test_attention_is_plain_softmax() -> None:
         torch.testing.assert_close(out[0, head], weights @ values / weights.sum())
 
 
+def test_rows_in_8_bits_are_within_half_a_scale() -> None:
+    x = torch.randn(50, 3, 64) * torch.logspace(-30, 30, 50)[:, None, None]
+    levels, scales = reference.quantise_rows(x)
+    assert levels.dtype == torch.int8
+    assert scales.dtype == torch.float32
+    assert torch.equal(levels.abs().amax(-1), torch.full((50, 3), 127)), "all of the range is used"
+    error = (levels.double() * scales.double()[..., None] - x.double()).abs().amax(-1)
+    assert (error <= 0.5001 * scales).all()
+    assert torch.equal(levels.sign(), torch.where(levels == 0, 0, x.sign()).to(torch.int8))
+
+
+def test_rows_without_a_number_say_so() -> None:
+    x = torch.zeros(4, 8)
+    x[1, 3], x[2, 4], x[3, 0] = math.nan, -math.inf, 1e-45
+    levels, scales = reference.quantise_rows(x)
+    assert scales.isnan().tolist() == [False, True, True, False]
+    assert scales[0] == 0
+    assert not levels[:3].any()
+    assert (levels[3].float() * scales[3]).isfinite().all()
+
+
 def test_block_copy_moves_every_layer_and_nothing_else() -> None:
     pool = torch.randn(3, 2, 6, 4, 2, 8)
     before = pool.clone()

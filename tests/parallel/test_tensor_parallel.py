@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +181,17 @@ def engine_over(model: Llama, line: Line | None, *, num_blocks: int, host_blocks
 
 
 @contextlib.contextmanager
-def team(model: Any, size: int, *, num_blocks: int, host_blocks: int = 0, **options: Any) -> Iterator[Engine]:
+def team(
+    model: Any, size: int, *, num_blocks: int, host_blocks: int = 0, in_8_bits: bool = False, **options: Any
+) -> Iterator[Engine]:
     """An engine over ``size`` ranks; all but rank 0 are threads that act as followers."""
     config, tensors = tensors_of(model)
     store, line = torch.distributed.HashStore(), Line(size - 1)
 
     def load(rank: int) -> Llama:
         ranks = Ranks(store, rank, size, CPU, "127.0.0.1")
-        return load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256, ranks=ranks)
+        part = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256, ranks=ranks)
+        return replace(part, kv_in_8_bits=in_8_bits)
 
     def follow(rank: int) -> None:
         try:
@@ -296,14 +300,16 @@ def test_ranks_score_prompts_as_one_rank_does(kind: str, size: int, monkeypatch:
                 assert ours_.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("host_blocks", [0, 60])
-def test_a_pool_that_preempts_changes_no_token(host_blocks: int) -> None:
+def test_a_pool_that_preempts_changes_no_token(host_blocks: int, in_8_bits: bool) -> None:
     model = hf_model(**MODELS["3 KV heads, uneven"])
     requests = mixed(random.Random(7), 96, 20)
     config, tensors = tensors_of(model)
     whole = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256)
-    expected = tokens(run(engine_over(whole, None, num_blocks=300), requests))
-    with team(model, 2, num_blocks=40, host_blocks=host_blocks, admission="optimistic") as engine:
+    expected = tokens(run(engine_over(replace(whole, kv_in_8_bits=in_8_bits), None, num_blocks=300), requests))
+    options: dict[str, Any] = {"host_blocks": host_blocks, "in_8_bits": in_8_bits, "admission": "optimistic"}
+    with team(model, 2, num_blocks=40, **options) as engine:
         assert tokens(run(engine, requests)) == expected
         stats = engine.figures.cache_stats()
         assert stats.num_preemptions > 0

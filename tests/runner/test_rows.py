@@ -115,7 +115,7 @@ def test_logits_are_computed_ahead_where_a_draw_needs_the_host(model: Llama, mon
 
 def attend_by_list(q: Tensor, pages: Pages, scale: float, work: WorkList) -> Tensor:
     """`prefix_attention`, token by token as the work list says: a list of other tables gives other tokens."""
-    k_cache, v_cache, tables, lens, _ = pages
+    k_cache, v_cache, tables, lens = pages[:4]
     out = torch.zeros_like(q)
     block_size = k_cache.shape[1]
     for place, seq in enumerate(work.order.tolist()):
