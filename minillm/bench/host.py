@@ -19,10 +19,9 @@ from minillm.engine.scheduler import Scheduler
 from minillm.kernels import AttentionShape, Costs, Field
 from minillm.load import methods_for
 from minillm.params import BeamSearchParams, Params, SamplingParams
-from minillm.runner.device_beams import Search
 from minillm.runner.device_runner import DeviceRunner
 from minillm.runner.rows import Rows, Sharing
-from minillm.sequence import Chunk, Schedule
+from minillm.sequence import Chunk, Schedule, SequenceGroup
 
 _VOCAB, _STEPS = 49152, 200
 
@@ -141,9 +140,13 @@ class _Searches:
         shape = AttentionShape(32, 8, 128, 2, 132)
         self.books = Rows(num_beams, Field.TABLE + 256, 16, Sharing(shape, Costs()), lambda row, sequence: None)
 
-    def choose(self, logits: object, beams: list[Chunk], searches: list[Search]) -> _Searches:
+    def compute(self, beams: list[Chunk]) -> None:
+        self.books.work_for(beams, joins=False)
         self.books.note_drawn(beams)
-        return self
+        self.groups = list(dict.fromkeys(chunk.group for chunk in beams))
+
+    def take_choices(self) -> tuple[list[SequenceGroup], _Searches]:
+        return self.groups, self
 
     def wait(self) -> list[list[tuple[float, int, int]]]:
         return self.found
@@ -176,7 +179,7 @@ def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
         chosen = [chunk for chunk in sampled if chunk.group.on_device]
         began = time.perf_counter()
         if chosen:
-            device.books.work_for(chosen, joins=False)
+            device.compute(chosen)
         step = Step(schedule, [])
         engine.launch_flights(step, cast(Any, None), chosen)
         engine.conclude(step)

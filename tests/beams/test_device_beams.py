@@ -34,10 +34,10 @@ class Witness:
         self.runner, self.cache = engine.runner, engine.cache
         self.num_compared = self.num_ahead = 0  # beams; of them, those whose next step was under way
         self.rows: dict[int, list[list[int]]] = {}  # by flight: all rows as the device left them
-        choose, conclude = engine.runner.choose, Followed.conclude
+        choose, conclude = engine.runner._beams.choose, Followed.conclude
 
-        def noted(*arguments: Any) -> Chosen:
-            chosen = choose(*arguments)
+        def noted(*arguments: Any, **options: Any) -> Chosen:
+            chosen = choose(*arguments, **options)
             self.rows[id(chosen)] = self.runner._words.tolist()
             return chosen
 
@@ -48,7 +48,7 @@ class Witness:
                 self.compare(group, rows)
             return deltas
 
-        monkeypatch.setattr(engine.runner, "choose", noted)
+        monkeypatch.setattr(engine.runner._beams, "choose", noted)
         monkeypatch.setattr(Followed, "conclude", compared)
 
     def compare(self, group: SequenceGroup, rows: list[list[int]]) -> None:
@@ -164,8 +164,9 @@ def mixed(rng: random.Random, count: int, *, hosted: bool) -> list[tuple[list[in
             BeamSearchParams(beam_width=3, repetition_penalty=1.3, **ends),
             SamplingParams(temperature=0, **ends),
             SamplingParams(n=rng.randint(1, 3), seed=number, **ends),
+            SamplingParams(temperature=0, logit_bias={7: 2.0}, **ends),  # computed ahead, and drawn when it is its turn
         ]
-        plain = [kinds[0], kinds[0], kinds[4], kinds[5]]
+        plain = [kinds[0], kinds[0], *kinds[4:]]
         requests.append((prompt, rng.choice(kinds + plain if hosted else plain)))
     return requests
 
@@ -266,16 +267,15 @@ def test_logits_of_nan_end_the_request_alone(models: tuple[Any, Any], monkeypatc
     [expected_] = run(engine_for(model, on_device=False), [([5, 6, 7], params)])
     engine = engine_for(model, on_device=True)
     assert isinstance(engine.runner, DeviceRunner)
-    choose, steps = engine.runner.choose, []
+    choose, steps = engine.runner._beams.choose, []
 
-    def poisoned(logits: torch.Tensor, beams: list[Chunk], searches: Any) -> Chosen:
-        steps.append(beams)
+    def poisoned(logits: torch.Tensor, places: list[int], searches: Any, **options: Any) -> Chosen:
+        steps.append(places)
         if len(steps) == 4:
-            row = next(chunk.row for chunk in beams if chunk.group.request_id == "bad")
-            logits[row] = float("nan")
-        return choose(logits, beams, searches)
+            logits[places[1]] = float("nan")
+        return choose(logits, places, searches, **options)
 
-    monkeypatch.setattr(engine.runner, "choose", poisoned)
+    monkeypatch.setattr(engine.runner._beams, "choose", poisoned)
     engine.add_request("bad", [9, 9], params)
     engine.add_request("good", [5, 6, 7], params)
     while engine.has_work:
@@ -328,5 +328,6 @@ def test_what_the_host_must_see_it_decides(
     _, model = models
     expected_ = run(engine_for(model, num_blocks=400, on_device=False), [([5, 6, 7], params)])
     engine = engine_for(model, num_blocks=400, on_device=True)
-    monkeypatch.setattr(engine.runner, "choose", None)
+    assert isinstance(engine.runner, DeviceRunner)
+    monkeypatch.setattr(engine.runner._beams, "choose", None)
     assert told(run(engine, [([5, 6, 7], params)])[0]) == told(expected_[0])
