@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import Search, SearchField
+from minillm.kernels import KVCache, Search, SearchField
 from minillm.parallel.collectives import Ranks
 from minillm.runner.graphs import Graphs
 from minillm.runner.rows import padded_size
@@ -49,14 +49,15 @@ class DeviceBeams:
     def __init__(
         self,
         words: Tensor,
-        kv_cache: Tensor,
+        kv_cache: KVCache,
+        block_size: int,
         capacity: int,
         vocab: int,
         ranks: Ranks | None,
         *,
         graphs: bool,
     ) -> None:
-        self._words, self._kv_cache, self._block_size = words, kv_cache, kv_cache.shape[3]
+        self._words, self._kv_cache, self._block_size = words, kv_cache, block_size
         self._vocab, self._ranks, device = vocab, ranks, words.device
         self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=device)
         self._places = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -122,7 +123,8 @@ class DeviceBeams:
         if self._ranks is not None:
             self._ranks.broadcast(self._parents[:size])
         copies = kernels.fork_rows(self._words, self._rows[:size], self._parents[:size], self._block_size)
-        kernels.block_copy(self._kv_cache, copies)
+        for tensor in self._kv_cache.tensors:
+            kernels.block_copy(tensor, copies)
 
     def _tell(self, places: list[int], searches: list[Search]) -> None:
         """Send the list of searches, and where their logits are."""

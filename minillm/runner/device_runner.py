@@ -93,7 +93,7 @@ class DeviceRunner(Runner):
         plans = None if sharing is None else Sharing(shape, sharing)
         self._books = Rows(max_num_seqs, self._words.shape[1], block_size, plans, self._count_tokens)
         self._choices: tuple[list[SequenceGroup], Chosen] | None = None  # of the last step, until they are taken
-        self._beams = DeviceBeams(self._words, self.kv_cache, capacity, vocab, self._ranks, graphs=graphs)
+        self._beams = DeviceBeams(self._words, self.kv_cache, block_size, capacity, vocab, self._ranks, graphs=graphs)
         self._size = 0  # rows of the last step, padding included
         self._decodes: list[Chunk] = []  # of the last step
 
