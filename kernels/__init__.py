@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels import cpu, reference
-from minillm.kernels.arguments import DecodeInputs, Field, HeadNorms, Pages, Places, SamplingInputs
+from minillm.kernels.arguments import DecodeInputs, Field, HeadNorms, Pages, Places, SamplingInputs, SearchField
 from minillm.kernels.cpu import HostPlan
 from minillm.kernels.low_bit import LowBit, dequantise
 from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
@@ -51,6 +51,8 @@ top_log_probabilities = _op(reference.top_log_probabilities)
 begin_decode = _op(reference.begin_decode)
 penalise = _op(reference.penalise)
 end_decode = _op(reference.end_decode)
+choose_beams = _op(reference.choose_beams)
+fork_rows = _op(reference.fork_rows)
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan | None:

@@ -109,6 +109,8 @@ class SequenceGroup:
     streamed: bool = False  # deltas with text are wanted even where they cost something
     scores: PromptScores | None = None  # of the prompt, where they are wanted
     num_cached_tokens: int = 0
+    on_device: bool = False  # the device decides how its sequences go on, which of them forks included
+    num_common_blocks: int = 0  # its sequences hold the same ones, whatever the device decides; if it does
     error: str | None = None  # the reason why it ends before its time
     state: Any = None  # the method's own
 
