@@ -10,7 +10,9 @@ import pytest
 import torch
 from support import engine_for, run
 from test_beam_search import CASES, EOS, assert_same, expected, models, prompts
+from test_rows import attend_by_list
 
+from minillm import kernels
 from minillm.beams.following import Followed
 from minillm.cache import check
 from minillm.engine.engine import Engine
@@ -256,6 +258,28 @@ def test_logits_of_nan_end_the_request_alone(models: tuple[Any, Any], monkeypatc
     assert outputs["good"].error is None
     assert told(outputs["good"]) == told(expected_)
     assert engine.cache.num_free == engine.cache.num_blocks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the kernel itself is compared")
+def test_shared_blocks_are_those_that_stay_shared(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by the list of shared blocks alone, which is made anew as the beams come to share more."""
+    theirs, model = models
+    params = BeamSearchParams(beam_width=4, max_tokens=60, ignore_eos=True)
+    plans: list[Any] = []
+    plan_attention = kernels.plan_attention
+
+    def noted(*arguments: Any) -> Any:
+        plans.append(plan_attention(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(kernels, "prefix_attention", attend_by_list)
+    monkeypatch.setattr(kernels, "plan_attention", noted)
+    engine = engine_for(model, num_blocks=512, block_size=2, on_device=True)
+    requests = [(prompt, params) for prompt in prompts(4)]
+    for (prompt, _), output in zip(requests, run(engine, requests), strict=True):
+        assert_same(output, *expected(theirs, prompt, params, []))
+    assert len(plans) < 40, "not at every step"
+    assert max(max(plan.tails) for plan in plans if plan is not None) > 40, "more than the prompts"
 
 
 @pytest.mark.parametrize(
