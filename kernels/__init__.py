@@ -22,6 +22,7 @@ from minillm.kernels.arguments import (
     Pages,
     Places,
     SamplingInputs,
+    SearchField,
 )
 from minillm.kernels.cpu import HostPlan
 from minillm.kernels.low_bit import LowBit, dequantise
@@ -60,6 +61,8 @@ top_log_probabilities = _op(reference.top_log_probabilities)
 begin_decode = _op(reference.begin_decode)
 penalise = _op(reference.penalise)
 end_decode = _op(reference.end_decode)
+choose_beams = _op(reference.choose_beams)
+fork_rows = _op(reference.fork_rows)
 
 
 def plan_step(places: Places, decodes: Pages, num_heads: int) -> HostPlan | None:

@@ -157,4 +157,18 @@ class Field:
     REPETITION_PENALTY = 8  # float, as the next two
     FREQUENCY_PENALTY = 9
     PRESENCE_PENALTY = 10
+    LOGPROB = 11  # float, of a running beam
+    RANK = 12  # of a running beam within its search, 0 for the best
+    FORKS = 13  # 1: a running beam, whose token `choose_beams` writes and no draw
     TABLE = 16  # the first block id
+
+
+class SearchField:
+    """The place of each word that describes a beam search to `minillm.kernels.beam_rows`."""
+
+    FIRST = 0  # the place of its first beam in the list of rows; the others follow
+    WIDTH = 1  # beams; 0: there is no such search
+    KEEP = 2  # continuations that are looked at
+    ENDS = 8  # the first of the tokens that end a beam; -1: no token
+    MOST_ENDS = 8
+    WORDS = 16

@@ -25,12 +25,12 @@ def _move_blocks_kernel(
     number = tl.program_id(0).to(tl.int64)
     plane = tl.program_id(1).to(tl.int64)
     offsets = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    mask = offsets < words
     source, target = number, number
     if SOURCE_BY_ID:
         source = tl.load(source_ids_ptr + number * ids_stride).to(tl.int64)
     if TARGET_BY_ID:
         target = tl.load(target_ids_ptr + number * ids_stride).to(tl.int64)
+    mask = offsets < tl.where(source >= 0, words, 0)
     data = tl.load(source_ptr + plane * source_plane_stride + source * source_block_stride + offsets, mask=mask)
     tl.store(target_ptr + plane * target_plane_stride + target * target_block_stride + offsets, data, mask=mask)
 

@@ -32,6 +32,7 @@ _SEED_HIGH = tl.constexpr(Field.SEED_HIGH)
 _REPETITION = tl.constexpr(Field.REPETITION_PENALTY)
 _FREQUENCY = tl.constexpr(Field.FREQUENCY_PENALTY)
 _PRESENCE = tl.constexpr(Field.PRESENCE_PENALTY)
+_FORKS = tl.constexpr(Field.FORKS)
 _TABLE = tl.constexpr(Field.TABLE)
 
 
@@ -95,9 +96,11 @@ def _end_decode_kernel(
     lanes = tl.arange(0, TILE)
     rows = tl.load(rows_ptr + lanes, mask=lanes < n, other=-1).to(tl.int64)
     tokens = tl.load(tokens_ptr + lanes, mask=lanes < n, other=0)
-    tl.store(words_ptr + rows * row_stride + _TOKEN, tokens.to(tl.int32), mask=rows >= 0)
+    draws = rows >= 0
+    draws &= tl.load(words_ptr + rows * row_stride + _FORKS, mask=draws, other=1) == 0
+    tl.store(words_ptr + rows * row_stride + _TOKEN, tokens.to(tl.int32), mask=draws)
     count_ptr = counts_ptr + rows * vocab + tokens
-    tl.store(count_ptr, tl.load(count_ptr, mask=rows >= 0, other=0) + 2, mask=rows >= 0)
+    tl.store(count_ptr, tl.load(count_ptr, mask=draws, other=0) + 2, mask=draws)
 
 
 @triton.jit

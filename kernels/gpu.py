@@ -1,6 +1,7 @@
 """The ops on a GPU: Triton's, under the names of their contracts in `minillm.kernels.reference`."""
 
 from minillm.kernels.activation import silu_mul
+from minillm.kernels.beam_rows import choose_beams, fork_rows
 from minillm.kernels.blocks import block_copy, gather_blocks, scatter_blocks
 from minillm.kernels.chunked_prefill import prefill_attention
 from minillm.kernels.decode_attention import paged_attention

@@ -234,16 +234,21 @@ def plan_attention(
     shape: AttentionShape,
     num_rows: int | None = None,
     costs: Costs = MEASURED,
+    fixed: Sequence[int] | None = None,
 ) -> Plan | None:
     """Cut up the attention of a batch; None where its sequences share nothing that is worth it.
 
-    ``num_rows`` are those of the batch, padding behind the sequences included; by default there is none.
+    Args:
+        num_rows: those of the batch, padding behind the sequences included; by default there is none.
+        fixed: how many of each sequence's first blocks may be thought of as shared; by default all full ones.
     """
     num_rows = len(tables) if num_rows is None else num_rows
     total = sum(context_lens) * shape.token_bytes
     if not costs.worth(total, 0):
         return None  # even if all were shared
     num_full = [length // block_size for length in context_lens]
+    if fixed is not None:
+        num_full = [min(pair) for pair in zip(num_full, fixed, strict=True)]
     min_blocks = max(1, math.ceil(costs.node_bytes / (shape.token_bytes * block_size)))
     while True:
         tree = prefix_tree(tables, num_full, min_blocks)

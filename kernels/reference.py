@@ -9,7 +9,16 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from minillm.kernels.arguments import DecodeInputs, Field, HeadNorms, LayerCache, Pages, Places, SamplingInputs
+from minillm.kernels.arguments import (
+    DecodeInputs,
+    Field,
+    HeadNorms,
+    LayerCache,
+    Pages,
+    Places,
+    SamplingInputs,
+    SearchField,
+)
 from minillm.kernels.prefix_plan import WorkList
 
 
@@ -184,8 +193,10 @@ def scatter_blocks(kv_cache: Tensor, block_ids: Tensor, staging: Tensor) -> None
 def block_copy(kv_cache: Tensor, copies: Tensor) -> None:
     """Copy blocks of one of the pool's tensors ``[num_layers, 2, num_blocks, ...]`` (see `KVCache`): copy-on-write.
 
-    ``copies`` is ``[num_copies, 2]`` int64 (source, destination); a destination is in no other pair.
+    ``copies`` is ``[num_copies, 2]`` int64 (source, destination); a destination is in no other pair, and (-1, -1)
+    is no copy.
     """
+    copies = copies[copies[:, 0] >= 0]
     kv_cache[:, :, copies[:, 1]] = kv_cache[:, :, copies[:, 0]]
 
 
@@ -323,8 +334,91 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
 
 
 def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:
-    """Store each row's drawn token, the one to be computed next, and add 2 to its count."""
-    real = rows >= 0
+    """Store each row's drawn token, the one to be computed next, and add 2 to its count; not where ``FORKS`` is 1."""
+    real = (rows >= 0) & (words[rows.clamp(min=0).long(), Field.FORKS] == 0)
     kept, tokens = rows[real].long(), token_ids[real]
     words[kept, Field.TOKEN] = tokens.to(torch.int32)
     counts[kept, tokens] += 2
+
+
+def choose_beams(
+    words: Tensor, rows: Tensor, searches: Tensor, values: Tensor, ids: Tensor, vocab: int, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take a step of beam searches: write the beams that live on to their rows, the token of each to be computed next.
+
+    A search looks at the best ``KEEP`` continuations of all its beams, of equals at those of the better beam; the best
+    of them that no end token completes live on, as many as it has beams. The best continuation of a beam stays in its
+    row, others take the rows of beams without any, in the order of rows.
+
+    Args:
+        words: the rows; of a running beam ``LOGPROB`` and ``RANK`` are known.
+        rows: ``[n]`` int32, of the beams, those of a search next to each other; -1 is padding.
+        searches: ``[searches, SearchField.WORDS]`` int32; without anything to choose, all rows are padding.
+        values: ``[n, count]`` float32, log-probabilities of the likeliest tokens of each beam, the best first. A NaN
+            comes first of all.
+        ids: ``[n, count]`` int64, these tokens.
+        vocab: tokens; ids beyond it are cut to the last one.
+        width: the most beams of a search.
+
+    Returns:
+        ``[n]`` int32, for each real row the place in ``rows`` of the beam that it goes on with; and for each search,
+        the best first, the continuations that it has looked at: their log-probabilities ``[searches, count]`` float32,
+        and ``[searches, 2, count]`` int32, the beam within the search and the token.
+    """
+    n, count = values.shape
+    parents = torch.arange(n, dtype=torch.int32, device=rows.device)
+    logprobs, choices = values.new_zeros(len(searches), count), words.new_zeros(len(searches), 2, count)
+    at, floats = rows.tolist(), words.view(torch.float32)
+    for number, (first, beams, keep, *more) in enumerate(searches.tolist()):
+        own = at[first : first + beams]
+        if not own or min(own) < 0:
+            continue
+        ends = more[SearchField.ENDS - 3 :]
+        found = []
+        for slot, row in enumerate(own):
+            totals = values[first + slot] + floats[row, Field.LOGPROB]
+            rank, tokens = int(words[row, Field.RANK]), ids[first + slot].clamp(0, vocab - 1)
+            found += [
+                ((x == x, -x if x == x else 0.0, rank, i), x, slot, token)
+                for i, (x, token) in enumerate(zip(totals.tolist(), tokens.tolist(), strict=True))
+            ]
+        best = [each[1:] for each in sorted(found)[:keep]]
+        for place, (value, slot, token) in enumerate(best):
+            logprobs[number, place] = value
+            choices[number, 0, place], choices[number, 1, place] = slot, token
+        living = [each for each in best if each[2] not in ends][:beams]
+        dead = [slot for slot in range(beams) if slot not in {parent for _, parent, _ in living}]
+        taken: set[int] = set()
+        for rank, (value, parent, token) in enumerate(living):
+            slot = dead.pop(0) if parent in taken else parent
+            taken.add(parent)
+            words[own[slot], Field.TOKEN], words[own[slot], Field.RANK] = token, rank
+            floats[own[slot], Field.LOGPROB] = value
+            parents[first + slot] = first + parent
+    return parents, logprobs, choices
+
+
+def fork_rows(words: Tensor, rows: Tensor, parents: Tensor, block_size: int) -> Tensor:
+    """Give each row that goes on with another one's beam the ids of that one's full blocks.
+
+    Its block behind them stays its own; what the other's holds is to be copied into it. A row whose beam another goes
+    on with goes on with that itself.
+
+    Args:
+        rows: ``[n]`` int32, no row twice; -1 is padding. Rows that share a beam have the same position, of the token to
+            be computed next.
+        parents: ``[n]`` int32, places in ``rows``; those of padding may be anything.
+
+    Returns:
+        Blocks to be copied, ``[n, 2]`` int64, as `block_copy` takes them.
+    """
+    copies = torch.full((len(rows), 2), -1, dtype=torch.int64, device=words.device)
+    at = rows.tolist()
+    for i, (row, parent) in enumerate(zip(at, parents.tolist(), strict=True)):
+        if row >= 0 and parent != i:
+            full, rest = divmod(int(words[row, Field.POSITION]), block_size)
+            table, source = words[row, Field.TABLE :], words[at[parent], Field.TABLE :]
+            table[:full] = source[:full]
+            if rest:
+                copies[i, 0], copies[i, 1] = source[full], table[full]
+    return copies

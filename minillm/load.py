@@ -27,6 +27,7 @@ from minillm.progress import OnMessage, OnProgress, ignore_progress
 from minillm.rank import follow
 from minillm.runner import wire
 from minillm.runner.build import Description, Limits, build_runner, choose_device, choose_dtype, describe
+from minillm.runner.device_runner import DeviceRunner
 from minillm.runner.fits import choose_form
 from minillm.runner.pool_size import budget_of
 from minillm.runner.runner import Runner
@@ -147,7 +148,8 @@ def methods_for(
 ) -> dict[type[Params], Method]:
     """All ways of decoding, by the parameters that ask for them. ``speculate``: see `EngineConfig`."""
     samples = (LookupSamples if speculate == "lookup" else Samples)(requests, runner, seed)
-    return {SamplingParams: samples, BeamSearchParams: Beams(requests)}
+    device = runner if isinstance(runner, DeviceRunner) else None
+    return {SamplingParams: samples, BeamSearchParams: Beams(requests, device)}
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ class SequenceGroup:
     streamed: bool = False  # deltas with text are wanted even where they cost something
     scores: PromptScores | None = None  # of the prompt, where they are wanted
     num_cached_tokens: int = 0
+    on_device: bool = False  # the device decides how its sequences go on, which of them forks included
+    num_common_blocks: int = 0  # its sequences hold the same ones, whatever the device decides; if it does
     error: str | None = None  # the reason why it ends before its time
     state: Any = None  # the method's own
 
@@ -209,9 +211,8 @@ class Method(Protocol):
 class Flight(Protocol):
     """Decisions that one step and one method have under way."""
 
-    # The next step can be computed before this one has told the host anything; and it can also be decided about then.
-    may_run_ahead: bool
-    may_decide_ahead: bool
+    may_run_ahead: bool  # the next step depends on nothing that this one has to tell the host
+    may_compute_ahead: bool  # the next step's logits do not, and may wait until this one has been concluded
 
     @property
     def groups(self) -> list[SequenceGroup]:

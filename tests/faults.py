@@ -47,6 +47,8 @@ LLM = "tests/engine/test_llm.py::"
 BEAMS = "tests/beams/test_beam_search.py::"
 SEARCH = "tests/beams/test_search.py"
 THEIR_BEAMS = BEAMS + "test_the_same_beams_and_scores_as_transformers"
+DEVICE_BEAMS = "tests/beams/test_device_beams.py::"
+FOLLOWED_SWAP = DEVICE_BEAMS + "test_preemption_and_aborts_at_any_step"
 SWAPPED_BEAMS = BEAMS + "test_beams_survive_preemption[4-swap]"
 PENALTIES = "tests/runner/test_penalties.py"
 SCORE = "tests/engine/test_score.py"
@@ -68,6 +70,10 @@ GUESSES = "tests/engine/test_speculation.py::"
 TABLE: dict[str, list[tuple[str, ...]]] = {
     # --- the cache ----------------------------------------------------------------------------------------------------
     "minillm/cache/block_manager.py": [
+        ("followed-blocks-not-held", "for block in shared:\n            self.ref_counts[block] += 1", "pass",
+         BLOCKS + "test_a_fork_into_a_table_keeps_its_own_last_block"),
+        ("followed-blocks-not-freed", "gone, shared = table.blocks[same:count]", "gone, shared = [][same:count]",
+         BLOCKS + "test_a_fork_into_a_table_keeps_its_own_last_block"),
         ("fork-drops-a-reference", "for block in child.blocks:", "for block in child.blocks[1:]:",
          BLOCKS + "test_fork_shares_every_block"),
         ("fork-loses-the-salt", "child.salt = parent.salt", "child.salt = None", BLOCKS + "test_a_fork_keeps_the_salt"),
@@ -136,7 +142,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          BLOCKS + "test_a_salt_survives_the_host"),
         ("forks-more-than-was-saved", "min(common * size, saved.num_tokens, other.num_tokens)", "common * size",
          HISTORIES),
-        ("shared-host-block-counted-once", "self._ref_counts[host] += 1", "self._ref_counts[host] = 1", HISTORIES),
+        ("shared-host-block-counted-once", "self._ref_counts[host] += 1\n            self.saved",
+         "self._ref_counts[host] = 1\n            self.saved", HISTORIES),
+        ("followed-host-blocks-kept", "gone, blocks[:num_blocks] = blocks[:num_blocks], shared",
+         "gone, blocks[:num_blocks] = [], shared", FOLLOWED_SWAP),
         ("shared-host-block-freed-early", "if not self._ref_counts[host]:", "if True:", HISTORIES),
         ("saved-longer-than-computed", "hosts, tokens, table.salt)", "hosts, table.num_tokens, table.salt)", HISTORIES),
         ("copy-behind-a-return-forgotten", "return len(distinct) + len(seq_ids)", "return len(distinct)",
@@ -323,6 +332,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("length-penalty-of-running-beams", "max(1, sequence.num_output_tokens) **",
          "max(1, sequence.num_output_tokens - 1) **",
          BEAMS + "test_an_aborted_search_scores_its_beams_by_their_length"),
+        ("dead-row-not-followed", "preemption.fork_into(sequence, parent, len(parent.token_ids))", "pass",
+         DEVICE_BEAMS + "test_the_same_beams_and_scores_as_transformers"),
+        ("a-step-beyond-the-last", "if pending and group.sequences[0]", "if False and group.sequences[0]",
+         DEVICE_BEAMS + "test_the_next_step_is_launched_before_the_host_has_seen_this_one"),
         ("beams-worst-first", "found.sort(key=lambda entry: -entry[0])", "found.sort(key=lambda entry: entry[0])",
          THEIR_BEAMS),
     ],
@@ -431,12 +444,19 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "= a draw follows every decode and sets it again, and beams, for which none is drawn, never set it"),
         ("rows-not-told", "same, self._told = rows == self._told, rows",
          "same, self._told = len(rows) == len(self._told), rows", AHEAD + "[0]"),
-        ("stale-plan", "self._replan |= len(blocks)", "False and len(blocks)",
+        ("stale-plan", "self._replan |= first < row.num_blocks", "False and first < row.num_blocks",
          "= a plan shares full blocks, and of a table only the last block is ever replaced, where it is partly filled"),
+        ("forked-row-told-old-books", "first = row.num_blocks  # the device", "pass  # the device",
+         DEVICE_BEAMS + "test_the_same_beams_and_scores_as_transformers"),
+        ("plan-of-tables-that-fork", "size, costs, fixed)", "size, costs)",
+         "tests/runner/test_rows.py::test_what_sequences_share_is_known_at_every_step",
+         DEVICE_BEAMS + "test_shared_blocks_are_those_that_stay_shared"),
+        ("row-of-a-beam-given-away", "if chunk.group.on_device}", "if False}", AHEAD + "[0]", AHEAD + "[1]"),
         ("seed-cut-in-half", "_signed(sequence.seed >> 32)", "0", AHEAD + "[0]"),
     ],
     "minillm/runner/runner.py": [
-        ("kv8-copies-without-scales", "for tensor in self.kv_cache.tensors:", "for tensor in self.kv_cache.tensors[:1]:",
+        ("kv8-copies-without-scales",
+         "for tensor in self.kv_cache.tensors:", "for tensor in self.kv_cache.tensors[:1]:",
          EIGHT_BITS + "test_load_changes_no_token[4-samples-False]"),
         ("wrong-slot", "* size + i % size for i in range(first, end)]",
          "* size + (i + 1) % size for i in range(first, end)]", ANYHOW),
@@ -457,7 +477,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("prompt-counts-as-answer", "sequence.token_ids[: sequence.num_prompt_tokens])] = 1",
          "sequence.token_ids[: sequence.num_prompt_tokens])] = 2", AHEAD),
         ("rows-of-beams-taken-for-samples", "if len(draws) != draws[-1].row + 1:", "if False:", AHEAD),
-        ("draws-ahead-of-the-hosts-penalties", "may_draw_ahead=not hosted)", "may_draw_ahead=True)", AHEAD, BAD_WORDS),
+        ("draws-ahead-of-the-hosts-penalties", "may_run_ahead=not hosted,", "may_run_ahead=True,", AHEAD, BAD_WORDS),
     ],
     # --- ranks --------------------------------------------------------------------------------------------------------
     "minillm/runner/wire.py": [
@@ -643,8 +663,20 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("row-table-one-short", "used = position // BLOCK_SIZE + 1", "used = position // BLOCK_SIZE",
          KERNELS + "test_decode_rows.py"),
         ("row-prompt-pays", "generated = count >> 1", "generated = count", KERNELS + "test_decode_rows.py"),
-        ("row-token-counted-as-prompt", "other=0) + 2, mask=rows >= 0)", "other=0) + 1, mask=rows >= 0)",
+        ("row-token-counted-as-prompt", "other=0) + 2, mask=draws)", "other=0) + 1, mask=draws)",
          KERNELS + "test_decode_rows.py"),
+        ("beam-row-takes-a-draw", "mask=draws, other=1) == 0", "mask=draws, other=1) >= 0",
+         KERNELS + "test_decode_rows.py"),
+    ],
+    "kernels/beam_rows.py": [
+        ("nan-comes-last", "ordered(value), 0x7FFFFFFF)", "ordered(value), -0x7FFFFFFF)",
+         KERNELS + "test_beam_rows.py"),
+        ("second-child-stays", "is_first = tl.sum(twins.to(tl.int32), axis=1) == 0",
+         "is_first = tl.sum(twins.to(tl.int32), axis=1) >= 0", KERNELS + "test_beam_rows.py"),
+        ("ended-beam-lives-on", "(ended == 0).to(tl.int32)", "1", KERNELS + "test_beam_rows.py"),
+        ("last-block-not-copied", "if position % BLOCK_SIZE != 0:", "if position < 0:", KERNELS + "test_beam_rows.py"),
+        ("last-block-shared", "full = position // BLOCK_SIZE", "full = position // BLOCK_SIZE + 1",
+         KERNELS + "test_beam_rows.py"),
     ],
     "kernels/sampling.py": [
         ("triton-top-p-one-less", "tl.sum(tl.where(above, weights, 0.0), axis=0) < top_p * total",
@@ -707,7 +739,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          FP8 + "test_tokens_are_rounded_each_by_its_largest_number"),
     ],
     "kernels/blocks.py": [
-        ("triton-last-word-not-copied", "mask = offsets < words", "mask = offsets < words - 1",
+        ("triton-last-word-not-copied", "tl.where(source >= 0, words, 0)", "tl.where(source >= 0, words - 1, 0)",
          KERNELS + "test_blocks.py"),
     ],
     "kernels/low_bit.py": [

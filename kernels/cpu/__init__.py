@@ -12,4 +12,13 @@ from minillm.kernels.cpu.attention import (
 from minillm.kernels.cpu.linear import PackedLinear, float16_scales, packed_linear, rms_norm, silu_mul
 from minillm.kernels.cpu.low_bit import packed_int8
 from minillm.kernels.cpu.sampling import sample, sample_with_logprobs, top_log_probabilities
-from minillm.kernels.reference import begin_decode, block_copy, end_decode, gather_blocks, penalise, scatter_blocks
+from minillm.kernels.reference import (
+    begin_decode,
+    block_copy,
+    choose_beams,
+    end_decode,
+    fork_rows,
+    gather_blocks,
+    penalise,
+    scatter_blocks,
+)

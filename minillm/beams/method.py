@@ -7,49 +7,33 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from minillm.beams.candidates import BeamStep, beam_candidates, token_logprobs
+from minillm.beams.choice import BeamState, Choice, Hypothesis
+from minillm.beams.following import Followed
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.engine.requests import Requests
-from minillm.grammar.matcher import Matcher
-from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
+from minillm.outputs import CompletionOutput, Delta, TokenLogprobs
 from minillm.params import BeamSearchParams
-from minillm.runner.penalties import NO_TOKEN
-from minillm.sequence import PROMPT, Chunk, Sequence, SequenceGroup, Stage
+from minillm.runner.device_beams import Search
+from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.penalties import NO_TOKEN, needs_processing
+from minillm.sequence import PROMPT, Chunk, Flight, Sequence, SequenceGroup, Stage
 from minillm.text.stop import OutputText
 
 
-@dataclass
-class Hypothesis:
-    """A beam that has ended, or as it stands."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    text: OutputText | None  # where the request has stop strings; otherwise text is made when it is asked for
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-
-
-@dataclass
-class BeamState:
-    """The searches of one request, one for each group of its beams, and their running beams, the best first."""
-
-    searches: list[BeamSearch[Hypothesis]]
-    beams: list[list[Sequence]] = field(default_factory=list)  # empty before the first step
-
-    @property
-    def done(self) -> bool:
-        return all(search.done for search in self.searches)
-
-
 class Beams:
-    """The beam searches of all requests; see `minillm.sequence.Method`."""
+    """The beam searches of all requests; see `minillm.sequence.Method`.
 
-    def __init__(self, requests: Requests) -> None:
-        self.requests = requests
+    Where there is a ``device`` that can, it takes the steps of searches by itself, and the host follows.
+    """
+
+    def __init__(self, requests: Requests, device: DeviceRunner | None = None) -> None:
+        self.requests, self._device = requests, device
 
     def begin(self, group: SequenceGroup) -> None:
         params, tokenizer = group.params, self.requests.tokenizer
@@ -60,26 +44,57 @@ class Beams:
         if params.stop and tokenizer is not None:
             detokenizer = tokenizer.detokenizer(group.sequences[0].token_ids)
             group.sequences[0].text = OutputText(detokenizer, tuple(params.stop), params.min_tokens)
+        # Searches that pay for each other's choices, texts and what else callers want to see of each step: the host.
+        hosted = count > 1 or group.sequences[0].text is not None or params.logprobs is not None or group.hold
+        if self._device is not None and not hosted:
+            search = Search(width, group.state.searches[0].num_candidates(len(group.end_ids)), group.end_ids)
+            group.state.search = search if search.fits(self.requests.vocab_size) else None
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
         if group.stage is PROMPT:
             leader = group.computing[0]
             return [Chunk(group, leader, leader.num_prompt_tokens - leader.num_computed, False)]
+        pending = group.sequences[0].num_pending
+        if pending and group.sequences[0].num_output_tokens + pending >= group.max_tokens:
+            return []  # the tokens under way are the last ones
         # Beams decode in step: the last token of each waits until all have come as far.
-        behind = [(beam, left) for beam in group.sequences if (left := len(beam.token_ids) - 1 - beam.num_computed)]
+        behind = [(beam, left) for beam in group.sequences if (left := beam.num_tokens - 1 - beam.num_computed)]
         if behind:
+            group.on_device = False
             return [Chunk(group, beam, left, False) for beam, left in behind]
+        group.on_device = self._is_for_device(group)
+        if group.on_device:
+            count_common_blocks(group, self.requests.scheduler.cache.block_size)
         return [beam.decode or Chunk.last_token(group, beam) for beam in group.sequences]
 
     def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
         if group.state.beams:  # otherwise the first step of the search makes the other beams
             self.requests.fork_prompt(group, leader)
 
-    def launch(self, logits: Tensor, chunks: list[Chunk]) -> Searches:
+    def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
+        on_device = [chunk for chunk in chunks if chunk.group.on_device]
+        if not on_device or self._device is None:
+            return self._search(logits, chunks)
+        groups = list(dict.fromkeys(chunk.group for chunk in on_device))
+        chosen = self._device.choose(logits, on_device, [group.state.search for group in groups])
+        for chunk in on_device:
+            chunk.sequence.num_pending += 1
+        hosted = [chunk for chunk in chunks if not chunk.group.on_device]
+        return Followed(self.follow, self.requests, groups, chosen, self._search(logits, hosted) if hosted else None)
+
+    def _search(self, logits: Tensor, chunks: list[Chunk]) -> Searches:
         rows: dict[SequenceGroup, dict[int, int]] = {}
         for chunk in chunks:
             rows.setdefault(chunk.group, {})[chunk.sequence.seq_id] = chunk.row
         return Searches(self, logits, list(rows.items()))
+
+    def _is_for_device(self, group: SequenceGroup) -> bool:
+        """Whether the device takes the step of a search whose beams are all about to decode."""
+        search = group.state.search
+        if search is None or group.on_device:
+            return search is not None
+        begun = bool(group.state.beams) and len(group.sequences) == search.width
+        return begun and not needs_processing(group, group.sequences[0])
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
         assert isinstance(group.params, BeamSearchParams)
@@ -108,10 +123,23 @@ class Beams:
             candidates: the best continuations for each of the step's searches, the best first.
             logprobs: of the continuations, by row of logits and token, where the request wants them.
         """
+        return self._advance(step, candidates, logprobs, self._replace_beams)
+
+    def follow(self, step: BeamStep, candidates: list[Candidate]) -> list[Delta]:
+        """Do in the books what the device has done with a group's only search."""
+        return self._advance(step, [candidates], {}, self._follow_rows)
+
+    def _advance(
+        self,
+        step: BeamStep,
+        candidates: list[list[Candidate]],
+        logprobs: dict[tuple[int, int], TokenLogprobs],
+        replace_beams: Callable[[SequenceGroup, list[Choice], list[list[Candidate]]], None],
+    ) -> list[Delta]:
         group, state = step.group, step.group.state
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = time.monotonic()
-        choices = [_Choice(group, rows, beams, logprobs) for rows, beams in zip(step.rows, step.beams, strict=True)]
+        choices = [Choice(group, rows, beams, logprobs) for rows, beams in zip(step.rows, step.beams, strict=True)]
         searching = zip(state.searches, candidates, choices, strict=True)
         survivors = [[] if s.done else s.advance(each, choice.ends, choice.hypothesis) for s, each, choice in searching]
         if state.done and not any(search.finished for search in state.searches):
@@ -121,17 +149,17 @@ class Beams:
             for sequence in group.sequences:
                 self.requests.end_sequence(group, sequence, "stop")
         else:
-            self._replace_beams(group, choices, survivors)
+            replace_beams(group, choices, survivors)
         if not group.streamed:
             return []
         best = self._output(group, 0, *max(_best_first(group), key=lambda entry: entry[0]))
         ended = best.finish_reason, best.stop_reason
         return [Delta(group.request_id, 0, best.text, best.token_ids, *ended, replaces=True)]
 
-    def _replace_beams(self, group: SequenceGroup, choices: list[_Choice], survivors: list[list[Candidate]]) -> None:
+    def _replace_beams(self, group: SequenceGroup, choices: list[Choice], survivors: list[list[Candidate]]) -> None:
         taken: set[int] = set()
         beams: list[list[Sequence]] = []
-        grown: list[tuple[Sequence, _Choice, Candidate]] = []
+        grown: list[tuple[Sequence, Choice, Candidate]] = []
         for choice, chosen in zip(choices, survivors, strict=True):
             beams.append([])
             for candidate in chosen:
@@ -147,7 +175,7 @@ class Beams:
                 self.requests.scheduler.free(sequence)
         # Only now: a parent's history must be copied before it grows.
         for index, (sequence, choice, candidate) in enumerate(grown):
-            sequence.index = index
+            sequence.index, sequence.cumulative_logprob = index, candidate.logprob
             if choice.has_text:
                 sequence.text = choice.text(candidate)
             sequence.matcher = choice.matcher(candidate)
@@ -157,71 +185,30 @@ class Beams:
         group.state.beams, group.stage = beams, Stage.SPLIT
         group.sequences = [sequence for sequence, _, _ in grown]
 
-
-@dataclass
-class _Choice:
-    """One search at one step: the rows of logits and the sequences of its beams, and properties of its candidates."""
-
-    group: SequenceGroup
-    rows: list[int]
-    beams: list[Sequence]
-    logprobs: dict[tuple[int, int], TokenLogprobs]
-    texts: dict[tuple[int, int], OutputText] = field(default_factory=dict)  # by beam and token
-    matchers: dict[tuple[int, int], Matcher] = field(default_factory=dict)  # likewise
-
-    def __post_init__(self) -> None:
-        self.end_ids, self.has_text = self.group.end_ids, self.beams[0].text is not None
-
-    def text(self, candidate: Candidate) -> OutputText | None:
-        """The text of a continuation, where the request has stop strings."""
-        before = self.beams[candidate.beam].text
-        if before is None:
-            return None
-        key = candidate.beam, candidate.token_id
-        if key not in self.texts:
-            self.texts[key] = before.copy()
-            if candidate.token_id not in self.end_ids:
-                self.texts[key].push(candidate.token_id)
-        return self.texts[key]
-
-    def matcher(self, candidate: Candidate) -> Matcher | None:
-        """Where a continuation stands in the request's grammar; a failure becomes the group's error."""
-        before = self.beams[candidate.beam].matcher
-        if before is None:
-            return None
-        key = candidate.beam, candidate.token_id
-        if key not in self.matchers:
-            self.matchers[key] = after = before.copy()
-            after.advance(candidate.token_id, ends=candidate.token_id in self.end_ids)
-            self.group.error = self.group.error or after.error
-        return self.matchers[key]
-
-    def token(self, candidate: Candidate) -> list[TokenLogprobs]:
-        found = self.logprobs.get((self.rows[candidate.beam], candidate.token_id))
-        return [] if found is None else [found]
-
-    def ends(self, candidate: Candidate) -> bool:
-        """Whether an end token, a stop string or the end of the grammar completes a continuation."""
-        if candidate.token_id in self.end_ids:
-            return True
-        matcher = self.matcher(candidate)
-        if matcher is not None and matcher.is_complete(self.end_ids):
-            return True
-        text = self.text(candidate) if self.has_text else None
-        return text is not None and text.matched is not None
-
-    def hypothesis(self, candidate: Candidate) -> Hypothesis:
-        """A continuation that has ended, at its last token or because it is as long as it may be."""
-        beam, text, token_id = self.beams[candidate.beam], self.text(candidate), candidate.token_id
-        stop_reason: str | int | None = None
-        if text is not None:
-            text.finish()
-            stop_reason = text.matched
-        if token_id in tuple(self.group.params.stop_token_ids):
-            stop_reason = token_id
-        reason: FinishReason = "stop" if self.ends(candidate) else "length"
-        logprobs = beam.logprobs + self.token(candidate)
-        return Hypothesis([*beam.output_token_ids, token_id], logprobs, text, reason, stop_reason)
+    def _follow_rows(self, group: SequenceGroup, choices: list[Choice], survivors: list[list[Candidate]]) -> None:
+        """Let the sequences go on as their rows on the device did: see `minillm.kernels.reference.choose_beams`."""
+        [choice], [chosen], preemption = choices, survivors, self.requests.scheduler.preemption
+        if len(chosen) < len(group.sequences):
+            group.error = NO_TOKEN
+            return
+        parents = [choice.beams[candidate.beam] for candidate in chosen]
+        living = {parent.seq_id for parent in parents}
+        dead = iter([sequence for sequence in group.sequences if sequence.seq_id not in living])
+        beams: list[Sequence] = []
+        taken: set[int] = set()
+        for parent in parents:
+            sequence = parent
+            if parent.seq_id in taken:
+                sequence = next(dead)
+                sequence.token_ids = parent.token_ids.copy()
+                preemption.fork_into(sequence, parent, len(parent.token_ids))
+            taken.add(parent.seq_id)
+            beams.append(sequence)
+        # Only now: a parent's history must be copied before it grows.
+        for index, (sequence, candidate) in enumerate(zip(beams, chosen, strict=True)):
+            sequence.index, sequence.cumulative_logprob = index, candidate.logprob
+            sequence.token_ids.append(candidate.token_id)
+        group.state.beams = [beams]
 
 
 @dataclass(slots=True)
@@ -233,7 +220,7 @@ class Searches:
     searching: list[tuple[SequenceGroup, dict[int, int]]]  # with the row of logits of each of the group's sequences
     found: list[tuple[BeamStep, list[list[Candidate]]]] = field(default_factory=list)
     may_run_ahead: bool = False
-    may_decide_ahead: bool = False
+    may_compute_ahead: bool = False
 
     @property
     def groups(self) -> list[SequenceGroup]:
@@ -275,6 +262,19 @@ def beam_step(group: SequenceGroup, row_of: dict[int, int]) -> BeamStep:
     """One request's beams at this step. In its first step all searches have one beam, the prompt."""
     beams = group.state.beams or [[group.sequences[0]]] * len(group.state.searches)
     return BeamStep(group, [[row_of[sequence.seq_id] for sequence in each] for each in beams], beams)
+
+
+def count_common_blocks(group: SequenceGroup, block_size: int) -> None:
+    """Count the first full blocks that all beams hold: whichever of them fork, those stay theirs."""
+    first, state, count = group.sequences[0], group.state, group.num_common_blocks
+    if first.table is None:  # it had to make room in this very step
+        return
+    if state.counted is not first.table:
+        state.counted, count = first.table, 0
+    tables, full = [beam.blocks for beam in group.sequences], first.num_computed // block_size
+    while count < full and len({blocks[count] for blocks in tables}) == 1:
+        count += 1
+    group.num_common_blocks = count
 
 
 def grammar_error(step: BeamStep) -> str | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from minillm.cache.events import CacheEvent, Subscriber
 from minillm.cache.free_blocks import FreeBlocks
 from minillm.cache.prefix_cache import CachedPrefix, Node, PrefixCache
+from minillm.cache.runs import common_length
 
 
 class OutOfBlocks(Exception):
@@ -116,6 +117,30 @@ class BlockManager:
         if self.subscribers:
             self.emit(CacheEvent("fork", child_id, tuple(child.blocks), parent.seq_id))
         return child
+
+    def fork_into(self, table: BlockTable, parent: BlockTable, num_tokens: int) -> None:
+        """Let ``table`` share the blocks that the first ``num_tokens`` tokens of ``parent`` fill, instead of its own.
+
+        Its blocks behind them stay its own: where the last of these tokens fill a block only partly, the device has
+        copied that part into ``table``'s block already.
+
+        Raises:
+            ValueError: one of them has fewer tokens.
+        """
+        if min(table.num_tokens, parent.num_tokens) < num_tokens:
+            raise ValueError(f"fork of {num_tokens} tokens, of {parent.num_tokens}, into {table.num_tokens}")
+        count = num_tokens // self.block_size
+        same = common_length(table.blocks[:count], parent.blocks[:count])
+        gone, shared = table.blocks[same:count], parent.blocks[same:count]
+        for block in shared:
+            self.ref_counts[block] += 1
+        table.blocks[same:count], table.nodes = shared, parent.nodes[:count]
+        for block in reversed(gone):
+            self.ref_counts[block] -= 1
+            if not self.ref_counts[block]:
+                self._drop(block)
+        if self.subscribers:
+            self.emit(CacheEvent("fork", table.seq_id, tuple(parent.blocks[:count]), parent.seq_id))
 
     def append(self, table: BlockTable, count: int) -> None:
         """Make room for ``count`` more tokens at the end of ``table``.

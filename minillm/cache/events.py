@@ -13,7 +13,7 @@ class CacheEvent:
 
     ==========  ===================================================================================
     allocate    ``seq_id`` took ``blocks`` from the free ones
-    fork        ``seq_id`` now shares ``blocks`` with ``parent_id``
+    fork        ``seq_id`` now shares ``blocks`` with ``parent_id``; blocks that it had in their place it has no more
     copy        ``seq_id`` writes to ``blocks[1]``, a copy of the shared ``blocks[0]`` (copy-on-write)
     cut         ``seq_id`` freed its tail, ``blocks``: the tokens in them were guesses, and wrong
     free        ``seq_id`` is gone; it held ``blocks``

@@ -109,10 +109,21 @@ class SwapSpace:
         self.num_swapped_in += len(loads)
         return {seq_id: table for seq_id, (_, table) in restored.items()}, [(h, d) for d, h in loads.items()]
 
+    def fork_into(self, seq_id: int, parent_id: int, num_blocks: int) -> None:
+        """Let a saved sequence share the first blocks of another one, instead of its own: `BlockManager.fork_into`."""
+        blocks, shared = self.saved[seq_id].blocks, self.saved[parent_id].blocks[:num_blocks]
+        for host in shared:
+            self._ref_counts[host] += 1
+        gone, blocks[:num_blocks] = blocks[:num_blocks], shared
+        self._let_go(gone)
+
     def discard(self, seq_id: int) -> None:
         """Forget a saved sequence, if it is one."""
         saved = self.saved.pop(seq_id, None)
-        for host in saved.blocks if saved is not None else ():
+        self._let_go([] if saved is None else saved.blocks)
+
+    def _let_go(self, hosts: Sequence[int]) -> None:
+        for host in hosts:
             self._ref_counts[host] -= 1
             if not self._ref_counts[host]:
                 self._free.append(host)

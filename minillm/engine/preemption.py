@@ -66,6 +66,16 @@ class Preemption:
         group.stage = _stage_of(group)
         return True
 
+    def fork_into(self, child: Sequence, parent: Sequence, num_tokens: int) -> None:
+        """Let ``child`` hold what ``parent`` holds of its first ``num_tokens`` tokens, wherever their blocks are.
+
+        The device has forked the one's row into the other's already: see `BlockManager.fork_into`.
+        """
+        if child.table is not None and parent.table is not None:
+            self.cache.fork_into(child.table, parent.table, num_tokens)
+        elif child.seq_id in self.swap.saved:
+            self.swap.fork_into(child.seq_id, parent.seq_id, num_tokens // self.cache.block_size)
+
     def start_over(self, group: SequenceGroup) -> None:
         """Give up everything computed of a group, on the device and on the host: its tokens will be computed again."""
         for sequence in group.unfinished:

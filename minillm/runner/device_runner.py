@@ -21,6 +21,7 @@ from minillm.cache import HostMoves
 from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
 from minillm.model.llama import Batch, Llama
 from minillm.model.shard import ranks_of
+from minillm.runner.device_beams import Chosen, DeviceBeams, Search
 from minillm.runner.graphs import Graphs
 from minillm.runner.masks import masks_of
 from minillm.runner.penalties import needs_host, process_draw
@@ -91,15 +92,16 @@ class DeviceRunner(Runner):
         self._draws = Graphs(self._rows, enabled=graphs)
         plans = None if sharing is None else Sharing(shape, sharing)
         self._books = Rows(max_num_seqs, self._words.shape[1], block_size, plans, self._count_tokens)
+        self._beams = DeviceBeams(self._words, self.kv_cache, capacity, vocab, self._ranks, graphs=graphs)
         self._size = 0  # rows of the last step, padding included
-        self._num_decodes = 0  # sequences that decoded in the last step
+        self._decodes: list[Chunk] = []  # of the last step
 
     # --- from a schedule to logits ------------------------------------------------------------------------------------
 
     def work_for(self, schedule: Schedule, copies: list[tuple[int, int]]) -> StepWork:
         decodes, prefills = schedule.decodes, schedule.prefills + schedule.drafts
         decode = self._books.work_for(decodes, joins=bool(prefills)) if decodes else None
-        self._num_decodes = len(decodes)
+        self._decodes = decodes
         chunks = [self.chunk_work(chunk) for chunk in prefills]
         return StepWork(schedule.moves, copies, decode, chunks, 0)
 
@@ -120,6 +122,8 @@ class DeviceRunner(Runner):
             size = self._begin(work.decode)
             shared = self._shared(work.decode, size)
             self._forwards.run((size, shared is not None), lambda: self._forward(size, shared))
+        if work.decode is not None and work.decode.num_beams and self._ranks is not None and self._ranks.rank:
+            self._beams.fork()
         return logits
 
     def _join(self, work: DecodeWork, prefill: Batch) -> Batch:
@@ -149,7 +153,7 @@ class DeviceRunner(Runner):
     @torch.inference_mode()
     def draw(self, logits: Tensor, draws: list[Chunk]) -> Drawn:
         hosted = [i for i, draw in enumerate(draws) if needs_host(draw.group, draw.sequence)]
-        if len(logits) > self._num_decodes or hosted:
+        if len(logits) > len(self._decodes) or hosted:
             return self._draw_from(logits, draws, hosted)
         size = self._size
         penalised = any(draw.group.params.has_penalties for draw in draws)
@@ -160,12 +164,12 @@ class DeviceRunner(Runner):
         at: slice | Tensor = slice(len(draws))
         if len(draws) != draws[-1].row + 1:  # rows of another method lie between
             at = self._numbers([draw.row for draw in draws], torch.int64)
-        return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=True, may_draw_ahead=True)
+        return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=True, may_compute_ahead=True)
 
     def _draw_from(self, logits: Tensor, draws: list[Chunk], hosted: list[int]) -> Drawn:
         """Draw from any rows of logits; the host changes those of the ``hosted`` draws itself."""
         masks = masks_of([(draw.group, draw.sequence) for draw in draws])  # while the device still computes the logits
-        rows = self._books.rows_for(draws)
+        rows = self._books.rows_for(draws, self._decodes)
         self._change(*self._books.take_changes())
         raw = processed = logits[self._numbers([draw.row for draw in draws], torch.int64)]
         if hosted or any(draw.group.params.has_penalties for draw in draws):
@@ -179,11 +183,27 @@ class DeviceRunner(Runner):
         kernels.end_decode(self._words, self._counts, self._numbers([row.index for row in rows], torch.int32), tokens)
         self._books.note_drawn(draws)
         logprobs = kernels.log_probabilities(raw, tokens)
-        return Drawn(draws, tokens, logprobs, raw, may_run_ahead=True, may_draw_ahead=not hosted)
+        return Drawn(draws, tokens, logprobs, raw, may_run_ahead=not hosted, may_compute_ahead=True)
 
     def draw_guessed(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
         self._books.give_up(holders)
         return super().draw_guessed(logits, draws, holders)
+
+    def choose(self, logits: Tensor, beams: list[Chunk], searches: list[Search]) -> Chosen:
+        """Let searches take a step, rows and blocks included.
+
+        Args:
+            beams: one chunk for each beam, those of a search next to each other: the chunks of this step's decoding
+                sequences whose groups are ``on_device``, in their order.
+        """
+        recorded = logits.data_ptr() == self._logits.data_ptr()
+        places = [chunk.row for chunk in beams]
+        with torch.inference_mode():
+            chosen = self._beams.choose(self._logits if recorded else logits, places, searches, recorded=recorded)
+        self._books.note_drawn(beams)
+        for observer in self.observers:
+            observer.end()
+        return chosen
 
     def rehearsals(self) -> list[Callable[[], object]]:
         """The parts of a first request's work, which do not depend on each other; its numbers are meaningless."""
@@ -198,10 +218,12 @@ class DeviceRunner(Runner):
 
     def forget(self) -> None:
         self._books.forget()
+        self._beams.forget()
 
     def close(self) -> None:
         self._forwards.clear()
         self._draws.clear()
+        self._beams.close()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -222,6 +244,8 @@ class DeviceRunner(Runner):
         if work.rows is not None:
             self._size = len(work.rows)
             self._rows[: self._size].copy_(self._numbers(work.rows, torch.int32))
+        if work.num_beams:
+            self._beams.begin(work.beam_rows)
         return self._size
 
     def _change(self, places: list[int], values: list[int]) -> None:

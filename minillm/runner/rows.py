@@ -34,6 +34,7 @@ class Row:
     last_block: int = -1
     position: int = -1
     has_token: bool = False  # the row's token is the sequence's last one
+    forks: bool = False  # its group is one whose sequences the device lets fork
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Rows:
         self._planned: tuple[list[int], int] = ([], 0)  # the rows, and the size of the batch, that the plan is for
         self._replan = True  # tables have changed since, other than by growing
         self._shares = False  # there is a plan: sharing is worth it
+        self._common = 0  # blocks that beams had in common when it was made, counted for each of them
+        self._told_beams: list[int] = []
 
     def work_for(self, chunks: list[Chunk], *, joins: bool) -> DecodeWork:
         """Write down the work of computing one token of each sequence; with ``joins``, beside chunks of prompts."""
@@ -76,16 +79,24 @@ class Rows:
         plan = self._plan(chunks, rows, n if joins else len(rows))
         places, values = self.take_changes()
         same, self._told = rows == self._told, rows
-        return DecodeWork(n, None if same else rows, places, values, self._shares, plan)
+        work = DecodeWork(n, None if same else rows, places, values, self._shares, plan)
+        beams = [row for row, chunk in zip(rows, chunks, strict=False) if chunk.group.on_device]
+        if beams:
+            work.num_beams = len(beams)
+            beams += [-1] * (padded_size(len(beams)) - len(beams))
+            work.beam_rows = None if beams == self._told_beams else beams
+            self._told_beams = beams
+        return work
 
     def take_changes(self) -> tuple[list[int], list[int]]:
         """The places in the rows' words that have changed since the last call, and the words there."""
         changes, self._changes = self._changes, {}
         return list(changes), list(changes.values())
 
-    def rows_for(self, chunks: list[Chunk]) -> list[Row]:
-        """The rows of sequences that are about to draw."""
+    def rows_for(self, chunks: list[Chunk], decodes: list[Chunk]) -> list[Row]:
+        """The rows of sequences that are about to draw, beside ``decodes``, whose beams need theirs still."""
         current = {chunk.sequence.seq_id for chunk in chunks}
+        current |= {chunk.sequence.seq_id for chunk in decodes if chunk.group.on_device}
         return [self._held.get(chunk.sequence.seq_id) or self._take(chunk, current) for chunk in chunks]
 
     def note_drawn(self, chunks: list[Chunk]) -> None:
@@ -120,7 +131,9 @@ class Rows:
                 self._replan = True
             if len(blocks) != row.num_blocks or blocks[-1] != row.last_block:
                 first = max(0, row.num_blocks - 1)  # the last one may have been copied on write
-                self._replan |= len(blocks) <= first or blocks[first] != row.last_block
+                if sequence.num_pending and chunk.group.on_device:
+                    first = row.num_blocks  # the device may have forked the others, and these books lag behind
+                self._replan |= first < row.num_blocks and (len(blocks) <= first or blocks[first] != row.last_block)
                 at = row.index * width + Field.TABLE + first
                 changes.update(zip(range(at, at + len(blocks) - first), blocks[first:], strict=True))
                 row.num_blocks, row.last_block = len(blocks), blocks[-1]
@@ -130,6 +143,13 @@ class Rows:
             if not row.has_token:
                 assert not sequence.num_pending, f"nobody knows the last token of sequence {sequence.seq_id}"
                 changes[row.index * width + Field.TOKEN] = sequence.token_ids[-1]
+                if chunk.group.on_device:
+                    changes[row.index * width + Field.LOGPROB] = _bits(sequence.cumulative_logprob)
+                    changes[row.index * width + Field.RANK] = sequence.index
+            if row.forks != chunk.group.on_device:
+                row.forks = chunk.group.on_device
+                changes[row.index * width + Field.FORKS] = int(row.forks)
+                self._replan = True
             row.has_token = False  # until one is drawn
             row.position += 1
             rows.append(row.index)
@@ -142,6 +162,7 @@ class Rows:
             for seq_id in [seq_id for seq_id in self._held if seq_id not in current]:
                 self._free.append(self._held.pop(seq_id).index)
         row = self._held[sequence.seq_id] = Row(self._free.pop())
+        self._changes[row.index * self._width + Field.FORKS] = 0
         if isinstance(params, SamplingParams):
             if params.has_penalties:
                 self._on_new(row.index, sequence)
@@ -163,14 +184,29 @@ class Rows:
         """Plan how a batch of ``size`` reads shared blocks; None where the last plan still holds, or none pays.
 
         A plan stays good while its sequences only grow, so it is made anew when others decode or when a table changes.
+        Tables that the device lets fork change without notice; the blocks that they have in common stay. There it is
+        made anew when these have become many more.
         """
-        if self._sharing is None or (not self._replan and (rows, size) == self._planned):
+        if self._sharing is None:
+            return None
+        fixed, common = self._fixed(chunks)
+        grown = common - self._common >= 2 * len(chunks)
+        if not self._replan and not grown and (rows, size) == self._planned:
             return None
         tables = [chunk.sequence.blocks for chunk in chunks]
         lens = [chunk.sequence.num_computed + 1 for chunk in chunks]
-        plan = kernels.plan_attention(tables, lens, self._block_size, self._sharing.shape, size, self._sharing.costs)
-        self._planned, self._replan, self._shares = (rows, size), False, plan is not None
+        shape, costs = self._sharing.shape, self._sharing.costs
+        plan = kernels.plan_attention(tables, lens, self._block_size, shape, size, costs, fixed)
+        self._planned, self._replan, self._shares, self._common = (rows, size), False, plan is not None, common
         return None if plan is None else [plan.order, plan.tails, plan.starts, plan.counts, plan.items]
+
+    def _fixed(self, chunks: list[Chunk]) -> tuple[list[int] | None, int]:
+        """How many of each sequence's first blocks stay where they are (None: all do), and of beams', the sum."""
+        common = sum(chunk.group.num_common_blocks for chunk in chunks if chunk.group.on_device)
+        if not any(chunk.group.on_device for chunk in chunks):
+            return None, 0
+        every = [(chunk.group, chunk.sequence.blocks) for chunk in chunks]
+        return [group.num_common_blocks if group.on_device else len(blocks) for group, blocks in every], common
 
 
 def _bits(value: float) -> int:

@@ -81,6 +81,34 @@ def test_a_tail_that_is_freed_is_shared_no_more_and_the_rest_still_is() -> None:
         manager.free_tail(child, 7)
 
 
+def test_a_fork_into_a_table_keeps_its_own_last_block() -> None:
+    """What a device does that has a row for each: the last block is copied there, and the others are shared."""
+    manager = BlockManager(9, 4)
+    root = grown(manager, 0, 4)
+    parent, child = manager.fork(root, 1), manager.fork(root, 2)
+    manager.free(root)
+    for table in (parent, child):
+        manager.append(table, 6)
+    shared, own = parent.blocks[1], child.blocks[2]
+    assert manager.num_free == 4
+    manager.fork_into(child, parent, 10)
+    assert child.blocks == [parent.blocks[0], shared, own]
+    assert [manager.ref_counts[block] for block in child.blocks] == [2, 2, 1]
+    assert manager.num_free == 5
+    assert manager.take_copies() == []
+    check(manager)
+    manager.append(child, 2)
+    manager.append(parent, 3)
+    manager.fork_into(child, parent, 12)  # the device has not been given a block for the next token
+    assert child.blocks == parent.blocks[:3]
+    check(manager)
+    with pytest.raises(ValueError, match="13 tokens, of 13, into 12"):
+        manager.fork_into(child, parent, 13)
+    for table in (child, parent):
+        manager.free(table)
+    assert manager.num_free == 9
+
+
 def test_out_of_blocks_changes_nothing() -> None:
     manager = BlockManager(3, 4)
     first = grown(manager, 0, 6)

@@ -22,6 +22,7 @@ def bits(value: float) -> int:
 def some_rows(num_rows: int, width: int, block_size: int, rng: random.Random) -> torch.Tensor:
     words = torch.randint(0, 1000, (num_rows, Field.TABLE + width), dtype=torch.int32)
     for row in range(num_rows):
+        words[row, Field.FORKS] = row == 8
         words[row, Field.POSITION] = rng.randrange(width * block_size)
         for field in (Field.TEMPERATURE, Field.TOP_P, Field.MIN_P):
             words[row, field] = bits(rng.random())
@@ -67,7 +68,7 @@ def test_begin_and_end_decode(implementation: object, width: int, block_size: in
     tokens = [3, 7, 49, 0, 7]
     implementation.end_decode(words, counts, at, torch.tensor(tokens, device=DEVICE))  # type: ignore[attr-defined]
     for row, token in zip(rows, tokens, strict=True):
-        if row >= 0:
+        if row >= 0 and row != 8:  # that one forks: its token is chosen, not drawn
             before[row][Field.TOKEN] = token
             counted[row][token] += 2
     assert words.tolist() == before

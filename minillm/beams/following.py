@@ -1,0 +1,67 @@
+"""Searches whose steps the device takes by itself: the host hears of each a step later, and follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from minillm.beams.candidates import BeamStep
+from minillm.beams.search import Candidate
+from minillm.engine.requests import Requests
+from minillm.outputs import Delta
+from minillm.runner.device_beams import Chosen
+from minillm.sequence import Flight, SequenceGroup
+
+
+@dataclass(slots=True)
+class Followed:
+    """What the device chooses in one step, and what the host does in the same step; see `minillm.sequence.Flight`."""
+
+    follow: Callable[[BeamStep, list[Candidate]], list[Delta]]
+    requests: Requests
+    following: list[SequenceGroup]
+    chosen: Chosen
+    hosted: Flight | None  # of other groups
+    may_run_ahead: bool = field(init=False)
+    may_compute_ahead: bool = False  # the rows of a search that has ended would be missing
+    found: list[list[tuple[float, int, int]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.may_run_ahead = self.hosted is None
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        return self.following if self.hosted is None else [*self.following, *self.hosted.groups]
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(not group.finished for group in self.groups)
+
+    def wait(self) -> None:
+        self.found = self.chosen.wait()
+        if self.hosted is not None:
+            self.hosted.wait()
+
+    def conclude(self) -> list[Delta]:
+        deltas: list[Delta] = []
+        for group, found in zip(self.following, self.found, strict=True):
+            for sequence in group.sequences:
+                sequence.num_pending -= 1
+            if group.finished or group.error is not None:
+                continue
+            if any(math.isnan(value) for value, _, _ in found):
+                self.requests.note_nan(group)
+                continue
+            # The device names a beam by its place among the group's sequences, a search by its rank.
+            ranks = [sequence.index for sequence in group.sequences]
+            candidates = [Candidate(value, ranks[place], token_id) for value, place, token_id in found]
+            deltas += self.follow(BeamStep(group, [ranks], group.state.beams), candidates)
+        return deltas if self.hosted is None else deltas + self.hosted.conclude()
+
+    def discard(self) -> None:
+        for group in self.following:
+            for sequence in group.sequences:
+                sequence.num_pending = 0
+        if self.hosted is not None:
+            self.hosted.discard()

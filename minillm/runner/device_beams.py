@@ -1,0 +1,162 @@
+"""Beam searches whose steps the device takes by itself, behind the computation of their logits.
+
+The host tells which rows are beams of which search, and hears a step later what was chosen: its books follow. Each of
+them holds its last, partly filled block alone, so a row that goes on with another's beam has a block to copy that
+one's into, and nothing is allocated here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minillm import kernels
+from minillm.kernels import KVCache, SearchField
+from minillm.parallel.collectives import Ranks
+from minillm.runner.graphs import Graphs
+from minillm.runner.rows import padded_size
+from minillm.runner.to_device import to_device
+from minillm.runner.to_host import ToHost
+
+MOST_END_TOKENS = SearchField.MOST_ENDS
+_MOST_LANES = 4096  # likeliest tokens of all beams of a search that one program compares
+
+
+@dataclass(frozen=True)
+class Search:
+    """The rules of one search that the device has to know."""
+
+    width: int
+    num_candidates: int  # continuations to look at
+    end_ids: tuple[int, ...]
+
+    def fits(self, vocab: int) -> bool:
+        """Whether the device can take this search's steps."""
+        lanes = _power_of_two(self.width) * _power_of_two(self.num_candidates)
+        return lanes <= _MOST_LANES and len(self.end_ids) <= MOST_END_TOKENS and self.num_candidates <= vocab
+
+
+class Chosen:
+    """The continuations that each search has looked at; `wait` brings them to the host."""
+
+    def __init__(self, searches: Sequence[Search], logprobs: Tensor, choices: Tensor) -> None:
+        self._counts = [search.num_candidates for search in searches]
+        self._results = ToHost([logprobs[: len(searches)], choices[: len(searches)]])
+
+    def wait(self) -> list[list[tuple[float, int, int]]]:
+        """For each search (log-probability, beam, token), the best first; the beam by its place among the search's."""
+        logprobs, choices = self._results.wait()
+        return [
+            list(zip(values[:count], beams[:count], tokens[:count], strict=True))
+            for count, values, (beams, tokens) in zip(self._counts, logprobs, choices, strict=True)
+        ]
+
+
+class DeviceBeams:
+    """The rows that are beams, the searches that they belong to, and the graphs that take a step.
+
+    Args:
+        words: the rows of all decoding sequences.
+        kv_cache: the pool.
+        capacity: beams at most, padding included.
+        vocab: tokens; 0 on a rank that does not choose.
+        graphs: capture CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        words: Tensor,
+        kv_cache: KVCache,
+        capacity: int,
+        vocab: int,
+        ranks: Ranks | None,
+        *,
+        graphs: bool,
+    ) -> None:
+        self._words, self._kv_cache, self._block_size = words, kv_cache, kv_cache.values.shape[3]
+        self._vocab, self._ranks, device = vocab, ranks, words.device
+        self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+        self._places = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self._searches = torch.zeros(capacity, SearchField.WORDS, dtype=torch.int32, device=device)
+        self._parents = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self._graphs = Graphs(self._rows, enabled=graphs)
+        self.forget()
+
+    def forget(self) -> None:
+        """Rely on nothing that was sent."""
+        self._size = 0
+        self._told: tuple[list[int], list[Search]] | None = None
+
+    def close(self) -> None:
+        self._graphs.clear()
+
+    def begin(self, rows: list[int] | None) -> None:
+        """Take the rows that are beams in this step, padding included; None: those of the last step with any."""
+        if rows is not None:
+            self._size = len(rows)
+            self._rows[: self._size].copy_(to_device(rows, torch.int32, self._words.device))
+
+    def choose(self, logits: Tensor, places: list[int], searches: list[Search], *, recorded: bool) -> Chosen:
+        """Let each search take a step, and fork the rows accordingly.
+
+        Args:
+            logits: ``[n, vocab]``.
+            places: each beam's row of logits; the beams of a search lie next to each other.
+            recorded: ``logits`` lie where those of all steps lie, so that a graph can read them.
+        """
+        if self._told != (places, searches):
+            self._tell(places, searches)
+            self._told = places, searches
+        size, number = self._size, padded_size(len(searches))
+        count = min(_power_of_two(max(search.num_candidates for search in searches)), self._vocab)
+        width = _power_of_two(max(search.width for search in searches))
+        whole = places == list(range(len(places))) and len(logits) >= size
+
+        def work() -> tuple[Tensor, Tensor]:
+            beams = logits[:size] if whole else logits.index_select(0, self._places[:size])
+            values, ids = kernels.top_log_probabilities(beams, count)
+            parents, *found = kernels.choose_beams(
+                self._words, self._rows[:size], self._searches[:number], values, ids, self._vocab, width
+            )
+            self._parents[:size].copy_(parents)
+            if self._ranks is None:
+                self._fork(size)
+            return found[0], found[1]
+
+        logprobs, choices = (
+            self._graphs.run(("choose", size, number, count, width, whole), work) if recorded else work()
+        )
+        if self._ranks is not None:
+            self.fork()
+        return Chosen(searches, logprobs, choices)
+
+    def fork(self) -> None:
+        """Fork the rows as rank 0 has chosen."""
+        size = self._size
+        self._graphs.run(("fork", size), lambda: self._fork(size))
+
+    def _fork(self, size: int) -> None:
+        if self._ranks is not None:
+            self._ranks.broadcast(self._parents[:size])
+        copies = kernels.fork_rows(self._words, self._rows[:size], self._parents[:size], self._block_size)
+        for tensor in self._kv_cache.tensors:
+            kernels.block_copy(tensor, copies)
+
+    def _tell(self, places: list[int], searches: list[Search]) -> None:
+        """Send the list of searches, and where their logits are."""
+        words, first = [], 0
+        for search in searches:
+            ends = [*search.end_ids, *[-1] * (MOST_END_TOKENS - len(search.end_ids))]
+            head = [first, search.width, search.num_candidates]
+            words.append([*head, *[0] * (SearchField.ENDS - len(head)), *ends])
+            first += search.width
+        words += [[0] * SearchField.WORDS] * (padded_size(len(searches)) - len(searches))
+        device = self._words.device
+        self._searches[: len(words)].copy_(to_device(words, torch.int32, device))
+        all_places = places + [0] * (self._size - len(places))
+        self._places[: self._size].copy_(to_device(all_places, torch.int64, device))
+
+
+def _power_of_two(n: int) -> int:
+    return max(2, 1 << (n - 1).bit_length())
