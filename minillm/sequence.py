@@ -217,9 +217,8 @@ class Method(Protocol):
 class Flight(Protocol):
     """Decisions that one step and one method have under way."""
 
-    # The next step can be computed before this one has told the host anything; and it can also be decided about then.
-    may_run_ahead: bool
-    may_decide_ahead: bool
+    may_run_ahead: bool  # the next step depends on nothing that this one has to tell the host
+    may_compute_ahead: bool  # the next step's logits do not, and may wait until this one has been concluded
 
     @property
     def groups(self) -> list[SequenceGroup]:

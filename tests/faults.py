@@ -457,7 +457,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("seed-cut-in-half", "_signed(sequence.seed >> 32)", "0", AHEAD + "[0]"),
     ],
     "minillm/runner/runner.py": [
-        ("kv8-copies-without-scales", "for tensor in self.kv_cache.tensors:", "for tensor in self.kv_cache.tensors[:1]:",
+        ("kv8-copies-without-scales",
+         "for tensor in self.kv_cache.tensors:", "for tensor in self.kv_cache.tensors[:1]:",
          EIGHT_BITS + "test_load_changes_no_token[4-samples-False]"),
         ("wrong-slot", "* size + i % size for i in range(first, end)]",
          "* size + (i + 1) % size for i in range(first, end)]", ANYHOW),
@@ -478,7 +479,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("prompt-counts-as-answer", "sequence.token_ids[: sequence.num_prompt_tokens])] = 1",
          "sequence.token_ids[: sequence.num_prompt_tokens])] = 2", AHEAD),
         ("rows-of-beams-taken-for-samples", "if len(draws) != draws[-1].row + 1:", "if False:", AHEAD),
-        ("draws-ahead-of-the-hosts-penalties", "may_draw_ahead=not hosted)", "may_draw_ahead=True)", AHEAD, BAD_WORDS),
+        ("draws-ahead-of-the-hosts-penalties", "may_run_ahead=not hosted,", "may_run_ahead=True,", AHEAD, BAD_WORDS),
     ],
     # --- ranks --------------------------------------------------------------------------------------------------------
     "minillm/runner/wire.py": [

@@ -24,11 +24,11 @@ class Followed:
     chosen: Chosen
     hosted: Flight | None  # of other groups
     may_run_ahead: bool = field(init=False)
-    may_decide_ahead: bool = field(init=False)
+    may_compute_ahead: bool = field(init=False)
     found: list[list[tuple[float, int, int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.may_run_ahead = self.may_decide_ahead = self.hosted is None
+        self.may_run_ahead = self.may_compute_ahead = self.hosted is None
 
     @property
     def groups(self) -> list[SequenceGroup]:

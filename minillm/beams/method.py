@@ -222,7 +222,7 @@ class Searches:
     searching: list[tuple[SequenceGroup, dict[int, int]]]  # with the row of logits of each of the group's sequences
     found: list[tuple[BeamStep, list[list[Candidate]]]] = field(default_factory=list)
     may_run_ahead: bool = False
-    may_decide_ahead: bool = False
+    may_compute_ahead: bool = False
 
     @property
     def groups(self) -> list[SequenceGroup]:

@@ -37,7 +37,7 @@ class HostResult:
 class _Runner:
     """A runner without a device, and its drawn tokens."""
 
-    may_run_ahead = may_draw_ahead = False
+    may_run_ahead = may_compute_ahead = False
     tokens: list[int]  # of the next step, made up before its time is taken
 
     def draw(self, logits: object, draws: list[Chunk]) -> _Runner:

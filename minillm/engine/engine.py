@@ -47,8 +47,8 @@ class Step:
         return bool(self.flights) and all(flight.may_run_ahead for flight in self.flights)
 
     @property
-    def may_decide_ahead(self) -> bool:
-        return all(flight.may_decide_ahead for flight in self.flights)
+    def may_compute_ahead(self) -> bool:
+        return bool(self.flights) and all(flight.may_compute_ahead for flight in self.flights)
 
     def discard(self) -> None:
         for flight in self.flights:
@@ -143,9 +143,9 @@ class Engine:
     def _advance(self, step: Step) -> list[Delta]:
         """Launch the step behind ``step`` where that is possible, then conclude ``step``."""
         failure: Exception | None = None
-        if step.may_run_ahead:
+        if step.may_run_ahead or step.may_compute_ahead:
             try:
-                self._under_way = self._launch(decide=step.may_decide_ahead)
+                self._under_way = self._launch(decide=step.may_run_ahead)
             except Exception as error:
                 failure = error  # that step's; this one has yet to be concluded
         try:

@@ -77,7 +77,7 @@ class Samples:
         drawn = self._runner.draw(logits, draws)
         for draw in draws:
             draw.sequence.num_pending += 1
-        return Draws(self, draws, drawn, drawn.may_run_ahead, drawn.may_draw_ahead)
+        return Draws(self, draws, drawn, drawn.may_run_ahead, drawn.may_compute_ahead)
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
         outputs = []
@@ -128,7 +128,7 @@ class Draws:
     chunks: list[Chunk]  # one for each drawn token
     drawn: Drawn
     may_run_ahead: bool
-    may_decide_ahead: bool
+    may_compute_ahead: bool
     results: tuple[list[int], list[TokenLogprobs | None], list[bool]] = ([], [], [])
 
     @property

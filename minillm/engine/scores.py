@@ -21,7 +21,7 @@ class Scoring:
     parts: list[tuple[SequenceGroup, range]]  # the tokens of each group's prompt, in the order of the step's chunks
     results: list[list[PromptTokenLogprobs]] = field(default_factory=list)
     may_run_ahead: bool = True
-    may_decide_ahead: bool = True
+    may_compute_ahead: bool = True
 
     @classmethod
     def launched(cls, requests: Requests, scored: Scored, schedule: Schedule) -> Scoring:
@@ -87,7 +87,7 @@ class Ends:
     requests: Requests
     groups: list[SequenceGroup]
     may_run_ahead: bool = True
-    may_decide_ahead: bool = True
+    may_compute_ahead: bool = True
 
     @property
     def is_wanted(self) -> bool:

@@ -161,7 +161,7 @@ class Verification:
     drawn: Drawn
     results: tuple[list[int], list[TokenLogprobs | None], list[bool]] = ([], [], [])
     may_run_ahead: bool = False  # how many tokens have come decides about everything
-    may_decide_ahead: bool = False
+    may_compute_ahead: bool = False
 
     @property
     def groups(self) -> list[SequenceGroup]:

@@ -179,7 +179,7 @@ class DeviceRunner(Runner):
         at: slice | Tensor = slice(len(draws))
         if len(draws) != draws[-1].row + 1:  # rows of another method lie between
             at = self._numbers([draw.row for draw in draws], torch.int64)
-        return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=True, may_draw_ahead=True)
+        return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=True, may_compute_ahead=True)
 
     def _draw_from(self, logits: Tensor, draws: list[Chunk], hosted: list[int]) -> Drawn:
         """Draw from any rows of logits; the host changes those of the ``hosted`` draws itself."""
@@ -198,7 +198,7 @@ class DeviceRunner(Runner):
         kernels.end_decode(self._words, self._counts, self._numbers([row.index for row in rows], torch.int32), tokens)
         self._books.note_drawn(draws)
         logprobs = kernels.log_probabilities(raw, tokens)
-        return Drawn(draws, tokens, logprobs, raw, may_run_ahead=True, may_draw_ahead=not hosted)
+        return Drawn(draws, tokens, logprobs, raw, may_run_ahead=not hosted, may_compute_ahead=True)
 
     def draw_guessed(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
         self._books.give_up(holders)

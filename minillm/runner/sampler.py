@@ -26,8 +26,8 @@ class Drawn:
         token_ids: ``[draws]`` int64.
         logprobs: ``[draws]``, of these tokens: NaN where a logit is NaN.
         logits: ``[draws, vocab]``, the model's own, for the most probable tokens where they are wanted.
-        may_run_ahead: the next step can be computed before the host has seen these tokens.
-        may_draw_ahead: and its tokens can be drawn before that.
+        may_run_ahead: the next step can be launched before the host has seen these tokens.
+        may_compute_ahead: its logits can be computed before that.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Drawn:
         logits: Tensor,
         *,
         may_run_ahead: bool,
-        may_draw_ahead: bool,
+        may_compute_ahead: bool,
     ) -> None:
-        self.may_run_ahead, self.may_draw_ahead = may_run_ahead, may_draw_ahead
+        self.may_run_ahead, self.may_compute_ahead = may_run_ahead, may_compute_ahead
         self._counts = [draw.group.params.logprobs for draw in draws]
         wanted = [i for i, count in enumerate(self._counts) if count is not None]
         vocab = logits.shape[-1]
@@ -82,7 +82,7 @@ def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
     token_ids = draw_tokens(processed, draws)
     wanted = any(draw.group.params.logprobs is not None for draw in draws)  # otherwise only NaN has a meaning
     logprobs = kernels.log_probabilities(raw, token_ids) if wanted else raw.amax(-1)
-    return Drawn(draws, token_ids, logprobs, raw, may_run_ahead=False, may_draw_ahead=False)
+    return Drawn(draws, token_ids, logprobs, raw, may_run_ahead=False, may_compute_ahead=False)
 
 
 def draw_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Tensor:
