@@ -22,6 +22,7 @@ from minillm.kernels.arguments import (
     Pages,
     Places,
     SamplingInputs,
+    Search,
     SearchField,
 )
 from minillm.kernels.cpu import HostPlan

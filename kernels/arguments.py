@@ -163,6 +163,23 @@ class Field:
     TABLE = 16  # the first block id
 
 
+class Search(NamedTuple):
+    """The rules of one beam search, as far as its steps on the device need them."""
+
+    width: int
+    num_candidates: int  # continuations to look at
+    end_ids: tuple[int, ...]
+
+    def fits(self, vocab: int) -> bool:
+        """Whether `minillm.kernels.beam_rows` can take its steps."""
+        lanes = _power_of_two(self.width) * _power_of_two(self.num_candidates)
+        return lanes <= 4096 and len(self.end_ids) <= SearchField.MOST_ENDS and self.num_candidates <= vocab
+
+
+def _power_of_two(n: int) -> int:
+    return max(2, 1 << (n - 1).bit_length())
+
+
 class SearchField:
     """The place of each word that describes a beam search to `minillm.kernels.beam_rows`."""
 

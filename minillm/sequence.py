@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minillm.cache import BlockTable, HostMoves
 from minillm.grammar.matcher import Matcher
+from minillm.kernels import Search
 from minillm.outputs import (
     CompletionOutput,
     Delta,
@@ -109,10 +110,15 @@ class SequenceGroup:
     streamed: bool = False  # deltas with text are wanted even where they cost something
     scores: PromptScores | None = None  # of the prompt, where they are wanted
     num_cached_tokens: int = 0
-    on_device: bool = False  # the device decides how its sequences go on, which of them forks included
+    search: Search | None = None  # the device decides how its sequences go on, by these rules; None: the host does
     num_common_blocks: int = 0  # its sequences hold the same ones, whatever the device decides; if it does
     error: str | None = None  # the reason why it ends before its time
     state: Any = None  # the method's own
+
+    @property
+    def on_device(self) -> bool:
+        """Whether its sequences fork on the device, and the books follow."""
+        return self.search is not None
 
     @property
     def num_prompt_tokens(self) -> int:

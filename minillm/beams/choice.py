@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.cache import BlockTable
 from minillm.grammar.matcher import Matcher
+from minillm.kernels import Search
 from minillm.outputs import FinishReason, TokenLogprobs
-from minillm.runner.device_beams import Search
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.text.stop import OutputText
 

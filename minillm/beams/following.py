@@ -20,19 +20,19 @@ class Followed:
 
     follow: Callable[[BeamStep, list[Candidate]], list[Delta]]
     requests: Requests
-    following: list[SequenceGroup]
+    following: dict[SequenceGroup, int]  # with the place of its search among those of ``chosen``
     chosen: Chosen
     hosted: Flight | None  # of other groups
     may_run_ahead: bool = field(init=False)
-    may_compute_ahead: bool = False  # the rows of a search that has ended would be missing
+    may_compute_ahead: bool = field(init=False)
     found: list[list[tuple[float, int, int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.may_run_ahead = self.hosted is None
+        self.may_run_ahead = self.may_compute_ahead = self.hosted is None
 
     @property
     def groups(self) -> list[SequenceGroup]:
-        return self.following if self.hosted is None else [*self.following, *self.hosted.groups]
+        return [*self.following] if self.hosted is None else [*self.following, *self.hosted.groups]
 
     @property
     def is_wanted(self) -> bool:
@@ -45,7 +45,8 @@ class Followed:
 
     def conclude(self) -> list[Delta]:
         deltas: list[Delta] = []
-        for group, found in zip(self.following, self.found, strict=True):
+        for group, number in self.following.items():
+            found = self.found[number]
             for sequence in group.sequences:
                 sequence.num_pending -= 1
             if group.finished or group.error is not None:

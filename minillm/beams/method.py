@@ -17,9 +17,9 @@ from minillm.beams.choice import BeamState, Choice, Hypothesis
 from minillm.beams.following import Followed
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.engine.requests import Requests
+from minillm.kernels import Search
 from minillm.outputs import CompletionOutput, Delta, TokenLogprobs
 from minillm.params import BeamSearchParams
-from minillm.runner.device_beams import Search
 from minillm.runner.device_runner import DeviceRunner
 from minillm.runner.penalties import NO_TOKEN, needs_processing
 from minillm.sequence import PROMPT, Chunk, Flight, Sequence, SequenceGroup, Stage
@@ -60,9 +60,9 @@ class Beams:
         # Beams decode in step: the last token of each waits until all have come as far.
         behind = [(beam, left) for beam in group.sequences if (left := beam.num_tokens - 1 - beam.num_computed)]
         if behind:
-            group.on_device = False
+            group.search = None
             return [Chunk(group, beam, left, False) for beam, left in behind]
-        group.on_device = self._is_for_device(group)
+        group.search = group.state.search if self._is_for_device(group) else None
         if group.on_device:
             count_common_blocks(group, self.requests.scheduler.cache.block_size)
         return [beam.decode or Chunk.last_token(group, beam) for beam in group.sequences]
@@ -72,15 +72,17 @@ class Beams:
             self.requests.fork_prompt(group, leader)
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        on_device = [chunk for chunk in chunks if chunk.group.on_device]
-        if not on_device or self._device is None:
+        choices = None if self._device is None else self._device.take_choices()
+        if choices is None:
             return self._search(logits, chunks)
-        groups = list(dict.fromkeys(chunk.group for chunk in on_device))
-        chosen = self._device.choose(logits, on_device, [group.state.search for group in groups])
+        on_device = [chunk for chunk in chunks if chunk.group.on_device]
         for chunk in on_device:
             chunk.sequence.num_pending += 1
         hosted = [chunk for chunk in chunks if not chunk.group.on_device]
-        return Followed(self.follow, self.requests, groups, chosen, self._search(logits, hosted) if hosted else None)
+        groups, chosen = choices
+        # Those of other groups have ended since their step was launched.
+        following = {chunk.group: groups.index(chunk.group) for chunk in on_device}
+        return Followed(self.follow, self.requests, following, chosen, self._search(logits, hosted) if hosted else None)
 
     def _search(self, logits: Tensor, chunks: list[Chunk]) -> Searches:
         rows: dict[SequenceGroup, dict[int, int]] = {}

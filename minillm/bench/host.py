@@ -9,16 +9,19 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from minillm.beams.candidates import BeamStep
-from minillm.beams.method import Searches, beam_step
+from minillm.beams.method import Beams, Searches, beam_step
 from minillm.beams.search import Candidate
 from minillm.bench.table import NoOptions, shown
 from minillm.cache import BlockManager
 from minillm.engine.engine import Engine, Step
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
+from minillm.kernels import AttentionShape, Costs, Field
 from minillm.load import methods_for
 from minillm.params import BeamSearchParams, Params, SamplingParams
-from minillm.sequence import Chunk, Schedule
+from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.rows import Rows, Sharing
+from minillm.sequence import Chunk, Schedule, SequenceGroup
 
 _VOCAB, _STEPS = 49152, 200
 
@@ -45,8 +48,8 @@ class _Runner:
 
 
 def measure(options: NoOptions) -> list[HostResult]:
-    """Both figures, and their parts."""
-    times = {**_decode_step(256), **_beam_step(32, 4)}
+    """All figures, and their parts."""
+    times = {**_decode_step(256), **_beam_step(32, 4), **_followed_step(32, 4), **_followed_step(8, 4)}
     return [HostResult(what, 1e6 * statistics.median(seconds)) for what, seconds in times.items()]
 
 
@@ -125,3 +128,69 @@ def _beam_step(num_groups: int, width: int) -> dict[str, list[float]]:
         if len(schedule.decodes) == num_groups * width:
             times.append(seconds + launched - launching + done - choosing)
     return {f"beam step, {num_groups} groups of width {width}": times}
+
+
+class _Searches:
+    """A device that takes the steps of searches, without one: made-up continuations of every beam."""
+
+    may_run_ahead = True
+    found: list[list[tuple[float, int, int]]]  # of the next step, made up before its time is taken
+
+    def __init__(self, num_beams: int) -> None:
+        shape = AttentionShape(32, 8, 128, 2, 132)
+        self.books = Rows(num_beams, Field.TABLE + 256, 16, Sharing(shape, Costs()), lambda row, sequence: None)
+
+    def compute(self, beams: list[Chunk]) -> None:
+        self.books.work_for(beams, joins=False)
+        self.books.note_drawn(beams)
+        self.groups = list(dict.fromkeys(chunk.group for chunk in beams))
+
+    def take_choices(self) -> tuple[list[SequenceGroup], _Searches]:
+        return self.groups, self
+
+    def wait(self) -> list[list[tuple[float, int, int]]]:
+        return self.found
+
+
+def _followed_step(num_groups: int, width: int) -> dict[str, list[float]]:
+    """A step that the device takes by itself: scheduler, cache, changes of rows, and the books that follow."""
+    params = BeamSearchParams(beam_width=width, max_tokens=1000, ignore_eos=True)
+    rng, device = random.Random(1), _Searches(num_groups * width)
+    engine = _engine(None, num_groups * width, num_groups, params)
+    beams = Beams(engine.requests, cast(DeviceRunner, device))
+    for group in engine.requests.groups.values():
+        group.method = beams
+        beams.begin(group)
+    times: list[float] = []
+    while len(times) < _STEPS:
+        seconds, schedule, sampled = _books(engine)
+        device.found = [
+            sorted(
+                (
+                    (beam.cumulative_logprob - rng.expovariate(1), slot, rng.randrange(3, _VOCAB))
+                    for slot, beam in enumerate(group.sequences)
+                    for _ in range(2 * width)
+                ),
+                reverse=True,
+            )[: 2 * width]
+            for group in dict.fromkeys(chunk.group for chunk in sampled if chunk.group.on_device)
+        ]
+        _first_steps([chunk for chunk in sampled if not chunk.group.on_device], width)
+        chosen = [chunk for chunk in sampled if chunk.group.on_device]
+        began = time.perf_counter()
+        if chosen:
+            device.compute(chosen)
+        step = Step(schedule, [])
+        engine.launch_flights(step, cast(Any, None), chosen)
+        engine.conclude(step)
+        if len(chosen) == num_groups * width:
+            times.append(seconds + time.perf_counter() - began)
+    return {f"beam step that the device takes, {num_groups} groups of width {width}": times}
+
+
+def _first_steps(prompts: list[Chunk], width: int) -> None:
+    """Let the one beam of each prompt become ``width``, as the host does."""
+    for chunk in prompts:
+        step = beam_step(chunk.group, {chunk.sequence.seq_id: chunk.row})
+        best = [Candidate(-1.0 - i, 0, 3 + i) for i in range(2 * width)]
+        cast(Beams, chunk.group.method).advance(step, [best], {})

@@ -6,35 +6,17 @@ one's into, and nothing is allocated here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import KVCache, SearchField
+from minillm.kernels import KVCache, Search, SearchField
 from minillm.parallel.collectives import Ranks
 from minillm.runner.graphs import Graphs
 from minillm.runner.rows import padded_size
 from minillm.runner.to_device import to_device
 from minillm.runner.to_host import ToHost
-
-MOST_END_TOKENS = SearchField.MOST_ENDS
-_MOST_LANES = 4096  # likeliest tokens of all beams of a search that one program compares
-
-
-@dataclass(frozen=True)
-class Search:
-    """The rules of one search that the device has to know."""
-
-    width: int
-    num_candidates: int  # continuations to look at
-    end_ids: tuple[int, ...]
-
-    def fits(self, vocab: int) -> bool:
-        """Whether the device can take this search's steps."""
-        lanes = _power_of_two(self.width) * _power_of_two(self.num_candidates)
-        return lanes <= _MOST_LANES and len(self.end_ids) <= MOST_END_TOKENS and self.num_candidates <= vocab
 
 
 class Chosen:
@@ -68,13 +50,14 @@ class DeviceBeams:
         self,
         words: Tensor,
         kv_cache: KVCache,
+        block_size: int,
         capacity: int,
         vocab: int,
         ranks: Ranks | None,
         *,
         graphs: bool,
     ) -> None:
-        self._words, self._kv_cache, self._block_size = words, kv_cache, kv_cache.values.shape[3]
+        self._words, self._kv_cache, self._block_size = words, kv_cache, block_size
         self._vocab, self._ranks, device = vocab, ranks, words.device
         self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=device)
         self._places = torch.zeros(capacity, dtype=torch.int64, device=device)
@@ -95,7 +78,7 @@ class DeviceBeams:
         """Take the rows that are beams in this step, padding included; None: those of the last step with any."""
         if rows is not None:
             self._size = len(rows)
-            self._rows[: self._size].copy_(to_device(rows, torch.int32, self._words.device))
+            self._rows[: self._size].copy_(to_device(rows, torch.int32, self._rows.device))
 
     def choose(self, logits: Tensor, places: list[int], searches: list[Search], *, recorded: bool) -> Chosen:
         """Let each search take a step, and fork the rows accordingly.
@@ -145,17 +128,18 @@ class DeviceBeams:
 
     def _tell(self, places: list[int], searches: list[Search]) -> None:
         """Send the list of searches, and where their logits are."""
-        words, first = [], 0
+        words: list[int] = []
+        first = 0
         for search in searches:
-            ends = [*search.end_ids, *[-1] * (MOST_END_TOKENS - len(search.end_ids))]
+            ends = [*search.end_ids, *[-1] * (SearchField.MOST_ENDS - len(search.end_ids))]
             head = [first, search.width, search.num_candidates]
-            words.append([*head, *[0] * (SearchField.ENDS - len(head)), *ends])
+            words += [*head, *[0] * (SearchField.ENDS - len(head)), *ends]
             first += search.width
-        words += [[0] * SearchField.WORDS] * (padded_size(len(searches)) - len(searches))
+        words += [0] * SearchField.WORDS * (padded_size(len(searches)) - len(searches))
         device = self._words.device
-        self._searches[: len(words)].copy_(to_device(words, torch.int32, device))
-        all_places = places + [0] * (self._size - len(places))
-        self._places[: self._size].copy_(to_device(all_places, torch.int64, device))
+        self._searches.view(-1)[: len(words)].copy_(to_device(words, torch.int32, device))
+        padding = [0] * (self._size - len(places))
+        self._places[: self._size].copy_(to_device(places + padding, torch.int64, device))
 
 
 def _power_of_two(n: int) -> int:

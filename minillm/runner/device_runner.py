@@ -21,7 +21,7 @@ from minillm.cache import HostMoves
 from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
 from minillm.model.llama import Batch, Llama
 from minillm.model.shard import ranks_of
-from minillm.runner.device_beams import Chosen, DeviceBeams, Search
+from minillm.runner.device_beams import Chosen, DeviceBeams
 from minillm.runner.graphs import Graphs
 from minillm.runner.masks import masks_of
 from minillm.runner.penalties import needs_host, process_draw
@@ -30,7 +30,7 @@ from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, draw_tokens
 from minillm.runner.step import ChunkWork, DecodeWork, StepWork
 from minillm.runner.to_device import to_device
-from minillm.sequence import Chunk, Schedule, Sequence
+from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 
 _REHEARSED = 37  # tokens of a prompt: no multiple of anything, as most prompts
 
@@ -92,7 +92,8 @@ class DeviceRunner(Runner):
         self._draws = Graphs(self._rows, enabled=graphs)
         plans = None if sharing is None else Sharing(shape, sharing)
         self._books = Rows(max_num_seqs, self._words.shape[1], block_size, plans, self._count_tokens)
-        self._beams = DeviceBeams(self._words, self.kv_cache, capacity, vocab, self._ranks, graphs=graphs)
+        self._choices: tuple[list[SequenceGroup], Chosen] | None = None  # of the last step, until they are taken
+        self._beams = DeviceBeams(self._words, self.kv_cache, block_size, capacity, vocab, self._ranks, graphs=graphs)
         self._size = 0  # rows of the last step, padding included
         self._decodes: list[Chunk] = []  # of the last step
 
@@ -122,9 +123,23 @@ class DeviceRunner(Runner):
             size = self._begin(work.decode)
             shared = self._shared(work.decode, size)
             self._forwards.run((size, shared is not None), lambda: self._forward(size, shared))
-        if work.decode is not None and work.decode.num_beams and self._ranks is not None and self._ranks.rank:
-            self._beams.fork()
+        if work.decode is not None and work.decode.num_beams:
+            self._take_steps(logits)
         return logits
+
+    def _take_steps(self, logits: Tensor) -> None:
+        """Let the searches that the device decides take a step, rows and blocks included."""
+        if self._ranks is not None and self._ranks.rank:
+            self._beams.fork()
+            return
+        beams = [chunk for chunk in self._decodes if chunk.group.on_device]
+        groups = list(dict.fromkeys(chunk.group for chunk in beams))
+        searches = [group.search for group in groups if group.search is not None]
+        recorded = logits.data_ptr() == self._logits.data_ptr()
+        places = [chunk.row for chunk in beams]
+        chosen = self._beams.choose(self._logits if recorded else logits, places, searches, recorded=recorded)
+        self._books.note_drawn(beams)
+        self._choices = groups, chosen
 
     def _join(self, work: DecodeWork, prefill: Batch) -> Batch:
         """Make one batch of decoding sequences and of chunks of prompts, without a graph: weights are read once."""
@@ -189,21 +204,10 @@ class DeviceRunner(Runner):
         self._books.give_up(holders)
         return super().draw_guessed(logits, draws, holders)
 
-    def choose(self, logits: Tensor, beams: list[Chunk], searches: list[Search]) -> Chosen:
-        """Let searches take a step, rows and blocks included.
-
-        Args:
-            beams: one chunk for each beam, those of a search next to each other: the chunks of this step's decoding
-                sequences whose groups are ``on_device``, in their order.
-        """
-        recorded = logits.data_ptr() == self._logits.data_ptr()
-        places = [chunk.row for chunk in beams]
-        with torch.inference_mode():
-            chosen = self._beams.choose(self._logits if recorded else logits, places, searches, recorded=recorded)
-        self._books.note_drawn(beams)
-        for observer in self.observers:
-            observer.end()
-        return chosen
+    def take_choices(self) -> tuple[list[SequenceGroup], Chosen] | None:
+        """What the device has chosen in the last step, once: the groups whose sequences have forked, and how."""
+        choices, self._choices = self._choices, None
+        return choices
 
     def rehearsals(self) -> list[Callable[[], object]]:
         """The parts of a first request's work, which do not depend on each other; its numbers are meaningless."""
@@ -219,6 +223,7 @@ class DeviceRunner(Runner):
     def forget(self) -> None:
         self._books.forget()
         self._beams.forget()
+        self._choices = None
 
     def close(self) -> None:
         self._forwards.clear()

@@ -131,9 +131,10 @@ class Rows:
                 self._replan = True
             if len(blocks) != row.num_blocks or blocks[-1] != row.last_block:
                 first = max(0, row.num_blocks - 1)  # the last one may have been copied on write
-                if sequence.num_pending and chunk.group.on_device:
+                if not (row.forks and chunk.group.on_device):
+                    self._replan |= len(blocks) <= first or blocks[first] != row.last_block
+                elif sequence.num_pending:
                     first = row.num_blocks  # the device may have forked the others, and these books lag behind
-                self._replan |= first < row.num_blocks and (len(blocks) <= first or blocks[first] != row.last_block)
                 at = row.index * width + Field.TABLE + first
                 changes.update(zip(range(at, at + len(blocks) - first), blocks[first:], strict=True))
                 row.num_blocks, row.last_block = len(blocks), blocks[-1]

@@ -31,12 +31,13 @@ class Witness:
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(engine.runner, DeviceRunner)
-        self.runner, self.cache, self.num_compared = engine.runner, engine.cache, 0
+        self.runner, self.cache = engine.runner, engine.cache
+        self.num_compared = self.num_ahead = 0  # beams; of them, those whose next step was under way
         self.rows: dict[int, list[list[int]]] = {}  # by flight: all rows as the device left them
-        choose, conclude = engine.runner.choose, Followed.conclude
+        choose, conclude = engine.runner._beams.choose, Followed.conclude
 
-        def noted(*arguments: Any) -> Chosen:
-            chosen = choose(*arguments)
+        def noted(*arguments: Any, **options: Any) -> Chosen:
+            chosen = choose(*arguments, **options)
             self.rows[id(chosen)] = self.runner._words.tolist()
             return chosen
 
@@ -47,7 +48,7 @@ class Witness:
                 self.compare(group, rows)
             return deltas
 
-        monkeypatch.setattr(engine.runner, "choose", noted)
+        monkeypatch.setattr(engine.runner._beams, "choose", noted)
         monkeypatch.setattr(Followed, "conclude", compared)
 
     def compare(self, group: SequenceGroup, rows: list[list[int]]) -> None:
@@ -66,6 +67,7 @@ class Witness:
             last = beam.blocks[count - 1]
             assert computed % size == 0 or self.cache.ref_counts[last] == 1, "two beams would write to one block"
             self.num_compared += 1
+            self.num_ahead += beam.num_pending
 
 
 @pytest.mark.parametrize("eos", [[EOS], [EOS, 11, 40], []], ids=["one eos", "three eos", "no eos"])
@@ -92,6 +94,31 @@ def test_the_same_beams_and_scores_as_transformers(
             assert_same(output, *expected(theirs, prompt, params, eos))
 
 
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_searches_run_ahead_where_nothing_needs_the_host(
+    models: tuple[Any, Any], block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, model = models
+    plain = [each for each in CASES if not each.has_penalties and not each.no_repeat_ngram_size and not each.min_tokens]
+    requests: list[tuple[list[int], Any]] = list(zip(prompts(len(plain)), plain, strict=True))
+    requests += [(prompt[::-1], SamplingParams(seed=0, max_tokens=12)) for prompt, _ in requests[:3]]
+    engine = engine_for(
+        model,
+        num_blocks=2048 // block_size,
+        block_size=block_size,
+        eos=frozenset([EOS]),
+        max_num_seqs=128,
+        max_num_batched_tokens=512,
+        on_device=True,
+    )
+    witness = Witness(engine, monkeypatch)
+    outputs = run(engine, requests)
+    assert witness.num_ahead > 0.8 * witness.num_compared
+    for (prompt, params), output in zip(requests, outputs, strict=True):
+        if isinstance(params, BeamSearchParams):
+            assert_same(output, *expected(theirs, prompt, params, [EOS]))
+
+
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_beams_survive_preemption(
@@ -115,8 +142,8 @@ def test_beams_survive_preemption(
         assert_same(output, *expected(theirs, prompt, params, []))
 
 
-def mixed(rng: random.Random, count: int) -> list[tuple[list[int], Any]]:
-    """Searches for the device, searches for the host, and samples."""
+def mixed(rng: random.Random, count: int, *, hosted: bool) -> list[tuple[list[int], Any]]:
+    """Searches for the device, samples, and with ``hosted`` searches for the host, which nothing runs ahead of."""
     requests: list[tuple[list[int], Any]] = []
     for number in range(count):
         prompt = [rng.randrange(3, 97) for _ in range(rng.randint(1, 18))]
@@ -137,8 +164,10 @@ def mixed(rng: random.Random, count: int) -> list[tuple[list[int], Any]]:
             BeamSearchParams(beam_width=3, repetition_penalty=1.3, **ends),
             SamplingParams(temperature=0, **ends),
             SamplingParams(n=rng.randint(1, 3), seed=number, **ends),
+            SamplingParams(temperature=0, logit_bias={7: 2.0}, **ends),  # computed ahead, and drawn when it is its turn
         ]
-        requests.append((prompt, rng.choice([*kinds, kinds[0], kinds[0]])))
+        plain = [kinds[0], kinds[0], *kinds[4:]]
+        requests.append((prompt, rng.choice(kinds + plain if hosted else plain)))
     return requests
 
 
@@ -164,14 +193,14 @@ def told(output: RequestOutput) -> Any:
 def test_preemption_and_aborts_at_any_step(models: tuple[Any, Any], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = models
     rng = random.Random(seed)
-    requests = mixed(rng, 16)
+    requests = mixed(rng, 16, hosted=seed % 2 == 0)
     alone = [run(engine_for(model, num_blocks=200, on_device=False), [each])[0] for each in requests]
     size = rng.choice((1, 2, 4, 16))
     engine = engine_for(
         model,
         num_blocks=640 // size,
         block_size=size,
-        host_blocks=rng.choice((0, 0, 600)),
+        host_blocks=600 * (seed // 2 % 2),
         max_num_seqs=16,
         max_num_batched_tokens=40,
         prefix_caching=rng.random() < 0.7,
@@ -238,16 +267,15 @@ def test_logits_of_nan_end_the_request_alone(models: tuple[Any, Any], monkeypatc
     [expected_] = run(engine_for(model, on_device=False), [([5, 6, 7], params)])
     engine = engine_for(model, on_device=True)
     assert isinstance(engine.runner, DeviceRunner)
-    choose, steps = engine.runner.choose, []
+    choose, steps = engine.runner._beams.choose, []
 
-    def poisoned(logits: torch.Tensor, beams: list[Chunk], searches: Any) -> Chosen:
-        steps.append(beams)
+    def poisoned(logits: torch.Tensor, places: list[int], searches: Any, **options: Any) -> Chosen:
+        steps.append(places)
         if len(steps) == 4:
-            row = next(chunk.row for chunk in beams if chunk.group.request_id == "bad")
-            logits[row] = float("nan")
-        return choose(logits, beams, searches)
+            logits[places[1]] = float("nan")
+        return choose(logits, places, searches, **options)
 
-    monkeypatch.setattr(engine.runner, "choose", poisoned)
+    monkeypatch.setattr(engine.runner._beams, "choose", poisoned)
     engine.add_request("bad", [9, 9], params)
     engine.add_request("good", [5, 6, 7], params)
     while engine.has_work:
@@ -300,5 +328,6 @@ def test_what_the_host_must_see_it_decides(
     _, model = models
     expected_ = run(engine_for(model, num_blocks=400, on_device=False), [([5, 6, 7], params)])
     engine = engine_for(model, num_blocks=400, on_device=True)
-    monkeypatch.setattr(engine.runner, "choose", None)
+    assert isinstance(engine.runner, DeviceRunner)
+    monkeypatch.setattr(engine.runner._beams, "choose", None)
     assert told(run(engine, [([5, 6, 7], params)])[0]) == told(expected_[0])

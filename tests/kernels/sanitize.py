@@ -18,7 +18,9 @@ from minillm.kernels import (
     LayerCache,
     Places,
     SamplingInputs,
+    SearchField,
     activation,
+    beam_rows,
     blocks,
     decode_rows,
     matvec,
@@ -121,6 +123,14 @@ def main() -> None:
         decode_rows.begin_decode(words, chosen, 4, inputs)
         decode_rows.penalise(logits[:4], words, counts, chosen, torch.empty(4, vocab, device=DEVICE))
         decode_rows.end_decode(words, counts, chosen, torch.tensor([0, 1, 2, vocab - 1], device=DEVICE))
+        beams = torch.tensor([rows - 1, 2, 0, -1], dtype=torch.int32, device=DEVICE)
+        words[:, Field.POSITION], words[:, Field.RANK] = 27, torch.arange(rows, device=DEVICE)
+        searches = torch.zeros(2, SearchField.WORDS, dtype=torch.int32, device=DEVICE)
+        searches[0, :3] = torch.tensor([0, 3, 6], device=DEVICE)
+        values, ids = top_k.top_log_probabilities(logits[:4], 8)
+        parents, *_ = beam_rows.choose_beams(words, beams, searches, values, ids, vocab, 3)
+        beam_rows.fork_rows(words, beams, torch.where(beams >= 0, parents, 0), 4)
+        beam_rows.fork_rows(words, beams, torch.zeros_like(parents), 4)
     torch.cuda.synchronize()
     print("every kernel ran")
 

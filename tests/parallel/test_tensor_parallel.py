@@ -115,6 +115,7 @@ def test_a_step_survives_the_line() -> None:
     for work in (
         StepWork(HostMoves([(1, 2)], [(3, 4)]), [(5, 6)], decode, [chunk], 0),
         StepWork(HostMoves(), [], DecodeWork(1, None, [], [], False, None), [], 0),
+        StepWork(HostMoves(), [], DecodeWork(5, None, [], [], False, None, 3, [4, 1, 2, -1]), [], 0),
         StepWork(HostMoves(), [], None, [chunk, chunk], 1),
     ):
         back = wire.decode(wire.encode(work))
@@ -323,6 +324,21 @@ def test_a_steady_step_sends_next_to_nothing() -> None:
         sizes = line_of(engine).sizes
     assert engine.figures.num_steps == len(sizes)
     assert sorted(sizes)[len(sizes) // 2] < 60, "most steps change nothing but what every rank can count itself"
+
+
+def test_searches_fork_on_all_ranks_at_once() -> None:
+    """Where nothing needs the host, ranks hear of no fork: rank 0's device tells them."""
+    model = hf_model()
+    params = BeamSearchParams(beam_width=4, max_tokens=40, ignore_eos=True)
+    requests: list[tuple[list[int], Params]] = [([5, 6, 7 + i], params) for i in range(3)]
+    config, tensors = tensors_of(model)
+    whole = load_llama(StateDict(tensors), config, device=CPU, dtype=torch.float32, max_positions=256)
+    expected = tokens(run(engine_over(whole, None, num_blocks=300), requests))
+    with team(model, 2, num_blocks=300) as engine:
+        assert tokens(run(engine, requests)) == expected
+        sizes = line_of(engine).sizes
+    assert engine.figures.num_steps == len(sizes) == 40
+    assert sorted(sizes)[len(sizes) // 2] < 70, "a message of most steps has neither tokens nor tables"
 
 
 @pytest.mark.parametrize("size", [2, 4])
