@@ -206,8 +206,11 @@ def _advice(rows: list[Row], machine: Machine, name: str) -> str:
         return f"none fits: {_name(row.model)} needs {size(row.fit.needed)}, {lacks} more than there is"
     form = "" if ":" in best.model.name or len(rows) == 1 or best.model.quantize else f":{FULL}"
     is_listed = load_manifest().entry(name) is not None
-    return f"minillm chat --model {best.model.name}{form if is_listed else ''}" + (
-        f" --quantize {best.model.quantize}" if best.model.quantize else ""
+    cache = machine.budget.config.kv_cache_dtype
+    return (
+        f"minillm chat --model {best.model.name}{form if is_listed else ''}"
+        + (f" --quantize {best.model.quantize}" if best.model.quantize else "")
+        + (f" --kv-cache-dtype {cache}" if cache != "auto" else "")
     )
 
 

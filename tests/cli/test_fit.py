@@ -82,6 +82,17 @@ def test_the_table_marks_the_best_and_names_its_command(run: Run) -> None:
     assert len({line.rindex("  ") for line in (columns, full, q8)}) == 1, "columns stand below each other"
 
 
+def test_a_context_in_8_bits_is_longer_and_stands_in_the_command(run: Run) -> None:
+    """A row of 128 numbers takes 132 bytes, and not 256."""
+    wide, narrow = (
+        rows(run, "llama-3.1-8b", "--memory", "8GiB", "--kv-cache-dtype", form)["llama-3.1-8b:q4_k_m"]["context"]
+        for form in ("auto", "int8")
+    )
+    assert narrow == pytest.approx(wide * 256 / 132, rel=0.01)
+    out = run("llama-3.1-8b", "--memory", "8GiB", "--kv-cache-dtype", "int8")[1]
+    assert out.endswith("minillm chat --model llama-3.1-8b:q4_k_m --kv-cache-dtype int8\n")
+
+
 def test_another_machine_is_asked_for_by_its_memory(run: Run) -> None:
     by_memory = {gib: rows(run, "llama-3.1-8b", "--memory", f"{gib}GiB") for gib in (6, 8, 12, 24)}
     best = {gib: [name for name, row in found.items() if row["best"]] for gib, found in by_memory.items()}

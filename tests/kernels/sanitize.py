@@ -70,9 +70,9 @@ def main() -> None:
             slots = torch.tensor([0, -1, 5, 3], device=DEVICE)
             places = Places(angles.cos(), angles.sin(), slots)
             norms = HeadNorms(randn(dim, dtype=dtype), randn(dim, dtype=dtype), 1e-5)
-            for cache in (LayerCache(pool.k, pool.v), LayerCache(levels.k, levels.v, levels.k_scales, levels.v_scales)):
-                rotary.rotary_write_kv(q, k, v, places, cache)
-                rotary.rotary_write_kv(q, k, v, places, cache, norms)
+            for layer in (LayerCache(pool.k, pool.v), LayerCache(levels.k, levels.v, levels.k_scales, levels.v_scales)):
+                rotary.rotary_write_kv(q, k, v, places, layer)
+                rotary.rotary_write_kv(q, k, v, places, layer, norms)
         for tokens in (1, 3):
             few, residual = x[:tokens].contiguous(), randn(tokens, 90, dtype=dtype)
             matvec.norm_matvec(few, weight, 1e-5, randn(91, 577, dtype=dtype), randn(91, dtype=dtype))

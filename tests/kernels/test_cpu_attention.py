@@ -110,6 +110,31 @@ def test_rotary_write_kv_without_padding_takes_the_fast_way_to_the_same_result(
         torch.testing.assert_close(got, exact)
 
 
+@pytest.mark.parametrize("dtype", CPU_TOLERANCE)
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_are_rounded_as_the_reference_rounds_them(dtype: torch.dtype, padded: bool) -> None:
+    """Bit for bit what `quantise_rows` makes of the rows of a cache of q's dtype, on the fast way and the other."""
+    packed, angles = torch.randn(5, 8, 64).to(dtype), torch.randn(5, 32)
+    packed[2, 5], packed[3, 6, 1] = 0, float("nan")
+    slots = torch.tensor([9, 2, 3, 4, -1 if padded else 0])
+    plain = LayerCache(*(torch.zeros(3, SIZE, 2, 64, dtype=dtype) for _ in "kv"))
+    levels = [torch.full((3, SIZE, 2, 64), 99, dtype=torch.int8) for _ in "kv"]
+    narrow = LayerCache(*levels, *(torch.full((3, 2, SIZE), 99.0) for _ in "kv"))
+    for cache in (plain, narrow):
+        q, k, v = packed.clone().split((4, 2, 2), dim=1)
+        kernels.rotary_write_kv(q, k, v, Places(angles.cos(), angles.sin(), slots), cache)
+    written = slots[slots >= 0]
+    others = [slot for slot in range(3 * SIZE) if slot not in written.tolist()]
+    for rows, got, factors in ((plain.k, narrow.k, narrow.k_scales), (plain.v, narrow.v, narrow.v_scales)):
+        assert factors is not None
+        flat = factors.transpose(1, 2).flatten(0, 1)
+        expected, scales = reference.quantise_rows(rows.flatten(0, 1)[written])
+        assert torch.equal(got.flatten(0, 1)[written], expected)
+        torch.testing.assert_close(flat[written], scales, atol=0, rtol=0, equal_nan=True)
+        assert (got.flatten(0, 1)[others] == 99).all()
+        assert (flat[others] == 99).all()
+
+
 @pytest.mark.parametrize(
     ("lengths", "together"),
     [([9], False), ([1, 37, 16], False), ([5, 40, 17, 33, 1], False), ([20, 40], True), ([33, 17, 40, 25, 40], True)],
