@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from minillm.bench.table import ModelOptions, Subject, shown
@@ -59,7 +60,7 @@ def measure(subject: Subject, options: Options) -> FormsResult:
     llm = subject.llm
     requests, vocab = llm.engine.requests, llm.engine.runner.model.config.vocab_size
     if llm.engine.tokenizer is None:
-        requests.__dict__["grammars"] = Compiler(random_vocabulary(vocab))
+        requests.__dict__["grammars"] = Compiler(random_vocabulary(vocab, requests.eos_token_ids))
     rng = random.Random(0)
     grammar = Grammar.json(SCHEMA)
     formed: list[Request] = [
@@ -93,15 +94,19 @@ def measure(subject: Subject, options: Options) -> FormsResult:
     return FormsResult(options.batch_size, tokens, *rates, 1 - plain / by_schema, 1 - plain / mixed)
 
 
-def random_vocabulary(size: int) -> Vocabulary:
-    """Tokens of one to nine printable characters, all single ones among them; most are words, half behind a space."""
+def random_vocabulary(size: int, end_ids: Collection[int] = ()) -> Vocabulary:
+    """Tokens of one to nine printable characters, all single ones among them; most are words, half behind a space.
+
+    ``end_ids`` stand for no text.
+    """
     rng = random.Random(0)
     letters, signs = "abcdefghijklmnopqrstuvwxyz", ' ,.:;"{}[]()0123456789'
     words = dict.fromkeys(chr(code) for code in range(32, 127))
     while len(words) < size:
         word = "".join(rng.choices(letters if rng.random() < 0.95 else signs, k=rng.randint(2, 8)))
         words[rng.choice(("", " ")) + word] = None
-    tokens = [word.encode() for word in list(words)[:size]]
+    texts = iter(words)
+    tokens = [b"" if token_id in end_ids else next(texts).encode() for token_id in range(size)]
 
     def encode(text: str) -> list[int]:
         raise UsageError("only the longest tokens")  # which `Vocabulary.encode` takes then
