@@ -126,10 +126,15 @@ class Typist:
                 type_slowly(running, b"\r")
         elif kind < 0.12:
             running.resize(*self.rng.choice(SIZES))
-        elif kind < 0.15:
-            type_slowly(running, f"/model {self.model}\r".encode())
         elif kind < 0.2:  # peel all layers, and ask something that will be answered
-            type_slowly(running, b"\x1b[27u" * 4 + self.rng.choice([b"hello\r", b"/n 3\r", b"/n 1\r", b"/reload\r"]))
+            again = f"/model {self.model}\r" if self.last.get("phase") != "ready" else "hello\r"
+            line = self.rng.choice([again, again, again, "hello\r", "a story\r", "/n 3\r", "/n 1\r", "/reload\r"])
+            self.typed.append(line)
+            for key in (b"\x1b[27u",) * 3:
+                type_slowly(running, key)
+                running.read(0.05)
+            type_slowly(running, b"\x15" + line.encode())
+            running.read(1.0)
         else:
             keys = something(self.rng)
             self.typed.append(keys)
@@ -190,7 +195,11 @@ class Typist:
             running.read(1.5)
             self.look()
             mine = [each for each in self.last.get("holders", []) if each not in ("system prompt",)]
-            if not self.last.get("said") and not self.last.get("busy") and (self.last.get("phase") != "ready" or not mine):
+            if (
+                not self.last.get("said")
+                and not self.last.get("busy")
+                and (self.last.get("phase") != "ready" or not mine)
+            ):
                 return
         assert running.process.poll() is not None, f"blocks stay: {self.last}; {self.story()}"
 

@@ -90,11 +90,12 @@ class Watched(chat_app.ChatApp):
         if not conversation.first or path in DELETED:
             return []
         try:
-            data, saved = json.loads(path.read_text("utf-8", "surrogatepass")), self.chat.talk.store.load(path)
-        except (OSError, MinillmError) as error:
+            saved = self.chat.talk.store.load(path)
+        except MinillmError as error:
             return [str(error)]
-        if not busy and data != (shown := json.loads(json.dumps(conversation.to_data()))):
-            return [f"on disk is {data}, and shown is {shown}"]
+        shown = Conversation.from_data(json.loads(json.dumps(conversation.to_data())))  # as it will be read
+        if not busy and saved.to_data() != shown.to_data():
+            return [f"on disk is {saved.to_data()}, and shown is {shown.to_data()}"]
         kept = ended(saved)
         missing = [each for each in ended(conversation) if each not in kept]
         return [f"not on disk: {missing}"] if missing else []
