@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -212,12 +213,15 @@ async def test_the_oldest_turns_go_when_the_context_is_full_and_that_is_said() -
 
 async def test_wrong_commands_are_explained() -> None:
     async with chat() as pilot:
-        for text in ("/modle", "/set heat 3", "/copy"):
+
+        def told(words: str) -> bool:
+            return any(words in note.message for note in pilot.app._notifications)
+
+        wrong = {"/modle": "did you mean /model", "/set heat 3": "unknown parameter", "/copy": "nothing has been said"}
+        for text, words in wrong.items():
             await say(pilot, text)
-        await until(pilot, lambda: len(pilot.app._notifications) == 3)
-        told = " ".join(note.message for note in pilot.app._notifications)
-        for words in ("did you mean /model", "unknown parameter", "nothing has been said"):
-            assert words in told
+            await until(pilot, partial(told, words))
+            assert len(pilot.app._notifications) == 1, "in place of the one before"
         assert screen(pilot).query_one(PromptInput).text == ""
         await say(pilot, "/set temperature 0.25")
         assert screen(pilot).app.settings.sampling["temperature"] == 0.25

@@ -146,7 +146,7 @@ class Typist:
         how = self.rng.choice(["anew", "resume", "resume"])
         command = (sys.executable, str(Path(__file__).with_name("watched_chat.py")), str(self.log), self.model, how)
         places = {"MINILLM_DATA": str(self.directory), "MINILLM_CONFIG": str(self.directory / "config.toml")}
-        environment = {**places, "OMP_NUM_THREADS": "1"}
+        environment = {**places, "OMP_NUM_THREADS": "1", "MINILLM_DEBUG": "1"}
         self.counts["apps"] += 1
         with session(command, size=self.rng.choice(SIZES), environment=environment) as running:
             running.read(3.0)

@@ -1,7 +1,7 @@
 """The chat app on the terminal, which looks at itself twice a second: are the books balanced, is everything on disk?
 
-Arguments: the log, the model ("fake": the scripted engine), "resume" to go on with the latest conversation. A line of the
-log is a `Look` as JSON.
+Arguments: the log, the model ("fake": the scripted engine), "resume" to go on with the latest conversation. A line of
+the log is a `Look` as JSON.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Watched(chat_app.ChatApp):
     seen = Path()
     last_seen = ""
 
-    def on_mount(self) -> None:
+    async def on_mount(self) -> None:
         self.set_interval(0.5, lambda: self.chat.talk.call_later(self._look))
 
     def _look(self) -> None:
