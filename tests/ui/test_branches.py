@@ -368,3 +368,16 @@ async def test_a_conversation_is_named_and_found_by_its_name() -> None:
         await pilot.press(*"nile", "enter")
         await until(pilot, lambda: len(screen(pilot).talk.conversation.turns) == 2)
         assert screen(pilot).talk.conversation.shown_title == "Herons of the Nile"
+
+
+async def test_a_text_that_begins_with_a_digit_takes_no_candidate() -> None:
+    async with chat(sampling={"n": 3}) as pilot:
+        turn = await ask(pilot, "echo one")
+        await pilot.press("2", "space", *"more")
+        prompt = screen(pilot).query_one(PromptInput)
+        await until(pilot, lambda: prompt.text == "2 more")
+        await until(pilot, lambda: len(turn.answer.candidates) == 3)
+        prompt.text = ""
+        await pilot.press("2", *"why")
+        await until(pilot, lambda: not turn.answer.candidates)
+        assert prompt.text == "why", "a question that is typed at once is no text behind the digit"

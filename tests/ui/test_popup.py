@@ -128,6 +128,7 @@ async def test_help_begins_with_the_place_that_has_the_keyboard() -> None:
         assert "Save" in seen(pilot)
 
 
+@pytest.mark.anyio
 async def test_the_palette_below_the_help_is_not_opened_a_second_time() -> None:
     async with chat() as pilot:
         for key in ("ctrl+p", "f1", "ctrl+p"):
