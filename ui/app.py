@@ -38,7 +38,7 @@ class ChatApp(EngineApp):
     TITLE = "minillm"
     CSS_PATH = [Path(__file__).parent / name for name in ("app.tcss", "memory/memory.tcss")]  # noqa: RUF012
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall"), (32, "-high")]  # noqa: RUF012
     BINDINGS = [*COMMANDS.bindings("app", "everywhere")]  # noqa: RUF012
 
     def __init__(
@@ -142,7 +142,7 @@ class ChatApp(EngineApp):
     def action_command_palette(self) -> None:
         from minillm.ui.dialogs import Palette
 
-        if not isinstance(self.screen, Palette):
+        if not any(isinstance(each, Palette) for each in self.screen_stack):  # help may lie above it
             self.push_screen(Palette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:

@@ -69,11 +69,11 @@ class View:
 
 VIEWS = (
     View("pool", "f5", "pool", "every block of the cache"),
-    View("tables", "f6", "tables", "the block tables"),
-    View("strands", "f7", "fork", "the text in its blocks: shared once, parting where it forks"),
+    View("tables", "f6", "table", "the block tables"),
+    View("strands", "f7", "strand", "the text in its blocks: shared once, parting where it forks"),
     View("events", "f8", "log", "allocate, fork, copy on write, free, hit, evict, swap"),
     View("memory", "f9", "mem", "what is used, shared, cached and wasted"),
-    View("steps", "f10", "steps", "what each step did, and where its time went"),
+    View("steps", "f10", "step", "what each step did, and where its time went"),
 )
 _MARK = "▸"  # before the current one: to be seen without colour, too
 

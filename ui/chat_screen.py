@@ -127,6 +127,9 @@ class ChatScreen(BearsRemovals, Screen[None]):
 
     def name_of(self, owner: str, index: int) -> str:
         """A sequence's name for people: ``turn 2 · 3`` is the third candidate of the second turn."""
+        summing = self.talk.compaction
+        if summing is not None and summing.request_id == owner:
+            return "the summary"
         name = self.talk.conversation.name_of(owner)
         if name is None:
             return owner if owner == "system prompt" else self._earlier_names.get(owner) or name_of_stranger(owner)

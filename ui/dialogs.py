@@ -27,7 +27,7 @@ from minillm.ui.chat.conversation import Fork
 from minillm.ui.chat.sessions import SessionStore, SessionSummary
 from minillm.ui.numbers import bar, plural
 from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
-from minillm.ui.textual_internals import PatientPalette
+from minillm.ui.textual_internals import Options, PatientPalette
 
 Result = TypeVar("Result")
 
@@ -132,7 +132,7 @@ class ModelScreen(Dialog[str]):
 
     def __init__(self, current: str) -> None:
         self._current = current
-        self._options = OptionList()
+        self._options = Options()
         self._input = Input(placeholder="or a name, a directory, a .gguf file", compact=True)
         hint = "Enter loads it; the conversation stays · Escape closes"
         super().__init__("model", hint, self._options, Static("", classes="problem"), self._input)
@@ -180,7 +180,7 @@ class SessionsScreen(Dialog[Path]):
         self._found: list[SessionSummary] = []
         self._doomed: Path | None = None  # Delete was pressed once
         self._input = Input(search, placeholder="words of a title, a question or an answer", compact=True)
-        self._options = OptionList()
+        self._options = Options()
         hint = "Enter resumes · ↑ ↓ chooses · Delete twice deletes · Escape closes"
         super().__init__("conversations", hint, self._input, self._options, Static("", classes="problem"))
 
@@ -198,7 +198,7 @@ class SessionsScreen(Dialog[Path]):
         for each in self._found:
             when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.saved))
             facts = f"{when} · {plural(each.num_turns, 'turn')}{' · interrupted' if each.interrupted else ''}  "
-            lines.append(Content.assemble((facts, "$text-muted"), each.title))
+            lines.append(Option(Content.assemble((facts, "$text-muted"), each.title), id=each.path.name))
         options.add_options(lines)
         if self._found:
             options.highlighted = min(at, len(self._found) - 1)
@@ -216,7 +216,10 @@ class SessionsScreen(Dialog[Path]):
             self.dismiss(path)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self.dismiss(self._found[event.option_index].path)
+        # By its name: the list may be another one since.
+        path = next((each.path for each in self._found if each.path.name == event.option_id), None)
+        if path is not None:
+            self.dismiss(path)
 
     def action_move(self, where: str) -> None:
         self._doomed = None

@@ -151,7 +151,8 @@ class EngineApp(QuietApp):
         self._files.cleanup()
 
     def notify(self, message: str, **options: Any) -> None:
-        """Show a notification; ``message`` may hold anything."""
+        """Show a notification in place of the last one; ``message`` may hold anything."""
+        self.clear_notifications()
         super().notify(clean_line(message, 400), **{**options, "markup": False})
 
     def watch_settings(self, before: Settings, after: Settings) -> None:

@@ -12,13 +12,15 @@ from codecs import getincrementaldecoder
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from textual import events
 from textual._xterm_parser import XTermParser
-from textual.app import App
-from textual.command import CommandPalette
+from textual.app import App, ComposeResult
+from textual.command import CommandList, CommandPalette
 from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Offset, Size
 from textual.scroll_view import ScrollView
 from textual.widget import Widget
+from textual.widgets import OptionList
 from textual.worker import WorkerFailed
 
 from minillm.ui.terminal import LateAnswers
@@ -188,8 +190,24 @@ def keep_content(block: MarkdownBlock, content: Content) -> None:
     block._content = content
 
 
+class Options(OptionList):
+    """A list whose options may go while they are still drawn, until the next layout: a click on such a one is none."""
+
+    def _on_click(self, event: events.Click) -> None:  # type: ignore[override]
+        if event.style.meta.get("option", 0) >= self.option_count:
+            event.prevent_default()
+
+
+class _Commands(CommandList, Options, can_focus=False):
+    """The palette's list."""
+
+
 class PatientPalette(CommandPalette):
-    """A command palette that can be paged while its list has no lines yet, until the next layout."""
+    """A command palette that can be paged while its list has no lines yet, until the next layout, and clicked at."""
+
+    def compose(self) -> ComposeResult:
+        for part in super().compose():
+            yield _Commands() if isinstance(part, CommandList) else part
 
     def _action_command_list(self, action: str) -> None:
         with suppress(KeyError):

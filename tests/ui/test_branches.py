@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -212,12 +213,15 @@ async def test_the_oldest_turns_go_when_the_context_is_full_and_that_is_said() -
 
 async def test_wrong_commands_are_explained() -> None:
     async with chat() as pilot:
-        for text in ("/modle", "/set heat 3", "/copy"):
+
+        def told(words: str) -> bool:
+            return any(words in note.message for note in pilot.app._notifications)
+
+        wrong = {"/modle": "did you mean /model", "/set heat 3": "unknown parameter", "/copy": "nothing has been said"}
+        for text, words in wrong.items():
             await say(pilot, text)
-        await until(pilot, lambda: len(pilot.app._notifications) == 3)
-        told = " ".join(note.message for note in pilot.app._notifications)
-        for words in ("did you mean /model", "unknown parameter", "nothing has been said"):
-            assert words in told
+            await until(pilot, partial(told, words))
+            assert len(pilot.app._notifications) == 1, "in place of the one before"
         assert screen(pilot).query_one(PromptInput).text == ""
         await say(pilot, "/set temperature 0.25")
         assert screen(pilot).app.settings.sampling["temperature"] == 0.25
@@ -364,3 +368,16 @@ async def test_a_conversation_is_named_and_found_by_its_name() -> None:
         await pilot.press(*"nile", "enter")
         await until(pilot, lambda: len(screen(pilot).talk.conversation.turns) == 2)
         assert screen(pilot).talk.conversation.shown_title == "Herons of the Nile"
+
+
+async def test_a_text_that_begins_with_a_digit_takes_no_candidate() -> None:
+    async with chat(sampling={"n": 3}) as pilot:
+        turn = await ask(pilot, "echo one")
+        await pilot.press("2", "space", *"more")
+        prompt = screen(pilot).query_one(PromptInput)
+        await until(pilot, lambda: prompt.text == "2 more")
+        await until(pilot, lambda: len(turn.answer.candidates) == 3)
+        prompt.text = ""
+        await pilot.press("2", *"why")
+        await until(pilot, lambda: not turn.answer.candidates)
+        assert prompt.text == "why", "a question that is typed at once is no text behind the digit"

@@ -126,3 +126,16 @@ async def test_help_begins_with_the_place_that_has_the_keyboard() -> None:
         await pilot.press("f1")
         await until(pilot, lambda: "Here: a line of text" in seen(pilot))
         assert "Save" in seen(pilot)
+
+
+@pytest.mark.anyio
+async def test_the_palette_below_the_help_is_not_opened_a_second_time() -> None:
+    async with chat() as pilot:
+        for key in ("ctrl+p", "f1", "ctrl+p"):
+            await pilot.press(key)
+            await pilot.pause()
+        await until(pilot, lambda: len(pilot.app.screen_stack) == 3)
+        for _ in range(2):
+            await pilot.press("escape")
+            await pilot.pause()
+        await until(pilot, lambda: len(pilot.app.screen_stack) == 1)

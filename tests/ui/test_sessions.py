@@ -7,11 +7,16 @@ import os
 from pathlib import Path
 
 import pytest
+from driving import ask, chat, seen, until
+from rich.style import Style
+from textual import events
+from textual.widgets import OptionList
 
 from minillm.errors import MinillmError
 from minillm.ui.chat.conversation import LONGEST_TITLE, Conversation
 from minillm.ui.chat.export import export, to_json, to_markdown
 from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.textual_internals import Options
 
 
 def talk(question: str, text: str, reason: str | None = "stop") -> Conversation:
@@ -110,3 +115,26 @@ def test_export(tmp_path: Path) -> None:
         export(conversation, tmp_path / "a.md")
     with pytest.raises(MinillmError, match="cannot be written"):
         export(conversation, tmp_path / "no" / "a.md")
+
+
+@pytest.mark.anyio
+async def test_a_click_on_a_conversation_that_is_listed_no_more_is_none(tmp_path: Path) -> None:
+    async with chat(store=SessionStore(tmp_path)) as pilot:
+        for words in ("echo one", "echo two", "echo three"):
+            await pilot.press("ctrl+n")
+            await ask(pilot, words)
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: pilot.app.screen.query(Options))
+        options = pilot.app.screen.query_one(Options)
+        await until(pilot, lambda: options.option_count == 3)
+        gone = events.Click(options, 1, 1, 0, 0, 1, False, False, False, style=Style(meta={"option": 2}))
+        last = options.get_option_at_index(2)
+        await pilot.press(*"two")
+        await until(pilot, lambda: options.option_count == 1)
+        options.post_message(gone)
+        options.post_message(OptionList.OptionSelected(options, last, 2))
+        await pilot.pause()
+        await pilot.pause()
+        assert len(pilot.app.screen_stack) == 2, "neither an error nor another conversation"
+        await pilot.press("enter")
+        await until(pilot, lambda: "echo two" in seen(pilot))

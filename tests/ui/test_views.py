@@ -25,16 +25,17 @@ from minillm.ui.engine_app import EngineCommand
 from minillm.ui.memory.figures import memory_lines
 from minillm.ui.memory.logs import EventLog, StepList, event_words, split_bar
 from minillm.ui.memory.panel import MemoryPanel
-from minillm.ui.memory.pool import Copy, Pool
-from minillm.ui.memory.pool_map import PoolMap
+from minillm.ui.memory.pool import OWNED, Copy, Memory, Pool
+from minillm.ui.memory.pool_map import Looks, PoolMap
 from minillm.ui.memory.strands import Strands, block_trees, strand_lines, tree_lines
+from minillm.ui.memory.strip import strip
 from minillm.ui.memory.tables import BlockTableView
 from minillm.ui.numbers import spans, sparkline
 from minillm.ui.themes import find_theme
 
 STYLES = Path(ui.__file__).parent
 VIEW_NAMES = [view.name for view in VIEWS]
-WIDE, NARROW = (120, 40), (80, 24)
+WIDE, NARROW, HIGH = (120, 40), (80, 24), (120, 50)
 
 
 class PanelApp(App[None]):
@@ -43,7 +44,7 @@ class PanelApp(App[None]):
     AUTO_FOCUS = None
     CSS_PATH = [STYLES / "app.tcss", STYLES / "memory" / "memory.tcss"]  # noqa: RUF012
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-tall"), (32, "-high")]  # noqa: RUF012
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +183,7 @@ async def test_a_view_catches_up_when_it_is_opened() -> None:
 async def test_the_tabs_open_views_with_the_mouse() -> None:
     async with panel_of(picture(TABLES)) as (pilot, panel, _):
         line = seen(pilot).splitlines()[panel.region.y]
-        await pilot.click(offset=(line.index("fork") + 1, panel.region.y))
+        await pilot.click(offset=(line.index("strand") + 1, panel.region.y))
         assert panel.view == "strands"
 
 
@@ -450,7 +451,7 @@ def test_a_deep_tree_needs_no_deep_stack() -> None:
 
 @pytest.mark.anyio
 async def test_the_tree_tells_what_is_shared_and_what_is_private() -> None:
-    async with panel_of(picture(TABLES), view="strands") as (pilot, _, _):
+    async with panel_of(picture(TABLES), view="strands", size=HIGH) as (pilot, _, _):
         shown = seen(pilot)
         for words in (
             "┏ 3 blocks ×9",
@@ -468,7 +469,7 @@ async def test_the_tree_tells_what_is_shared_and_what_is_private() -> None:
 async def test_strands_show_the_first_words_of_each_block_once() -> None:
     event = picture(TABLES)
     event.words = {0: "You are a cat", 1: script.HOSTILE, 4: "Say why", 20: "A black cat", 21: "The cat of a bl\ufffd"}
-    async with panel_of(event, view="strands") as (pilot, _, _):
+    async with panel_of(event, view="strands", size=HIGH) as (pilot, _, _):
         lines = seen(pilot).splitlines()
         shown = "\n".join(lines)
         assert shown.count("You are a cat") == 1, "nine sequences share it"
@@ -497,6 +498,54 @@ async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_mom
         await pilot.pause()
         assert "⧉" not in seen(pilot)
         assert "came back" not in seen(pilot)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("size", [WIDE, NARROW])
+async def test_where_no_block_is_held_the_strands_say_what_they_are(size: tuple[int, int]) -> None:
+    async with panel_of(view="strands", size=size) as (pilot, panel, pool):
+        assert "/tour shows it in a minute." in seen(pilot)
+        await pilot.resize_terminal(size[0] + 40, size[1])
+        await pilot.pause()
+        assert "its first words" in seen(pilot) or "gone, and its blocks" in seen(pilot)
+        feed(panel, pool, picture(TABLES[:2]))
+        await pilot.pause()
+        await pilot.pause()
+        assert "/tour" not in seen(pilot)
+
+
+def test_the_strip_fills_its_cells_and_colours_them_by_the_most_shared_block() -> None:
+    pool = new_pool()  # of 128 blocks
+    pool.apply(
+        CacheChanged(
+            [table(1, "a", 0, "running", 48, [0, 1, 2]), table(2, "a", 1, "running", 64, [0, 1, 8, 9])], cached=[127]
+        )
+    )
+    drawn = strip(Memory(pool), 16, 2)
+    cells, words = drawn.plain.splitlines()
+    assert cells == "⣄⣀·············⡀"
+    assert words == "all 128 blocks, 8 to a cell · F5 map"
+    colours = {drawn.plain[span.start : span.end]: span.style for span in drawn.spans}
+    assert colours["⣄"] == "$secondary"
+    one_each = strip(Memory(pool), 64, 3).plain.splitlines()
+    assert [len(line) for line in one_each[:2]] == [64, 64]
+    assert one_each[0].startswith("⣿⣿⣿·····⣿⣿·")
+    assert one_each[2] == "all 128 blocks · F5 map"
+    assert strip(Memory(), 64, 3).plain == ""
+    many = Pool(20_000, 16, 1024)
+    assert len(strip(Memory(many), 42, 3).plain.splitlines()) == 3
+
+
+def test_a_candidate_has_one_colour_in_the_strip_and_in_the_map() -> None:
+    pool = new_pool()
+    pool.apply(CacheChanged([table(9, "x", 0, "idle", 16, [30])]))
+    pool.apply(CacheChanged([table(n, "a", n, "running", 16, [n]) for n in range(3)]))
+    looks = Looks(pool)
+    looks.find_all(by_sequence=True)
+    cells = looks.cells(0, 3, on_host=False, by_sequence=True)
+    assert [kind for _, kind in cells] == ["sequence-0", "sequence-1", "sequence-2"]
+    assert len({mark for mark, _ in cells}) == 3
+    assert [pool.looks[n] - OWNED for n in range(3)] == [0, 1, 2]
 
 
 def test_of_many_blocks_the_first_and_the_last_are_drawn() -> None:

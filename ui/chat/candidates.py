@@ -17,7 +17,7 @@ from minillm.ui.chat.conversation import Answer, Candidate
 from minillm.ui.chat.reasoning import split_reasoning
 from minillm.ui.drawing import update_in_place
 from minillm.ui.engine_app import CommandAsked
-from minillm.ui.memory.strands import NUM_COLOURS
+from minillm.ui.memory.pool import NUM_COLOURS
 from minillm.ui.numbers import plural
 
 _NARROWEST = 26  # columns of a candidate's card
@@ -40,6 +40,14 @@ class CandidateCard(VerticalScroll, can_focus=True):
 
     def on_mount(self) -> None:
         self.anchor()  # the end is where a text grows
+
+    def end(self) -> None:
+        """The text grows no more: show its beginning, unless the reader is elsewhere in it."""
+        if self.is_anchored:
+            was_at_end = self.scroll_y >= self.max_scroll_y
+            self.anchor(False)
+            if was_at_end:
+                self.scroll_home(animate=False)
 
     def show(self, candidate: Candidate, num_common: int) -> None:
         """Show the text without its first ``num_common`` characters, which are shown above all cards."""
@@ -109,7 +117,10 @@ class CandidatesView(Vertical):
         return next((card.index for card in self._cards if card.has_focus), 0)
 
     async def on_mount(self) -> None:
-        await self.flush()
+        if self.answer.is_open:
+            await self.flush()
+        else:
+            await self.end()
 
     def on_resize(self, event: events.Resize) -> None:
         columns = max(1, min(len(self._cards), event.size.width // _NARROWEST))
@@ -117,6 +128,8 @@ class CandidatesView(Vertical):
 
     async def end(self) -> None:
         await self.flush()
+        for card in self._cards:
+            card.end()
 
     async def flush(self, lines_ahead: int = 0) -> None:
         """Show the candidates as they stand now."""

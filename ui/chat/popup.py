@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from textual.content import Content
 from textual.geometry import Offset, Region
-from textual.widgets import OptionList
 
 from minillm.text.safe import clean_line
+from minillm.ui.textual_internals import Options
 
 MOST_LINES, _LONGEST_LABEL = 8, 60
 
@@ -23,7 +23,7 @@ class Completion:
     sends: bool = False  # it is whole: Enter sends it
 
 
-class Popup(OptionList, can_focus=False):
+class Popup(Options, can_focus=False):
     """Shows completions; the prompt keeps the keyboard, and moves and takes them."""
 
     def __init__(self) -> None:

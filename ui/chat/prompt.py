@@ -47,6 +47,7 @@ class PromptInput(TextArea):
         self._recalled: int | None = None  # which of them stands in the text now
         self._draft = ""  # the text that was being typed before
         self.num_picks = 0  # candidates that a digit takes now
+        self._picked = ""  # the digit that was typed last, and took one
 
     @property
     def full_text(self) -> str:
@@ -162,7 +163,11 @@ class PromptInput(TextArea):
 
     def _took(self, event: events.Key) -> bool:
         """Handle a key that has a meaning in this text area only. Return False for every other key."""
-        if self._popup.display and event.key in ("up", "down"):
+        picked, self._picked = self._picked, ""
+        if picked and not self.text and event.character in (" ", ".", ",", ")", "-"):
+            self.insert(picked + event.character)  # "2 more colours please": it was a text
+            self.post_message(CommandAsked("undo"))
+        elif self._popup.display and event.key in ("up", "down"):
             self._popup.move(-1 if event.key == "up" else 1)
         elif event.key in ("tab", "enter") and self._complete(event.key):
             pass
@@ -171,6 +176,7 @@ class PromptInput(TextArea):
             if self.full_text.strip():
                 self.post_message(self.Submitted(self.take().strip()))  # here: the next key may be there already
         elif not self.text and event.key.isdecimal() and 1 <= int(event.key) <= self.num_picks:
+            self._picked = event.key
             self.post_message(CommandAsked("accept", event.key))
         elif event.key == "up" and self.cursor_at_first_line:
             return self._recall(-1)

@@ -21,6 +21,7 @@ from minillm.ui.memory.logs import STEP_HEADING, EventLog, StepList
 from minillm.ui.memory.pool import Memory, Names, Pool
 from minillm.ui.memory.pool_map import PoolMap
 from minillm.ui.memory.strands import Strands
+from minillm.ui.memory.strip import strip
 from minillm.ui.memory.tables import HEADING, BlockTableView
 from minillm.ui.numbers import duration, plural
 
@@ -114,13 +115,17 @@ def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
     def events() -> list[Widget]:
         return [*headed("events", log), Drawn(log.legend, id="events-legend")]
 
+    def strands() -> list[Widget]:
+        whole = Drawn(lambda width, height: strip(memory, width, height), id="strands-strip")
+        return [*headed("strands", Strands(memory)), whole]
+
     def steps() -> list[Widget]:
         return headed("steps", StepList(memory), _line("steps-heading", f"{STEP_HEADING}▒ host █ device"))
 
     return {
         "pool": PoolView(memory),
         "tables": MemoryView("tables", "block tables", tables, "t: tokens"),
-        "strands": MemoryView("strands", "strands", lambda: headed("strands", Strands(memory))),
+        "strands": MemoryView("strands", "strands", strands),
         "events": MemoryView("events", "events", events),
         "memory": MemoryView("memory", "memory", lambda: [MemoryFigures(memory)]),
         "steps": MemoryView("steps", "steps", steps),

@@ -22,6 +22,11 @@ _MOST_LEFT = 16
 _HISTORY = 600  # figures over time: a minute at ten a second
 
 
+NUM_COLOURS = 8  # of candidates: in their cards, in their strands, and in the strip of the whole pool
+FREE, CACHED, PINNED, OWNED = range(4)  # what a block is for the strip; from OWNED on, by its owner's colour
+SHARED = OWNED + NUM_COLOURS
+
+
 class BlockState(Enum):
     """The state of a block, by its holders. The value is its letter on the map."""
 
@@ -90,6 +95,7 @@ class Pool:
         self.filled = array("l", self.ref_counts)
         self.figures = PoolFigures(free_blocks=self.num_blocks)
         self._states = [BlockState.FREE] * self.num_blocks
+        self.looks = bytearray(self.num_blocks)  # `FREE` to `SHARED`
         self._cached: set[int] = set()
         self._holders: dict[int, dict[int, int]] = {}  # block -> seq_id -> its number in that table
 
@@ -147,16 +153,19 @@ class Pool:
 
     def _settle(self, block: int, figures: PoolFigures) -> bool:
         """Find how a block stands now, and bring the figures up to date. False where nothing has changed."""
-        holders, state, filled = self._holders.get(block, {}), BlockState.FREE, 0
+        holders, state, filled, look = self._holders.get(block, {}), BlockState.FREE, 0, FREE
         if holders:
-            state = BlockState.SHARED if len(holders) > 1 else BlockState.OWNED
+            state, look = (BlockState.SHARED, SHARED) if len(holders) > 1 else (BlockState.OWNED, OWNED)
             for seq_id, number in holders.items():
                 table = self.tables[seq_id]
                 filled = max(filled, self.filled_slots(table, number))
                 if table.state == "pinned":
                     state = BlockState.PINNED
+                if look != SHARED:
+                    look = PINNED if table.state == "pinned" else OWNED + table.index % NUM_COLOURS
         elif block in self._cached:
-            state, filled = BlockState.CACHED, self.block_size
+            state, filled, look = BlockState.CACHED, self.block_size, CACHED
+        self.looks[block] = look
         after = (len(holders), filled, state)
         before = (self.ref_counts[block], self.filled[block], self._states[block])
         if after == before:

@@ -15,13 +15,12 @@ from minillm.service.messages import TableView
 from minillm.ui.bars import hidden_keys
 from minillm.ui.drawing import flow
 from minillm.ui.memory.line_view import BlockChosen, FactsChanged, LineView, Parts
-from minillm.ui.memory.pool import BlockState, Memory, Pool
+from minillm.ui.memory.pool import NUM_COLOURS, BlockState, Memory, Pool
 from minillm.ui.numbers import count, plural
 
 _GROUP = 8  # blocks between two gaps
 _RISING = "▁▂▃▄▅▆▇"  # how full an owned block is
 _GROWING = "▏▎▍▌▋▊▉"  # and a shared one: another shape, so that it needs no colour
-_NUM_COLOURS = 8  # of sequences; the letters tell 52 of them apart
 _CLASSES = {state: state.name.lower() for state in BlockState}
 _LEGEND = (
     ("·", "free", "free"),
@@ -32,7 +31,7 @@ _LEGEND = (
     ("▃", "part-owned", "partly filled"),
     ("▍", "part-shared", "shared"),
 )  # mark, component class, meaning
-_SEQUENCE_CLASSES = tuple(f"sequence-{number}" for number in range(_NUM_COLOURS))
+_SEQUENCE_CLASSES = tuple(f"sequence-{number}" for number in range(NUM_COLOURS))
 _COMPONENT_CLASSES = {*_CLASSES.values(), *_SEQUENCE_CLASSES, "part-owned", "part-shared", "swapped"}
 
 
@@ -44,6 +43,7 @@ class Looks:
         self.host: dict[int, TableView] = {}  # host block -> the table that waits there
         self._by_state = [("", "")] * pool.num_blocks
         self._letters: dict[int, int] = {}  # seq_id -> its letter's number, as long as it lives
+        self._colours: dict[int, int] = {}  # letter's number -> its colour's
         self._sequence_of = bytearray(pool.num_blocks)  # block -> 1 + its sequence's letter; 0 where it has none
 
     def find_all(self, *, by_sequence: bool) -> None:
@@ -83,9 +83,13 @@ class Looks:
         taken = set(self._letters.values())
         free = (number for number in range(len(pool.tables) + len(taken)) if number not in taken)
         self._sequence_of = bytearray(pool.num_blocks)
+        of_several = {table.owner for table in pool.tables.values() if table.index}
         for table in pool.tables.values():
             if table.seq_id not in self._letters:
                 self._letters[table.seq_id] = next(free)
+            number = self._letters[table.seq_id]
+            # A candidate wears the colour of its card and its strand.
+            self._colours[number] = table.index if table.owner in of_several else number
             if table.state != "swapped":
                 letter = 1 + self._letters[table.seq_id] % len(ascii_letters)
                 for block in table.blocks:
@@ -109,29 +113,28 @@ class Looks:
         if self.pool.ref_counts[block] > 1:
             return "*", "shared"
         if letter:
-            return _letter_look(letter - 1)
+            return self._letter_look(letter - 1)
         return (":" if self.pool.state(block) is BlockState.CACHED else "·"), "free"
 
     def _host_look(self, table: TableView | None, by_sequence: bool) -> tuple[str, str]:
         if table is None:
             return "·", "free"
-        return _letter_look(self._letters.get(table.seq_id, 0)) if by_sequence else ("w", "swapped")
+        return self._letter_look(self._letters.get(table.seq_id, 0)) if by_sequence else ("w", "swapped")
+
+    def _letter_look(self, number: int) -> tuple[str, str]:
+        letter = number % len(ascii_letters)
+        return ascii_letters[letter], _SEQUENCE_CLASSES[self._colours.get(number, number) % NUM_COLOURS]
 
     def legend(self, name_of: Callable[[TableView], str], *, by_sequence: bool) -> Iterator[tuple[str, str, str]]:
         if by_sequence:
             yield "*", "shared", "several"
             for seq_id, number in sorted(self._letters.items(), key=lambda item: item[1]):
                 if seq_id in self.pool.tables:
-                    yield (*_letter_look(number), name_of(self.pool.tables[seq_id]))
+                    yield (*self._letter_look(number), name_of(self.pool.tables[seq_id]))
             return
         yield from _LEGEND
         if self.host:
             yield "w", "swapped", "swapped"
-
-
-def _letter_look(number: int) -> tuple[str, str]:
-    letter = number % len(ascii_letters)
-    return ascii_letters[letter], _SEQUENCE_CLASSES[letter % _NUM_COLOURS]
 
 
 @dataclass(frozen=True)

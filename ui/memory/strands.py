@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from textwrap import wrap
 
 from rich.cells import cell_len
 from textual.content import Content
@@ -15,13 +16,20 @@ from minillm.service.messages import TableView
 from minillm.text.safe import clean_line
 from minillm.ui.bars import hidden_keys
 from minillm.ui.memory.line_view import LineView, Parts
-from minillm.ui.memory.pool import Left, Memory
+from minillm.ui.memory.pool import NUM_COLOURS, Left, Memory
 from minillm.ui.numbers import bar, count, plural
 
-NUM_COLOURS = 8  # of candidates, in their cards and strands
 _FIRST, _LAST = 2, 4  # blocks of a long run that are drawn
 _TORN, _LEFT = 1.5, 4.0  # seconds for which a copy on write is seen, and a sequence that has gone
 _FOLD, _HEAD = -1, -2  # lines that are no block
+_GUIDE = (
+    ("The model's memory of a text lies in blocks. Here each block is a line, with its first words.", "name"),
+    ("│ a block of one answer, in its colour", "strand-0"),
+    ("┃ a block that several answers share: it is stored once", "shared"),
+    ("⧉ copied on write: an answer came to write into a block that others share", "name"),
+    ("✕ gone, and its blocks with it", "fact"),
+    ("/tour shows it in a minute.", "name"),
+)  # where no block is held
 
 # Shared blocks stand once in the tree, above the private ones of each sequence: it is a radix tree over physical block
 # ids. Forks share blocks from the first one on, so a block is shared along an edge or it is private to a leaf;
@@ -141,7 +149,7 @@ class Strands(LineView):
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
-        self._lines: list[StrandLine | Left] = []
+        self._lines: list[StrandLine | Left | tuple[str, str]] = []
         self._fades = False  # a timer runs until something that is shown for a moment goes
 
     def catch_up(self) -> None:
@@ -154,7 +162,14 @@ class Strands(LineView):
             if not self._fades and any(now - moment < _LEFT for moment in moments):
                 self._fades = True
                 self.set_timer(_TORN / 2, self._fade)
+            if not self._lines:
+                self._lines += _guide(self.scrollable_content_region.width)
         self.set_lines(len(self._lines))
+
+    def on_resize(self) -> None:
+        if self._lines and isinstance(self._lines[0], tuple):
+            self.catch_up()
+        super().on_resize()
 
     def _fade(self) -> None:
         self._fades = False
@@ -165,6 +180,8 @@ class Strands(LineView):
         line = self._lines[row]
         if isinstance(line, Left):
             return self._left(line)
+        if isinstance(line, tuple):
+            return [line]
         rails = (line.tree.rails, "rail")
         if line.place != _HEAD:
             below = line.tree.rails.replace("├─ ", "│  ").replace("└─ ", "   ")
@@ -222,6 +239,15 @@ class Strands(LineView):
         words = f"{plural(used, 'block')} for {plural(num_seqs, 'sequence')}"
         instead = f"{count(logical)} without sharing: {max(0, logical - used) / max(1, logical):.0%} saved"
         return Content(f"{words}, {instead}" if len(words) + len(instead) + 2 <= width else f"{words}\n{instead}")
+
+
+def _guide(width: int) -> list[tuple[str, str]]:
+    """What the strands mean, in lines of at most so many cells."""
+    lines: list[tuple[str, str]] = []
+    for text, kind in _GUIDE:
+        indent = "" if text[1] != " " else "  "
+        lines += [(line, kind) for line in wrap(text, max(20, width), subsequent_indent=indent)] + [("", kind)]
+    return lines[:-1]
 
 
 def _colour(table: TableView) -> str:

@@ -1,0 +1,141 @@
+"""The chat app on the terminal, which looks at itself twice a second: are the books balanced, is everything on disk?
+
+Arguments: the log, the model ("fake": the scripted engine), "resume" to go on with the latest conversation. A line of
+the log is a `Look` as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from minillm.cli.main import main
+from minillm.errors import MinillmError
+from minillm.ui import app as chat_app
+from minillm.ui.chat.conversation import Answer, Conversation
+from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.memory.pool import Pool
+from minillm.ui.settings import Settings
+
+HERE = Path(__file__).parent
+ENGINES = {name: (sys.executable, str(HERE / f"{name}_engine.py")) for name in ("fake", "checked")}
+SMALL = {"device": "cpu", "num_blocks": 60, "admission": "optimistic"}
+
+
+@dataclass
+class Look:
+    """What was seen: ``said`` are the ended answers, as (question, texts); ``holders`` own blocks."""
+
+    conversation: str
+    said: list[tuple[str, list[str]]]
+    phase: str
+    busy: bool
+    holders: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    megabytes: float = 0.0  # of the app, at most so far
+
+
+def texts(answer: Answer) -> list[str]:
+    return [answer.text, *(candidate.text for candidate in answer.candidates)]
+
+
+def ended(conversation: Conversation) -> list[tuple[str, list[str]]]:
+    return [(turn.question, texts(turn.answer)) for turn in conversation.all_turns() if not turn.answer.is_open]
+
+
+def book_problems(pool: Pool) -> list[str]:
+    """How the app's picture of the pool contradicts the tables that it knows."""
+    held = Counter(b for table in pool.tables.values() if table.state != "swapped" for b in table.blocks)
+    wrong = [block for block in range(pool.num_blocks) if pool.ref_counts[block] != held[block]]
+    problems = [f"blocks {wrong} are counted otherwise than the tables hold them"] if wrong else []
+    if len(held) != pool.used_blocks:
+        problems.append(f"{pool.used_blocks} blocks are said to be used, and {len(held)} are held")
+    return problems
+
+
+class Watched(chat_app.ChatApp):
+    """Looks, in the talk's own task, where no change is half done."""
+
+    seen = Path()
+    last_seen = ""
+
+    async def on_mount(self) -> None:
+        self.set_interval(0.5, lambda: self.chat.talk.call_later(self._look))
+
+    def _look(self) -> None:
+        talk, pool = self.chat.talk, self.chat.pool
+        busy = talk.run is not None or talk.compaction is not None
+        conversation = talk.conversation
+        look = Look(conversation.conversation_id, ended(conversation), self.engine_state.phase, busy)
+        look.megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        if pool is not None:
+            look.holders = sorted({table.owner for table in pool.tables.values() if table.blocks})
+            look.problems += book_problems(pool)
+        if self.engine_state.phase == "crashed" and "signal 9" not in self.engine_state.error:
+            look.problems.append(self.engine_state.error)
+        look.problems += self._lost(conversation, busy)
+        if (line := json.dumps(asdict(look))) != self.last_seen:
+            self.last_seen = line
+            with self.seen.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+    def _lost(self, conversation: Conversation, busy: bool) -> list[str]:
+        """What the disk does not have."""
+        path = self.chat.talk.store.path_of(conversation)
+        if not conversation.first or path in DELETED:
+            return []
+        try:
+            saved = self.chat.talk.store.load(path)
+        except MinillmError as error:
+            return [str(error)]
+        shown = Conversation.from_data(json.loads(json.dumps(conversation.to_data())))  # as it will be read
+        if not busy and saved.to_data() != shown.to_data():
+            return [f"on disk is {saved.to_data()}, and shown is {shown.to_data()}"]
+        kept = ended(saved)
+        missing = [each for each in ended(conversation) if each not in kept]
+        return [f"not on disk: {missing}"] if missing else []
+
+
+DELETED: set[Path] = set()
+
+
+class Store(SessionStore):
+    """Notes what its user deletes."""
+
+    def save(self, conversation: Conversation) -> None:
+        super().save(conversation)
+        DELETED.discard(self.path_of(conversation))
+
+    def delete(self, path: Path) -> None:
+        DELETED.add(path)
+        super().delete(path)
+
+
+def run() -> int:
+    log, model, how = sys.argv[1:4]
+    os.chdir(Path(log).parent)
+    store = Store.of_user()
+    resumed = None
+    if how == "resume" and (found := store.list()):
+        resumed = store.load(found[0].path)
+    engine = {} if model == "fake" else SMALL
+    app = Watched(
+        Settings(model, engine=engine),
+        store,
+        resumed,
+        engine_command=ENGINES["fake" if model == "fake" else "checked"],
+    )
+    app.seen = Path(log)
+    return chat_app.run(app)
+
+
+if __name__ == "__main__":
+    import minillm.cli.chat as command
+
+    command.chat = lambda arguments: run()
+    sys.exit(main(["chat"]))

@@ -1,0 +1,38 @@
+"""The whole pool in a few lines, many blocks to a cell."""
+
+from itertools import groupby
+from operator import itemgetter
+
+from textual.content import Content
+
+from minillm.ui.memory.pool import CACHED, FREE, OWNED, PINNED, SHARED, Memory
+from minillm.ui.numbers import count, plural
+
+_FILLED = "·⡀⣀⣄⣤⣦⣶⣷⣿"  # by the eighths of a cell's blocks that are not free
+_OWNERS = ("$primary", "$success", "$warning", "$error", "$strand-4", "$strand-5", "$strand-6", "$strand-7")
+_COLOURS = {FREE: "$frame", CACHED: "$dim", PINNED: "$success", SHARED: "$secondary"}
+_COLOURS.update({OWNED + number: colour for number, colour in enumerate(_OWNERS)})
+
+
+def strip(memory: Memory, width: int, height: int) -> Content:
+    """All blocks in their order, in at most ``height`` lines of ``width`` cells, and below them what a cell is. A cell
+    fills up with the blocks that are not free, and has the colour of the most shared one.
+    """
+    pool = memory.pool
+    if pool is None or height < 2 or not width:
+        return Content("")
+    height -= 1
+    per_cell = max(1, -(-pool.num_blocks // (width * height)))
+    cells = []
+    for first in range(0, pool.num_blocks, per_cell):
+        looks = pool.looks[first : first + per_cell]
+        used = len(looks) - looks.count(FREE)
+        cells.append((_FILLED[-(-8 * used // len(looks))], _COLOURS[max(looks)]))
+    lines = []
+    for start in range(0, len(cells), width):
+        runs = groupby(cells[start : start + width], key=itemgetter(1))
+        lines.append(Content.assemble(*(("".join(mark for mark, _ in run), colour) for colour, run in runs)))
+    words = f"all {plural(pool.num_blocks, 'block')}"
+    if per_cell > 1:
+        words += f", {count(per_cell)} to a cell"
+    return Content("\n").join([*lines, Content.styled(words + " · F5 map", "$dim")])
