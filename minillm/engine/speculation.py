@@ -112,7 +112,8 @@ class LookupSamples(Samples):
         plain = [chunk for chunk in chunks if not chunk.draft]
         draws = self.draw(logits, plain) if plain else None
         if draws is not None and not drafted:
-            draws.may_run_ahead = draws.may_run_ahead and not any(map(self._may_guess, draws.chunks))
+            if any(map(self._may_guess, draws.chunks)):
+                draws.may_run_ahead = draws.may_compute_ahead = False
             return draws
         rows = [row for chunk in drafted for row in _rows(chunk)]
         drawn = self._runner.draw_guessed(logits, rows, [chunk.sequence for chunk in drafted])
