@@ -153,3 +153,16 @@ async def test_undo_takes_the_lines_of_a_prompt_away_that_has_a_scrollbar() -> N
         assert prompt.text == ""
         await pilot.press("ctrl+y", "ctrl+z", *"on")
         assert prompt.text == "on"
+
+
+@pytest.mark.anyio
+async def test_where_there_is_no_room_beside_the_talk_a_view_takes_the_screen() -> None:
+    async with chat(size=(40, 12)) as pilot:
+        await pilot.press("f7")
+        await until(pilot, lambda: "/tour shows it" in seen(pilot))
+        await pilot.press("f7")
+        await until(pilot, lambda: "Ask something" in seen(pilot))
+        await pilot.press("f5")
+        await until(pilot, lambda: "Ask something" not in seen(pilot))
+        await pilot.press("escape")
+        await until(pilot, lambda: "Ask something" in seen(pilot))
