@@ -218,6 +218,8 @@ class ChatScreen(BearsRemovals, Screen[None]):
         self.set_class(not shown, "-no-memory")
         if shown:
             self.panel.view = name
+            if self.has_class("-short"):  # there is no room beside the talk
+                self.add_class("-expanded")
             self._show_memory()
         else:
             self.remove_class("-expanded")

@@ -15,7 +15,7 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.screen import ModalScreen
 from textual.widget import Widget
-from textual.widgets import Input, Label, OptionList, Static, TextArea
+from textual.widgets import Input, Label, OptionList, Static
 from textual.widgets.option_list import Option
 
 from minillm.errors import MinillmError, UsageError
@@ -27,7 +27,7 @@ from minillm.ui.chat.conversation import Fork
 from minillm.ui.chat.sessions import SessionStore, SessionSummary
 from minillm.ui.numbers import bar, plural
 from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
-from minillm.ui.textual_internals import Options, PatientPalette
+from minillm.ui.textual_internals import Options, PatientPalette, SteadyTextArea
 
 Result = TypeVar("Result")
 
@@ -77,7 +77,7 @@ class SystemScreen(Dialog[str]):
     BINDINGS = [Binding("ctrl+s", "save", "Save", priority=True)]  # noqa: RUF012
 
     def __init__(self, system: str) -> None:
-        self._area = TextArea(system, compact=True, placeholder="none: the model's template may have its own")
+        self._area = SteadyTextArea(system, compact=True, placeholder="none: the model's template may have its own")
         hint = "Ctrl+S saves, from the next answer on · Escape keeps the old one"
         super().__init__("system prompt", hint, self._area)
 

@@ -20,7 +20,7 @@ from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Offset, Size
 from textual.scroll_view import ScrollView
 from textual.widget import Widget
-from textual.widgets import OptionList
+from textual.widgets import OptionList, TextArea
 from textual.worker import WorkerFailed
 
 from minillm.ui.terminal import LateAnswers
@@ -196,6 +196,16 @@ class Options(OptionList):
     def _on_click(self, event: events.Click) -> None:  # type: ignore[override]
         if event.style.meta.get("option", 0) >= self.option_count:
             event.prevent_default()
+
+
+class SteadyTextArea(TextArea):
+    """Where undo takes lines away and the scrollbar with them, Textual looks for the cursor before it moves it."""
+
+    def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
+        """See `TextArea.scroll_cursor_visible`."""
+        if self.cursor_location[0] >= self.document.line_count:
+            return Offset()
+        return super().scroll_cursor_visible(center, animate)
 
 
 class _Commands(CommandList, Options, can_focus=False):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minillm.cli.options import given
+from minillm.cli.prompt_file import with_piped_text
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
@@ -52,7 +53,10 @@ def chat(arguments: argparse.Namespace) -> int:
         with loading_bar() as report:
             name = best_form(settings.model, EngineConfig(**settings.engine), report, say)
             llm = LLM(name, on_progress=report, on_message=say, **settings.engine)
-        return run_plain(llm, settings, store, resumed, arguments.question or "")
+        question = arguments.question or ""
+        if question and not arguments.plain:  # with --plain, what is piped in are more questions
+            question = with_piped_text(question)
+        return run_plain(llm, settings, store, resumed, question)
     check_terminal()
     gc.disable()  # all objects of the first screen stay: to look for garbage among them takes a tenth of its time
     try:

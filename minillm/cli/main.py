@@ -69,7 +69,7 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
     "chat": (
         "talk to a model in the terminal, and watch its block tables",
         "chat.chat",
-        option("question", nargs="?", metavar="QUESTION", help="ask this first"),
+        option("question", nargs="?", metavar="QUESTION", help="ask this first, about text that is piped in"),
         add_model_options,
         option("-s", "--system", metavar="TEXT", help="system prompt"),
         _switch("--plain", help="line by line: for pipes and screen readers"),

@@ -39,8 +39,7 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
     if prompts:
         if file not in (None, "-"):
             raise UsageError("give prompts either as arguments or with --file, not both")
-        piped = _read("-") if file == "-" or _is_piped() else ""
-        tail = f"\n\n{piped.rstrip()}" if piped.strip() else ""
+        tail = _tail(_read("-") if file == "-" or _is_piped() else "")
         return [_text_request(text, f"prompt {i}", tail) for i, text in enumerate(prompts, 1)]
     source = file or "-"
     asked = file is None and os.isatty(0)
@@ -60,6 +59,15 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
     if not requests:
         raise UsageError(f"{name} holds no prompt")
     return requests
+
+
+def with_piped_text(question: str) -> str:
+    """A question and, behind a blank line, the text that is piped in, if there is some."""
+    return question + _tail(_read("-") if _is_piped() else "")
+
+
+def _tail(piped: str) -> str:
+    return f"\n\n{piped.rstrip()}" if piped.strip() else ""
 
 
 def _is_piped() -> bool:

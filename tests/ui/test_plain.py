@@ -60,6 +60,15 @@ def test_a_question_of_the_command_line_is_asked_first(tiny_model: Path, tmp_pat
     assert [turn.question for turn in store.load(store.latest()).turns] == ["the first", "the second"]
 
 
+def test_piped_text_belongs_to_the_question_of_the_command_line(tiny_model: Path, tmp_path: Path) -> None:
+    process = plain(tiny_model, tmp_path, "sum this up:", "--max-tokens", "3")
+    _, errors = process.communicate(b"one line\n/quit\n\nanother\n", 60)
+    assert process.returncode == 0, errors
+    store = SessionStore(tmp_path / "conversations")
+    [turn] = store.load(store.latest()).turns
+    assert turn.question == "sum this up:\n\none line\n/quit\n\nanother"
+
+
 def test_a_chat_line_by_line_needs_no_textual(tiny_model: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['textual'] = None; from minillm.cli.main import main; sys.exit(main(sys.argv[1:]))"
     environment = {**os.environ, "MINILLM_DATA": str(tmp_path), "MINILLM_CONFIG": str(tmp_path)}

@@ -13,6 +13,7 @@ from minillm.errors import UsageError
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.files import LONGEST_FILE, best_matches, files_below, with_files
 from minillm.ui.chat.popup import Popup
+from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.help import HelpScreen
 
 
@@ -139,3 +140,29 @@ async def test_the_palette_below_the_help_is_not_opened_a_second_time() -> None:
             await pilot.press("escape")
             await pilot.pause()
         await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
+
+
+@pytest.mark.anyio
+async def test_undo_takes_the_lines_of_a_prompt_away_that_has_a_scrollbar() -> None:
+    async with chat() as pilot:
+        prompt = screen(pilot).query_one(PromptInput)
+        prompt.insert("\n".join(f"line {number}" for number in range(30)))
+        await until(pilot, lambda: prompt.show_vertical_scrollbar)
+        await pilot.press("ctrl+z")
+        await pilot.pause()
+        assert prompt.text == ""
+        await pilot.press("ctrl+y", "ctrl+z", *"on")
+        assert prompt.text == "on"
+
+
+@pytest.mark.anyio
+async def test_where_there_is_no_room_beside_the_talk_a_view_takes_the_screen() -> None:
+    async with chat(size=(40, 12)) as pilot:
+        await pilot.press("f7")
+        await until(pilot, lambda: "/tour shows it" in seen(pilot))
+        await pilot.press("f7")
+        await until(pilot, lambda: "Ask something" in seen(pilot))
+        await pilot.press("f5")
+        await until(pilot, lambda: "Ask something" not in seen(pilot))
+        await pilot.press("escape")
+        await until(pilot, lambda: "Ask something" in seen(pilot))

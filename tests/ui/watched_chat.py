@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from minillm.cli.main import main
 from minillm.errors import MinillmError
+from minillm.system import resident_bytes
 from minillm.ui import app as chat_app
 from minillm.ui.chat.conversation import Answer, Conversation
 from minillm.ui.chat.sessions import SessionStore
@@ -37,7 +37,7 @@ class Look:
     busy: bool
     holders: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    megabytes: float = 0.0  # of the app, at most so far
+    megabytes: float = 0.0  # of the app
 
 
 def texts(answer: Answer) -> list[str]:
@@ -72,7 +72,7 @@ class Watched(chat_app.ChatApp):
         busy = talk.run is not None or talk.compaction is not None
         conversation = talk.conversation
         look = Look(conversation.conversation_id, ended(conversation), self.engine_state.phase, busy)
-        look.megabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        look.megabytes = resident_bytes(os.getpid()) / 1e6
         if pool is not None:
             look.holders = sorted({table.owner for table in pool.tables.values() if table.blocks})
             look.problems += book_problems(pool)

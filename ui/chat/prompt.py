@@ -7,13 +7,13 @@ from textual import events
 from textual.binding import Binding
 from textual.message import Message
 from textual.strip import Strip
-from textual.widgets import TextArea
 
 from minillm.ui.chat.files import begun_mention, best_matches, files_below, mention
 from minillm.ui.chat.popup import Completion, Popup
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.engine_app import CommandAsked
 from minillm.ui.numbers import count, plural
+from minillm.ui.textual_internals import SteadyTextArea
 
 _LONGEST_PASTE = 4000  # characters that are pasted into the text itself
 _MOST_PASTED_LINES = 100
@@ -21,7 +21,7 @@ _MOST_OFFERED = 50  # files
 _NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 
 
-class PromptInput(TextArea):
+class PromptInput(SteadyTextArea):
     """A text area that grows with its text and posts `Submitted`. ↑ in the first line brings back earlier texts.
 
     Before anything else is typed, ``?`` asks for the help, and a digit accepts a candidate while there are some.

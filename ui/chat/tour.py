@@ -7,7 +7,7 @@ from minillm.service.messages import Pace
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.talk import Talk
 from minillm.ui.engine_app import EngineApp
-from minillm.ui.numbers import plural
+from minillm.ui.numbers import count
 
 QUESTION = "Name an animal, and say in one sentence why you like it."
 _SAMPLING = {"temperature": 0.9, "max_tokens": 40, "n": 3}
@@ -41,10 +41,14 @@ async def _play(talk: Talk) -> None:
         await asyncio.sleep(_READING)
 
     at_first = copies()
-    await tell("one question, three answers. The question's tokens are computed once, into blocks of the pool.")
+    await tell(
+        "what the model has read stays in memory, in blocks of some words each: a line per block beside this. "
+        "Now one question is asked for three answers."
+    )
     talk.prompt.post_message(PromptInput.Submitted(QUESTION))  # the talk asks, in its own task
     await tell(
-        "fork: each answer has a line beside this; the thick cells are the question's blocks, which all three share."
+        "fork: the question is read once. Its blocks are the thick lines (┃); all three answers go on from there, and "
+        "each has thin lines of its own (│), in the colour of its card."
     )
     waited = 0.0
     while (talk.run is not None or talk.conversation.leaf is None) and waited < _LONGEST:
@@ -55,10 +59,12 @@ async def _play(talk: Talk) -> None:
         return  # it was stopped, or the user has gone elsewhere
     copied = copies() - at_first
     await tell(
-        f"copy on write: {plural(copied, 'block')} copied, as an answer first wrote into a last block that is shared. "
-        "All blocks before it stay shared."
+        "copy on write: the question ended in the midst of a block, and three answers came to write there. "
+        f"So that block was copied {count(copied)} times, and nothing else: all blocks before it "
+        "are still shared."
     )
     talk.call_command("accept", "1")
     await tell(
-        "free: one answer was taken, and the blocks that only the others held are free again. F7 hides this view."
+        "free: one answer was taken. The blocks that only the others held are free again, and the rest stays. That is "
+        "all there is: fork, copy on write, free. Ask on, or try /n 3 and /beams 4; F7 hides this view."
     )
