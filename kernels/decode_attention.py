@@ -248,8 +248,8 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
 def tiling(dim_tile: int, element_size: int, in_8_bits: bool) -> tuple[int, int, int]:
     """(tokens, stages, warps) of a tile; ``element_size`` is of a number of the queries.
 
-    In 8 bits a tile has half the bytes, so it has twice the tokens: 64 x 4,096 tokens of 32/8 heads x 128 take 258 us on
-    an H200, and 320 to 344 in tiles of 64 tokens, as V is read from shared memory byte by byte.
+    In 8 bits a tile has half the bytes, so it has twice the tokens: 64 x 4,096 tokens of 32/8 heads x 128 take 258 us
+    on an H200, and 320 to 344 in tiles of 64 tokens, as V is read from shared memory byte by byte.
     """
     if in_8_bits and element_size == 2:
         return (128 if dim_tile <= 128 else 32), 3, 4

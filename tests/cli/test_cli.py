@@ -430,5 +430,5 @@ def test_bench_host_prints_figures() -> None:
     result = minillm("bench", "host", "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
-    assert len(figures) == 3
+    assert len(figures) == 5
     assert all(figure["microseconds"] > 0 for figure in figures)
