@@ -125,8 +125,9 @@ class KeepsPlace:
         self._kept = child, line
 
     @property
-    def keeps_place(self) -> bool:
-        return self._kept is not None
+    def place(self) -> tuple[Widget, int] | None:
+        """The child and the line that are kept."""
+        return self._kept
 
     def give_place_up(self) -> None:
         self._kept = None

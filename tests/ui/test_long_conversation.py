@@ -32,6 +32,7 @@ async def opened(pilot: Pilot[None], num_turns: int = 300) -> Transcript:
     talk = screen(pilot).talk
     await talk.open_conversation(long_conversation(num_turns))
     await pilot.pause()
+    await until(pilot, lambda: talk.transcript.is_settled and f"answer {num_turns - 1}." in seen(pilot))
     return talk.transcript
 
 

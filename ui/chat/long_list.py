@@ -69,7 +69,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
     @property
     def is_settled(self) -> bool:
         """Whether all that belongs to the screen is mounted and has its place."""
-        return not (self._follows or self._changing.locked() or self.keeps_place)
+        return not (self._follows or self._changing.locked() or self.place is not None)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
@@ -84,7 +84,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         if not self._changing.locked():
             self._measure()
             self._make_room()
-            self._settle()
+            self._settle(self.place)
 
     async def replace_items(self, end: int, added: Sequence[Item], *, into_sight: bool) -> None:
         """Have other items from number ``end`` on. ``into_sight``: scroll to the last one, wherever the reader is."""
@@ -107,7 +107,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                     self._make_room()
             if into_sight:
                 self.anchor()
-        self.call_after_refresh(self._settle)
+        self.call_after_refresh(self._settle, self.place)
 
     async def bring_item(self, item: Item) -> None:
         """Have an item mounted; one that was not is in sight then. Nothing happens where it is not in the list."""
@@ -118,7 +118,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
             heights, index = self._all_heights(), self.items.index(item)
             self.release_anchor()
             await self._show_around(self._around(heights, sum(heights[:index])), index, -(self.size.height // 3))
-        self.call_after_refresh(self._settle)
+        self.call_after_refresh(self._settle, self.place)
 
     async def _mount(self, wanted: range) -> None:
         """Have this part of the list mounted."""
@@ -185,7 +185,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                     await self._show_around(self._around(heights, top), *window.at(heights, top))
             finally:
                 self._follows = False
-        self.call_after_refresh(self._settle)
+        self.call_after_refresh(self._settle, self.place)
 
     def _around(self, heights: list[int], top: int) -> range:
         """The part that belongs to a screen whose first line is ``top``."""
@@ -201,9 +201,13 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
             if index in wanted:
                 self.keep_place(self.views[index - wanted.start], line)
 
-    def _settle(self) -> None:
-        """After a layout: all has its place. Where it became less than was expected, more is mounted."""
-        if self._changing.locked():
+    def _settle(self, place: tuple[Widget, int] | None) -> None:
+        """After a layout: all has its place. Where it became less than was expected, more is mounted.
+
+        Args:
+            place: the one that was kept when this was asked for. Another one since then waits for a layout of its own.
+        """
+        if self._changing.locked() or (self.place is not None and self.place is not place):
             return
         self.give_place_up()
         self._measure()
