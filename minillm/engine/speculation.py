@@ -8,6 +8,7 @@ without guesses, whatever its sampling parameters are; only fewer steps lead to 
 
 from __future__ import annotations
 
+import sys
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -68,6 +69,7 @@ class Guesses:
     occurrences: Occurrences = field(default_factory=Occurrences)
     paces: dict[int, Pace] = field(default_factory=dict)  # by the completion's index
     noted: dict[int, int] = field(default_factory=dict)  # tokens of each completion that are in the index
+    works: bool = True  # until looking up has failed
 
     def pace(self, sequence: Sequence) -> Pace:
         return self.paces.setdefault(sequence.index, Pace())
@@ -99,12 +101,11 @@ class LookupSamples(Samples):
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
         chunks = super().due(group)
-        if group.state is not None and self._few_run():
+        if group.state is not None and group.state.works and self._few_run():
             for number, chunk in enumerate(chunks):
-                if chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending:
-                    draft = group.state.draft(group, chunk.sequence)
-                    if draft:
-                        chunks[number] = Chunk(group, chunk.sequence, 1, True, draft=draft)
+                due = chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending
+                if due and (draft := _draft(group, chunk.sequence)):
+                    chunks[number] = Chunk(group, chunk.sequence, 1, True, draft=draft)
         return chunks
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
@@ -135,7 +136,17 @@ class LookupSamples(Samples):
     def _may_guess(self, chunk: Chunk) -> bool:
         """Whether the next step looks for guesses behind a token that the host must know first."""
         guesses = chunk.group.state
-        return guesses is not None and not guesses.pace(chunk.sequence).left and self._few_run()
+        return guesses is not None and guesses.works and not guesses.pace(chunk.sequence).left and self._few_run()
+
+
+def _draft(group: SequenceGroup, sequence: Sequence) -> tuple[int, ...]:
+    """`Guesses.draft`. A defect of ours in it costs the group its guesses, and no answer."""
+    try:
+        return group.state.draft(group, sequence)
+    except Exception as error:
+        sys.stderr.write(f"guesses failed: {type(error).__name__}: {error}\n")
+        group.state.works = False
+        return ()
 
 
 def _rows(chunk: Chunk) -> list[Chunk]:

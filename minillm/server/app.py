@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 import minillm
@@ -111,7 +111,16 @@ def _json(value: Any, status: int = 200) -> Response:
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _json(error_json(error.status_code, str(error.detail)), error.status_code)
+    answer = _json(error_json(error.status_code, str(error.detail)), error.status_code)
+    if error.status_code == 405:
+        answer.headers["allow"] = ", ".join(sorted(_methods(request)))
+    return answer
+
+
+def _methods(request: Request) -> set[str]:
+    """The methods that the path of a request has."""
+    found = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in found for method in route.methods or ()}
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:

@@ -88,17 +88,17 @@ class EngineProcess:
         return engine
 
     def send(self, call: messages.Call) -> None:
-        """Send a call; one for a process that has ended is dropped."""
+        """Send a call; one for a process that has ended is dropped. Raises UsageError where it cannot travel."""
         assert self.process.stdin is not None
         if not self.process.stdin.is_closing():
             self.process.stdin.write(messages.encode(call))
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Begin a request; ``news`` is set whenever something of it has come."""
+        """Begin a request; ``news`` is set whenever something of it has come. Raises UsageError, as `send`."""
         if self.ended.is_set():
             raise self.failure or EngineDied("the engine has ended")
-        answer = self.answers[call.request_id] = Answer(call.request_id, news=news)
         self.send(call)
+        answer = self.answers[call.request_id] = Answer(call.request_id, news=news)
         return answer
 
     def leave(self, answer: Answer) -> None:
@@ -112,8 +112,8 @@ class EngineProcess:
             raise self.failure or EngineDied("the engine has ended")
         call_id = f"call-{next(self._numbers)}"
         future = self._results[call_id] = asyncio.get_running_loop().create_future()
-        self.send(make(call_id))
         try:
+            self.send(make(call_id))
             return await future
         finally:
             self._results.pop(call_id, None)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from minillm.errors import UsageError
 from minillm.server.answers import Frame, Json, Usage
 from minillm.server.engine_process import Answer, EngineDied
 from minillm.server.messages import Complete, Completion, Ended, Refused, Text
@@ -120,6 +121,8 @@ class Generating:
             await self._fail(send, failed)
         except EngineDied as died:
             await self._fail(send, Failed(503, str(died)))
+        except UsageError as error:
+            await self._fail(send, Failed(400, str(error)))
 
     async def _fail(self, send: Send, failed: Failed) -> None:
         if self._started:  # the headers are gone: the error is an event, and the stream ends

@@ -1,9 +1,17 @@
-"""uvicorn's protocol, with bounds on headers: those that come slowly, or without end, end the connection."""
+"""uvicorn's protocol, with bounds on headers: those that come slowly, or without end, end the connection.
+
+What is refused before the application sees it is refused as JSON, too.
+"""
 
 import asyncio
 from typing import Any
 
+import msgspec
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from minillm.server.generating import error_json, send_json
 
 HEADER_SECONDS = 20.0
 HEADER_BYTES = 64 << 10
@@ -44,6 +52,17 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._in_head, self._head_bytes = True, 0
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no request, and end the connection."""
+        body = msgspec.json.encode(error_json(400, f"the bytes are not HTTP: {msg}"))
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head.encode("ascii") + body)
+        self.transport.close()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        chosen: Any = _too_many if app is service_unavailable else app
+        super()._start_asgi_task(cycle, chosen)
+
     def _await_head(self) -> None:
         self._in_head, self._head_bytes = True, 0
         self._late = self.loop.call_later(HEADER_SECONDS, self._end)
@@ -57,3 +76,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def _end(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
+
+
+async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
+    """The answer where there are more connections than any use has."""
+    headers = [(b"retry-after", b"1"), (b"connection", b"close")]
+    await send_json(send, 503, error_json(503, "too many connections; try again later"), headers)

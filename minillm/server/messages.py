@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from minillm.errors import UsageError
 from minillm.service import messages as chat
 
 
@@ -269,6 +270,11 @@ def read_call(stream: BinaryIO) -> Call | None:
 
 
 def encode(message: Call | Event) -> bytes:
-    """The message behind its length."""
-    body = msgspec.msgpack.encode(message)
+    """The message behind its length; raises UsageError where a value of a stranger's cannot travel."""
+    try:
+        body = msgspec.msgpack.encode(message)
+    except OverflowError:
+        raise UsageError("a whole number has more than 64 bits; send it as text or as a decimal fraction") from None
+    except RecursionError:
+        raise UsageError("values are nested too deep; send flatter ones") from None
     return len(body).to_bytes(4, "little") + body

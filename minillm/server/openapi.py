@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 import minillm
-from minillm.server import bodies
+from minillm.server import bodies, openapi_answers
 
 _ROUTES: tuple[tuple[str, str, str, Any], ...] = (
     ("post", "/v1/chat/completions", "Answer a conversation", bodies.ChatBody),
@@ -24,6 +24,7 @@ _ROUTES: tuple[tuple[str, str, str, Any], ...] = (
     ("get", "/v1/cache", "Block tables and figures of the pool", None),
     ("get", "/v1/cache/events", "The pool's changes as they come", None),
 )
+_ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
 
 
 @cache
@@ -32,13 +33,14 @@ def document() -> dict[str, Any]:
     kinds = [kind for *_, kind in _ROUTES if kind is not None]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     of_kind = dict(zip(kinds, schemas, strict=True))
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     paths: dict[str, dict[str, Any]] = {}
     for method, path, summary, kind in _ROUTES:
-        codes = [200, 400, 401, 403, 404, 408, 413, 415, 429, 503]
-        entry: dict[str, Any] = {
-            "summary": summary,
-            "responses": {str(code): {"description": "an answer" if code == 200 else "an error"} for code in codes},
-        }
+        answers = {kind: {"schema": schema} for kind, schema in openapi_answers.ANSWERS[method, path].items()}
+        entry: dict[str, Any] = {"summary": summary, "responses": {
+            "200": {"description": "an answer", "content": answers},
+            **{str(code): {"description": "an error", "content": error} for code in _ERRORS},
+        }}  # fmt: skip
         if kind is not None:
             entry["requestBody"] = {"required": True, "content": {"application/json": {"schema": of_kind[kind]}}}
         if "{name}" in path:
@@ -49,7 +51,7 @@ def document() -> dict[str, Any]:
         "info": {"title": "minillm", "version": minillm.__version__},
         "paths": paths,
         "components": {
-            "schemas": components,
+            "schemas": {**components, **openapi_answers.SCHEMAS},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -45,6 +48,17 @@ def fields_of(path: str) -> list[str]:
     return sorted(schema["properties"].keys() - {"max_tokens", "max_completion_tokens", "n", "beam_width", "best_of"})
 
 
+def assert_as_documented(method: str, path: str, answer: httpx.Response) -> None:
+    """The answer has a status, a content type and a form that the OpenAPI document tells of."""
+    whole = document()
+    content = whole["paths"][path][method]["responses"][str(answer.status_code)]["content"]
+    kind = answer.headers["content-type"].partition(";")[0]
+    assert kind in content
+    if kind == "application/json":
+        schema = {**content[kind]["schema"], "components": whole["components"]}
+        jsonschema.Draft202012Validator(schema).validate(answer.json())
+
+
 @pytest.mark.parametrize("path", VALID)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
@@ -54,7 +68,85 @@ def test_no_body_is_the_servers_fault(server: Server, path: str, data: Any) -> N
     body = {**VALID[path], **given_fields}
     answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
     assert answer.status_code in (200, 400, 404), (body, answer.text)
+    assert_as_documented("post", path, answer)
     if answer.status_code != 200:
         error = answer.json()["error"]
         assert error["message"]
         assert "\n" not in error["message"]
+
+
+ROUTES = [(method, path) for path, methods in document()["paths"].items() for method in methods]
+BODIES: dict[str, dict[str, Any]] = {**VALID, "/v1/prefixes": {"prompt": "Hi"}}
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_answers_as_the_document_says(server: Server, method: str, path: str) -> None:
+    if path == "/v1/cache/events":  # it has no end
+        return
+    names = {"/v1/models/{name}": httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]}
+    if method == "delete":
+        names[path] = httpx.post(f"{server.url}/v1/prefixes", json={"prompt": "Hi"}).json()["id"]
+    url = server.url + path.replace("{name}", names.get(path, ""))
+    answer = httpx.request(method, url, json=BODIES.get(path) if method == "post" else None, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert_as_documented(method, path, answer)
+    if method == "post":
+        wrong = httpx.post(url, json={"prompt": 3, "messages": 3, "tokens": 3})
+        assert wrong.status_code == 400
+        assert_as_documented(method, path, wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi", "x": 1 << 64}]}),
+        ("/v1/chat/completions", {**VALID["/v1/chat/completions"], "chat_template_kwargs": {"x": -(1 << 63) - 1}}),
+        ("/v1/chat/completions", {**VALID["/v1/chat/completions"], "guided_json": {"const": 1 << 70}}),
+        ("/v1/completions", {**VALID["/v1/completions"], "seed": 1 << 70}),
+        ("/tokenize", {"messages": [{"role": "user", "content": 1 << 99}]}),
+        ("/v1/prefixes", {"messages": [{"role": "user", "content": [1 << 99]}]}),
+    ],
+)
+def test_numbers_of_more_than_64_bits_are_the_clients_fault(server: Server, path: str, body: dict[str, Any]) -> None:
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert_as_documented("post", path, answer)
+    assert httpx.post(f"{server.url}/v1/completions", json=VALID["/v1/completions"], timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/prefixes"])
+def test_values_of_any_depth_get_an_answer(server: Server, path: str) -> None:
+    """Also at the border, where one side can just read what the other can just not write."""
+    for depth in (*range(1, 1100, 60), *range(880, 1010, 3)):
+        nested = "[" * depth + "]" * depth
+        data = f'{{"messages": [{{"role": "user", "content": "Hi", "x": {nested}}}]}}'
+        answer = httpx.post(server.url + path, content=data, headers={"content-type": "application/json"}, timeout=20)
+        assert answer.status_code in (200, 400), (depth, answer.text)
+    assert httpx.post(f"{server.url}/v1/completions", json=VALID["/v1/completions"], timeout=20).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [("/v1/prefixes", "GET, HEAD, POST"), ("/v1/completions", "POST"), ("/v1/models/x", "GET, HEAD")],
+)
+def test_a_wrong_method_is_told_the_right_ones(server: Server, path: str, methods: str) -> None:
+    answer = httpx.request("PATCH", server.url + path, json={})
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == methods
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "data", [b"nonsense\r\n\r\n", b"GET /\xff\xfe HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\na b: c\r\n\r\n"]
+)
+def test_bytes_that_are_no_request_are_refused_as_json(server: Server, data: bytes) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(data)
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"content-type: application/json" in head.lower()
+    assert json.loads(body)["error"]["message"]

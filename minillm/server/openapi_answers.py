@@ -1,0 +1,123 @@
+"""The answers of the routes as JSON schemas, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Json = dict[str, Any]
+
+_TEXT: Json = {"type": "string"}
+_COUNT: Json = {"type": "integer", "minimum": 0}
+_NUMBER: Json = {"type": "number"}
+_REASON: Json = {"enum": ["stop", "length", "tool_calls", "abort", None]}
+_IDS: Json = {"type": "array", "items": _COUNT}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _record(*optional: str, **properties: Json) -> Json:
+    """An object; all properties but the ``optional`` ones are there."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+_OWN = {"stop_reason": {"type": ["string", "integer"]}, "score": _NUMBER, "cumulative_logprob": _NUMBER}
+
+# The schemas that others refer to.
+SCHEMAS: dict[str, Json] = {
+    "Error": _record(
+        error=_record(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT)),
+    ),
+    "Usage": _record(
+        prompt_tokens=_COUNT,
+        completion_tokens=_COUNT,
+        total_tokens=_COUNT,
+        prompt_tokens_details=_record(cached_tokens=_COUNT),
+    ),
+    "ChatChoice": _record(
+        "token_ids",
+        *_OWN,
+        index=_COUNT,
+        message=_record(
+            "reasoning_content",
+            "tool_calls",
+            role={"const": "assistant"},
+            content=_or_null(_TEXT),
+            refusal={"type": "null"},
+            reasoning_content=_TEXT,
+            tool_calls=_list(
+                _record(id=_TEXT, type={"const": "function"}, function=_record(name=_TEXT, arguments=_TEXT))
+            ),
+        ),
+        logprobs={"type": ["object", "null"]},
+        finish_reason=_REASON,
+        token_ids=_IDS,
+        **_OWN,
+    ),
+    "TextChoice": _record(
+        "token_ids",
+        "prompt_logprobs",
+        *_OWN,
+        index=_COUNT,
+        text=_TEXT,
+        logprobs={"type": ["object", "null"]},
+        finish_reason=_REASON,
+        prompt_logprobs=_list({"type": ["object", "null"]}),
+        token_ids=_IDS,
+        **_OWN,
+    ),
+    "Model": _record(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT),
+    "Prefix": _record(
+        "replica", id=_TEXT, object={"const": "prefix"}, created=_COUNT, num_tokens=_COUNT, num_blocks=_COUNT,
+        replica=_COUNT,
+    ),
+}  # fmt: skip
+
+
+def _completion(kind: str, choice: str) -> Json:
+    return _record(
+        id=_TEXT, object={"const": kind}, created=_COUNT, model=_TEXT, choices=_list(_ref(choice)), usage=_ref("Usage")
+    )
+
+
+_TABLE = _record("replica", seq_id=_COUNT, request=_TEXT, index=_COUNT, state=_TEXT, num_tokens=_COUNT, blocks=_IDS)
+
+# Each route's answers: content by type.
+ANSWERS: dict[tuple[str, str], dict[str, Json]] = {
+    ("post", "/v1/chat/completions"): {
+        "application/json": _completion("chat.completion", "ChatChoice"),
+        "text/event-stream": {},
+    },
+    ("post", "/v1/completions"): {
+        "application/json": _completion("text_completion", "TextChoice"),
+        "text/event-stream": {},
+    },
+    ("get", "/v1/models"): {"application/json": _record(object={"const": "list"}, data=_list(_ref("Model")))},
+    ("get", "/v1/models/{name}"): {"application/json": _ref("Model")},
+    ("get", "/health"): {"application/json": _record(status=_TEXT)},
+    ("get", "/version"): {"application/json": _record(version=_TEXT)},
+    ("get", "/metrics"): {"text/plain": _TEXT},
+    ("post", "/tokenize"): {
+        "application/json": _record(
+            "token_strs", tokens=_IDS, count=_COUNT, max_model_len=_COUNT, token_strs=_list(_TEXT)
+        )
+    },
+    ("post", "/detokenize"): {"application/json": _record(prompt=_TEXT)},
+    ("get", "/v1/prefixes"): {"application/json": _record(object={"const": "list"}, data=_list(_ref("Prefix")))},
+    ("post", "/v1/prefixes"): {"application/json": _ref("Prefix")},
+    ("delete", "/v1/prefixes/{name}"): {"application/json": _record(id=_TEXT, deleted={"const": True})},
+    ("get", "/v1/cache"): {
+        "application/json": _record("cached_blocks", "replicas", figures={"type": "object"}, tables=_list(_TABLE))
+    },
+    ("get", "/v1/cache/events"): {"text/event-stream": {}},
+}

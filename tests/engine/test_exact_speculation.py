@@ -1,0 +1,317 @@
+"""Random requests with guesses: the same answers as without, and nothing lost, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import engine_for, hf_model, ours, write_tiny_model
+
+from minillm.cache import check
+from minillm.engine import speculation
+from minillm.engine.engine import Engine
+from minillm.engine.lookup import Occurrences
+from minillm.engine.requests import Request
+from minillm.engine.speculation import LookupSamples
+from minillm.grammar.grammar import Grammar
+from minillm.model.llama import Llama
+from minillm.outputs import RequestOutput
+from minillm.params import BeamSearchParams, SamplingParams
+from minillm.runner.runner import Runner
+from minillm.text.tokenizer import Tokenizer
+
+SMALL = 200
+REQUESTS = int(os.environ.get("MINILLM_SPECULATED_REQUESTS", SMALL))
+WORDS = ("one", "two", " three", " and", "\n", "a", "b", " c")
+GRAMMARS = [
+    Grammar.regex("(ab|ba| c)+"),
+    Grammar.choice(["one two", "two one", "one one"]),
+    Grammar.json({"type": "boolean"}),
+]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Llama, Tokenizer, int]:
+    """A random model of text, its tokenizer and its end token."""
+    directory = write_tiny_model(tmp_path_factory.mktemp("text"))
+    tokenizer = Tokenizer.from_directory(directory)
+    eos = tokenizer.eos_token_id
+    assert eos is not None
+    return ours(hf_model(vocab_size=640, max_position_embeddings=512)), tokenizer, eos
+
+
+def engine(parts: tuple[Llama, Tokenizer, int], **options: Any) -> Engine:
+    model, tokenizer, eos = parts
+    return engine_for(model, tokenizer=tokenizer, eos=frozenset({eos}), **options)
+
+
+def guesses_of(engine: Engine) -> LookupSamples:
+    method = engine._methods[SamplingParams]
+    assert isinstance(method, LookupSamples)
+    return method
+
+
+def some_params(rng: random.Random, tokenizer: Tokenizer, eos: int) -> Any:
+    """Every option, in any combination that makes sense. Few tokens are likely, so that many guesses are right."""
+    few = [each for word in WORDS for each in tokenizer.encode(word, add_special_tokens=False)]
+    few = rng.sample(few, rng.randint(1, 5))
+    length = rng.randint(1, 48)
+    options: dict[str, Any] = {"max_tokens": length, "seed": rng.getrandbits(40)}
+    options["temperature"] = rng.choice((0, 0, 0.3, 0.8, 1.4))
+    if rng.random() < 0.8:
+        ends = [eos] if rng.random() < 0.5 else []
+        bias = dict.fromkeys(few, 25.0) | dict.fromkeys(ends, 20.0)
+        options |= rng.choice(({"allowed_token_ids": [*few, *ends]}, {"logit_bias": bias}))
+    if rng.random() < 0.04:
+        return BeamSearchParams(beam_width=rng.randint(1, 3), max_tokens=min(8, length))
+    choices: list[dict[str, Any]] = [
+        {"n": rng.randint(2, 3)},
+        {"top_k": rng.randint(1, 9)},
+        {"top_p": rng.choice((0.2, 0.8))},
+        {"min_p": 0.1},
+        {"logprobs": rng.randint(0, 3)},
+        {"prompt_logprobs": 1},
+        {"repetition_penalty": rng.choice((0.8, 1.3))},
+        {"presence_penalty": 0.5, "frequency_penalty": -0.5},
+        {"no_repeat_ngram_size": rng.randint(2, 5)},
+        {"bad_words": [rng.choice(WORDS), [few[0], few[-1]]]},
+        {"stop": rng.sample(["oneo", "aa", "ba", "\n\n", "e", "two", " c c", "ab\n"], rng.randint(1, 3))},
+        {"stop": ["aaa", "oneone"], "min_tokens": rng.randint(0, length)},
+        {"stop_token_ids": few[:1]},
+        {"stop_token_ids": few[:1], "min_tokens": rng.randint(0, length)},
+        {"ignore_eos": True},
+        {"grammar": rng.choice(GRAMMARS)},
+        {"logits_processor": lambda prompt, answer, logits: logits.roll(len(answer) % 2)},
+    ]
+    for choice in rng.sample(choices, rng.randint(0, 4)):
+        options |= choice
+    if "grammar" in options:  # what it asks for must be allowed
+        options = {name: value for name, value in options.items() if name not in ("allowed_token_ids", "bad_words")}
+    return SamplingParams(**options)
+
+
+def some_requests(rng: random.Random, tokenizer: Tokenizer, eos: int) -> list[Request]:
+    requests = []
+    for number in range(rng.randint(1, 5)):
+        text = "".join(rng.choice(WORDS) for _ in range(rng.randint(1, 8))) * rng.randint(1, 4)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        salt = rng.choice((None, None, "salt"))
+        requests.append(Request(ids, some_params(rng, tokenizer, eos), request_id=str(number), salt=salt))
+    return requests
+
+
+def play(
+    engine: Engine,
+    requests: list[Request],
+    arrivals: list[int],
+    aborts: dict[int, str],
+    failed: Callable[[Exception], bool] = lambda error: False,
+) -> dict[str, RequestOutput]:
+    """Run requests that come, and go, before certain steps; the books are checked after each, and at the end."""
+    waiting = sorted(range(len(requests)), key=lambda number: arrivals[number])
+    outputs: dict[str, RequestOutput] = {}
+    streamed: dict[tuple[str, int], list[int]] = {}
+    step = 0
+    while engine.has_work or waiting:
+        while waiting and (arrivals[waiting[0]] <= step or not engine.has_work):
+            engine.add(requests[waiting.pop(0)])
+        if step in aborts:
+            engine.abort(aborts[step])
+        try:
+            for delta in engine.step():
+                if not delta.replaces:
+                    streamed.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+        except Exception as error:
+            if not failed(error):
+                raise
+        check(engine.cache)
+        engine.scheduler.swap.check()
+        outputs.update({output.request_id: output for output in engine.take_finished()})
+        step += 1
+        assert step < 5000, "no progress"
+    assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
+    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
+    assert len(outputs) == len(requests), "a request was lost"
+    for request in requests:
+        if isinstance(request.params, SamplingParams):
+            for each in outputs[request.request_id].outputs:
+                assert streamed.get((request.request_id, each.index), []) == each.token_ids
+    return outputs
+
+
+def facts(output: RequestOutput) -> list[Any]:
+    """Everything of an answer that must be the same; log-probabilities differ in their last digits."""
+    completions = []
+    for each in output.outputs:
+        top = [[token for token, _ in one.top[:1]] for one in each.logprobs or []]
+        completions.append((each.token_ids, each.text, each.finish_reason, each.stop_reason, top))
+    return [output.error, completions]
+
+
+def assert_same(one: RequestOutput, other: RequestOutput) -> None:
+    if one.error is not None:  # how far the other completions have come by then is another matter
+        assert one.error == other.error
+        return
+    assert facts(one) == facts(other)
+    for a, b in zip(one.outputs, other.outputs, strict=True):
+        if a.logprobs is not None and b.logprobs is not None:
+            values = [[each.logprob for each in side] for side in (a.logprobs, b.logprobs)]
+            assert torch.allclose(torch.tensor(values[0]), torch.tensor(values[1]), atol=1e-3)
+
+
+def assert_begins(part: RequestOutput, whole: RequestOutput) -> None:
+    """An answer that was aborted is a beginning of the whole one, or all of it."""
+    assert part.error in (None, whole.error)
+    for a, b in zip(part.outputs, whole.outputs, strict=False):
+        assert b.token_ids[: len(a.token_ids)] == a.token_ids
+        assert a.finish_reason in ("abort", b.finish_reason)
+
+
+def some_sizes(rng: random.Random, requests: list[Request]) -> dict[str, Any]:
+    """An engine with guesses: a pool that is wide, or just large enough for the largest request alone."""
+    size = rng.choice((1, 4, 16))
+    needed = (
+        -(-len(each.token_ids) // size) + each.params.num_sequences * (each.params.max_tokens // size + 2)
+        for each in requests
+    )
+    return {
+        "block_size": size,
+        "num_blocks": max(needed) + rng.choice((0, 0, 4, 1024 // size)),
+        "host_blocks": rng.choice((0, 64)),
+        "max_num_batched_tokens": rng.choice((12, 64)),
+        "admission": rng.choice(("predicted", "optimistic", "optimistic")),
+        "prefix_caching": rng.random() < 0.8,
+        "on_device": rng.random() < 0.3,
+        "speculate": "lookup",
+    }
+
+
+def test_random_requests_with_every_option(parts: tuple[Llama, Tokenizer, int]) -> None:
+    """They come, are preempted and aborted at any step; ``MINILLM_SPECULATED_REQUESTS`` says how many they are."""
+    _, tokenizer, eos = parts
+    count = right = guessed = preempted = aborted = ended_within = 0
+    rng = random.Random(21)
+    while count < REQUESTS:
+        requests = some_requests(rng, tokenizer, eos)
+        sizes = some_sizes(rng, requests)
+        arrivals = [rng.choice((0, 0, rng.randint(0, 30))) for _ in requests]
+        aborts = {rng.randint(0, 40): rng.choice(requests).request_id for _ in range(rng.choice((0, 0, 1)))}
+        plain = engine(parts, num_blocks=512, on_device=False, host_blocks=0)
+        expected = play(plain, requests, [0] * len(requests), {})
+        guessing = engine(parts, **sizes)
+        found = play(guessing, requests, arrivals, aborts)
+        for each in requests:
+            name = each.request_id
+            if name in aborts.values():
+                aborted += 1
+                assert_begins(found[name], expected[name])
+            else:
+                assert_same(expected[name], found[name])
+                ended_within += found[name].outputs[0].finish_reason == "stop"
+        count += len(requests)
+        right += guesses_of(guessing).num_right
+        guessed += guesses_of(guessing).num_guessed
+        preempted += guessing.scheduler.preemption.count
+    print(f"{count} requests, {aborted} aborted, {preempted} preempted, {right} of {guessed} guesses right")
+    assert right > count
+    assert guessed > right
+    assert preempted > count // 200
+    assert ended_within > count // 20
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def looping(tokenizer: Tokenizer, count: int = 3, **options: Any) -> list[Request]:
+    """Requests whose answers say one thing over and over, so that guesses come at nearly every step."""
+    requests = []
+    for number in range(count):
+        ids = tokenizer.encode("one two three " * 4, add_special_tokens=False)
+        bias = dict.fromkeys(ids[-3:-1], 30.0)
+        params = SamplingParams(
+            max_tokens=40, seed=number, temperature=0.5, ignore_eos=True, logit_bias=bias, **options
+        )
+        requests.append(Request(ids, params, request_id=str(number)))
+    return requests
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Occurrences, "add"), (Occurrences, "continuation")])
+def test_a_lookup_that_fails_costs_no_answer(
+    parts: tuple[Llama, Tokenizer, int], monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    """Wherever it fails, once or always: the answers come, only without guesses."""
+    requests = looping(parts[1], n=2)[:2]
+    expected = play(engine(parts, num_blocks=256), requests, [0, 0], {})
+    whole = getattr(owner, name)
+    for first, last in ((0, 1), (3, 4), (7, 8), (0, 10**9), (9, 10**9)):
+        calls = iter(range(10**9))
+
+        def breaking(*arguments: Any, calls: Any = calls, first: int = first, last: int = last) -> Any:
+            if first <= next(calls) < last:
+                raise RuntimeError("a seeded fault")
+            return whole(*arguments)
+
+        monkeypatch.setattr(owner, name, breaking)
+        guessing = engine(parts, num_blocks=256, speculate="lookup")
+        found = play(guessing, requests, [0, 0], {})
+        for each in requests:
+            assert_same(expected[each.request_id], found[each.request_id])
+
+
+@pytest.mark.parametrize("where", ["run", "draw_guessed", "wait"])
+def test_a_step_that_fails_takes_its_own_requests_only(
+    parts: tuple[Llama, Tokenizer, int], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A failure at any step of a stream: requests end with the error, or with their whole answers, in time."""
+    rng = random.Random(where)
+    _, tokenizer, eos = parts
+    broken = whole = 0
+    for number in range(12):
+        requests = looping(tokenizer) if number % 2 else some_requests(rng, tokenizer, eos)
+        arrivals = [rng.randint(0, 12) for _ in requests]
+        expected = play(engine(parts, num_blocks=512), requests, arrivals, {})
+        guessing = engine(parts, num_blocks=512, host_blocks=32, speculate="lookup")
+        owner: Any = {"run": Runner, "draw_guessed": Runner, "wait": speculation.Verification}[where]
+        done = getattr(owner, where)
+
+        def breaking(*arguments: Any, done: Any = done) -> Any:
+            result = done(*arguments)
+            if rng.random() < 0.1:
+                raise RuntimeError("a seeded fault")
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, where, breaking)
+            found = play(guessing, requests, arrivals, {}, lambda error: "a seeded fault" in str(error))
+        for each in requests:
+            output = found[each.request_id]
+            if output.error in (None, expected[each.request_id].error):
+                assert_same(expected[each.request_id], output)
+                whole += 1
+            else:
+                assert "a seeded fault" in output.error
+                assert_begins_at_error(output, expected[each.request_id])
+                broken += 1
+        again = play(guessing, requests, arrivals, {})
+        for each in requests:
+            assert_same(expected[each.request_id], again[each.request_id])
+    assert whole
+    assert broken
+
+
+def assert_begins_at_error(part: RequestOutput, whole: RequestOutput) -> None:
+    for a, b in zip(part.outputs, whole.outputs, strict=False):
+        assert b.token_ids[: len(a.token_ids)] == a.token_ids
+
+
+def test_an_abort_at_every_step_leaves_nothing(parts: tuple[Llama, Tokenizer, int]) -> None:
+    requests = looping(parts[1], n=2)[:2]
+    expected = play(engine(parts, num_blocks=256), requests, [0, 0], {})
+    for step in range(30):
+        found = play(engine(parts, num_blocks=256, speculate="lookup"), requests, [0, 0], {step: "0"})
+        assert_begins(found["0"], expected["0"])
+        assert_same(expected["1"], found["1"])
