@@ -209,7 +209,6 @@ MISTAKES = [
     (["generate", "x", "--config", "/no/config.toml"], "there is no /no/config.toml"),
     (["chat", "what", "is", "this"], "one argument too many: 'is'; put quotation marks"),
     (["chat", "--theme", "blue"], "unknown --theme 'blue'; known: dark, light"),
-    (["rm", "smollm2-1.7b"], "is not downloaded"),
     (["rm"], "NAME"),
     (["show", "smolm2-135m"], "did you mean smollm2-135m"),
     (["show", "/no/such"], "no file or directory"),
@@ -222,6 +221,15 @@ MISTAKES = [
     (["bench", "latency", "--shape", "llama-8b", "--model", "x"], "not both"),
     (["bench", "start", "--shape", "llama-8b", "--model", "x", "--runs", "1"], "not both"),
 ]
+
+
+def test_what_is_not_downloaded_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In directories of its own: the user may have downloaded that very model."""
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"MINILLM_{name}", str(tmp_path / name))
+    result = minillm("rm", "smollm2-1.7b")
+    assert "is not downloaded" in result.stderr
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize(("arguments", "said"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])

@@ -208,7 +208,8 @@ def test_random_requests_with_every_option(parts: tuple[Llama, Tokenizer, int]) 
             name = each.request_id
             if name in aborts.values():
                 aborted += 1
-                assert_begins(found[name], expected[name])
+                if isinstance(each.params, SamplingParams):  # the best beams so far are no beginning of the best ones
+                    assert_begins(found[name], expected[name])
             else:
                 assert_same(expected[name], found[name])
                 ended_within += found[name].outputs[0].finish_reason == "stop"
