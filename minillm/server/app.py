@@ -150,6 +150,7 @@ async def _chat(service: Service, request: Request) -> Generating:
         keep=body.keep,
         fork=body.fork,
         salt=_salt(tenant, body.cache_salt),
+        counts=body.counts,
     )
     frame = Frame(name, service.names[0], "chat.completion")
     form = ChatForm(bool(body.logprobs), lambda opened: ThoughtReader(choice.reader(), opened=opened))
@@ -179,6 +180,7 @@ async def _completions(service: Service, request: Request) -> Generating:
         keep=body.keep,
         fork=body.fork,
         salt=_salt(tenant, body.cache_salt),
+        counts=body.counts,
     )
     copy = msgspec.structs.replace
     calls = [copy(one, request_id=f"{name}-{number}", prompt=prompt) for number, prompt in enumerate(prompts)]
@@ -191,7 +193,7 @@ async def _completions(service: Service, request: Request) -> Generating:
 
 def _generating(service: Service, body: ChatBody | CompletionBody, asked: Asked) -> Generating:
     has_usage = body.stream_options is not None and body.stream_options.include_usage
-    asked = replace(asked, has_usage=has_usage, priority=body.priority)
+    asked = replace(asked, has_usage=has_usage, counts=body.counts, priority=body.priority)
     return Generating(asked, service.engine, service.seats, service.metrics, service.send_seconds)
 
 

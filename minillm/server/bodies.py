@@ -33,6 +33,7 @@ class BadField(UsageError):
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # with it, every chunk tells the tokens so far, as vLLM's do
     include_obfuscation: bool = False  # of no use here: texts are not padded
 
 
@@ -114,6 +115,12 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if of is None:
             return None
         return ForkPoint(of) if isinstance(of, str) else ForkPoint(of.id, of.index, of.num_tokens)
+
+    @property
+    def counts(self) -> bool:
+        """Whether each chunk of a stream tells the tokens so far."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     def grammar(self) -> dict[str, Any] | None:
         """The form that answers must have, for the parameter ``grammar``; raises BadField where there are two."""

@@ -46,6 +46,7 @@ class Asked:
     form: Form
     streamed: bool
     has_usage: bool = False  # the stream ends with the use of tokens
+    counts: bool = False  # and each chunk tells those so far
     grammar_field: str = ""  # the field of which the grammar was made; errors name it
     priority: int = 0
 
@@ -198,7 +199,8 @@ class Generating:
                 if not self._started:
                     self.metrics.first_token.observe(time.monotonic() - began)
                     await self._start(send)
-                events = [_event(frame.chunk([each], has_usage=asked.has_usage)) for each in choices]
+                usage = _so_far(answers, counts) if asked.counts else None
+                events = [_event(frame.chunk([each], usage, has_usage=asked.has_usage)) for each in choices]
                 await send(_body(b"".join(events), more=True))
         if not self._started:
             await self._start(send)
@@ -231,6 +233,12 @@ def _raise_refused(answers: Sequence[Answer], grammar_field: str) -> None:
             if grammar_field and error.startswith("grammar: "):
                 raise Failed(status, f"{grammar_field}: {error.removeprefix('grammar: ')}", field=grammar_field)
             raise Failed(status, error)
+
+
+def _so_far(answers: Sequence[Answer], counts: Sequence[int]) -> Usage:
+    """The tokens of all prompts that have begun, and those of their completions until now."""
+    began = [answer.began for answer in answers if answer.began is not None]
+    return Usage(prompt=sum(each.num_prompt_tokens for each in began), completion=sum(counts))
 
 
 def _as_text(request_id: str, each: Completion) -> Text:

@@ -66,6 +66,7 @@ class Complete(Call):
     params: dict[str, Any]  # of BeamSearchParams if it has "beam_width", else of SamplingParams
     streamed: bool = False  # send texts as they come
     echo: bool = False  # tell the prompt's text in `Began`, before the first text
+    counts: bool = False  # tell the prompt's length in a `Began` of its own, at once
     wants_ids: bool = False  # texts tell their token ids
     keep: bool = False  # the blocks stay when it has ended, for forks
     fork: ForkPoint | None = None
@@ -198,6 +199,7 @@ class Began(Event):
     prompt_text: str
     prompt_tokens: list[Token] = []
     in_reasoning: bool = False  # the template has opened the model's section of thoughts
+    num_prompt_tokens: int = 0
 
 
 class Stepped(Event):

@@ -89,6 +89,8 @@ def some_params(rng: random.Random, tokenizer: Tokenizer, eos: int) -> Any:
     ]
     for choice in rng.sample(choices, rng.randint(0, 4)):
         options |= choice
+    if "bad_words" in options and "allowed_token_ids" in options:
+        options["bad_words"] = options["bad_words"][1:]  # no token by itself: one must be left
     if "grammar" in options:  # what it asks for must be allowed
         options = {name: value for name, value in options.items() if name not in ("allowed_token_ids", "bad_words")}
     return SamplingParams(**options)
