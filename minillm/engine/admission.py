@@ -116,8 +116,11 @@ def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int
         elif tokenizer is None:
             raise UsageError("bad_words: this model has no tokenizer; give token ids instead of text")
         else:
-            for text in (word.lstrip(), f" {word.lstrip()}"):
+            # White space alone, a line end say, is meant as it stands.
+            for text in (word.lstrip(), f" {word.lstrip()}") if word.strip() else (word,):
                 runs[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+    if () in runs:
+        raise UsageError("bad_words: one of the words has no tokens; leave it out")
     return tuple(runs)
 
 

@@ -29,8 +29,9 @@ from minillm.server.forms import ChatForm, TextForm
 from minillm.server.generating import Asked, Generating, error_json
 from minillm.server.metrics import Metrics
 from minillm.server.openapi import document
+from minillm.server.questions import Questions
 from minillm.server.replicas import Engine
-from minillm.server.seats import Seats
+from minillm.server.seats import Full, Seats
 from minillm.server.thoughts import ThoughtReader, template_options
 from minillm.server.tool_choice import call_form, choice_of, shown_tools
 
@@ -52,7 +53,7 @@ class Service:
     send_seconds: float = 60.0
     prefixes: dict[str, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
-    sessions: dict[str, str] = field(default_factory=dict)  # tenant by session
+    sessions: dict[str, Questions] = field(default_factory=dict)
     closing: asyncio.Event = field(default_factory=asyncio.Event)  # streams without an end have one now
 
     def check_model(self, name: str | None) -> None:
@@ -112,6 +113,7 @@ def _json(value: Any, status: int = 200) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     answer = _json(error_json(error.status_code, str(error.detail)), error.status_code)
+    answer.headers.update(error.headers or {})
     if error.status_code == 405:
         answer.headers["allow"] = ", ".join(sorted(_methods(request)))
     return answer
@@ -323,13 +325,21 @@ async def _open_session(service: Service, request: Request) -> Response:
     """A chat app's stream of events; the first line tells its name and the model's facts."""
     session, tenant, engine = f"s{secrets.token_hex(8)}", request.state.tenant, service.engine
     reader = tenant if service.has_keys else None
-    service.sessions[session] = tenant
+
+    def tell(line: bytes) -> None:
+        if (listener := engine.listeners.get(session)) is not None:
+            listener(line)
+
+    questions = service.sessions[session] = Questions(session, tenant, engine, service.seats, tell)
 
     def start() -> None:
+        engine.answered[session] = questions.end
         engine.send(messages.OpenSession(session, tenant, reader))
 
     def stop() -> None:
         service.sessions.pop(session, None)
+        engine.answered.pop(session, None)
+        questions.close()
         engine.send(messages.CloseSession(session))
 
     first = msgspec.json.encode({"session": session}) + b"\n" + msgspec.json.encode(service.facts.facts) + b"\n"
@@ -338,10 +348,14 @@ async def _open_session(service: Service, request: Request) -> Response:
 
 async def _session_command(service: Service, request: Request) -> Response:
     session = request.path_params["name"]
-    if service.sessions.get(session) != request.state.tenant:
+    questions = service.sessions.get(session)
+    if questions is None or questions.tenant != request.state.tenant:
         raise HTTPException(404, "there is no such session")
-    for line in request.state.body.splitlines():
-        service.engine.send(messages.SessionCommand(session, line))
+    try:
+        for line in request.state.body.splitlines():
+            questions.take(line)
+    except Full as full:
+        raise HTTPException(429, "the queue is full; try again later", {"retry-after": str(full.retry_after)}) from None
     return _json({})
 
 

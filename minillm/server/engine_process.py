@@ -61,6 +61,7 @@ class EngineProcess:
     answers: dict[str, Answer] = field(default_factory=dict)
     figures: messages.Figures | None = None
     listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)  # of pictures and of sessions
+    answered: dict[str, Callable[[str], object]] = field(default_factory=dict)  # told the ends of a session's answers
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: MinillmError | None = None
     _results: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
@@ -182,6 +183,9 @@ class EngineProcess:
             case messages.SessionEvent(session, line):
                 if (listener := self.listeners.get(session)) is not None:
                     listener(line)
+            case messages.SessionAnswered(session, request_id):
+                if (told := self.answered.get(session)) is not None:
+                    told(request_id)
             case messages.Ready():
                 self.ready.set_result(event)
             case messages.Telling(told):

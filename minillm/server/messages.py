@@ -242,6 +242,13 @@ class SessionEvent(Event):
     event: bytes  # one line
 
 
+class SessionAnswered(Event):
+    """An answer of a session has ended, in whatever way."""
+
+    session: str
+    request_id: str  # as the app calls it
+
+
 class Figures(Event):
     """The state of the engine, about once a second while it works."""
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import queue
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from minillm.errors import MinillmError, UsageError
@@ -23,6 +26,14 @@ from minillm.text.safe import clean_line
 
 _CONNECT_SECONDS = 10.0
 _SILENT_SECONDS = 60.0  # a server says at least every 15 seconds that it is alive
+
+
+class Busy(MinillmError):
+    """The server has no room now; ``seconds`` later it may have."""
+
+    def __init__(self, message: str, seconds: int) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 @dataclass(frozen=True)
@@ -66,9 +77,14 @@ class Address:
         except (OSError, http.client.HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise MinillmError(f"no server answers at {self}: {clean_line(why)}") from None
-        if response.status != 200:
-            raise MinillmError(f"the server at {self} refuses: {_reason(response)}")
-        return response
+        if response.status == 200:
+            return response
+        reason, again = _reason(response), response.headers.get("retry-after", "1")
+        if response.status == 429:
+            raise Busy(f"the server at {self} is busy: {reason}", min(60, int(again)) if again.isdecimal() else 1)
+        if response.status == 400:
+            raise UsageError(f"the server at {self} refuses: {reason}")
+        raise MinillmError(f"the server at {self} refuses: {reason}")
 
 
 def _reason(response: http.client.HTTPResponse) -> str:
@@ -80,14 +96,18 @@ def _reason(response: http.client.HTTPResponse) -> str:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the app's to interpret
-    out = sys.stdout.buffer
+    out, lock = sys.stdout.buffer, threading.Lock()
     load = sys.stdin.buffer.readline()
     if not load:
         return 0
 
+    def write(line: bytes) -> None:
+        with lock:
+            out.write(line)
+            out.flush()
+
     def send(event: chat.Event) -> None:
-        out.write(chat.encode(event))
-        out.flush()
+        write(chat.encode(event))
 
     try:
         address = Address.parse(sys.argv[1])
@@ -101,33 +121,86 @@ def main() -> int:
         text = str(error) if isinstance(error, MinillmError) else f"the server at {sys.argv[1]} is not minillm's"
         send(chat.LoadFailed(text, 1))
         return 1
-    threading.Thread(target=_send_commands, args=(address, session), daemon=True).start()
+    commands = Commands(address, session, send)
+    threading.Thread(target=commands.read, args=(sys.stdin.buffer,), daemon=True).start()
+    threading.Thread(target=commands.run, daemon=True).start()
     try:
         while line := events.readline():
             if line.strip():
-                out.write(line)
-                out.flush()
+                write(line)
     except (OSError, http.client.HTTPException, ValueError):
         pass
     sys.stderr.write(f"the server at {address} has gone\n")
     return 1
 
 
-def _send_commands(address: Address, session: str) -> None:
-    """Bring the app's commands to the server; the end of stdin is the end of this process."""
-    connection = address.connect(_CONNECT_SECONDS)
-    for line in sys.stdin.buffer:
+class Commands:
+    """Brings the app's commands to the server. A question that finds no room there is asked again until it is taken."""
+
+    def __init__(self, address: Address, session: str, send: Callable[[chat.Event], None]) -> None:
+        self._address, self._path, self._send = address, f"/v1/session/{session}", send
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._later: dict[str, tuple[float, chat.Generate, bytes]] = {}  # questions, by request, and when they are due
+        self._connection = address.connect(_CONNECT_SECONDS)
+
+    def read(self, stream: BinaryIO) -> None:
+        """Take the app's lines until there are no more."""
+        for line in stream:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def run(self) -> None:
+        """Send commands; the end of the app's lines, or of the server, is the end of this process."""
+        while True:
+            due = min((due for due, *_ in self._later.values()), default=None)
+            try:
+                line = self._lines.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                name = min(self._later, key=lambda name: self._later[name][0])
+                line = self._later[name][2]
+            if line is None:
+                os._exit(0)
+            try:
+                self._carry_out(line)
+            except MinillmError as error:
+                sys.stderr.write(f"{error}\n")
+                sys.stderr.flush()
+                os._exit(1)
+
+    def _carry_out(self, line: bytes) -> None:
+        command = chat.decode_command(line)
+        match command:
+            case chat.Abort(request_id) if self._later.pop(request_id, None) is not None:
+                self._send(chat.RequestFailed(request_id, "stopped while it waited for the server"))
+                return
+            case chat.Drop(request_id):
+                self._later.pop(request_id, None)
+            case chat.Forget(conversation):
+                self._later = {name: each for name, each in self._later.items() if each[1].conversation != conversation}
+        try:
+            self._post(line)
+        except Busy as busy:
+            if isinstance(command, chat.Generate):
+                self._later[command.request_id] = (time.monotonic() + busy.seconds, command, line)
+        except UsageError as error:  # this command only; a question's app must not wait for an answer
+            if isinstance(command, chat.Generate):
+                self._later.pop(command.request_id, None)
+                self._send(chat.RequestFailed(command.request_id, str(error)))
+        else:
+            if isinstance(command, chat.Generate):
+                self._later.pop(command.request_id, None)
+
+    def _post(self, line: bytes) -> None:
         for attempt in (1, 2):  # the server may have closed a connection that lay idle
             try:
-                address.ask(connection, "POST", f"/v1/session/{session}", line).read()
-                break
-            except MinillmError as error:
-                connection.close()
+                self._address.ask(self._connection, "POST", self._path, line).read()
+                return
+            except (Busy, UsageError):
+                raise
+            except MinillmError:
+                self._connection.close()
                 if attempt == 2:
-                    sys.stderr.write(f"{error}\n")
-                    sys.stderr.flush()
-                    os._exit(1)
-    os._exit(0)
+                    raise
 
 
 if __name__ == "__main__":

@@ -40,6 +40,10 @@ class Engine(Protocol):
     def listeners(self) -> dict[str, Callable[[Any], object]]:
         """Who hears events, by the name of watcher or session."""
 
+    @property
+    def answered(self) -> dict[str, Callable[[str], object]]:
+        """Who is told that an answer has ended, by the name of its session."""
+
     def send(self, call: messages.Call) -> None:
         """Send a call that has no result."""
 
@@ -96,6 +100,7 @@ class Replicas:
 
     engines: list[EngineProcess]
     listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)
+    answered: dict[str, Callable[[str], object]] = field(default_factory=dict)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _places: Places = field(default_factory=Places)
     _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
@@ -109,7 +114,7 @@ class Replicas:
         for number in range(count):
             command = (*_environment(number, count, options), *COMMAND)
             engine = await EngineProcess.start(model, options, told if number == 0 else lambda event: None, command)
-            engine.listeners = self.listeners
+            engine.listeners, engine.answered = self.listeners, self.answered
             self.engines.append(engine)
         self.watching = [asyncio.create_task(self._watch(each)) for each in self.engines]  # type: ignore[attr-defined]
         return self

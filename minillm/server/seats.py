@@ -48,11 +48,16 @@ class Seats:
     def num_taken(self) -> int:
         return self.taken.total()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether one more would be told to come again."""
+        return len(self.waiting) >= self.most_waiting
+
     @asynccontextmanager
     async def take(self, tenant: str, count: int, priority: int = 0) -> AsyncIterator[None]:
         """Wait for ``count`` seats, and give them back behind; raises Full."""
         count = min(count, self.total)
-        if len(self.waiting) >= self.most_waiting:
+        if self.is_full:
             raise Full(self.retry_after())
         waiter = _Waiter(tenant, count, priority, time.monotonic(), asyncio.get_running_loop().create_future())
         self.waiting.append(waiter)

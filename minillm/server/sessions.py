@@ -28,6 +28,7 @@ class Session:
     name: str
     tenant: str
     conversations: Conversations
+    asked: set[str] = field(default_factory=set)  # requests whose ends nobody has been told
 
 
 @dataclass
@@ -60,7 +61,12 @@ class Sessions:
         if not isinstance(command, _REFUSED):
             if hasattr(command, "request_id"):
                 command.request_id = f"{name}/{command.request_id}"
-            session.conversations.handle(command)
+            if isinstance(command, chat.Generate):
+                session.asked.add(command.request_id)
+            try:
+                session.conversations.handle(command)
+            finally:
+                self._tell_ends(session)
 
     def close(self, name: str) -> None:
         """End a session; its answers end at the next step, and its blocks are free then."""
@@ -74,7 +80,15 @@ class Sessions:
         deltas, outputs = list(deltas), list(outputs)
         for session in (*self.open_ones.values(), *self.ending):
             session.conversations.take(deltas, outputs)
+            self._tell_ends(session)
         self.ending = [session for session in self.ending if not session.conversations.is_idle]
+
+    def _tell_ends(self, session: Session) -> None:
+        """Tell the HTTP side which answers have ended, or have not begun at all."""
+        if session.asked:
+            for name in session.asked - session.conversations.answers.keys():
+                session.asked.discard(name)
+                self.send(messages.SessionAnswered(session.name, name.removeprefix(f"{session.name}/")))
 
     def report(self, *, now: bool = False) -> None:
         """Send the apps pictures of the pool, at the pace that each wants."""

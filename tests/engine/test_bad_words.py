@@ -76,6 +76,16 @@ def test_text_is_banned_at_the_start_of_a_line_and_within_one(tiny_model: Path) 
         assert all(beam.token_ids[i : i + len(ids)] != ids for i in range(12))
 
 
+@pytest.mark.parametrize("word", ["\n", " ", "\n\n", " \t"])
+def test_white_space_is_banned_as_it_stands(tiny_model: Path, word: str) -> None:
+    llm = LLM(str(tiny_model), device="cpu", num_blocks=64)
+    ids = llm.tokenizer.encode(word, add_special_tokens=False)
+    params = SamplingParams(max_tokens=20, temperature=0, bad_words=[word], logit_bias=dict.fromkeys(ids, 50.0))
+    tokens = llm.generate(["one"], params)[0].outputs[0].token_ids
+    assert len(tokens) == 20
+    assert not any(tokens[at : at + len(ids)] == ids for at in range(20))
+
+
 def test_ids_beyond_the_vocabulary_and_text_without_a_tokenizer_are_refused(models: tuple[Any, Any]) -> None:
     engine = engine_for(models[1])
     with pytest.raises(UsageError, match="bad_words: token id 97 is not below the vocabulary's size 97"):

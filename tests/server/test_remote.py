@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
-from running_server import ROOT, Server
+from running_server import ROOT, Server, served
 
 from minillm.errors import UsageError
 from minillm.server.remote import Address
@@ -167,3 +168,104 @@ def test_commands_that_make_no_sense_do_not_end_the_engine(server: Server) -> No
             httpx.post(f"{server.url}/v1/session/{session}", content=line, headers={"content-type": "application/json"})
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
     assert answer.status_code == 200
+
+
+# --- questions wait their turn ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny: Path) -> Iterator[Server]:
+    """A server with two seats, and two places before them."""
+    with served(tiny, "--num-blocks", "256", "--max-num-seqs", "2", "--max-waiting", "2") as running:
+        yield running
+
+
+def ends_of(app: App, count: int) -> list[str]:
+    """The requests that have ended, in that order, once there are ``count``."""
+    return [event.request_id for event in app.wait_for(chat.Finished, count) if isinstance(event, chat.Finished)]
+
+
+def question(number: int, **params: object) -> chat.Generate:
+    messages = [{"role": "user", "content": "Say it"}]
+    return chat.Generate(f"r{number}", f"c{number}", messages, {"max_tokens": 80, "ignore_eos": True, **params})
+
+
+def test_no_question_is_lost_where_there_are_more_than_the_queue_holds(narrow: Server) -> None:
+    """Twelve at once for two seats and two places: all are answered, at most two at a time."""
+    with bridge(narrow.url) as app:
+        app.wait_for(chat.Loaded)
+        for number in range(12):
+            app.send(question(number))
+        most = 0
+        while len([event for event in app.events if isinstance(event, chat.Finished)]) < 12:
+            most = max(most, int(narrow.figure("seats_taken")))
+            assert narrow.figure("requests_queued") <= 2
+            time.sleep(0.05)
+        assert most == 2
+        assert set(ends_of(app, 12)) == {f"r{number}" for number in range(12)}
+        assert not [event for event in app.events if isinstance(event, chat.RequestFailed)]
+    narrow.wait_until_idle()
+
+
+def test_a_script_and_an_app_take_turns(narrow: Server) -> None:
+    """A script has its answer while an app still has questions in the queue."""
+    with bridge(narrow.url) as app:
+        app.wait_for(chat.Loaded)
+        for number in range(3):
+            app.send(question(number, max_tokens=400))
+        app.wait_for(chat.TextDelta)
+        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
+        answer = httpx.post(f"{narrow.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code in (200, 429)
+        ends_of(app, 3)
+    narrow.wait_until_idle()
+
+
+def test_a_question_can_be_stopped_while_it_waits(narrow: Server) -> None:
+    with bridge(narrow.url) as app:
+        app.wait_for(chat.Loaded)
+        app.send(question(0, max_tokens=450, n=2))
+        app.wait_for(chat.TextDelta)
+        for number in range(1, 6):  # two wait at the server, the others on this side
+            app.send(question(number))
+        for number in range(1, 5):
+            app.send(chat.Abort(f"r{number}"))
+        failed = [event for event in app.wait_for(chat.RequestFailed, 4) if isinstance(event, chat.RequestFailed)]
+        assert {event.request_id for event in failed} == {f"r{number}" for number in range(1, 5)}
+        assert all("stopped while it waited" in event.error for event in failed)
+        assert ends_of(app, 3)[-1] == "r5"
+    narrow.wait_until_idle()
+
+
+def test_an_app_that_goes_leaves_the_queue(narrow: Server) -> None:
+    with bridge(narrow.url) as app:
+        app.wait_for(chat.Loaded)
+        for number in range(8):
+            app.send(question(number, max_tokens=450))
+        app.wait_for(chat.TextDelta)
+    narrow.wait_until_idle()
+
+
+def test_a_question_that_makes_no_sense_gives_its_seat_back(narrow: Server) -> None:
+    with bridge(narrow.url) as app:
+        app.wait_for(chat.Loaded)
+        app.send(question(0, temperature=-3))
+        app.send(question(1, n=1000))
+        app.send(question(2, n="x"))
+        app.send(chat.Generate("r3", "c3", [{"role": "user", "content": "x " * 4000}]))
+        app.wait_for(chat.RequestFailed, 3)
+        app.wait_for(chat.ContextFull)
+        app.send(question(4))
+        assert ends_of(app, 1) == ["r4"]
+    narrow.wait_until_idle()
+
+
+def test_commands_that_are_none_are_refused(server: Server) -> None:
+    with httpx.stream("GET", f"{server.url}/v1/session", timeout=30) as events:
+        lines = events.iter_lines()
+        session = json.loads(next(lines))["session"]
+        for line in (b"nonsense", b'{"message": "Fly"}', b"\xff"):
+            kind = {"content-type": "application/json"}
+            answer = httpx.post(f"{server.url}/v1/session/{session}", content=line, headers=kind)
+            assert answer.status_code == 400
+            assert "no command" in answer.json()["error"]["message"]

@@ -1,0 +1,114 @@
+"""The questions of chat apps take seats like all other requests: they wait their turn before they go to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from minillm.server import messages
+from minillm.server.bodies import MAX_N, BadField
+from minillm.server.replicas import Engine
+from minillm.server.seats import Full, Seats
+from minillm.service import messages as chat
+
+
+@dataclass
+class Questions:
+    """Those of one session.
+
+    Attributes:
+        tell: takes events that the app shall get, as lines.
+    """
+
+    session: str
+    tenant: str
+    engine: Engine
+    seats: Seats
+    tell: Callable[[bytes], object]
+    _asked: dict[str, _Asked] = field(default_factory=dict)  # by the app's name
+
+    def take(self, line: bytes) -> None:
+        """Carry out an app's command.
+
+        Raises:
+            BadField: it is none.
+            Full: it is a question, and the queue is full. Nothing of it has happened.
+        """
+        try:
+            command = chat.decode_command(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadField(f"this is no command: {str(error)[:200]}") from None
+        match command:
+            case chat.Generate(request_id):
+                self._ask(request_id, command, line)
+                return
+            case chat.Abort(request_id) if self._leaves(request_id):
+                self._tell_stopped(request_id)
+                return
+            case chat.Drop(request_id):
+                self._leaves(request_id)
+            case chat.Forget(conversation):
+                for name in [name for name, each in self._asked.items() if each.conversation == conversation]:
+                    self._leaves(name)
+        self.engine.send(messages.SessionCommand(self.session, line))
+
+    def end(self, request_id: str) -> None:
+        """Give the seats of an answer back, which has ended in whatever way."""
+        if (asked := self._asked.get(request_id)) is not None:
+            asked.ended.set()
+
+    def close(self) -> None:
+        """Leave the queue, and give all seats back."""
+        for asked in self._asked.values():
+            asked.task.cancel()
+
+    def _ask(self, request_id: str, command: chat.Generate, line: bytes) -> None:
+        if request_id in self._asked:
+            raise BadField(f"request_id: {request_id} is in use; choose another", "request_id")
+        count = command.params.get("beam_width") or command.params.get("n") or 1
+        if not isinstance(count, int) or not 1 <= count <= MAX_N:
+            raise BadField(f"n and beam_width must be from 1 to {MAX_N}", "params")
+        if self.seats.is_full:
+            raise Full(self.seats.retry_after())
+        asked = self._asked[request_id] = _Asked(command.conversation, count)
+        asked.task = asyncio.create_task(self._wait(request_id, asked, line))
+
+    async def _wait(self, request_id: str, asked: _Asked, line: bytes) -> None:
+        try:
+            async with self.seats.take(self.tenant, asked.count):
+                asked.has_seat = True
+                self.engine.send(messages.SessionCommand(self.session, line))
+                await asked.ended.wait()
+        except Full:  # others were quicker since the command came
+            self.tell(chat.encode(chat.RequestFailed(request_id, "the server's queue is full; ask again later")))
+        finally:
+            if self._asked.get(request_id) is asked:
+                del self._asked[request_id]
+
+    def _leaves(self, request_id: str) -> bool:
+        """Take a question out of the queue. Returns whether it was in it."""
+        asked = self._asked.get(request_id)
+        if asked is None or asked.has_seat:
+            return False
+        del self._asked[request_id]
+        asked.task.cancel()
+        return True
+
+    def _tell_stopped(self, request_id: str) -> None:
+        self.tell(chat.encode(chat.RequestFailed(request_id, "stopped while it waited for its turn")))
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A question until its answer has ended."""
+
+    conversation: str
+    count: int  # of seats
+    has_seat: bool = False  # it is the engine's
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.task: asyncio.Task[None]
