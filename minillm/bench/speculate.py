@@ -1,17 +1,22 @@
-"""``speculate``: what speculation by lookup saves, on texts that repeat their prompts and on one that does not.
+"""``speculate``: what lookup saves on texts that repeat their prompts, in chat, and where there is nothing to find.
 
-The texts are in the public domain. Both ways run by turns in one process; times are of the tokens after the first.
+Prompts go through the model's chat template, where it has one. The long texts are in the public domain. Both ways run
+by turns in one process; times are of the tokens after the first.
 """
 
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 from minillm.bench.table import ModelOptions, Subject, shown
 from minillm.bench.workloads import times_of
 from minillm.checks import integer
+from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
 from minillm.engine.samples import Samples
 from minillm.engine.speculation import LookupSamples
+from minillm.llm import LLM
+from minillm.outputs import RequestOutput
 from minillm.params import MAX_TOKENS, SamplingParams
 
 _ALICE = (
@@ -45,13 +50,26 @@ def sieve(limit):
                 composite[multiple] = True
     return primes
 '''
-PROMPTS = {
-    "edit": "Correct the spelling of this text, and change nothing else. Write the whole corrected text.\n\n"
-    + _ALICE.replace("tired", "tierd").replace("pictures", "picturs"),
-    "quote": f"Repeat this speech word for word:\n\n{_SPEECH}",
-    "code": "Rename the function gcd to greatest_common_divisor, and write the whole code again:\n\n"
-    f"```python\n{_CODE}```",
-    "nothing": "Write one word after the other, each a new one.",
+PROMPTS: dict[str, tuple[str, ...]] = {
+    "edit": (
+        "Correct the spelling of this text, and change nothing else. Write the whole corrected text.\n\n"
+        + _ALICE.replace("tired", "tierd").replace("pictures", "picturs"),
+    ),
+    "quote": (f"Repeat this speech word for word:\n\n{_SPEECH}",),
+    "code": (
+        f"Rename the function gcd to greatest_common_divisor, and write the whole code again:\n\n```python\n{_CODE}```",
+    ),
+    "chat": (
+        "What is the capital of France, and what is it known for?",
+        "Why is the sky blue? Explain it to a child.",
+        "Give me three ideas for a dinner without meat.",
+        "Write a short letter to a friend who has moved to another city.",
+    ),
+    "nothing": ("Write one word after the other, each a new one.",),
+}
+_SAMPLING: dict[str, dict[str, Any]] = {  # the others are greedy
+    "chat": {"temperature": 0.7, "top_p": 0.95, "logprobs": 5},  # as the chat app asks
+    "nothing": {"temperature": 2.0, "ignore_eos": True},  # each token is a surprise
 }
 
 
@@ -77,46 +95,56 @@ class SpeculationResult:
 
 
 def measure(subject: Subject, options: Options) -> list[SpeculationResult]:
-    """Measure each text, plainly and with guesses; UsageError where the model has no tokenizer."""
-    return [_measure(subject, name, prompt, options) for name, prompt in PROMPTS.items()]
+    """Measure each kind of text, plainly and with guesses; UsageError where the model has no tokenizer."""
+    return [_measure(subject, name, prompts, options) for name, prompts in PROMPTS.items()]
 
 
-def _measure(subject: Subject, name: str, prompt: str, options: Options) -> SpeculationResult:
+def _measure(subject: Subject, name: str, prompts: tuple[str, ...], options: Options) -> SpeculationResult:
     llm, engine = subject.llm, subject.llm.engine
-    # Where nothing is to be found each token is a surprise: it is sampled hot.
-    surprising = name == "nothing"
-    params = SamplingParams(
-        max_tokens=options.output_len, seed=0, temperature=2.0 if surprising else 0.0, ignore_eos=surprising
-    )
+    sampling = {"temperature": 0.0, **_SAMPLING.get(name, {})}
+    params = SamplingParams(max_tokens=options.output_len, seed=0, **sampling)
     guessing = LookupSamples(engine.requests, engine.runner)
     ways: list[Samples] = [Samples(engine.requests, engine.runner), guessing]
     seconds: list[list[float]] = [[], []]
-    answers: list[list[int]] = [[], []]
+    answers: list[list[list[int]]] = [[], []]
     num_steps = 0
-    token_ids = llm.token_ids(prompt)
+    asked = [_prompt_ids(llm, prompt) for prompt in prompts]
     for run in range(1 + options.runs):  # the first one warms up
         for number in (0, 1) if run % 2 else (1, 0):
             llm.reset_prefix_cache()
             began = engine.figures.num_steps
-            engine.requests.add(Request(token_ids, params, request_id=name), ways[number])
-            while engine.has_work:
-                engine.step()
-            [output] = engine.take_finished()
-            answers[number] = output.outputs[0].token_ids
+            outputs = [_answer(engine, token_ids, params, ways[number]) for token_ids in asked]
+            answers[number] = [output.outputs[0].token_ids for output in outputs]
             if run:
-                seconds[number].append(times_of(output)[1])
+                later = [times_of(output)[1] * (len(output.outputs[0].token_ids) - 1) for output in outputs]
+                seconds[number].append(sum(later))
             if number:
-                num_steps += engine.figures.num_steps - began - 1
-    plain, guessed = map(statistics.median, seconds)
-    tokens = len(answers[0])
+                num_steps += engine.figures.num_steps - began - len(asked)
+    later_tokens = sum(map(len, answers[0])) - len(asked)
+    plain, guessed = (statistics.median(each) / max(1, later_tokens) for each in seconds)
     return SpeculationResult(
         name,
-        tokens,
+        sum(map(len, answers[0])),
         plain,
         guessed,
         plain / guessed if guessed else 0.0,
-        (1 + options.runs) * (tokens - 1) / max(1, num_steps),
+        (1 + options.runs) * later_tokens / max(1, num_steps),
         guessing.num_guessed,
         guessing.num_right,
         answers[0] == answers[1],
     )
+
+
+def _prompt_ids(llm: LLM, prompt: str) -> list[int]:
+    tokenizer = llm.engine.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
+        return llm.token_ids(prompt)
+    return tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+
+
+def _answer(engine: Engine, token_ids: list[int], params: SamplingParams, way: Samples) -> RequestOutput:
+    engine.requests.add(Request(token_ids, params, request_id="answer"), way)
+    while engine.has_work:
+        engine.step()
+    [output] = engine.take_finished()
+    return output

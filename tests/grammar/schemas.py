@@ -93,3 +93,24 @@ SCHEMAS: dict[str, Any] = {
     },
     "all of several": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 30}]},
 }  # fmt: skip
+
+
+def _unrolled(inner: dict[str, Any], make: Any, depth: int) -> dict[str, Any]:
+    return make(_unrolled(inner, make, depth - 1)) if depth else inner
+
+
+# The same, but where the answers of some have no longest one (digits, levels), they are bounded: so every answer ends.
+BOUNDED: dict[str, Any] = {
+    **SCHEMAS,
+    "a number in a range": {"type": "number", "minimum": 0.5, "maximum": 2.25, "multipleOf": 0.125},
+    "an exclusive number": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1, "multipleOf": 0.125},
+    "a lower bound alone": record(n={"type": "integer", "minimum": 1000, "maximum": 10**12}),
+    "a time": {"type": "string", "format": "time", "maxLength": 20},
+    "a date and time": {"type": "string", "format": "date-time", "maxLength": 30},
+    "a tree": _unrolled(
+        record(value=INTEGER), lambda inner: record("children", value=INTEGER, children=list_of(inner, 0, 2)), 3
+    ),
+    "a linked list": _unrolled(
+        record(value={"enum": [1, 2]}), lambda inner: record("next", value={"enum": [1, 2]}, next=inner), 5
+    ),
+}

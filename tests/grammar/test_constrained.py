@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from schemas import INTEGER, SCHEMAS, record
+from schemas import BOUNDED, INTEGER, SCHEMAS, record
 from support import DEVICE, engine_for, hf_model, ours, run, write_tiny_model
 
 from minillm import LLM, BeamSearchParams, Grammar, SamplingParams
@@ -113,6 +113,20 @@ def test_fifty_schemas_in_one_batch_of_samples_and_beams(llm: LLM) -> None:
                 assert reason == "length"
     assert sum(ended[SamplingParams]) > 0.9 * len(ended[SamplingParams]) > 130
     assert sum(ended[BeamSearchParams]) > 0.7 * len(ended[BeamSearchParams]) > 70
+
+
+@pytest.mark.soak
+def test_a_thousand_answers_by_fifty_schemas(llm: LLM) -> None:
+    """Each of them ends, for no answer can be too long, and each is valid."""
+    assert len(BOUNDED) == 50
+    for start in range(0, 20, 2):
+        asked = [(name, number) for name in BOUNDED for number in range(start, start + 2)]
+        prompts = [f"Say {name} as JSON:\n" for name, _ in asked]
+        params = [SamplingParams(grammar=Grammar.json(BOUNDED[n]), max_tokens=800, seed=seed) for n, seed in asked]
+        outputs = llm.generate(prompts, params)
+        for (name, _), [(text, reason)] in zip(asked, texts(outputs), strict=True):
+            assert reason == "stop", (name, text[-200:])
+            assert_valid(text, BOUNDED[name])
 
 
 def test_the_validator_of_these_tests_finds_faults() -> None:
