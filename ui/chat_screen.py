@@ -187,24 +187,29 @@ class ChatScreen(BearsRemovals, Screen[None]):
             self._interrupted_at = time.monotonic()
             self.notify("ctrl+c again quits", timeout=_GRACE)
 
-    def on_key(self, event: events.Key) -> None:
-        """Have letters reach the prompt from anywhere, unless the widget that has the keyboard has a use for them."""
-        if event.character == "?" and self.focused is not self.talk.prompt:
-            event.stop()
-            self.action_command("help")
-        elif event.is_printable and event.key not in self.active_bindings and self.focused is not self.talk.prompt:
-            event.stop()
+    def lead(self, event: events.Key | events.Paste) -> None:
+        """Give the prompt the keyboard before a letter or pasted text comes, unless the widget that has it has a use for
+        them. The app asks for that before it hands the key on: later, the keys behind it would be on their way to the
+        old widget, and Enter would be another's.
+        """
+        focused, (key, character) = self.focused, ("a", "a")
+        if focused is self.talk.prompt:
+            return
+        if isinstance(event, events.Key):
+            key, character = event.key, event.character or ""
+            if not event.is_printable or character == "?" or key in self.active_bindings:
+                return
+        if focused is None or not focused.check_consume_key(key, character):
             self.minimize()
             if self.has_class("-expanded"):
                 self.action_expand()
-            self.talk.prompt.focus()
-            self.talk.prompt.post_message(events.Key(event.key, event.character))
+            self.set_focus(self.talk.prompt)
 
-    def on_paste(self, event: events.Paste) -> None:
-        if self.focused is not self.talk.prompt:
+    def on_key(self, event: events.Key) -> None:
+        """Have ? ask for help where it is no text."""
+        if event.character == "?" and self.focused is not self.talk.prompt:
             event.stop()
-            self.talk.prompt.focus()
-            self.talk.prompt.post_message(events.Paste(event.text))
+            self.action_command("help")
 
     @property
     def memory_view(self) -> str:

@@ -12,6 +12,7 @@ from textual.widgets import Static
 
 from minillm.cache.runs import common_length
 from minillm.text.safe import clean
+from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.answer_view import summary
 from minillm.ui.chat.conversation import Answer, Candidate
 from minillm.ui.chat.reasoning import split_reasoning
@@ -28,6 +29,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
     """One candidate. Enter or a double click accepts it, Space shows it on the whole screen."""
 
     ALLOW_MAXIMIZE = True
+    BINDINGS = [*hidden_keys({"enter": "accept", "space": "whole_screen"})]  # noqa: RUF012
 
     def __init__(self, index: int) -> None:
         super().__init__(classes=f"-strand-{index % NUM_COLOURS}")
@@ -57,18 +59,16 @@ class CandidateCard(VerticalScroll, can_focus=True):
 
     def on_click(self, event: events.Click) -> None:
         if event.chain == 2:
-            self.post_message(CommandAsked("accept", str(self.index + 1)))
+            self.action_accept()
 
-    def on_key(self, event: events.Key) -> None:
-        if event.key == "enter":
-            event.stop()
-            self.post_message(CommandAsked("accept", str(self.index + 1)))
-        elif event.key == "space":
-            event.stop()
-            if self.screen.maximized is None:
-                self.screen.maximize(self, container=False)
-            else:
-                self.screen.minimize()
+    def action_accept(self) -> None:
+        self.post_message(CommandAsked("accept", str(self.index + 1)))
+
+    def action_whole_screen(self) -> None:
+        if self.screen.maximized is None:
+            self.screen.maximize(self, container=False)
+        else:
+            self.screen.minimize()
 
 
 def text_of(candidate: Candidate) -> str:
