@@ -123,7 +123,13 @@ class ChatScreen(BearsRemovals, Screen[None]):
 
     def _show_memory(self) -> None:
         leaf = self.talk.conversation.leaf
-        self.panel.show_news(self.name_of, None if leaf is None else leaf.answer.request_id)
+        self.panel.show_news(self.name_of, None if leaf is None else leaf.answer.request_id, self.score_of)
+
+    def score_of(self, owner: str, index: int) -> float | None:
+        """The score of a beam of the last answer; None for every other sequence."""
+        leaf = self.talk.conversation.leaf
+        beams = leaf.answer.candidates if leaf is not None and leaf.answer.request_id == owner else []
+        return beams[index].score if index < len(beams) else None
 
     def name_of(self, owner: str, index: int) -> str:
         """A sequence's name for people: ``turn 2 · 3`` is the third candidate of the second turn."""
@@ -188,9 +194,9 @@ class ChatScreen(BearsRemovals, Screen[None]):
             self.notify("ctrl+c again quits", timeout=_GRACE)
 
     def lead(self, event: events.Key | events.Paste) -> None:
-        """Give the prompt the keyboard before a letter or pasted text comes, unless the widget that has it has a use for
-        them. The app asks for that before it hands the key on: later, the keys behind it would be on their way to the
-        old widget, and Enter would be another's.
+        """Give the prompt the keyboard before a letter or pasted text comes, unless its widget has a use for them. The
+        app asks for that before it hands the key on: later, the keys behind it would be on their way to the old widget,
+        and Enter would be another's.
         """
         focused, (key, character) = self.focused, ("a", "a")
         if focused is self.talk.prompt:

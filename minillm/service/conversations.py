@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from minillm.beams.method import places
 from minillm.cache.runs import common_length
 from minillm.engine import held
 from minillm.engine.driver import Driver
@@ -156,6 +157,8 @@ class Conversations:
             self.teller.end_beams(answer, output)
         answer.sequences = [sequence for sequence in answer.group.sequences if sequence.table is not None]
         answer.outputs = sorted(output.outputs, key=by_score) if answer.searches else output.outputs
+        if answer.searches:
+            self._keep_those_of_answers(answer)
         if answer.stays and answer.sequences:
             self.kept[output.request_id] = answer
         else:
@@ -163,9 +166,12 @@ class Conversations:
 
     def own(self) -> dict[int, Owner]:
         """The owners of this app's sequences, by seq_id."""
-        found = [(name, "idle", each) for name, kept in self.kept.items() for each in kept.sequences]
-        found += [(name, "running", each) for name, answer in self.answers.items() for each in answer.group.sequences]
-        owners = {each.seq_id: Owner(name, each.index, state, each) for name, state, each in found}
+        owners = {}
+        for state, answers in (("idle", self.kept), ("running", self.answers)):
+            for name, answer in answers.items():
+                sequences = answer.sequences if state == "idle" else answer.group.sequences
+                at = answer.places or (places(answer.group) if answer.searches else {})
+                owners.update({e.seq_id: Owner(name, at.get(e.seq_id, e.index), state, e) for e in sequences})
         if self._pinned is not None:
             owners[self._pinned.seq_id] = Owner("system prompt", 0, "pinned", self._pinned)
         return owners
@@ -179,11 +185,22 @@ class Conversations:
         kept = self.kept.get(request_id)
         if kept is None or not 0 <= index < len(kept.outputs):
             return
-        chosen = kept.outputs[index].token_ids
-        # The one that shares most with the chosen candidate: a finished beam's own sequence is gone by now.
-        best = max(kept.sequences, key=lambda sequence: common_length(sequence.output_token_ids, chosen))
+        best = _nearest_to(kept.outputs[index].token_ids, kept.sequences)
         self._release(kept, spared=best)
-        kept.sequences = [best]
+        kept.sequences, kept.places = [best], {best.seq_id: index}
+
+    def _keep_those_of_answers(self, answer: Answer) -> None:
+        """Of a search that has ended, keep the beams that its answers come of; each goes by the best one of those."""
+        spared: dict[int, Sequence] = {}
+        for place, output in enumerate(answer.outputs):
+            if answer.sequences:
+                nearest = _nearest_to(output.token_ids, answer.sequences)
+                answer.places.setdefault(nearest.seq_id, place)
+                spared[nearest.seq_id] = nearest
+        for sequence in answer.sequences:
+            if sequence.seq_id not in spared:
+                held.release(self._driver, sequence)
+        answer.sequences = list(spared.values())
 
     def _drop(self, request_id: str) -> None:
         if (answer := self.answers.get(request_id)) is not None:
@@ -228,3 +245,8 @@ class Conversations:
                 self._pinned = sequence
             except MinillmError as error:
                 self.send(messages.Notice(f"the system prompt is not pinned: {error}"))
+
+
+def _nearest_to(token_ids: list[int], sequences: list[Sequence]) -> Sequence:
+    """The sequence that shares most with an answer: a beam that has ended has none of its own by now."""
+    return max(sequences, key=lambda sequence: common_length(sequence.output_token_ids, token_ids))

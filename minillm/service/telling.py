@@ -30,6 +30,7 @@ class Answer:
     stays: bool = True  # its blocks do, when it ends
     sequences: list[Sequence] = field(default_factory=list)  # that stay: idle, one or as many as it has candidates
     outputs: list[CompletionOutput] = field(default_factory=list)  # of the answer that has ended
+    places: dict[int, int] = field(default_factory=dict)  # by seq_id: which output of a search each sequence goes by
 
     @property
     def searches(self) -> bool:

@@ -11,9 +11,13 @@ from typing import TypeVar
 import anyio
 import pytest
 
+from minillm.cache.runs import common_length
+from minillm.config import EngineConfig
+from minillm.load import load_engine
 from minillm.outputs import StepReport
 from minillm.progress import Progress
 from minillm.service.client import EngineProcess
+from minillm.service.conversations import Conversations
 from minillm.service.messages import (
     Abort,
     BeamsChanged,
@@ -48,6 +52,7 @@ from minillm.service.messages import (
     decode_event,
     encode,
 )
+from minillm.service.telling import by_score
 from minillm.ui.memory.pool import BlockState, Pool
 
 Wanted = TypeVar("Wanted", bound=Event)
@@ -260,6 +265,37 @@ async def test_beams_are_told_while_they_change(tmp_path: Path, tiny_model: Path
         await running.pool(lambda pool: len(pool.tables) == 1)
         running.send(Forget("c"))
         await running.pool(lambda pool: not pool.tables)
+
+
+@pytest.mark.parametrize("stop", [(), ("a", "e", "o")])
+def test_a_beam_goes_by_its_place_among_the_answers(stop: tuple[str, ...], tiny_model: Path) -> None:
+    engine = load_engine(str(tiny_model), EngineConfig(device="cpu", num_blocks=60))
+    conversations = Conversations(engine, lambda event: None)
+    params = {"beam_width": 4, "max_tokens": 30, "ignore_eos": True, "stop": list(stop), "early_stopping": True}
+    conversations.handle(Generate("a", "c", turns("hello"), params))
+    num_ended = 0  # most that had ended while others ran
+    while not conversations.is_idle:
+        conversations.step()
+        if conversations.answers and (owners := conversations.own()) and len(owners) == 4:
+            told = sorted(engine.requests.output_of(conversations.answers["a"].group).outputs, key=by_score)
+            num_ended = max(num_ended, sum(each.finish_reason is not None for each in told))
+            shown = [owner for owner in owners.values() if owner.index < len(told)]
+            assert len(shown) == sum(each.finish_reason is None for each in told)
+            for owner in shown:
+                assert told[owner.index].token_ids == owner.sequence.output_token_ids
+    assert bool(num_ended) == bool(stop)
+    stayed = [(owner.index, owner.sequence.output_token_ids) for owner in conversations.own().values()]
+    answers = [each.token_ids for each in conversations.kept["a"].outputs]
+    assert 0 in dict(stayed)
+    for place, token_ids in stayed:
+        others = [common_length(answers[place], ids) for _, ids in stayed]
+        assert common_length(answers[place], token_ids) == max(others), "no other beam is nearer to that answer"
+    if not stop:
+        assert all(answers[place][: len(token_ids)] == token_ids for place, token_ids in stayed)
+    conversations.handle(Keep("a", 1))
+    assert [owner.index for owner in conversations.own().values()] == [1]
+    conversations.handle(Drop("a"))
+    assert not engine.cache.tables
 
 
 async def test_probabilities_of_the_tokens(tmp_path: Path, tiny_model: Path) -> None:

@@ -501,6 +501,18 @@ async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_mom
 
 
 @pytest.mark.anyio
+async def test_beams_have_their_scores_at_the_tips_and_are_gone_once_by_each_name() -> None:
+    async with panel_of(picture(TABLES[:4]), view="strands") as (pilot, panel, pool):
+        panel.take(CacheChanged([table(9, "turn 2", 1, "running", 91, [0, 1, 2, 4, 5, 60])], gone=[4]))
+        panel.take(CacheChanged([], gone=[9]))
+        panel.show_news(name, "turn 2", lambda owner, index: -0.25 - index if owner == "turn 2" else None)
+        await pilot.pause()
+        await pilot.pause()
+        assert "turn 2 · 1  -0.250" in seen(pilot)
+        assert seen(pilot).count("✕") == 1, "twice the same beam"
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("size", [WIDE, NARROW])
 async def test_where_no_block_is_held_the_strands_say_what_they_are(size: tuple[int, int]) -> None:
     async with panel_of(view="strands", size=size) as (pilot, panel, pool):

@@ -86,7 +86,7 @@ def num_common(texts: Sequence[str]) -> int:
 
 def candidate_facts(candidate: Candidate) -> str:
     """``score -0.54 · 23 tokens · log p -12.3``: the first ones stay where there is little room."""
-    words = [] if candidate.score is None else [f"score {candidate.score:.2f}"]
+    words = [] if candidate.score is None else [f"score {candidate.score:.3f}"]
     words.append(plural(candidate.num_tokens, "token"))
     if candidate.finish_reason is not None:
         words.append("✓" if candidate.finish_reason == "stop" else candidate.finish_reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from textwrap import wrap
 
 from rich.cells import cell_len
@@ -135,6 +135,17 @@ def strand_lines(lines: Sequence[TreeLine]) -> list[StrandLine]:
     return found
 
 
+def summed(gone: Sequence[Left]) -> list[Left]:
+    """Those that have gone, once by each name: beams come and go at speed."""
+    found: dict[tuple[str, int, int], Left] = {}
+    for left in gone:
+        table = left.table
+        name = (table.owner, table.index, 0 if table.owner else table.seq_id)
+        before = found.pop(name, None)
+        found[name] = left if before is None else replace(left, num_blocks=left.num_blocks + before.num_blocks)
+    return list(found.values())
+
+
 class Strands(LineView):
     """A line per block with its first words: thick where several sequences share it, in its candidate's colour where
     one owns it. A strand parts where the tables do; a block that was copied on write is seen to tear.
@@ -157,7 +168,7 @@ class Strands(LineView):
         self._lines = []
         if pool is not None:
             self._lines += strand_lines(tree_lines(block_trees(list(pool.tables.values()))))
-            self._lines += [left for left in pool.left if now - left.moment < _LEFT]
+            self._lines += summed([left for left in pool.left if now - left.moment < _LEFT])
             moments = [left.moment for left in pool.left] + [copy.moment for copy in pool.copies.values()]
             if not self._fades and any(now - moment < _LEFT for moment in moments):
                 self._fades = True
@@ -213,6 +224,8 @@ class Strands(LineView):
         pool, swapped = self.memory.pool, table.state == "swapped"
         assert pool is not None
         parts = [(self.memory.table_name(table), "name" if swapped else _colour(table))]
+        if (score := self.memory.scores(table.owner, table.index)) is not None:
+            parts.append((f"  {score:.3f}", _colour(table)))
         if table.state != "idle":
             parts.append((f" {table.state}", "swapped" if swapped else "fact"))
         own = 0 if node is None else len(node.blocks)
