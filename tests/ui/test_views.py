@@ -502,7 +502,7 @@ async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_mom
 
 @pytest.mark.anyio
 async def test_beams_have_their_scores_at_the_tips_and_are_gone_once_by_each_name() -> None:
-    async with panel_of(picture(TABLES[:4]), view="strands") as (pilot, panel, pool):
+    async with panel_of(picture(TABLES[:4]), view="strands") as (pilot, panel, _):
         panel.take(CacheChanged([table(9, "turn 2", 1, "running", 91, [0, 1, 2, 4, 5, 60])], gone=[4]))
         panel.take(CacheChanged([], gone=[9]))
         panel.show_news(name, "turn 2", lambda owner, index: -0.25 - index if owner == "turn 2" else None)

@@ -176,7 +176,7 @@ class PromptInput(SteadyTextArea):
         """Handle a key that has a meaning in this text area only. Return False for every other key."""
         picked, self._picked = self._picked, ""
         if picked and not self.text and self._is_text_after_digit(event.character or ""):
-            self.insert(picked + event.character)  # "2 more colours please": it was a text
+            self.insert(picked + (event.character or ""))  # "2 more colours please": it was a text
             self.post_message(CommandAsked("undo"))
         elif self._popup.display and event.key in ("up", "down"):
             self._popup.move(-1 if event.key == "up" else 1)
