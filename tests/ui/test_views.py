@@ -136,7 +136,7 @@ async def test_every_view_shows_itself_and_names_the_others(size: tuple[int, int
     expected = {
         "pool": ("of 128 blocks", "ppp·54··", "turn 2 · 1"),
         "tables": ("turn 2 · 1", "0 → 0", "×9"),
-        "strands": ("├─", "turn 4 · 1", "on the host"),
+        "strands": ("├─", "turn 2 · 4", "own"),
         "events": ("turn 4", "swap"),
         "memory": ("used", "shared", "waste", "cached", "free", "paging", "sharing", "60%", "9,216"),
         "steps": ("decoded", "prefilled", "20.0", "▒", "█"),
@@ -498,6 +498,25 @@ async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_mom
         await pilot.pause()
         assert "⧉" not in seen(pilot)
         assert "came back" not in seen(pilot)
+
+
+@pytest.mark.anyio
+async def test_the_strands_go_to_the_branch_that_is_shown() -> None:
+    branches = [table(n, f"turn {n}", 0, "idle", 160, list(range(10 * n, 10 * n + 10))) for n in range(1, 11)]
+    async with panel_of(picture(branches), view="strands") as (pilot, panel, pool):
+        for number in (9, 1, 5):
+            panel.show_news(name, f"turn {number}")
+            await pilot.pause()
+            await pilot.pause()
+            [marked] = [line for line in seen(pilot).splitlines() if "▸ turn" in line]
+            assert f"▸ {name(f'turn {number}', 0)}" in marked
+        strands = panel.query_one(Strands)
+        strands.scroll_to(y=0, animate=False, force=True)
+        another = table(11, "turn 11", 0, "idle", 16, [120])
+        panel.take(CacheChanged([another]))
+        panel.show_news(name, "turn 5")
+        await pilot.pause()
+        assert strands.scroll_offset.y == 0, "the reader has gone elsewhere"
 
 
 @pytest.mark.anyio

@@ -161,6 +161,7 @@ class Strands(LineView):
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
         self._lines: list[StrandLine | Left | tuple[str, str]] = []
+        self._shown: str | None = None  # the request whose strands were brought into sight last
         self._fades = False  # a timer runs until something that is shown for a moment goes
 
     def catch_up(self) -> None:
@@ -176,6 +177,22 @@ class Strands(LineView):
             if not self._lines:
                 self._lines += _guide(self.scrollable_content_region.width)
         self.set_lines(len(self._lines))
+        self._follow_branch()
+
+    def _follow_branch(self) -> None:
+        """Bring the current answer's strands into sight, once for each answer that becomes the current one:
+        the reader may look elsewhere meanwhile.
+        """
+        if (current := self.memory.current) == self._shown:
+            return
+        rows = [row for row, line in enumerate(self._lines) if isinstance(line, StrandLine) and self._is_current(line)]
+        if rows:
+            self._shown = current
+            self.show_line(rows[0])
+            self.show_line(rows[-1])
+
+    def _is_current(self, line: StrandLine) -> bool:
+        return line.tree.table is not None and line.tree.table.owner == self.memory.current
 
     def on_resize(self) -> None:
         if self._lines and isinstance(self._lines[0], tuple):
@@ -198,7 +215,9 @@ class Strands(LineView):
             below = line.tree.rails.replace("├─ ", "│  ").replace("└─ ", "   ")
             return [(below, "rail"), *self._block(line, width - cell_len(below))]
         if line.tree.table is not None:
-            return [rails, *self._leaf(line.tree.table, line.tree.node)]
+            is_one_of_many = self._is_current(line) and len(self.memory.current_tables) == 1 < len(self.memory.tables)
+            mark = [("▸ ", "rail")] if is_one_of_many else []
+            return [rails, *mark, *self._leaf(line.tree.table, line.tree.node)]
         assert line.tree.node is not None
         shared, sharers = plural(len(line.tree.node.blocks), "block"), line.tree.node.num_tables
         return [rails, (f"┏ {shared} ×{sharers}", "shared")]
