@@ -503,7 +503,7 @@ async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_mom
 @pytest.mark.anyio
 async def test_the_strands_go_to_the_branch_that_is_shown() -> None:
     branches = [table(n, f"turn {n}", 0, "idle", 160, list(range(10 * n, 10 * n + 10))) for n in range(1, 11)]
-    async with panel_of(picture(branches), view="strands") as (pilot, panel, pool):
+    async with panel_of(picture(branches), view="strands") as (pilot, panel, _):
         for number in (9, 1, 5):
             panel.show_news(name, f"turn {number}")
             await pilot.pause()
@@ -729,6 +729,16 @@ def test_the_chart_shows_every_kind_that_is_there() -> None:
     chart = figures_text(pool, 42, 35)[-12:]
     assert {"o", "s", "~", "c", "·"} == {line[-1] for line in chart}
     assert chart[-1].endswith("o" * len(TABLES))
+
+
+def test_the_chart_of_a_pool_that_is_hardly_filled_is_true_to_scale() -> None:
+    pool = Pool(2048, 16, 4096)
+    pool.apply(CacheChanged([table(1, "turn 1", 0, "idle", 111, [0, 4, 8, 12, 16, 20, 24])]))  # one slot is left
+    lines = figures_text(pool, 42, 40)
+    chart = [line[-1:] for line in lines[lines.index("drawn to 16 of 2,048 blocks") + 1 :]]
+    assert (chart.count("~"), abs(chart.count("o") / len(chart) - 7 / 16) < 0.1) == (0, True)
+    pool.apply(CacheChanged([table(1, "turn 1", 0, "idle", 1, [0])], gone=[1]))
+    assert figures_text(pool, 42, 40)[-1].endswith(("o", "~")), "what is used is seen, however little it is"
 
 
 @pytest.mark.anyio
