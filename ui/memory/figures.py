@@ -172,8 +172,8 @@ def _named(name: str, number: int) -> Parts:
 
 
 def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
-    """The pool over time: a column is a moment, and each kind takes its share of it, named by its letter. Of a pool that
-    is hardly filled the lower part is drawn, larger.
+    """The pool over time: a column is a moment, and each kind takes its share of it, named by its letter. Of a pool
+    that is hardly filled the lower part is drawn, larger.
     """
     history = list(pool.history)[-width:] or [pool.figures]
     most = max(pool.num_blocks - figures.free_blocks for figures in history)
