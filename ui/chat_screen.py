@@ -9,7 +9,7 @@ from textual.containers import Container
 from textual.events import ScreenResume
 from textual.screen import Screen
 
-from minillm.service.messages import BlockFacts, CacheChanged, MemoryUse, Stepped
+from minillm.service.messages import FILES, SYSTEM_PROMPT, BlockFacts, CacheChanged, MemoryUse, Stepped
 from minillm.ui.bars import KeyBar, TitleBar, named_keys
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.commands import COMMANDS
@@ -138,7 +138,7 @@ class ChatScreen(BearsRemovals, Screen[None]):
             return "the summary"
         name = self.talk.conversation.name_of(owner)
         if name is None:
-            return owner if owner == "system prompt" else self._earlier_names.get(owner) or name_of_stranger(owner)
+            return owner if owner in (SYSTEM_PROMPT, FILES) else self._earlier_names.get(owner) or name_of_stranger(owner)
         self._earlier_names[owner] = name
         pool = self.pool
         several = pool is not None and any(table.owner == owner and table.index for table in pool.tables.values())

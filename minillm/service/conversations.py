@@ -17,6 +17,7 @@ from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
 from minillm.service.cache_view import Owner
+from minillm.service.file_pins import FilePins
 from minillm.service.telling import Answer, Teller, by_score
 
 
@@ -32,6 +33,7 @@ class Conversations:
 
     def __post_init__(self) -> None:
         self._driver = Driver(self.engine)
+        self._files = FilePins(self._driver, self.engine.cache)
         self.teller = Teller(self.engine, self.send, self._owners)
         self._pause = self._next_step = 0.0  # seconds from one step to the next, at least; the time of the next one
         self._pinning: SequenceGroup | None = None  # a system prompt that is being computed
@@ -56,6 +58,7 @@ class Conversations:
                 for answer in (*self.answers.values(), *self.kept.values()):
                     if answer.command.conversation == conversation:
                         self._drop(answer.command.request_id)
+                self._files.let_go(conversation)
             case messages.Pin(system):
                 try:
                     self._pin(system)
@@ -86,17 +89,24 @@ class Conversations:
         if len(token_ids) + command.room > engine.max_model_len:
             self.send(messages.ContextFull(command.request_id, len(token_ids), engine.max_model_len))
             return
+        self._files.begin(command.conversation, token_ids)
+        if self._fitting(len(token_ids), params) < command.room:
+            self._files.let_go(command.conversation)
         params = replace(params, max_tokens=max(1, min(params.max_tokens, self._fitting(len(token_ids), params))))
         parent = self._nearest(command.conversation, token_ids)
         group = engine.add_request(command.request_id, token_ids, params, parent=parent, hold=True)
         opened = engine.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
-        self.answers[command.request_id] = Answer(command, group, opened)
+        answer = self.answers[command.request_id] = Answer(command, group, opened)
+        if command.num_pinned:
+            first = command.messages[: command.num_pinned]
+            told = engine.tokenizer.apply_chat_template(first, add_generation_prompt=False, thinks=command.thinks)
+            answer.num_pinned_tokens = common_length(told, token_ids)
 
     def _fitting(self, num_prompt_tokens: int, params: Params) -> int:
         """Tokens that each completion can have at most in this pool: a chat cuts answers rather than refuse them."""
         cache = self.engine.cache
         shared = num_prompt_tokens // cache.block_size
-        pinned = 0 if self._pinned is None or self._pinned.table is None else len(self._pinned.table.blocks)
+        pinned = self.engine.scheduler.idle.num_pinned_blocks
         blocks = (cache.num_blocks - pinned - shared) // params.num_sequences
         return blocks * cache.block_size - num_prompt_tokens % cache.block_size
 
@@ -104,8 +114,8 @@ class Conversations:
         """The kept sequence that has the most tokens in common with a prompt; the pinned system prompt is one."""
         kept = [answer for answer in self.kept.values() if answer.command.conversation == conversation]
         sequences = [each for answer in kept for each in answer.sequences if each.table is not None]
-        if self._pinned is not None:
-            sequences.append(self._pinned)
+        pinned = (self._pinned, self._files.pinned.get(conversation))
+        sequences += [each for each in pinned if each is not None]
         return max(sequences, key=lambda sequence: shared_length(sequence, token_ids), default=None)
 
     def step(self) -> None:
@@ -137,6 +147,7 @@ class Conversations:
         self._closed = True
         for request_id in (*self.answers, *self.kept):
             self._drop(request_id)
+        self._files.close()
         if self._pinned is not None:
             held.unpin(self._driver, self._pinned)
         if self._pinning is not None:
@@ -160,6 +171,8 @@ class Conversations:
         if answer.searches:
             self._keep_those_of_answers(answer)
         if answer.stays and answer.sequences:
+            if answer.num_pinned_tokens:
+                self._files.keep(answer.command.conversation, answer.sequences[0], answer.num_pinned_tokens)
             self.kept[output.request_id] = answer
         else:
             self._release(answer)
@@ -172,8 +185,10 @@ class Conversations:
                 sequences = answer.sequences if state == "idle" else answer.group.sequences
                 at = answer.places or (places(answer.group) if answer.searches else {})
                 owners.update({e.seq_id: Owner(name, at.get(e.seq_id, e.index), state, e) for e in sequences})
+        for pinned in self._files.pinned.values():
+            owners[pinned.seq_id] = Owner(messages.FILES, 0, "pinned", pinned)
         if self._pinned is not None:
-            owners[self._pinned.seq_id] = Owner("system prompt", 0, "pinned", self._pinned)
+            owners[self._pinned.seq_id] = Owner(messages.SYSTEM_PROMPT, 0, "pinned", self._pinned)
         return owners
 
     def _owners(self) -> dict[int, Owner]:

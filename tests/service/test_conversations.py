@@ -19,6 +19,7 @@ from minillm.progress import Progress
 from minillm.service.client import EngineProcess
 from minillm.service.conversations import Conversations
 from minillm.service.messages import (
+    FILES,
     Abort,
     BeamsChanged,
     BlockFacts,
@@ -296,6 +297,45 @@ def test_a_beam_goes_by_its_place_among_the_answers(stop: tuple[str, ...], tiny_
     assert [owner.index for owner in conversations.own().values()] == [1]
     conversations.handle(Drop("a"))
     assert not engine.cache.tables
+
+
+async def test_a_beginning_with_a_file_is_pinned_while_it_is_told(tmp_path: Path, tiny_model: Path) -> None:
+    file = "hello there " * 20
+    async with engine(tmp_path, str(tiny_model), num_blocks=120) as running:
+        running.send(Generate("a", "c", turns(file), GREEDY, num_pinned=1))
+        await running.find(Finished)
+        text = "".join(event.text for event in running.events if isinstance(event, TextDelta))
+        pool = await running.pool(lambda pool: pool.tables_of(FILES))
+        [pinned] = pool.tables_of(FILES)
+        assert pinned.state == "pinned"
+        assert pinned.blocks == pool.tables_of("a")[0].blocks[: len(pinned.blocks)], "it takes no block of its own"
+        assert len(pinned.blocks) >= len(file) // 4 // 16
+        running.send(Drop("a"))
+        await running.pool(lambda pool: not pool.tables_of("a"))
+        running.send(Generate("b", "c", turns(file, text, "again"), GREEDY, num_pinned=1))
+        await running.find(Finished, lambda event: event.request_id == "b")
+        again = await running.find(Started, lambda event: event.request_id == "b")
+        assert again.num_cached_tokens >= pinned.num_tokens
+        pool = await running.pool(lambda pool: pool.tables_of("b") and pool.tables_of("b")[0].state == "idle")
+        assert [table.blocks for table in pool.tables_of(FILES)] == [pinned.blocks]
+        running.send(Generate("d", "c", turns("something else"), GREEDY))
+        await running.pool(lambda pool: not pool.tables_of(FILES))
+        running.send(Generate("e", "c", turns(file), GREEDY, num_pinned=1))
+        await running.pool(lambda pool: pool.tables_of(FILES))
+        running.send(Forget("c"))
+        await running.pool(lambda pool: not pool.tables)
+
+
+async def test_a_file_that_needs_much_of_the_pool_is_not_pinned(tiny_model: Path) -> None:
+    engine = load_engine(str(tiny_model), EngineConfig(device="cpu", num_blocks=24))
+    said: list[Event] = []
+    conversations = Conversations(engine, said.append)
+    for number, question in enumerate(["hello " * 12, "hello " * 60, "hello " * 90]):
+        conversations.handle(Generate(str(number), "c", turns(question), {**GREEDY, "max_tokens": 60}, num_pinned=1))
+        while not conversations.is_idle:
+            conversations.step()
+    assert not [event for event in said if isinstance(event, RequestFailed)]
+    assert 4 * engine.scheduler.idle.num_pinned_blocks <= 24
 
 
 async def test_probabilities_of_the_tokens(tmp_path: Path, tiny_model: Path) -> None:
