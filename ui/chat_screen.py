@@ -138,7 +138,8 @@ class ChatScreen(BearsRemovals, Screen[None]):
             return "the summary"
         name = self.talk.conversation.name_of(owner)
         if name is None:
-            return owner if owner in (SYSTEM_PROMPT, FILES) else self._earlier_names.get(owner) or name_of_stranger(owner)
+            known = owner if owner in (SYSTEM_PROMPT, FILES) else self._earlier_names.get(owner)
+            return known or name_of_stranger(owner)
         self._earlier_names[owner] = name
         pool = self.pool
         several = pool is not None and any(table.owner == owner and table.index for table in pool.tables.values())

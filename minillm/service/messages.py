@@ -14,9 +14,8 @@ import msgspec
 from minillm.outputs import StepReport
 from minillm.progress import Progress
 
-
 SYSTEM_PROMPT, FILES = "system prompt", "files"
-"""Owners of pinned tables, which no request owns: the system prompt, and conversations' beginnings with files in them."""
+"""Owners of pinned tables, which no request owns: the system prompt, and beginnings of conversations with files."""
 
 
 class _Message(msgspec.Struct, tag=True, tag_field="message", forbid_unknown_fields=True):
