@@ -126,7 +126,10 @@ class ChatApp(EngineApp):
     async def _take_typed(self) -> None:
         """Textual gives keys to a screen from the moment it is pushed, and its actions would find nothing there."""
         while self._typed_early and self.screen.is_mounted and not self.chat.talk.num_waiting:
-            await super().on_event(self._typed_early.popleft())
+            event = self._typed_early.popleft()
+            if isinstance(event, events.Key | events.Paste) and self.screen is self.chat:
+                self.chat.lead(event)
+            await super().on_event(event)
         if self._typed_early:
             self.set_timer(_SOON, self._take_typed)
 

@@ -9,7 +9,7 @@ from textual.containers import Container
 from textual.events import ScreenResume
 from textual.screen import Screen
 
-from minillm.service.messages import BlockFacts, CacheChanged, MemoryUse, Stepped
+from minillm.service.messages import FILES, SYSTEM_PROMPT, BlockFacts, CacheChanged, MemoryUse, Stepped
 from minillm.ui.bars import KeyBar, TitleBar, named_keys
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.commands import COMMANDS
@@ -123,7 +123,13 @@ class ChatScreen(BearsRemovals, Screen[None]):
 
     def _show_memory(self) -> None:
         leaf = self.talk.conversation.leaf
-        self.panel.show_news(self.name_of, None if leaf is None else leaf.answer.request_id)
+        self.panel.show_news(self.name_of, None if leaf is None else leaf.answer.request_id, self.score_of)
+
+    def score_of(self, owner: str, index: int) -> float | None:
+        """The score of a beam of the last answer; None for every other sequence."""
+        leaf = self.talk.conversation.leaf
+        beams = leaf.answer.candidates if leaf is not None and leaf.answer.request_id == owner else []
+        return beams[index].score if index < len(beams) else None
 
     def name_of(self, owner: str, index: int) -> str:
         """A sequence's name for people: ``turn 2 · 3`` is the third candidate of the second turn."""
@@ -132,7 +138,8 @@ class ChatScreen(BearsRemovals, Screen[None]):
             return "the summary"
         name = self.talk.conversation.name_of(owner)
         if name is None:
-            return owner if owner == "system prompt" else self._earlier_names.get(owner) or name_of_stranger(owner)
+            known = owner if owner in (SYSTEM_PROMPT, FILES) else self._earlier_names.get(owner)
+            return known or name_of_stranger(owner)
         self._earlier_names[owner] = name
         pool = self.pool
         several = pool is not None and any(table.owner == owner and table.index for table in pool.tables.values())
@@ -187,24 +194,29 @@ class ChatScreen(BearsRemovals, Screen[None]):
             self._interrupted_at = time.monotonic()
             self.notify("ctrl+c again quits", timeout=_GRACE)
 
-    def on_key(self, event: events.Key) -> None:
-        """Have letters reach the prompt from anywhere, unless the widget that has the keyboard has a use for them."""
-        if event.character == "?" and self.focused is not self.talk.prompt:
-            event.stop()
-            self.action_command("help")
-        elif event.is_printable and event.key not in self.active_bindings and self.focused is not self.talk.prompt:
-            event.stop()
+    def lead(self, event: events.Key | events.Paste) -> None:
+        """Give the prompt the keyboard before a letter or pasted text comes, unless its widget has a use for them. The
+        app asks for that before it hands the key on: later, the keys behind it would be on their way to the old widget,
+        and Enter would be another's.
+        """
+        focused, (key, character) = self.focused, ("a", "a")
+        if focused is self.talk.prompt:
+            return
+        if isinstance(event, events.Key):
+            key, character = event.key, event.character or ""
+            if not event.is_printable or character == "?" or key in self.active_bindings:
+                return
+        if focused is None or not focused.check_consume_key(key, character):
             self.minimize()
             if self.has_class("-expanded"):
                 self.action_expand()
-            self.talk.prompt.focus()
-            self.talk.prompt.post_message(events.Key(event.key, event.character))
+            self.set_focus(self.talk.prompt)
 
-    def on_paste(self, event: events.Paste) -> None:
-        if self.focused is not self.talk.prompt:
+    def on_key(self, event: events.Key) -> None:
+        """Have ? ask for help where it is no text."""
+        if event.character == "?" and self.focused is not self.talk.prompt:
             event.stop()
-            self.talk.prompt.focus()
-            self.talk.prompt.post_message(events.Paste(event.text))
+            self.action_command("help")
 
     @property
     def memory_view(self) -> str:

@@ -285,6 +285,22 @@ def grammar_error(step: BeamStep) -> str | None:
     return next((matcher.error for matcher in matchers if matcher.error is not None), None)
 
 
+def places(group: SequenceGroup) -> dict[int, int]:
+    """The place that each running beam, by its seq_id, has among the answers as they stand, the best one's being 0.
+
+    Those that have ended have places, too; beams for which there is no room among the answers come behind all others.
+    """
+    state: BeamState = group.state
+    running = [beam for beams in state.beams for beam in beams]
+    entries = _best_first(group)
+    first, room = len(entries) - len(running), group.params.n or group.params.num_sequences
+    if state.done or first < 0:
+        return {}
+    order = sorted(range(len(entries)), key=lambda number: (number >= room, -entries[number][0]))
+    at = {number: place for place, number in enumerate(order)}
+    return {beam.seq_id: at[first + number] for number, beam in enumerate(running)}
+
+
 def _best_first(group: SequenceGroup) -> list[tuple[float, float, Hypothesis]]:
     """(score, log-probability, beam) of all that have ended, then of those that run if the search is not over."""
     state: BeamState = group.state

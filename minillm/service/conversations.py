@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from minillm.beams.method import places
 from minillm.cache.runs import common_length
 from minillm.engine import held
 from minillm.engine.driver import Driver
@@ -16,6 +17,7 @@ from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
 from minillm.service.cache_view import Owner
+from minillm.service.file_pins import FilePins
 from minillm.service.telling import Answer, Teller, by_score
 
 
@@ -31,6 +33,7 @@ class Conversations:
 
     def __post_init__(self) -> None:
         self._driver = Driver(self.engine)
+        self._files = FilePins(self._driver, self.engine.cache)
         self.teller = Teller(self.engine, self.send, self._owners)
         self._pause = self._next_step = 0.0  # seconds from one step to the next, at least; the time of the next one
         self._pinning: SequenceGroup | None = None  # a system prompt that is being computed
@@ -55,6 +58,7 @@ class Conversations:
                 for answer in (*self.answers.values(), *self.kept.values()):
                     if answer.command.conversation == conversation:
                         self._drop(answer.command.request_id)
+                self._files.let_go(conversation)
             case messages.Pin(system):
                 try:
                     self._pin(system)
@@ -85,17 +89,24 @@ class Conversations:
         if len(token_ids) + command.room > engine.max_model_len:
             self.send(messages.ContextFull(command.request_id, len(token_ids), engine.max_model_len))
             return
+        self._files.begin(command.conversation, token_ids)
+        if self._fitting(len(token_ids), params) < command.room:
+            self._files.let_go(command.conversation)
         params = replace(params, max_tokens=max(1, min(params.max_tokens, self._fitting(len(token_ids), params))))
         parent = self._nearest(command.conversation, token_ids)
         group = engine.add_request(command.request_id, token_ids, params, parent=parent, hold=True)
         opened = engine.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
-        self.answers[command.request_id] = Answer(command, group, opened)
+        answer = self.answers[command.request_id] = Answer(command, group, opened)
+        if command.num_pinned:
+            first = command.messages[: command.num_pinned]
+            told = engine.tokenizer.apply_chat_template(first, add_generation_prompt=False, thinks=command.thinks)
+            answer.num_pinned_tokens = common_length(told, token_ids)
 
     def _fitting(self, num_prompt_tokens: int, params: Params) -> int:
         """Tokens that each completion can have at most in this pool: a chat cuts answers rather than refuse them."""
         cache = self.engine.cache
         shared = num_prompt_tokens // cache.block_size
-        pinned = 0 if self._pinned is None or self._pinned.table is None else len(self._pinned.table.blocks)
+        pinned = self.engine.scheduler.idle.num_pinned_blocks
         blocks = (cache.num_blocks - pinned - shared) // params.num_sequences
         return blocks * cache.block_size - num_prompt_tokens % cache.block_size
 
@@ -103,8 +114,8 @@ class Conversations:
         """The kept sequence that has the most tokens in common with a prompt; the pinned system prompt is one."""
         kept = [answer for answer in self.kept.values() if answer.command.conversation == conversation]
         sequences = [each for answer in kept for each in answer.sequences if each.table is not None]
-        if self._pinned is not None:
-            sequences.append(self._pinned)
+        pinned = (self._pinned, self._files.pinned.get(conversation))
+        sequences += [each for each in pinned if each is not None]
         return max(sequences, key=lambda sequence: shared_length(sequence, token_ids), default=None)
 
     def step(self) -> None:
@@ -136,6 +147,7 @@ class Conversations:
         self._closed = True
         for request_id in (*self.answers, *self.kept):
             self._drop(request_id)
+        self._files.close()
         if self._pinned is not None:
             held.unpin(self._driver, self._pinned)
         if self._pinning is not None:
@@ -156,18 +168,27 @@ class Conversations:
             self.teller.end_beams(answer, output)
         answer.sequences = [sequence for sequence in answer.group.sequences if sequence.table is not None]
         answer.outputs = sorted(output.outputs, key=by_score) if answer.searches else output.outputs
+        if answer.searches:
+            self._keep_those_of_answers(answer)
         if answer.stays and answer.sequences:
+            if answer.num_pinned_tokens:
+                self._files.keep(answer.command.conversation, answer.sequences[0], answer.num_pinned_tokens)
             self.kept[output.request_id] = answer
         else:
             self._release(answer)
 
     def own(self) -> dict[int, Owner]:
         """The owners of this app's sequences, by seq_id."""
-        found = [(name, "idle", each) for name, kept in self.kept.items() for each in kept.sequences]
-        found += [(name, "running", each) for name, answer in self.answers.items() for each in answer.group.sequences]
-        owners = {each.seq_id: Owner(name, each.index, state, each) for name, state, each in found}
+        owners = {}
+        for state, answers in (("idle", self.kept), ("running", self.answers)):
+            for name, answer in answers.items():
+                sequences = answer.sequences if state == "idle" else answer.group.sequences
+                at = answer.places or (places(answer.group) if answer.searches else {})
+                owners.update({e.seq_id: Owner(name, at.get(e.seq_id, e.index), state, e) for e in sequences})
+        for pinned in self._files.pinned.values():
+            owners[pinned.seq_id] = Owner(messages.FILES, 0, "pinned", pinned)
         if self._pinned is not None:
-            owners[self._pinned.seq_id] = Owner("system prompt", 0, "pinned", self._pinned)
+            owners[self._pinned.seq_id] = Owner(messages.SYSTEM_PROMPT, 0, "pinned", self._pinned)
         return owners
 
     def _owners(self) -> dict[int, Owner]:
@@ -179,11 +200,22 @@ class Conversations:
         kept = self.kept.get(request_id)
         if kept is None or not 0 <= index < len(kept.outputs):
             return
-        chosen = kept.outputs[index].token_ids
-        # The one that shares most with the chosen candidate: a finished beam's own sequence is gone by now.
-        best = max(kept.sequences, key=lambda sequence: common_length(sequence.output_token_ids, chosen))
+        best = _nearest_to(kept.outputs[index].token_ids, kept.sequences)
         self._release(kept, spared=best)
-        kept.sequences = [best]
+        kept.sequences, kept.places = [best], {best.seq_id: index}
+
+    def _keep_those_of_answers(self, answer: Answer) -> None:
+        """Of a search that has ended, keep the beams that its answers come of; each goes by the best one of those."""
+        spared: dict[int, Sequence] = {}
+        for place, output in enumerate(answer.outputs):
+            if answer.sequences:
+                nearest = _nearest_to(output.token_ids, answer.sequences)
+                answer.places.setdefault(nearest.seq_id, place)
+                spared[nearest.seq_id] = nearest
+        for sequence in answer.sequences:
+            if sequence.seq_id not in spared:
+                held.release(self._driver, sequence)
+        answer.sequences = list(spared.values())
 
     def _drop(self, request_id: str) -> None:
         if (answer := self.answers.get(request_id)) is not None:
@@ -228,3 +260,8 @@ class Conversations:
                 self._pinned = sequence
             except MinillmError as error:
                 self.send(messages.Notice(f"the system prompt is not pinned: {error}"))
+
+
+def _nearest_to(token_ids: list[int], sequences: list[Sequence]) -> Sequence:
+    """The sequence that shares most with an answer: a beam that has ended has none of its own by now."""
+    return max(sequences, key=lambda sequence: common_length(sequence.output_token_ids, token_ids))

@@ -14,6 +14,9 @@ import msgspec
 from minillm.outputs import StepReport
 from minillm.progress import Progress
 
+SYSTEM_PROMPT, FILES = "system prompt", "files"
+"""Owners of pinned tables, which no request owns: the system prompt, and beginnings of conversations with files."""
+
 
 class _Message(msgspec.Struct, tag=True, tag_field="message", forbid_unknown_fields=True):
     """The name of its class travels with it."""
@@ -52,6 +55,7 @@ class Generate(Command):
     continues: bool = False  # go on with the last message, which is the model's own
     thinks: bool | None = None  # first, where the template has that switch; None: as the template has it
     room: int = 1  # tokens that must be left for the answer, or the context counts as full
+    num_pinned: int = 0  # of the first messages: their blocks stay under any load while questions begin with them
 
 
 class Abort(Command):

@@ -28,8 +28,10 @@ class Answer:
     sent_at: float = 0.0  # when its beams were, or how far its prompt is
     first_read: tuple[float, int] | None = None  # when part of its prompt was computed, and how many tokens
     stays: bool = True  # its blocks do, when it ends
+    num_pinned_tokens: int = 0  # of its prompt, with the files that stand in it
     sequences: list[Sequence] = field(default_factory=list)  # that stay: idle, one or as many as it has candidates
     outputs: list[CompletionOutput] = field(default_factory=list)  # of the answer that has ended
+    places: dict[int, int] = field(default_factory=dict)  # by seq_id: which output of a search each sequence goes by
 
     @property
     def searches(self) -> bool:

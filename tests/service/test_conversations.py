@@ -11,10 +11,15 @@ from typing import TypeVar
 import anyio
 import pytest
 
+from minillm.cache.runs import common_length
+from minillm.config import EngineConfig
+from minillm.load import load_engine
 from minillm.outputs import StepReport
 from minillm.progress import Progress
 from minillm.service.client import EngineProcess
+from minillm.service.conversations import Conversations
 from minillm.service.messages import (
+    FILES,
     Abort,
     BeamsChanged,
     BlockFacts,
@@ -48,6 +53,7 @@ from minillm.service.messages import (
     decode_event,
     encode,
 )
+from minillm.service.telling import by_score
 from minillm.ui.memory.pool import BlockState, Pool
 
 Wanted = TypeVar("Wanted", bound=Event)
@@ -260,6 +266,76 @@ async def test_beams_are_told_while_they_change(tmp_path: Path, tiny_model: Path
         await running.pool(lambda pool: len(pool.tables) == 1)
         running.send(Forget("c"))
         await running.pool(lambda pool: not pool.tables)
+
+
+@pytest.mark.parametrize("stop", [(), ("a", "e", "o")])
+def test_a_beam_goes_by_its_place_among_the_answers(stop: tuple[str, ...], tiny_model: Path) -> None:
+    engine = load_engine(str(tiny_model), EngineConfig(device="cpu", num_blocks=60))
+    conversations = Conversations(engine, lambda event: None)
+    params = {"beam_width": 4, "max_tokens": 30, "ignore_eos": True, "stop": list(stop), "early_stopping": True}
+    conversations.handle(Generate("a", "c", turns("hello"), params))
+    num_ended = 0  # most that had ended while others ran
+    while not conversations.is_idle:
+        conversations.step()
+        if conversations.answers and (owners := conversations.own()) and len(owners) == 4:
+            told = sorted(engine.requests.output_of(conversations.answers["a"].group).outputs, key=by_score)
+            num_ended = max(num_ended, sum(each.finish_reason is not None for each in told))
+            shown = [owner for owner in owners.values() if owner.index < len(told)]
+            assert len(shown) == sum(each.finish_reason is None for each in told)
+            for owner in shown:
+                assert told[owner.index].token_ids == owner.sequence.output_token_ids
+    assert bool(num_ended) == bool(stop)
+    stayed = [(owner.index, owner.sequence.output_token_ids) for owner in conversations.own().values()]
+    answers = [each.token_ids for each in conversations.kept["a"].outputs]
+    assert 0 in dict(stayed)
+    for place, token_ids in stayed:
+        others = [common_length(answers[place], ids) for _, ids in stayed]
+        assert common_length(answers[place], token_ids) == max(others), "no other beam is nearer to that answer"
+    if not stop:
+        assert all(answers[place][: len(token_ids)] == token_ids for place, token_ids in stayed)
+    conversations.handle(Keep("a", 1))
+    assert [owner.index for owner in conversations.own().values()] == [1]
+    conversations.handle(Drop("a"))
+    assert not engine.cache.tables
+
+
+async def test_a_beginning_with_a_file_is_pinned_while_it_is_told(tmp_path: Path, tiny_model: Path) -> None:
+    file = "hello there " * 20
+    async with engine(tmp_path, str(tiny_model), num_blocks=120) as running:
+        running.send(Generate("a", "c", turns(file), GREEDY, num_pinned=1))
+        await running.find(Finished)
+        text = "".join(event.text for event in running.events if isinstance(event, TextDelta))
+        pool = await running.pool(lambda pool: pool.tables_of(FILES))
+        [pinned] = pool.tables_of(FILES)
+        assert pinned.state == "pinned"
+        assert pinned.blocks == pool.tables_of("a")[0].blocks[: len(pinned.blocks)], "it takes no block of its own"
+        assert len(pinned.blocks) >= len(file) // 4 // 16
+        running.send(Drop("a"))
+        await running.pool(lambda pool: not pool.tables_of("a"))
+        running.send(Generate("b", "c", turns(file, text, "again"), GREEDY, num_pinned=1))
+        await running.find(Finished, lambda event: event.request_id == "b")
+        again = await running.find(Started, lambda event: event.request_id == "b")
+        assert again.num_cached_tokens >= pinned.num_tokens
+        pool = await running.pool(lambda pool: pool.tables_of("b") and pool.tables_of("b")[0].state == "idle")
+        assert [table.blocks for table in pool.tables_of(FILES)] == [pinned.blocks]
+        running.send(Generate("d", "c", turns("something else"), GREEDY))
+        await running.pool(lambda pool: not pool.tables_of(FILES))
+        running.send(Generate("e", "c", turns(file), GREEDY, num_pinned=1))
+        await running.pool(lambda pool: pool.tables_of(FILES))
+        running.send(Forget("c"))
+        await running.pool(lambda pool: not pool.tables)
+
+
+async def test_a_file_that_needs_much_of_the_pool_is_not_pinned(tiny_model: Path) -> None:
+    engine = load_engine(str(tiny_model), EngineConfig(device="cpu", num_blocks=24))
+    said: list[Event] = []
+    conversations = Conversations(engine, said.append)
+    for number, question in enumerate(["hello " * 12, "hello " * 60, "hello " * 90]):
+        conversations.handle(Generate(str(number), "c", turns(question), {**GREEDY, "max_tokens": 60}, num_pinned=1))
+        while not conversations.is_idle:
+            conversations.step()
+    assert not [event for event in said if isinstance(event, RequestFailed)]
+    assert 4 * engine.scheduler.idle.num_pinned_blocks <= 24
 
 
 async def test_probabilities_of_the_tokens(tmp_path: Path, tiny_model: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from driving import answered, ask, chat, notes, say, screen, seen, until
+from textual import events
 from textual.widgets import Collapsible, Input, OptionList, Static
 
 from minillm.service.messages import TokenChoice
@@ -378,6 +379,24 @@ async def test_a_text_that_begins_with_a_digit_takes_no_candidate() -> None:
         await until(pilot, lambda: prompt.text == "2 more")
         await until(pilot, lambda: len(turn.answer.candidates) == 3)
         prompt.text = ""
+        await pilot.press("2", "0", "space", *"more")
+        await until(pilot, lambda: prompt.text == "20 more")
+        await until(pilot, lambda: len(turn.answer.candidates) == 3)
+        prompt.text = ""
         await pilot.press("2", *"why")
         await until(pilot, lambda: not turn.answer.candidates)
         assert prompt.text == "why", "a question that is typed at once is no text behind the digit"
+
+
+async def test_a_line_that_comes_at_once_is_a_question_wherever_the_keyboard_is() -> None:
+    async with chat(sampling={"n": 3}) as pilot:
+        first = await ask(pilot, "echo one")
+        screen(pilot).query(CandidateCard)[1].focus()
+        await pilot.pause()
+        names = {" ": "space", "\r": "enter"}
+        for character in "echo two words\r":  # as a slow connection brings it: no key waits for the one before
+            pilot.app.post_message(events.Key(names.get(character, character), character))
+        leaf = await answered(pilot, first)
+        assert (leaf.question, screen(pilot).query_one(PromptInput).text) == ("echo two words", "")
+        assert first.answer.text == "sample1 ", "the first is taken: Enter was not the card's, nor a space"
+        assert screen(pilot).maximized is None

@@ -11,7 +11,7 @@ from textual.geometry import Region
 
 from minillm.errors import UsageError
 from minillm.ui.chat.candidates import CandidateCard
-from minillm.ui.chat.files import LONGEST_FILE, best_matches, files_below, with_files
+from minillm.ui.chat.files import LONGEST_FILE, best_matches, files_below, holds_file, with_files
 from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.help import HelpScreen
@@ -43,6 +43,8 @@ def test_a_files_text_follows_the_question_in_a_fence(folder: Path) -> None:
         'Compare @notes.md, and @"my file.txt". Mail a@b.c or @nobody.\n\n'
         "```notes.md\ntext of notes.md\n```\n\n```my file.txt\ntext of my file.txt\n```"
     )
+    assert holds_file(asked)
+    assert not holds_file("Compare @notes.md, and\n\n```py\nx\n```"), "a fence of no file that is named"
     assert with_files(asked, folder) == asked, "an edited question has it already"
     (folder / "fence.md").write_text("```py\nx\n```\n")
     assert with_files("@fence.md", folder).endswith("\n\n````fence.md\n```py\nx\n```\n````")

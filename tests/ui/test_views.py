@@ -136,7 +136,7 @@ async def test_every_view_shows_itself_and_names_the_others(size: tuple[int, int
     expected = {
         "pool": ("of 128 blocks", "ppp·54··", "turn 2 · 1"),
         "tables": ("turn 2 · 1", "0 → 0", "×9"),
-        "strands": ("├─", "turn 4 · 1", "on the host"),
+        "strands": ("├─", "turn 2 · 4", "own"),
         "events": ("turn 4", "swap"),
         "memory": ("used", "shared", "waste", "cached", "free", "paging", "sharing", "60%", "9,216"),
         "steps": ("decoded", "prefilled", "20.0", "▒", "█"),
@@ -501,6 +501,37 @@ async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_mom
 
 
 @pytest.mark.anyio
+async def test_the_strands_go_to_the_branch_that_is_shown() -> None:
+    branches = [table(n, f"turn {n}", 0, "idle", 160, list(range(10 * n, 10 * n + 10))) for n in range(1, 11)]
+    async with panel_of(picture(branches), view="strands") as (pilot, panel, _):
+        for number in (9, 1, 5):
+            panel.show_news(name, f"turn {number}")
+            await pilot.pause()
+            await pilot.pause()
+            [marked] = [line for line in seen(pilot).splitlines() if "▸ turn" in line]
+            assert f"▸ {name(f'turn {number}', 0)}" in marked
+        strands = panel.query_one(Strands)
+        strands.scroll_to(y=0, animate=False, force=True)
+        another = table(11, "turn 11", 0, "idle", 16, [120])
+        panel.take(CacheChanged([another]))
+        panel.show_news(name, "turn 5")
+        await pilot.pause()
+        assert strands.scroll_offset.y == 0, "the reader has gone elsewhere"
+
+
+@pytest.mark.anyio
+async def test_beams_have_their_scores_at_the_tips_and_are_gone_once_by_each_name() -> None:
+    async with panel_of(picture(TABLES[:4]), view="strands") as (pilot, panel, _):
+        panel.take(CacheChanged([table(9, "turn 2", 1, "running", 91, [0, 1, 2, 4, 5, 60])], gone=[4]))
+        panel.take(CacheChanged([], gone=[9]))
+        panel.show_news(name, "turn 2", lambda owner, index: -0.25 - index if owner == "turn 2" else None)
+        await pilot.pause()
+        await pilot.pause()
+        assert "turn 2 · 1  -0.250" in seen(pilot)
+        assert seen(pilot).count("✕") == 1, "twice the same beam"
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("size", [WIDE, NARROW])
 async def test_where_no_block_is_held_the_strands_say_what_they_are(size: tuple[int, int]) -> None:
     async with panel_of(view="strands", size=size) as (pilot, panel, pool):
@@ -698,6 +729,16 @@ def test_the_chart_shows_every_kind_that_is_there() -> None:
     chart = figures_text(pool, 42, 35)[-12:]
     assert {"o", "s", "~", "c", "·"} == {line[-1] for line in chart}
     assert chart[-1].endswith("o" * len(TABLES))
+
+
+def test_the_chart_of_a_pool_that_is_hardly_filled_is_true_to_scale() -> None:
+    pool = Pool(2048, 16, 4096)
+    pool.apply(CacheChanged([table(1, "turn 1", 0, "idle", 111, [0, 4, 8, 12, 16, 20, 24])]))  # one slot is left
+    lines = figures_text(pool, 42, 40)
+    chart = [line[-1:] for line in lines[lines.index("drawn to 16 of 2,048 blocks") + 1 :]]
+    assert (chart.count("~"), abs(chart.count("o") / len(chart) - 7 / 16) < 0.1) == (0, True)
+    pool.apply(CacheChanged([table(1, "turn 1", 0, "idle", 1, [0])], gone=[1]))
+    assert figures_text(pool, 42, 40)[-1].endswith(("o", "~")), "what is used is seen, however little it is"
 
 
 @pytest.mark.anyio

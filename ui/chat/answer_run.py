@@ -9,6 +9,7 @@ from minillm.service import messages
 from minillm.ui.chat.answer_view import AnswerView
 from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.conversation import Answer, Conversation, Turn
+from minillm.ui.chat.files import holds_file
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.numbers import count, plural
 from minillm.ui.settings import Settings
@@ -75,6 +76,8 @@ class AnswerRun:
         view, request_id, thinks = self.view, self.answer.request_id, self.settings.thinks
         if view is not None:
             view.update_summary()
+        with_file = [n for n, each in enumerate(told, 1) if each["role"] == "user" and holds_file(each["content"])]
+        how["num_pinned"] = max(with_file, default=0)
         self.send(messages.Generate(request_id, self.conversation.conversation_id, told, params, thinks=thinks, **how))
 
     def stop(self, chosen: int | None = None) -> None:

@@ -12,6 +12,7 @@ from textual.widgets import Static
 
 from minillm.cache.runs import common_length
 from minillm.text.safe import clean
+from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.answer_view import summary
 from minillm.ui.chat.conversation import Answer, Candidate
 from minillm.ui.chat.reasoning import split_reasoning
@@ -28,6 +29,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
     """One candidate. Enter or a double click accepts it, Space shows it on the whole screen."""
 
     ALLOW_MAXIMIZE = True
+    BINDINGS = [*hidden_keys({"enter": "accept", "space": "whole_screen"})]  # noqa: RUF012
 
     def __init__(self, index: int) -> None:
         super().__init__(classes=f"-strand-{index % NUM_COLOURS}")
@@ -57,18 +59,16 @@ class CandidateCard(VerticalScroll, can_focus=True):
 
     def on_click(self, event: events.Click) -> None:
         if event.chain == 2:
-            self.post_message(CommandAsked("accept", str(self.index + 1)))
+            self.action_accept()
 
-    def on_key(self, event: events.Key) -> None:
-        if event.key == "enter":
-            event.stop()
-            self.post_message(CommandAsked("accept", str(self.index + 1)))
-        elif event.key == "space":
-            event.stop()
-            if self.screen.maximized is None:
-                self.screen.maximize(self, container=False)
-            else:
-                self.screen.minimize()
+    def action_accept(self) -> None:
+        self.post_message(CommandAsked("accept", str(self.index + 1)))
+
+    def action_whole_screen(self) -> None:
+        if self.screen.maximized is None:
+            self.screen.maximize(self, container=False)
+        else:
+            self.screen.minimize()
 
 
 def text_of(candidate: Candidate) -> str:
@@ -86,7 +86,7 @@ def num_common(texts: Sequence[str]) -> int:
 
 def candidate_facts(candidate: Candidate) -> str:
     """``score -0.54 · 23 tokens · log p -12.3``: the first ones stay where there is little room."""
-    words = [] if candidate.score is None else [f"score {candidate.score:.2f}"]
+    words = [] if candidate.score is None else [f"score {candidate.score:.3f}"]
     words.append(plural(candidate.num_tokens, "token"))
     if candidate.finish_reason is not None:
         words.append("✓" if candidate.finish_reason == "stop" else candidate.finish_reason)

@@ -15,6 +15,7 @@ LONGEST_FILE = 64 << 10  # bytes of text in a question
 _MOST_FILES, _LONGEST_WALK = 20_000, 0.3  # that are offered; seconds for looking
 _SKIPPED = {"node_modules", "__pycache__", "venv", "target", "dist", "build"}  # folders nobody means
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
+_FENCE = re.compile(r"^`{3,}([^`\n]+)$", re.MULTILINE)
 _BEGUN = re.compile(r'(?<!\S)@("?)([^"\s]*)$')
 _TRAILING = ",.;:!?)]}'"  # of a sentence, not of a name
 
@@ -90,6 +91,12 @@ def with_files(question: str, folder: Path) -> str:
         if not fence_of.search(question):
             parts.append(_fenced(name, _text_of(name, path)))
     return "\n\n".join(parts)
+
+
+def holds_file(question: str) -> bool:
+    """Whether a file that the question names stands behind it; see `with_files`."""
+    names = {name.rstrip(_TRAILING) for pair in _MENTION.findall(question) for name in pair if name}
+    return any(found[1].rstrip(_TRAILING) in names for found in _FENCE.finditer(question))
 
 
 def _mentioned(question: str, folder: Path) -> Iterator[tuple[str, Path]]:

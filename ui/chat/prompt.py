@@ -1,5 +1,6 @@
 """Where the user types. Enter sends; a long paste is held aside, for laying it out would take seconds."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from minillm.ui.textual_internals import SteadyTextArea
 _LONGEST_PASTE = 4000  # characters that are pasted into the text itself
 _MOST_PASTED_LINES = 100
 _MOST_OFFERED = 50  # files
+_AT_ONCE = 1.0  # seconds within which a second digit makes a number with the first one
 _NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 
 
@@ -47,7 +49,7 @@ class PromptInput(SteadyTextArea):
         self._recalled: int | None = None  # which of them stands in the text now
         self._draft = ""  # the text that was being typed before
         self.num_picks = 0  # candidates that a digit takes now
-        self._picked = ""  # the digit that was typed last, and took one
+        self._picked, self._picked_at = "", 0.0  # the digit that was typed last, and took one, and when
 
     @property
     def full_text(self) -> str:
@@ -131,6 +133,10 @@ class PromptInput(SteadyTextArea):
         self.move_cursor(self.document.end)
         return True
 
+    def forget_pick(self) -> None:
+        """The digit that was typed last was no text, whatever is typed behind it."""
+        self._picked = ""
+
     def put_back(self, text: str) -> None:
         """Put back a text that was not sent, in front of the one that has been typed since."""
         self.move_cursor((0, 0))
@@ -161,11 +167,16 @@ class PromptInput(SteadyTextArea):
             event.stop()
             event.prevent_default()
 
+    def _is_text_after_digit(self, character: str) -> bool:
+        """Whether a character says that the digit before it, which took a candidate, began a text."""
+        at_once = time.monotonic() - self._picked_at < _AT_ONCE
+        return character in tuple(" .,:;)-+*/%") or (at_once and character.isdecimal())
+
     def _took(self, event: events.Key) -> bool:
         """Handle a key that has a meaning in this text area only. Return False for every other key."""
         picked, self._picked = self._picked, ""
-        if picked and not self.text and event.character in (" ", ".", ",", ")", "-"):
-            self.insert(picked + event.character)  # "2 more colours please": it was a text
+        if picked and not self.text and self._is_text_after_digit(event.character or ""):
+            self.insert(picked + (event.character or ""))  # "2 more colours please": it was a text
             self.post_message(CommandAsked("undo"))
         elif self._popup.display and event.key in ("up", "down"):
             self._popup.move(-1 if event.key == "up" else 1)
@@ -176,7 +187,7 @@ class PromptInput(SteadyTextArea):
             if self.full_text.strip():
                 self.post_message(self.Submitted(self.take().strip()))  # here: the next key may be there already
         elif not self.text and event.key.isdecimal() and 1 <= int(event.key) <= self.num_picks:
-            self._picked = event.key
+            self._picked, self._picked_at = event.key, time.monotonic()
             self.post_message(CommandAsked("accept", event.key))
         elif event.key == "up" and self.cursor_at_first_line:
             return self._recall(-1)

@@ -321,6 +321,7 @@ class Talk(Vertical):
         Raises:
             UsageError: there is none, or it was asked on since.
         """
+        self.prompt.forget_pick()
         choice, self._choice = self._choice, None
         if choice is None or not self.conversation.undo(choice):
             raise UsageError("there is no choice to undo; Alt+← → shows the other branches")

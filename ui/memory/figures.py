@@ -10,6 +10,7 @@ from minillm.ui.memory.pool import Memory, Pool, PoolFigures
 from minillm.ui.numbers import bar, count, sparkline
 
 _SIDE_BY_SIDE = 76  # cells: from here on the two halves stand beside each other
+_LEAST_DRAWN = 16  # blocks of the chart
 _ROOMY_HALF = 42
 _LEAST_CHART = 4  # lines
 _CHART = (
@@ -171,14 +172,20 @@ def _named(name: str, number: int) -> Parts:
 
 
 def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
-    """The whole pool over time: a column is a moment, and each kind takes its share of it, named by its letter."""
+    """The pool over time: a column is a moment, and each kind takes its share of it, named by its letter. Of a pool
+    that is hardly filled the lower part is drawn, larger.
+    """
     history = list(pool.history)[-width:] or [pool.figures]
-    columns = [_column(pool, figures, height - 1) for figures in history]
+    most = max(pool.num_blocks - figures.free_blocks for figures in history)
+    top = min(pool.num_blocks, max(_LEAST_DRAWN, 1 << most.bit_length()))
+    part = [[(f"drawn to {count(top)} of {count(pool.num_blocks)} blocks", "label")]] if top < pool.num_blocks else []
+    height -= len(part)
+    columns = [_column(pool, figures, height - 1, top) for figures in history]
     blank = width - len(columns)
     title: Parts = []
     for name, mark, meaning in _CHART:
         title += [("  " if title else "", "label"), (mark, name), (f" {meaning}", "label")]
-    lines = [title]
+    lines: list[Parts] = [title, *part]
     for row in range(height - 2, -1, -1):
         parts: Parts = [(" " * blank, "label")] if blank else []
         for column in columns:
@@ -191,16 +198,23 @@ def _chart(pool: Pool, width: int, height: int) -> list[Parts]:
     return lines
 
 
-def _column(pool: Pool, figures: PoolFigures, height: int) -> Sequence[int]:
-    """Which kind stands in each cell, from below. A kind that is there at all gets a cell if another can spare it."""
+def _column(pool: Pool, figures: PoolFigures, height: int, top: int) -> Sequence[int]:
+    """Which kind stands in each cell, from below, where all cells stand for ``top`` blocks. What is used gets a cell,
+    however little it is.
+    """
     held, size_ = _held(pool, figures), pool.block_size
     waste = max(0, held * size_ - figures.used_slots) / size_
     shared = min(figures.shared_blocks, held)
-    amounts = (max(0.0, held - shared - waste), shared, waste, figures.cached_blocks, figures.free_blocks)
-    cells = [amount / max(1, pool.num_blocks) * height for amount in amounts]
-    counts = [max(round(cell), int(cell > 0)) for cell in cells]
-    while sum(counts) > height:
+    free = max(0, top - held - figures.cached_blocks)
+    amounts = (max(0.0, held - shared - waste), shared, waste, figures.cached_blocks, free)
+    cells = [amount / max(1, top) * height for amount in amounts]
+    counts = [int(cell) for cell in cells]
+    by_rest = sorted(range(len(cells)), key=lambda kind: counts[kind] - cells[kind])
+    for kind in by_rest[: max(0, height - sum(counts))]:
+        counts[kind] += 1
+    while sum(counts) != height:
+        counts[counts.index(max(counts))] += 1 if sum(counts) < height else -1
+    if held and not sum(counts[:3]):
+        counts[cells.index(max(cells[:3]))] += 1
         counts[counts.index(max(counts))] -= 1
-    while sum(counts) < height:
-        counts[counts.index(max(counts))] += 1
     return [kind for kind, number in enumerate(counts) for _ in range(number)]

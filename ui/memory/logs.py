@@ -95,6 +95,10 @@ class EventLog(LineView):
         log, last = self.memory.pool.log if self.memory.pool is not None else (), self._last
         return list(takewhile(lambda entry: entry is not last, reversed(log)))
 
+    def check_consume_key(self, key: str, character: str | None) -> bool:
+        """See `Widget.check_consume_key`."""
+        return key == "space" or character == "/" or character in KINDS
+
     def on_key(self, event: events.Key) -> None:
         key = event.character or event.key
         if key in (" ", "space"):

@@ -18,7 +18,7 @@ from minillm.ui.engine_app import EngineCommand
 from minillm.ui.memory.figures import MemoryFigures
 from minillm.ui.memory.line_view import BlockChosen, LineView
 from minillm.ui.memory.logs import STEP_HEADING, EventLog, StepList
-from minillm.ui.memory.pool import Memory, Names, Pool
+from minillm.ui.memory.pool import Memory, Names, Pool, Scores
 from minillm.ui.memory.pool_map import PoolMap
 from minillm.ui.memory.strands import Strands
 from minillm.ui.memory.strip import strip
@@ -224,12 +224,12 @@ class MemoryPanel(Vertical):
         else:
             self._changed.update(pool.apply(event))
 
-    def show_news(self, names: Names, current: str | None) -> None:
+    def show_news(self, names: Names, current: str | None, scores: Scores = lambda owner, index: None) -> None:
         """Show the changes since the last time. ``current``: the request whose tables come first."""
         memory, blocks = self._memory, self._changed
         if memory.pool is None:
             return
-        memory.names, memory.current, self._changed = names, current, set()
+        memory.names, memory.scores, memory.current, self._changed = names, scores, current, set()
         self._log.learn_owners()
         view, missed = self._views[self.view], self.view in self._stale or not self.size.height
         self._stale = set(self._views)

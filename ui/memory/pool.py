@@ -218,12 +218,17 @@ Names = Callable[[str, int], str]
 """(the request that owns a sequence, the number of the completion) -> "turn 2", "turn 2 · 3", "system prompt"."""
 
 
+Scores = Callable[[str, int], float | None]
+"""Likewise -> the score of a beam; None for every other sequence."""
+
+
 @dataclass
 class Memory:
     """The data of the views. ``current``: the request of the last answer, whose tables come first."""
 
     pool: Pool | None = None
     names: Names = lambda owner, index: f"{owner} · {index + 1}"
+    scores: Scores = lambda owner, index: None
     current: str | None = None
     block: int | None = None
     on_host: TableView | None = None  # the table that holds ``block`` on the host; None: it is the device's

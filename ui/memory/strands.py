@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from textwrap import wrap
 
 from rich.cells import cell_len
@@ -135,6 +135,17 @@ def strand_lines(lines: Sequence[TreeLine]) -> list[StrandLine]:
     return found
 
 
+def summed(gone: Sequence[Left]) -> list[Left]:
+    """Those that have gone, once by each name: beams come and go at speed."""
+    found: dict[tuple[str, int, int], Left] = {}
+    for left in gone:
+        table = left.table
+        name = (table.owner, table.index, 0 if table.owner else table.seq_id)
+        before = found.pop(name, None)
+        found[name] = left if before is None else replace(left, num_blocks=left.num_blocks + before.num_blocks)
+    return list(found.values())
+
+
 class Strands(LineView):
     """A line per block with its first words: thick where several sequences share it, in its candidate's colour where
     one owns it. A strand parts where the tables do; a block that was copied on write is seen to tear.
@@ -150,6 +161,7 @@ class Strands(LineView):
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
         self._lines: list[StrandLine | Left | tuple[str, str]] = []
+        self._shown: str | None = None  # the request whose strands were brought into sight last
         self._fades = False  # a timer runs until something that is shown for a moment goes
 
     def catch_up(self) -> None:
@@ -157,7 +169,7 @@ class Strands(LineView):
         self._lines = []
         if pool is not None:
             self._lines += strand_lines(tree_lines(block_trees(list(pool.tables.values()))))
-            self._lines += [left for left in pool.left if now - left.moment < _LEFT]
+            self._lines += summed([left for left in pool.left if now - left.moment < _LEFT])
             moments = [left.moment for left in pool.left] + [copy.moment for copy in pool.copies.values()]
             if not self._fades and any(now - moment < _LEFT for moment in moments):
                 self._fades = True
@@ -165,6 +177,22 @@ class Strands(LineView):
             if not self._lines:
                 self._lines += _guide(self.scrollable_content_region.width)
         self.set_lines(len(self._lines))
+        self._follow_branch()
+
+    def _follow_branch(self) -> None:
+        """Bring the current answer's strands into sight, once for each answer that becomes the current one:
+        the reader may look elsewhere meanwhile.
+        """
+        if (current := self.memory.current) == self._shown:
+            return
+        rows = [row for row, line in enumerate(self._lines) if isinstance(line, StrandLine) and self._is_current(line)]
+        if rows:
+            self._shown = current
+            self.show_line(rows[0])
+            self.show_line(rows[-1])
+
+    def _is_current(self, line: StrandLine) -> bool:
+        return line.tree.table is not None and line.tree.table.owner == self.memory.current
 
     def on_resize(self) -> None:
         if self._lines and isinstance(self._lines[0], tuple):
@@ -187,7 +215,9 @@ class Strands(LineView):
             below = line.tree.rails.replace("├─ ", "│  ").replace("└─ ", "   ")
             return [(below, "rail"), *self._block(line, width - cell_len(below))]
         if line.tree.table is not None:
-            return [rails, *self._leaf(line.tree.table, line.tree.node)]
+            is_one_of_many = self._is_current(line) and len(self.memory.current_tables) == 1 < len(self.memory.tables)
+            mark = [("▸ ", "rail")] if is_one_of_many else []
+            return [rails, *mark, *self._leaf(line.tree.table, line.tree.node)]
         assert line.tree.node is not None
         shared, sharers = plural(len(line.tree.node.blocks), "block"), line.tree.node.num_tables
         return [rails, (f"┏ {shared} ×{sharers}", "shared")]
@@ -213,6 +243,8 @@ class Strands(LineView):
         pool, swapped = self.memory.pool, table.state == "swapped"
         assert pool is not None
         parts = [(self.memory.table_name(table), "name" if swapped else _colour(table))]
+        if (score := self.memory.scores(table.owner, table.index)) is not None:
+            parts.append((f"  {score:.3f}", _colour(table)))
         if table.state != "idle":
             parts.append((f" {table.state}", "swapped" if swapped else "fact"))
         own = 0 if node is None else len(node.blocks)

@@ -1,0 +1,49 @@
+"""The beginnings of conversations in which files stand: their blocks stay under any load while they are told."""
+
+from dataclasses import dataclass, field
+
+from minillm.cache import BlockManager
+from minillm.engine import held
+from minillm.engine.driver import Driver
+from minillm.errors import CapacityError
+from minillm.sequence import Sequence
+
+_MOST = 4  # one conversation pins a fourth of the pool at most
+
+
+@dataclass
+class FilePins:
+    """At most one pinned beginning for each conversation, up to the last file that its model is told of."""
+
+    driver: Driver
+    cache: BlockManager
+    pinned: dict[str, Sequence] = field(default_factory=dict)  # by conversation
+
+    def begin(self, conversation: str, token_ids: list[int]) -> None:
+        """Let go of a beginning that this prompt, the next one of its conversation, does not have."""
+        pinned = self.pinned.get(conversation)
+        if pinned is not None and token_ids[: len(pinned.token_ids)] != pinned.token_ids:
+            self.let_go(conversation)
+
+    def keep(self, conversation: str, sequence: Sequence, num_tokens: int) -> None:
+        """Pin the first tokens of an idle sequence, their full blocks; nothing happens where that is too much."""
+        cache, before = self.cache, self.pinned.get(conversation)
+        num_blocks = min(num_tokens, sequence.num_computed) // cache.block_size
+        had = 0 if before is None else len(before.blocks)
+        if sequence.table is None or num_blocks <= had or _MOST * num_blocks > cache.num_blocks:
+            return
+        pinned = held.fork_idle(self.driver, sequence, num_blocks * cache.block_size)
+        self.let_go(conversation)
+        try:
+            held.pin(self.driver, pinned)
+        except CapacityError:  # others need the room more
+            return
+        self.pinned[conversation] = pinned
+
+    def let_go(self, conversation: str) -> None:
+        if (pinned := self.pinned.pop(conversation, None)) is not None:
+            held.unpin(self.driver, pinned)
+
+    def close(self) -> None:
+        for conversation in list(self.pinned):
+            self.let_go(conversation)
