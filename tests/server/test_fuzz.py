@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -40,6 +41,15 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1]},
 }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_pinned(server: Server) -> Iterator[None]:
+    """Free every prefix that random bodies have pinned: other tests share the server."""
+    yield
+    for prefix in httpx.get(f"{server.url}/v1/prefixes").json()["data"]:
+        httpx.delete(f"{server.url}/v1/prefixes/{prefix['id']}")
+
 
 
 def fields_of(path: str) -> list[str]:
