@@ -51,7 +51,6 @@ def _nothing_stays_pinned(server: Server) -> Iterator[None]:
         httpx.delete(f"{server.url}/v1/prefixes/{prefix['id']}")
 
 
-
 def fields_of(path: str) -> list[str]:
     content = document()["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     schema = document()["components"]["schemas"][content["$ref"].split("/")[-1]]
