@@ -116,15 +116,15 @@ def _measure(subject: Subject, name: str, prompts: tuple[str, ...], options: Opt
             outputs = [_answer(engine, token_ids, params, ways[number]) for token_ids in asked]
             answers[number] = [output.outputs[0].token_ids for output in outputs]
             if run:
-                later = [times_of(output)[1] * (len(output.outputs[0].token_ids) - 1) for output in outputs]
-                seconds[number].append(sum(later))
+                seconds[number].append(sum(whole - first for first, _, whole in map(times_of, outputs)))
             if number:
                 num_steps += engine.figures.num_steps - began - len(asked)
-    later_tokens = sum(map(len, answers[0])) - len(asked)
+    num_tokens = sum(map(len, answers[0]))
+    later_tokens = num_tokens - len(asked)
     plain, guessed = (statistics.median(each) / max(1, later_tokens) for each in seconds)
     return SpeculationResult(
         name,
-        sum(map(len, answers[0])),
+        num_tokens,
         plain,
         guessed,
         plain / guessed if guessed else 0.0,

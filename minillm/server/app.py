@@ -194,8 +194,7 @@ async def _completions(service: Service, request: Request) -> Generating:
 
 
 def _generating(service: Service, body: ChatBody | CompletionBody, asked: Asked) -> Generating:
-    has_usage = body.stream_options is not None and body.stream_options.include_usage
-    asked = replace(asked, has_usage=has_usage, counts=body.counts, priority=body.priority)
+    asked = replace(asked, has_usage=body.has_usage, priority=body.priority)
     return Generating(asked, service.engine, service.seats, service.metrics, service.send_seconds)
 
 
@@ -355,7 +354,7 @@ async def _session_command(service: Service, request: Request) -> Response:
         for line in request.state.body.splitlines():
             questions.take(line)
     except Full as full:
-        raise HTTPException(429, "the queue is full; try again later", {"retry-after": str(full.retry_after)}) from None
+        raise HTTPException(429, str(full), {"retry-after": str(full.retry_after)}) from None
     return _json({})
 
 

@@ -117,10 +117,14 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return ForkPoint(of) if isinstance(of, str) else ForkPoint(of.id, of.index, of.num_tokens)
 
     @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the use of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
     def counts(self) -> bool:
-        """Whether each chunk of a stream tells the tokens so far."""
-        options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
+        """Whether each chunk of such a stream tells the tokens so far."""
+        return self.has_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def grammar(self) -> dict[str, Any] | None:
         """The form that answers must have, for the parameter ``grammar``; raises BadField where there are two."""

@@ -17,7 +17,7 @@ from minillm.server.engine_process import Answer, EngineDied
 from minillm.server.messages import Complete, Completion, Ended, Refused, Text
 from minillm.server.metrics import Metrics
 from minillm.server.replicas import Engine
-from minillm.server.seats import Full, Seats
+from minillm.server.seats import Full, Seats, num_seats
 
 _TYPE_JSON = (b"content-type", b"application/json")
 _EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -46,14 +46,18 @@ class Asked:
     form: Form
     streamed: bool
     has_usage: bool = False  # the stream ends with the use of tokens
-    counts: bool = False  # and each chunk tells those so far
     grammar_field: str = ""  # the field of which the grammar was made; errors name it
     priority: int = 0
 
     @property
     def num_sequences(self) -> int:
         """Sequences that are computed at a time, if there is room."""
-        return sum(call.params.get("beam_width") or call.params.get("n") or 1 for call in self.calls)
+        return sum(num_seats(call.params) for call in self.calls)
+
+    @property
+    def counts(self) -> bool:
+        """Whether each chunk of the stream tells the tokens so far."""
+        return self.calls[0].counts
 
 
 class Failed(Exception):
@@ -117,7 +121,7 @@ class Generating:
             self.metrics.whole.observe(time.monotonic() - began)
         except Full as full:
             retry = [(b"retry-after", str(full.retry_after).encode())]
-            await self._fail(send, Failed(429, "the queue is full; try again later", retry))
+            await self._fail(send, Failed(429, str(full), retry))
         except Failed as failed:
             await self._fail(send, failed)
         except EngineDied as died:

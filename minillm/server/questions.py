@@ -11,7 +11,7 @@ import msgspec
 from minillm.server import messages
 from minillm.server.bodies import MAX_N, BadField
 from minillm.server.replicas import Engine
-from minillm.server.seats import Full, Seats
+from minillm.server.seats import Full, Seats, num_seats
 from minillm.service import messages as chat
 
 
@@ -46,7 +46,7 @@ class Questions:
                 self._ask(request_id, command, line)
                 return
             case chat.Abort(request_id) if self._leaves(request_id):
-                self._tell_stopped(request_id)
+                self._refuse(request_id, "stopped while it waited for its turn")
                 return
             case chat.Drop(request_id):
                 self._leaves(request_id)
@@ -68,11 +68,10 @@ class Questions:
     def _ask(self, request_id: str, command: chat.Generate, line: bytes) -> None:
         if request_id in self._asked:
             raise BadField(f"request_id: {request_id} is in use; choose another", "request_id")
-        count = command.params.get("beam_width") or command.params.get("n") or 1
+        count = num_seats(command.params)
         if not isinstance(count, int) or not 1 <= count <= MAX_N:
             raise BadField(f"n and beam_width must be from 1 to {MAX_N}", "params")
-        if self.seats.is_full:
-            raise Full(self.seats.retry_after())
+        self.seats.check_room()
         asked = self._asked[request_id] = _Asked(command.conversation, count)
         asked.task = asyncio.create_task(self._wait(request_id, asked, line))
 
@@ -83,7 +82,7 @@ class Questions:
                 self.engine.send(messages.SessionCommand(self.session, line))
                 await asked.ended.wait()
         except Full:  # others were quicker since the command came
-            self.tell(chat.encode(chat.RequestFailed(request_id, "the server's queue is full; ask again later")))
+            self._refuse(request_id, "the server's queue is full; ask again later")
         finally:
             if self._asked.get(request_id) is asked:
                 del self._asked[request_id]
@@ -97,8 +96,8 @@ class Questions:
         asked.task.cancel()
         return True
 
-    def _tell_stopped(self, request_id: str) -> None:
-        self.tell(chat.encode(chat.RequestFailed(request_id, "stopped while it waited for its turn")))
+    def _refuse(self, request_id: str, why: str) -> None:
+        self.tell(chat.encode(chat.RequestFailed(request_id, why)))
 
 
 @dataclass(eq=False)
@@ -109,6 +108,4 @@ class _Asked:
     count: int  # of seats
     has_seat: bool = False  # it is the engine's
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.task: asyncio.Task[None]
+    task: asyncio.Task[None] = field(init=False)

@@ -152,12 +152,11 @@ class Commands:
     def run(self) -> None:
         """Send commands; the end of the app's lines, or of the server, is the end of this process."""
         while True:
-            due = min((due for due, *_ in self._later.values()), default=None)
+            due, _, again = min(self._later.values(), key=lambda each: each[0], default=(None, None, None))
             try:
                 line = self._lines.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
             except queue.Empty:
-                name = min(self._later, key=lambda name: self._later[name][0])
-                line = self._later[name][2]
+                line = again
             if line is None:
                 os._exit(0)
             try:
@@ -177,18 +176,17 @@ class Commands:
                 self._later.pop(request_id, None)
             case chat.Forget(conversation):
                 self._later = {name: each for name, each in self._later.items() if each[1].conversation != conversation}
+        question = command if isinstance(command, chat.Generate) else None
+        if question is not None:
+            self._later.pop(question.request_id, None)
         try:
             self._post(line)
         except Busy as busy:
-            if isinstance(command, chat.Generate):
-                self._later[command.request_id] = (time.monotonic() + busy.seconds, command, line)
+            if question is not None:
+                self._later[question.request_id] = (time.monotonic() + busy.seconds, question, line)
         except UsageError as error:  # this command only; a question's app must not wait for an answer
-            if isinstance(command, chat.Generate):
-                self._later.pop(command.request_id, None)
-                self._send(chat.RequestFailed(command.request_id, str(error)))
-        else:
-            if isinstance(command, chat.Generate):
-                self._later.pop(command.request_id, None)
+            if question is not None:
+                self._send(chat.RequestFailed(question.request_id, str(error)))
 
     def _post(self, line: bytes) -> None:
         for attempt in (1, 2):  # the server may have closed a connection that lay idle

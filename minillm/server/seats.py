@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 _PATIENCE = 10.0  # seconds of waiting that weigh as much as one step of priority, or one seat that a tenant has
 
@@ -16,8 +17,13 @@ class Full(Exception):
     """The queue is full; ``retry_after`` is the number of seconds after which there may be room."""
 
     def __init__(self, retry_after: int) -> None:
-        super().__init__("the queue is full")
+        super().__init__("the queue is full; try again later")
         self.retry_after = retry_after
+
+
+def num_seats(params: Mapping[str, Any]) -> Any:
+    """The sequences at a time that a prompt's sampling parameters ask for, as they were sent: nothing is checked."""
+    return params.get("beam_width") or params.get("n") or 1
 
 
 @dataclass(eq=False)
@@ -48,17 +54,16 @@ class Seats:
     def num_taken(self) -> int:
         return self.taken.total()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether one more would be told to come again."""
-        return len(self.waiting) >= self.most_waiting
+    def check_room(self) -> None:
+        """Raise Full where one more would be told to come again."""
+        if len(self.waiting) >= self.most_waiting:
+            raise Full(self.retry_after())
 
     @asynccontextmanager
     async def take(self, tenant: str, count: int, priority: int = 0) -> AsyncIterator[None]:
         """Wait for ``count`` seats, and give them back behind; raises Full."""
         count = min(count, self.total)
-        if self.is_full:
-            raise Full(self.retry_after())
+        self.check_room()
         waiter = _Waiter(tenant, count, priority, time.monotonic(), asyncio.get_running_loop().create_future())
         self.waiting.append(waiter)
         self._call()

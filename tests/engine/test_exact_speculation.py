@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
+from speculated import assert_close_logprobs, facts, guesses_of
 from support import engine_for, hf_model, ours, write_tiny_model
 
 from minillm.cache import check
@@ -16,7 +16,6 @@ from minillm.engine import speculation
 from minillm.engine.engine import Engine
 from minillm.engine.lookup import Occurrences
 from minillm.engine.requests import Request
-from minillm.engine.speculation import LookupSamples
 from minillm.grammar.grammar import Grammar
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
@@ -47,12 +46,6 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Llama, Tokenizer, i
 def engine(parts: tuple[Llama, Tokenizer, int], **options: Any) -> Engine:
     model, tokenizer, eos = parts
     return engine_for(model, tokenizer=tokenizer, eos=frozenset({eos}), **options)
-
-
-def guesses_of(engine: Engine) -> LookupSamples:
-    method = engine._methods[SamplingParams]
-    assert isinstance(method, LookupSamples)
-    return method
 
 
 def some_params(rng: random.Random, tokenizer: Tokenizer, eos: int) -> Any:
@@ -145,31 +138,17 @@ def play(
     return outputs
 
 
-def facts(output: RequestOutput) -> list[Any]:
-    """Everything of an answer that must be the same; log-probabilities differ in their last digits."""
-    completions = []
-    for each in output.outputs:
-        top = [[token for token, _ in one.top[:1]] for one in each.logprobs or []]
-        completions.append((each.token_ids, each.text, each.finish_reason, each.stop_reason, top))
-    return [output.error, completions]
-
-
 def assert_same(one: RequestOutput, other: RequestOutput) -> None:
-    if one.error is not None:  # how far the other completions have come by then is another matter
-        assert one.error == other.error
-        return
     assert facts(one) == facts(other)
-    for a, b in zip(one.outputs, other.outputs, strict=True):
-        if a.logprobs is not None and b.logprobs is not None:
-            values = [[each.logprob for each in side] for side in (a.logprobs, b.logprobs)]
-            assert torch.allclose(torch.tensor(values[0]), torch.tensor(values[1]), atol=1e-3)
+    if one.error is None:
+        assert_close_logprobs(one, other)
 
 
 def assert_begins(part: RequestOutput, whole: RequestOutput) -> None:
     """An answer that was aborted is a beginning of the whole one, or all of it."""
     assert part.error in (None, whole.error)
+    assert_begins_at_error(part, whole)
     for a, b in zip(part.outputs, whole.outputs, strict=False):
-        assert b.token_ids[: len(a.token_ids)] == a.token_ids
         assert a.finish_reason in ("abort", b.finish_reason)
 
 

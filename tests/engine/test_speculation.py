@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from speculated import assert_close_logprobs, facts, guesses_of
 from support import engine_for, hf_model, ours, run
 
 from minillm.cache import check
@@ -15,7 +15,7 @@ from minillm.engine import speculation
 from minillm.engine.engine import Engine
 from minillm.engine.lookup import LONGEST_MATCH, Occurrences
 from minillm.engine.requests import Request
-from minillm.engine.speculation import LookupSamples, Pace
+from minillm.engine.speculation import Pace
 from minillm.grammar.grammar import Grammar
 from minillm.llm import LLM
 from minillm.model.llama import Llama
@@ -27,12 +27,6 @@ LOOP = [11, 12, 13, 14, 15]
 @pytest.fixture(scope="module")
 def model() -> Llama:
     return ours(hf_model())
-
-
-def guesses_of(engine: Engine) -> LookupSamples:
-    method = engine._methods[SamplingParams]
-    assert isinstance(method, LookupSamples)
-    return method
 
 
 def some_params(rng: random.Random, number: int) -> Any:
@@ -74,23 +68,10 @@ def some_requests(rng: random.Random, count: int) -> list[tuple[list[int], Any]]
     return requests
 
 
-def facts(output: Any) -> list[Any]:
-    """Everything of an answer that must be the same; log-probabilities differ in their last digits."""
-    completions = []
-    for each in output.outputs:
-        top = [[token for token, _ in one.top[:1]] for one in each.logprobs or []]
-        completions.append((each.token_ids, each.text, each.finish_reason, each.stop_reason, top))
-    # Where a completion fails, so does its request; how far the others have come by then is another matter.
-    return [output.error, [] if output.error else completions]
-
-
 def assert_same(plain: list[Any], guessed: list[Any]) -> None:
     for one, other in zip(plain, guessed, strict=True):
         assert facts(one) == facts(other)
-        for a, b in zip(one.outputs, other.outputs, strict=True):
-            if a.logprobs is not None:
-                values = [[each.logprob for each in side] for side in (a.logprobs, b.logprobs)]
-                assert torch.allclose(torch.tensor(values[0]), torch.tensor(values[1]), atol=1e-3)
+        assert_close_logprobs(one, other)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

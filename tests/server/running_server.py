@@ -43,6 +43,11 @@ class Server:
         assert found, text
         return float(found[1])
 
+    def free_prefixes(self) -> None:
+        """Free all that is pinned."""
+        for prefix in httpx.get(f"{self.url}/v1/prefixes").json()["data"]:
+            httpx.delete(f"{self.url}/v1/prefixes/{prefix['id']}")
+
     def wait_until_idle(self) -> None:
         """Return once nothing is computed and nothing waits; fails after 20 s."""
         for _ in range(200):

@@ -47,8 +47,7 @@ VALID: dict[str, dict[str, Any]] = {
 def _nothing_stays_pinned(server: Server) -> Iterator[None]:
     """Free every prefix that random bodies have pinned: other tests share the server."""
     yield
-    for prefix in httpx.get(f"{server.url}/v1/prefixes").json()["data"]:
-        httpx.delete(f"{server.url}/v1/prefixes/{prefix['id']}")
+    server.free_prefixes()
 
 
 def fields_of(path: str) -> list[str]:

@@ -111,8 +111,7 @@ def test_hostile_bodies_get_an_answer_or_an_error(server: Server) -> None:
                 value = answer.json()
                 assert answer.status_code == 200 or value["error"]["message"], (path, data)
     assert statuses[200] > NUM_HOSTILE / 20
-    for prefix in httpx.get(f"{server.url}/v1/prefixes").json()["data"]:
-        httpx.delete(f"{server.url}/v1/prefixes/{prefix['id']}")
+    server.free_prefixes()
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 

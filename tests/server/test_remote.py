@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,10 +148,18 @@ def test_addresses_that_are_none(url: str) -> None:
         Address.parse(url)
 
 
-def test_commands_that_make_no_sense_do_not_end_the_engine(server: Server) -> None:
+@contextmanager
+def session_of(server: Server) -> Iterator[Callable[[bytes], httpx.Response]]:
+    """An open session; gives what posts a line to it."""
     with httpx.stream("GET", f"{server.url}/v1/session", timeout=30) as events:
-        lines = events.iter_lines()
+        lines = events.iter_lines()  # without it the stream would end
         session = json.loads(next(lines))["session"]
+        kind = {"content-type": "application/json"}
+        yield lambda line: httpx.post(f"{server.url}/v1/session/{session}", content=line, headers=kind)
+
+
+def test_commands_that_make_no_sense_do_not_end_the_engine(server: Server) -> None:
+    with session_of(server) as post:
         for line in (
             b"nonsense",
             b'{"message": "Fly"}',
@@ -165,7 +173,7 @@ def test_commands_that_make_no_sense_do_not_end_the_engine(server: Server) -> No
             b'{"message": "Pin", "system": "\\u0000"}',
             b'{"message": "Report", "every": 1e300}',
         ):
-            httpx.post(f"{server.url}/v1/session/{session}", content=line, headers={"content-type": "application/json"})
+            post(line)
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}, timeout=60)
     assert answer.status_code == 200
 
@@ -261,11 +269,8 @@ def test_a_question_that_makes_no_sense_gives_its_seat_back(narrow: Server) -> N
 
 
 def test_commands_that_are_none_are_refused(server: Server) -> None:
-    with httpx.stream("GET", f"{server.url}/v1/session", timeout=30) as events:
-        lines = events.iter_lines()
-        session = json.loads(next(lines))["session"]
+    with session_of(server) as post:
         for line in (b"nonsense", b'{"message": "Fly"}', b"\xff"):
-            kind = {"content-type": "application/json"}
-            answer = httpx.post(f"{server.url}/v1/session/{session}", content=line, headers=kind)
+            answer = post(line)
             assert answer.status_code == 400
             assert "no command" in answer.json()["error"]["message"]
