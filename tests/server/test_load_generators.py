@@ -9,7 +9,7 @@ import httpx
 import pytest
 from running_server import Server
 
-LENGTH = 12
+LENGTH = 64  # so many that not all come in one chunk where the machine is busy
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Tell me"}]}]}
 VLLM_TEXT = {
