@@ -81,10 +81,8 @@ def _multiply(
     """The product by the kernel of so many tokens; with a gate there is one part."""
     tokens, each = x.shape[0], _columns(parts, bias, out)
     if tokens <= matvec.MOST_TOKENS:
-        numbers = matvec.quantise_activations(x, None if norm is None else norm[0])
         for part, bias_part, columns in each:
-            eps = None if norm is None else norm[1]
-            matvec.product(numbers, part, bias_part, columns, eps=eps, gated=gated, add=add)
+            matvec.product(x, part, bias_part, columns, norm, gated=gated, add=add)
         return out
     by_dot = dot.takes(x)
     halves = matmul.halve_activations(x, norm, by_eights=not by_dot)

@@ -1,17 +1,18 @@
-"""A low-bit matrix times the activations of a token, or of a few; norm, gate and addition fused as in `matvec`.
+"""A low-bit matrix times the activations of a token, or of two; norm, gate and addition fused as in `matvec`.
 
 Products are sums of bytes (``dp4a``), so activations become whole numbers first: 16 bits in groups of 32 with one
 scale, as two planes of bytes. With 8 bits, as llama.cpp has them, the next token's distribution differs by a KL of 3e-3
 on the default model; with 16 by 1e-7, for half as many instructions again.
 
-`quantise_activations`: grid (spans of 1,024 elements, tokens). `_product_kernel`: as many programs as run at a time,
-each of which takes ROWS whole rows after another and keeps x in registers; the next rows' weights are on their way
-while these are multiplied, and the first rows' before the program waits for the kernel in front of it. Bytes: the
-matrix, once.
+`_product_kernel`: as many programs as run at a time, each of which rounds x, keeps it in registers, and takes ROWS
+whole rows after another; the next rows' weights are on their way while these are multiplied, and the first rows' before
+the program waits for the kernel in front of it. Bytes: the matrix, once. Every program rounds x anew, which costs less
+than a launch of its own as long as programs are few and large: on an H200 a layer of an 8B model in Q4_0 takes 44 us,
+and 52 with the rounding in front.
 """
 
+# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -19,89 +20,80 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED, pdl_options, wait_for_inputs
-from minillm.kernels.low_bit import GROUP, LowBit, bucket
+from minillm.kernels.low_bit import GROUP, Layout, LowBit, bucket
 from minillm.kernels.low_bit_tiles import constants_of, dot4, level_bytes, load_factors, load_levels, planes_of
 
+Tile = tuple[int, int, int]  # rows and warps of a program, and programs of a multiprocessor
+
 MOST_TOKENS = 2
-_SPAN = 1024
+_ANY = 1 << 31
+# Tokens -> groups of a row, up to a power of two -> at most so many rows -> the tiles of 4 bits, of 4 with scales of 6
+# bits, of 5 or 6, and of 8: on an H200 with a cold L2.
+TILES: dict[int, dict[int, dict[int, tuple[Tile, Tile, Tile, Tile]]]] = {
+    1: {
+        32: {_ANY: ((4, 1, 16), (4, 1, 16), (4, 1, 16), (4, 1, 12))},
+        64: {
+            8000: ((8, 2, 8), (4, 2, 8), (4, 2, 4), (4, 2, 8)),
+            100_000: ((4, 2, 6), (2, 2, 8), (4, 2, 4), (2, 2, 8)),
+            _ANY: ((4, 2, 8), (2, 1, 12), (1, 1, 16), (2, 1, 12)),
+        },
+        128: {
+            8000: ((4, 4, 4), (4, 4, 3), (4, 4, 3), (4, 4, 3)),
+            100_000: ((2, 2, 6), (2, 4, 4), (2, 2, 4), (2, 2, 4)),
+            _ANY: ((2, 2, 8), (2, 2, 6), (2, 2, 6), (2, 2, 6)),
+        },
+        256: {_ANY: ((4, 8, 2), (4, 8, 1), (4, 8, 1), (2, 8, 2))},
+        512: {_ANY: ((4, 16, 1), (2, 16, 2), (2, 8, 2), (2, 16, 2))},
+    },
+    2: {
+        32: {_ANY: ((4, 1, 12), (4, 1, 12), (4, 1, 12), (8, 4, 3))},
+        64: {
+            8000: ((4, 2, 4), (4, 2, 4), (4, 2, 4), (4, 2, 4)),
+            _ANY: ((2, 2, 6), (2, 2, 4), (2, 2, 4), (1, 1, 8)),
+        },
+        128: {
+            8000: ((4, 4, 2), (4, 4, 2), (4, 4, 2), (4, 4, 2)),
+            _ANY: ((2, 2, 4), (2, 4, 2), (2, 4, 2), (1, 4, 4)),
+        },
+        256: {_ANY: ((4, 8, 1), (4, 8, 1), (4, 8, 1), (4, 8, 1))},
+        512: {_ANY: ((2, 8, 1), (2, 8, 1), (2, 8, 1), (2, 8, 1))},
+    },
+}
 _LARGEST = tl.constexpr(127 * 256 + 127)  # as two bytes, both of which are signed
 
 
-class Activations(NamedTuple):
-    """Activations ``[tokens, in]`` in whole numbers: ``scale * (256 * first plane + second plane)``."""
-
-    planes: Tensor  # [tokens, 2, in / 4] int32, four neighbours a word
-    factors: Tensor  # [tokens, in / 32, 3] float32: the scale, and the sums of each half of the group
-    squares: Tensor  # [tokens, spans] float32: parts of the sum of squares, from before the norm's weight
-
-
 @triton.jit
-def _quantise_kernel(
-    planes_ptr, factors_ptr, squares_ptr, x_ptr, norm_ptr, num_columns, num_spans,
-    NORM: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    wait_for_inputs(PDL)
-    span, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    groups = span * GROUPS + tl.arange(0, GROUPS)
-    columns = groups[:, None] * 32 + tl.arange(0, 32)[None, :]
-    mask = columns < num_columns
-    x = tl.load(x_ptr + token * num_columns + columns, mask=mask, other=0.0).to(tl.float32)
+def _whole_numbers(x_ptr, norm_ptr, groups, num_groups, NORM: tl.constexpr):
+    """A token in whole numbers, and its sum of squares from before the norm's weight.
+
+    ``scale * (256 * coarse + fine)``: words of four bytes as levels lie (see `minillm.kernels.low_bit`), of the first
+    four of each eight and of the others, coarse and fine: four times ``[1, groups, 4]``. Then scales, and the sums of
+    each half of the groups: three times ``[1, groups]`` float32.
+    """
+    columns = (groups * 32)[:, None, None] + (tl.arange(0, 4) * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
+    mask = (groups < num_groups)[:, None, None]
+    x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    squares = 0.0
     if NORM:
-        tl.store(squares_ptr + token * num_spans + span, tl.sum(tl.sum(x * x, 1), 0))
+        squares = tl.sum(tl.sum(tl.sum(x * x, 2), 1), 0)
         x *= tl.load(norm_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     # NaN and infinity, which no whole number holds, make the scale NaN.
-    scale = tl.max(tl.abs(x), 1) / _LARGEST + 0.0 * tl.sum(x, 1)
+    scale = tl.max(tl.max(tl.abs(x), 2), 1) / _LARGEST + 0.0 * tl.sum(tl.sum(x, 2), 1)
     inverse = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)
-    level = tl.floor(x * inverse[:, None] + 0.5).to(tl.int32)
-    upper = (level + 128) >> 8
-    lower = level - (upper << 8)
-    is_group = groups < num_columns // 32
-    factor_at = factors_ptr + (token * (num_columns // 32) + groups) * 3
-    halves = tl.sum(tl.reshape(level, [GROUPS, 2, 16]), 2).to(tl.float32) * scale[:, None]
-    tl.store(factor_at, scale, mask=is_group)
-    tl.store(factor_at[:, None] + 1 + tl.arange(0, 2)[None, :], halves, mask=is_group[:, None])
-    # As levels are: see `minillm.kernels.low_bit`. Words of the first four of eight come first.
-    neighbours, fours = tl.arange(0, 4), tl.arange(0, 8)
-    shifts = (16 * (neighbours % 2) + 8 * (neighbours // 2))[None, None, :]
-    words = groups[:, None] * 8 + (4 * (fours % 2) + fours // 2)[None, :]
-    at = planes_ptr + token * 2 * (num_columns // 4) + words
-    upper_words = tl.sum((tl.reshape(upper, [GROUPS, 8, 4]) & 255) << shifts, 2)
-    tl.store(at, upper_words, mask=is_group[:, None])
-    lower_words = tl.sum((tl.reshape(lower, [GROUPS, 8, 4]) & 255) << shifts, 2)
-    tl.store(at + num_columns // 4, lower_words, mask=is_group[:, None])
-
-
-def quantise_activations(x: Tensor, norm_weight: Tensor | None = None) -> Activations:
-    """Turn ``x [tokens, in]`` into whole numbers; with a norm's weight, multiplied by it and without its scale."""
-    tokens, columns = x.shape
-    spans = triton.cdiv(columns, _SPAN)
-    planes = torch.empty(tokens, 2, columns // 4, dtype=torch.int32, device=x.device)
-    factors = torch.empty(tokens, columns // GROUP, 3, dtype=torch.float32, device=x.device)
-    squares = torch.empty(tokens, spans, dtype=torch.float32, device=x.device)
-    _quantise_kernel[(spans, tokens)](
-        planes, factors, squares, x, x if norm_weight is None else norm_weight, columns, spans,
-        NORM=norm_weight is not None, GROUPS=_SPAN // GROUP, num_warps=4, **pdl_options(x.device),
-    )  # fmt: skip
-    return Activations(planes, factors, squares)
-
-
-@triton.jit
-def _load_x(planes_ptr, factors_ptr, groups, num_groups):
-    """One token's planes, four times ``[1, groups, 4]``, and its scales and sums, three times ``[1, groups]``."""
-    mask = (groups < num_groups)[None, :, None]
-    at = planes_ptr + (groups * 8)[None, :, None] + tl.arange(0, 4)[None, None, :]
-    lower = at + num_groups * 8
-    factors = factors_ptr + (groups * 3)[None, :]
-    is_group = (groups < num_groups)[None, :]
-    return (
-        tl.load(at, mask=mask, other=0),
-        tl.load(at + 4, mask=mask, other=0),
-        tl.load(lower, mask=mask, other=0),
-        tl.load(lower + 4, mask=mask, other=0),
-        tl.load(factors, mask=is_group, other=0.0),
-        tl.load(factors + 1, mask=is_group, other=0.0),
-        tl.load(factors + 2, mask=is_group, other=0.0),
-    )
+    # Added to 1.5 x 2^23, a whole number lies in a float's low bits. It is 128 more than the one of 16 bits: so its
+    # second byte is the coarse one, and its first is 128 more than the fine one.
+    level = (x * inverse[:, None, None] + 12583040.0).to(tl.int32, bitcast=True)
+    even, odd = tl.split(tl.reshape(level, [x.shape[0], 4, 2, 2, 2]))
+    first, second = tl.split((even & 0xFFFF) | (odd << 16))  # neighbours 0 and 1, 2 and 3
+    coarse = ((first >> 8) & 0x00FF00FF) | (second & -0x00FF0100)
+    fine = ((first & 0x00FF00FF) | ((second & 0x00FF00FF) << 8)) ^ -0x7F7F7F80
+    none = coarse & 0
+    sums = dot4(coarse, none + 0x01010101, none) * 256 + dot4(fine, none + 0x01010101, none)
+    sums = tl.sum(tl.reshape(sums, [x.shape[0], 2, 4]), 2).to(tl.float32) * scale[:, None]
+    coarse_x, coarse_y = tl.split(coarse[None, :, :, :])
+    fine_x, fine_y = tl.split(fine[None, :, :, :])
+    first_sum, second_sum = tl.split(sums[None, :, :])
+    return (coarse_x, coarse_y, fine_x, fine_y, scale[None, :], first_sum, second_sum), squares
 
 
 @triton.jit
@@ -137,11 +129,11 @@ def _tile_product(
 
 @triton.jit
 def _product_kernel(
-    out_ptr, planes_ptr, x_factors_ptr, squares_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr,
-    num_rows, num_groups, num_spans, out_stride, eps,
+    out_ptr, x_ptr, norm_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr,
+    num_rows, num_groups, x_stride, out_stride, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The rows of the second matrix, where there is one, follow those of the first.
     all_rows = num_rows * (2 if GATED else 1)
@@ -156,14 +148,15 @@ def _product_kernel(
         up_levels = load_levels(levels_ptr, high_ptr, rows, groups, all_rows, num_groups, BITS)
         up_factors = load_factors(scales_ptr, units_ptr, rows, groups, all_rows, num_groups, SCALES, GROUP, ZERO)
     wait_for_inputs(PDL)
-    x = _load_x(planes_ptr, x_factors_ptr, groups, num_groups)
-    token_index = tl.arange(0, TOKENS)
+    tokens = tl.arange(0, TOKENS)
     norm_scale = tl.full([1, TOKENS], 1.0, tl.float32)
-    if NORM:
-        spans = tl.arange(0, SPANS)
-        squares_at = squares_ptr + token_index[:, None] * num_spans + spans[None, :]
-        squares = tl.sum(tl.load(squares_at, mask=(spans < num_spans)[None, :], other=0.0), 1)
-        norm_scale = tl.rsqrt(squares / (num_groups * 32) + eps)[None, :]
+    x = ()
+    for token in tl.static_range(TOKENS):
+        numbers, squares = _whole_numbers(x_ptr + token * x_stride, norm_ptr, groups, num_groups, NORM)
+        x = x + (numbers,)  # type: ignore[assignment]
+        if NORM:
+            of_token = tl.rsqrt(squares / (num_groups * 32) + eps)
+            norm_scale = tl.where(tokens[None, :] == token, of_token, norm_scale)
     for row in range(first_row, num_rows, tl.num_programs(0) * ROWS):
         rows = row + lanes
         following = rows + tl.num_programs(0) * ROWS
@@ -178,21 +171,17 @@ def _product_kernel(
                 scales_ptr, units_ptr, following, groups, all_rows, num_groups, SCALES, GROUP, ZERO
             )
         is_row = rows < num_rows
-        at = out_ptr + token_index[None, :].to(tl.int64) * out_stride + rows[:, None]
+        at = out_ptr + tokens[None, :].to(tl.int64) * out_stride + rows[:, None]
         totals = tl.zeros([ROWS, TOKENS], tl.float32)
         up_totals, before = totals, totals
         if ADD:  # asked for here, it is there when the sums are
             before = tl.load(at, mask=is_row[:, None], other=0.0).to(tl.float32)
         for token in tl.static_range(TOKENS):
-            if TOKENS > 1:
-                x = _load_x(
-                    planes_ptr + token * num_groups * 16, x_factors_ptr + token * num_groups * 3, groups, num_groups
-                )
-            is_token = token_index[None, :] == token
-            part = _tile_product(levels, factors, x, BITS, SCALES, GROUP, TABLE)
+            is_token = tokens[None, :] == token
+            part = _tile_product(levels, factors, x[token], BITS, SCALES, GROUP, TABLE)
             totals += tl.where(is_token, part[:, None], 0.0)
             if GATED:
-                part = _tile_product(up_levels, up_factors, x, BITS, SCALES, GROUP, TABLE)
+                part = _tile_product(up_levels, up_factors, x[token], BITS, SCALES, GROUP, TABLE)
                 up_totals += tl.where(is_token, part[:, None], 0.0)
         totals *= norm_scale
         up_totals *= norm_scale
@@ -208,18 +197,13 @@ def _product_kernel(
         levels, factors, up_levels, up_factors = next_levels, next_factors, next_up_levels, next_up_factors
 
 
-def takes(num_tokens: int, matrix: LowBit) -> bool:
-    """Whether these kernels are the fastest way to multiply a matrix with this many tokens."""
-    return num_tokens <= MOST_TOKENS
-
-
 def product(
-    x: Activations,
+    x: Tensor,
     matrix: LowBit,
     bias: Tensor | None,
     out: Tensor,
+    norm: tuple[Tensor, float] | None = None,
     *,
-    eps: float | None = None,
     gated: bool = False,
     add: bool = False,
     tile: tuple[int, ...] | None = None,
@@ -227,27 +211,24 @@ def product(
     """``x @ matrix.T + bias``, written to ``out [tokens, out]``, whose rows may lie apart, or added to it.
 
     Args:
-        eps: of the RMSNorm whose weight `quantise_activations` was given; None: no norm.
+        x: ``[tokens, in]``, at most `MOST_TOKENS`, whose rows may lie apart.
+        norm: weight and eps of an RMSNorm of x in front.
         gated: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``.
         tile: rows and warps of a program, and programs of a multiprocessor.
     """
-    features, columns = matrix.shape
-    tokens, groups = x.planes.shape[0], columns // GROUP
-    num_rows = features // 2 if gated else features
-    rows, warps, programs = tile or matrix.tiles.get(bucket(tokens)) or tile_for(groups, num_rows)
-    grid = (min(triton.cdiv(num_rows, rows), programs * _processors(out.device)),)
-    spans = x.squares.shape[1]
-    # Triton wants powers of two: three tokens are three launches.
-    for token in range(tokens) if tokens & (tokens - 1) else (None,):
-        part = x if token is None else Activations(*(each[token : token + 1] for each in x))
-        _product_kernel[grid](
-            out if token is None else out[token : token + 1], *part, *planes_of(matrix),
-            matrix.scales if bias is None else bias,
-            num_rows, groups, spans, out.stride(0), eps or 0.0,
-            NORM=eps is not None, GATED=gated, ADD=add, BIAS=bias is not None, TOKENS=part.planes.shape[0],
-            **constants_of(matrix), ROWS=rows, GROUPS=triton.next_power_of_2(groups),
-            SPANS=triton.next_power_of_2(spans), num_warps=warps, **pdl_options(out.device),
-        )  # fmt: skip
+    (tokens, columns), features = x.shape, matrix.shape[0]
+    num_rows, groups = features // 2 if gated else features, columns // GROUP
+    rows, warps, programs = (
+        tile or matrix.tiles.get(bucket(tokens)) or tile_for(tokens, matrix.layout, groups, num_rows)
+    )
+    weight, eps = norm or (x, 0.0)
+    _product_kernel[(min(triton.cdiv(num_rows, rows), programs * _processors(out.device)),)](
+        out, x, weight, *planes_of(matrix), x if bias is None else bias,
+        num_rows, groups, x.stride(0), out.stride(0), eps,
+        NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None, TOKENS=tokens,
+        **constants_of(matrix), ROWS=rows, GROUPS=triton.next_power_of_2(groups),
+        num_warps=warps, **pdl_options(out.device),
+    )  # fmt: skip
     return out
 
 
@@ -256,17 +237,11 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def tile_for(groups: int, rows: int) -> tuple[int, int, int]:
-    """Rows and warps of a program, and programs of a multiprocessor; measured on an H200."""
+def tile_for(tokens: int, layout: Layout, groups: int, rows: int) -> Tile:
+    """The recorded tile; of a wider row, that of the widest."""
     if INTERPRETED.value:
         return 64, 4, 1
-    lanes = triton.next_power_of_2(groups)
-    if lanes > 256:
-        return 2, lanes // 64, 2
-    if lanes > 128:
-        return 1, 4, 8
-    if lanes < 128:
-        return 1, 1, 16
-    if rows > 100_000:
-        return 1, 4, 8
-    return (1, 2, 8) if rows > 8192 else (2, 2, 6)
+    by_groups = TILES[tokens]
+    by_rows = by_groups[min(max(triton.next_power_of_2(groups), min(by_groups)), max(by_groups))]
+    tiles = next(tiles for most_rows, tiles in by_rows.items() if rows <= most_rows)
+    return tiles[2 if layout.bits in (5, 6) else 3 if layout.bits == 8 else 1 if layout.scales == "super" else 0]

@@ -84,10 +84,13 @@ def candidates(product: Product, tokens: int) -> list[Tile]:
     features, columns = product.shape
     if tokens <= matvec.MOST_TOKENS:
         groups = columns // GROUP
-        lanes, found = triton.next_power_of_2(groups), [matvec.tile_for(groups, product.num_rows)]
-        for rows, share in ((1, 64), (2, 64), (1, 128), (2, 128)):  # groups of a warp
-            warps = min(8, max(1, rows * lanes // share))
-            found += [(rows, warps, max(1, 16 // warps)), (rows, warps, max(1, 32 // warps))]
+        lanes, found = (
+            triton.next_power_of_2(groups),
+            [matvec.tile_for(tokens, product.layout, groups, product.num_rows)],
+        )
+        for rows, share in ((2, 64), (2, 128), (4, 128), (8, 256)):  # groups of a warp
+            warps = min(16, max(1, rows * lanes // share))
+            found += [(rows, warps, max(1, 12 // warps)), (rows, warps, max(1, 16 // warps))]
         return list(dict.fromkeys(found))
     few = {8: ((4, 2, 1, 1), (16, 1, 1, 1), (8, 1, 1, 2), (4, 1, 1, 2)),
            16: ((4, 2, 2, 1), (8, 1, 2, 2), (8, 1, 2, 1), (4, 1, 2, 1))}  # fmt: skip

@@ -40,7 +40,7 @@ def test_candidates_are_few_and_the_rule_is_the_first(shape: tuple[int, int]) ->
         assert len(found) == len(set(found)) <= 10
         assert all(type(number) is int and number > 0 for tile in found for number in tile)
         if tokens <= 2:
-            assert found[0] == low_bit_matvec.tile_for(shape[1] // 32, shape[0])
+            assert found[0] == low_bit_matvec.tile_for(tokens, product.layout, shape[1] // 32, shape[0])
             assert {len(tile) for tile in found} == {3}
         else:
             assert found[0] == low_bit_matmul.tile_for(tokens, *shape)
