@@ -12,6 +12,7 @@ Where a matrix has few rows, several programs share the input: they write sums i
 """
 
 # ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -20,12 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED, dot, pdl_options, wait_for_inputs
-from minillm.kernels.low_bit import GROUP, LowBit
+from minillm.kernels.low_bit import GROUP, Layout, LowBit
 from minillm.kernels.low_bit_lanes import codes, eight_weights, row_factors
 from minillm.kernels.low_bit_matmul import HalfActivations
 from minillm.kernels.low_bit_tiles import constants_of, planes_of
 
-_TOKENS = range(17, 257)  # fewer: `low_bit_matmul` is faster; more: cuBLAS
+# Fewer tokens: `low_bit_matmul` is faster. More: cuBLAS; of 8 bits it is faster with 195 us for gate and up of an 8B
+# model and 256 tokens, unpacked beforehand, where this takes 199 and 231 in tiles that fit.
+_TOKENS, _TOKENS_OF_8_BITS = range(17, 257), range(17, 129)
+_PROGRAMS = 132  # of the largest tile at a time: an H200's multiprocessors
 _COLUMNS = 1024
 
 
@@ -204,7 +208,7 @@ def product(
     """
     layout, (features, columns) = matrix.layout, matrix.shape
     tokens, num_rows = x.scales.shape[0], features // 2 if gated else features
-    rows, width, parts, warps, stages = tile or tile_for(tokens, features, gated)
+    rows, width, parts, warps, stages = tile or tile_for(layout, tokens, features, gated)
     levels, high, *small = planes_of(matrix)
     scales, units = (each if each.data_ptr() % 4 == 0 else each.clone() for each in small)  # they are read as words
     bias_or_not, options = x.scales if bias is None else bias, pdl_options(out.device)
@@ -223,21 +227,30 @@ def product(
     return out
 
 
-def takes(x: Tensor) -> bool:
+def takes(x: Tensor, matrices: Iterable[LowBit]) -> bool:
     """Whether this kernel is for so many tokens and the GPU has ``wgmma``: compute capability 9."""
-    if x.shape[0] not in _TOKENS or x.dtype.itemsize != 2:
+    has_8_bits = any(matrix.layout.bits == 8 for matrix in matrices)
+    if x.shape[0] not in (_TOKENS_OF_8_BITS if has_8_bits else _TOKENS) or x.dtype.itemsize != 2:
         return False
     return INTERPRETED.value or (x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 9)
 
 
-def tile_for(tokens: int, features: int, gated: bool) -> Tile:
+def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
     """More parts of the input where there are fewer rows, so that every multiprocessor has work; see `Tile`.
 
     Measured on an H200.
     """
     if INTERPRETED.value:
         return Tile(64, 16, 1, 4, 2)
+    if tokens > 128:
+        programs = triton.cdiv(features, 128) * triton.cdiv(tokens, 256)
+        parts = 1 if gated or programs * 2 > _PROGRAMS else 2 if programs * 4 > _PROGRAMS else 4
+        return Tile(128, 256, parts, 8, 2 if layout.bits == 8 else 3)  # three of 8 bits do not fit
     parts = 1 if gated or features >= 12288 else 4
     if tokens > 64:
         return Tile(128, 128, parts, 8, 3)
-    return Tile(64, 32 if tokens <= 32 else 64, parts, 4, 4)
+    if tokens > 32 and parts == 1:
+        return Tile(128, 64, 1, 4, 4)
+    # Three programs of three stages have room where two of four have.
+    stages = 3 if tokens > 32 and triton.cdiv(features, 64) * parts > 2 * _PROGRAMS else 4
+    return Tile(64, 32 if tokens <= 32 else 64, parts, 4, stages)

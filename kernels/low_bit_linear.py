@@ -84,7 +84,7 @@ def _multiply(
         for part, bias_part, columns in each:
             matvec.product(x, part, bias_part, columns, norm, gated=gated, add=add)
         return out
-    by_dot = dot.takes(x)
+    by_dot = dot.takes(x, parts)
     halves = matmul.halve_activations(x, norm, by_eights=not by_dot)
     for part, bias_part, columns in each:
         (dot.product if by_dot else matmul.matmul)(halves, part, bias_part, columns, gated=gated, add=add)
@@ -100,7 +100,7 @@ def _is_fused(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
     if any(part.layout == FP8 for part in parts):  # beside others, or too many tokens for its own kernels
         return False
     tokens = x.shape[0]
-    if tokens <= matvec.MOST_TOKENS or dot.takes(x):
+    if tokens <= matvec.MOST_TOKENS or dot.takes(x, parts):
         return True
     is_short = tokens <= _MOST_FUSED and x.dtype.itemsize == 2
     return is_short and all(part.tiles.get(bucket(tokens)) != UNPACKED for part in parts)

@@ -187,6 +187,16 @@ def test_dozens_of_tokens(name: str, shape: tuple[int, int]) -> None:
         assert relative_error(got, sums) < 2e-3
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens", "is_taken"), [("q4_k", 16, 0), ("q4_k", 256, 1), ("q8_0", 128, 1), ("q8_0", 129, 0)]
+)
+def test_numbers_of_tokens_that_are_taken(name: str, tokens: int, is_taken: bool) -> None:
+    """Of a layer's matrices one of 8 bits is enough to unpack them from 129 tokens on."""
+    parts = some(LAYOUTS["q4_k"], 4, 256), some(LAYOUTS[name], 4, 256)
+    if not ON_GPU or torch.cuda.get_device_capability()[0] == 9:
+        assert low_bit_dot.takes(torch.empty(tokens, 256, dtype=torch.float16, device=DEVICE), parts) == is_taken
+
+
 def test_rows_that_begin_within_a_word() -> None:
     """One group a row: the scales from the second row on begin at half a word; a GPU reads whole words only."""
     matrix, x = some(LAYOUTS["q4_0"], 20, 32), randn(17, 32)
