@@ -2,9 +2,10 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -100,6 +101,20 @@ def best_form(
         return budget_of(config, device, choose_dtype(config, device))
 
     return choose_form(name or default_model(), budget, on_progress, on_message)
+
+
+def chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of EngineConfig for one person's chat, which guesses on a CPU with float32 weights.
+
+    What ``options`` say of ``speculate`` stands. Products of int8 round several rows otherwise than one, so with them
+    guesses would change sampled answers.
+    """
+    config = EngineConfig(**options)
+    device = choose_device(config)
+    alone = config.tensor_parallel_size == 1 and device.type == "cpu"
+    exact = config.weights != "int8" and config.kv_cache_dtype != "int8"
+    guesses = alone and exact and choose_dtype(config, device) == torch.float32
+    return {**({"speculate": "lookup"} if guesses else {}), **options}
 
 
 def new_engine(

@@ -41,6 +41,7 @@ class Sequence:
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    num_guessed: int = 0  # of its output tokens, those that were guessed before they were drawn
     decode: Chunk | None = None  # its last token as a chunk: the same object at every step, since making one takes time
 
     @property

@@ -46,13 +46,13 @@ def chat(arguments: argparse.Namespace) -> int:
         raise UsageError("--plain computes here; leave --server out, or use the app")
     if arguments.plain or is_plain_only():
         from minillm.llm import LLM
-        from minillm.load import best_form
+        from minillm.load import best_form, chat_options
         from minillm.progress import loading_bar, say
         from minillm.ui.plain import run as run_plain
 
         with loading_bar() as report:
             name = best_form(settings.model, EngineConfig(**settings.engine), report, say)
-            llm = LLM(name, on_progress=report, on_message=say, **settings.engine)
+            llm = LLM(name, on_progress=report, on_message=say, **chat_options(settings.engine))
         question = arguments.question or ""
         if question and not arguments.plain:  # with --plain, what is piped in are more questions
             question = with_piped_text(question)

@@ -224,6 +224,7 @@ class Verification:
             num_right += 1
         if sequence.finish_reason is None and sequence.table is not None:
             samples.requests.scheduler.cache.free_tail(sequence.table, sequence.num_computed)
+        sequence.num_guessed += num_right
         samples.note_guesses(chunk, num_right)
         return [_joined(deltas)] if deltas else []
 

@@ -52,11 +52,11 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
     began = time.monotonic()
     send(Loading(Progress("starting", 0, None, "")))
     from minillm.config import EngineConfig
-    from minillm.load import best_form, load_engine
+    from minillm.load import best_form, chat_options, load_engine
     from minillm.service.conversations import Conversations
     from minillm.service.facts import loaded
 
-    config = EngineConfig(**command.options)
+    config = EngineConfig(**chat_options(command.options))
     tell = (lambda done: send(Loading(done)), lambda text: send(Notice(text)))
     model_name = best_form(command.model, config, *tell)
     engine = load_engine(model_name, config, *tell)

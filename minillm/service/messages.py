@@ -187,6 +187,7 @@ class Finished(Event):
     num_output_tokens: int
     tokens_per_second: float
     num_context_tokens: int  # prompt and completion
+    num_guessed_tokens: int = 0  # of the completion, those that speculation had guessed
 
 
 class RequestFailed(Event):

@@ -124,7 +124,9 @@ class Teller:
         self.send_text(name, index)
         elapsed = time.monotonic() - (group.metrics.first_token_time or time.monotonic())
         rate = (num_tokens - 1) / elapsed if elapsed > 0 and num_tokens else 0.0
-        self.send(messages.Finished(name, index, reason, num_tokens, rate, group.num_prompt_tokens + num_tokens))
+        guessed = sum(each.num_guessed for each in group.sequences if each.index == index)
+        context = group.num_prompt_tokens + num_tokens
+        self.send(messages.Finished(name, index, reason, num_tokens, rate, context, guessed))
 
     def _send_beams(self, answer: Answer, output: RequestOutput) -> None:
         self._send_start(answer)

@@ -17,6 +17,7 @@ from minillm.engine.engine import Engine
 from minillm.engine.lookup import Occurrences
 from minillm.engine.requests import Request
 from minillm.grammar.grammar import Grammar
+from minillm.load import chat_options
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
@@ -297,3 +298,22 @@ def test_an_abort_at_every_step_leaves_nothing(parts: tuple[Llama, Tokenizer, in
         found = play(engine(parts, num_blocks=256, speculate="lookup"), requests, [0, 0], {step: "0"})
         assert_begins(found["0"], expected["0"])
         assert_same(expected["1"], found["1"])
+
+
+def test_a_chat_on_a_cpu_guesses_unless_it_is_told_not_to() -> None:
+    assert chat_options({"device": "cpu"}) == {"device": "cpu", "speculate": "lookup"}
+    for other in (
+        {"speculate": "off"}, {"tensor_parallel_size": 2}, {"weights": "int8"}, {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8"},
+    ):  # fmt: skip
+        assert chat_options({"device": "cpu", **other}) == {"device": "cpu", **other}
+
+
+def test_sequences_count_their_guessed_tokens(parts: tuple[Llama, Tokenizer, int]) -> None:
+    guessing = engine(parts, num_blocks=256, speculate="lookup")
+    groups = [guessing.add(request) for request in looping(parts[1], n=2)[:2]]
+    while guessing.has_work:
+        guessing.step()
+    counts = [sequence.num_guessed for group in groups for sequence in group.sequences]
+    assert sum(counts) == guesses_of(guessing).num_right
+    assert min(counts) > 0

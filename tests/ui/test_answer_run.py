@@ -91,6 +91,17 @@ async def test_an_answer_from_the_question_to_its_end() -> None:
     assert (talk.answer.num_cached_tokens, talk.answer.finish_reason) == (4, "length")
 
 
+async def test_tokens_that_were_guessed_are_told_at_its_end() -> None:
+    talk = Asked("one")
+    talk.run.ask()
+    await talk.take(
+        Started(talk.name, 9, 0, 0.1), TextDelta(talk.name, 0, "so it is", 30),
+        Finished(talk.name, 0, "stop", 30, 7.5, 39, 12),
+    )  # fmt: skip
+    await talk.run.end("stop")
+    assert "30 tokens · 7.5 tok/s · 12 guessed · first token" in summary(talk.answer)
+
+
 @pytest.mark.parametrize(("longest", "max_tokens", "room"), [(10_000, 1000, 256), (800, 1000, 100), (10_000, 3, 3)])
 async def test_the_room_that_an_answer_needs(longest: int, max_tokens: int, room: int) -> None:
     talk = Asked("one", max_model_len=longest, max_tokens=max_tokens)

@@ -154,6 +154,7 @@ class AnswerRun:
         if not answer.candidates:
             answer.tokens_per_second = event.tokens_per_second
             answer.num_output_tokens = self._num_before + event.num_output_tokens
+            answer.num_guessed_tokens += event.num_guessed_tokens
             return Ending(event.finish_reason)
         answer.candidates[event.index].finish_reason = event.finish_reason
         reasons = [candidate.finish_reason for candidate in answer.candidates]

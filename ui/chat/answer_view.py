@@ -127,6 +127,8 @@ def summary(answer: Answer) -> str:
         return " · ".join([*words, "…"])
     if answer.tokens_per_second:
         words.append(f"{answer.tokens_per_second:.1f} tok/s")
+    if answer.num_guessed_tokens:
+        words.append(f"{count(answer.num_guessed_tokens)} guessed")
     if answer.time_to_first_token is not None:
         words.append(f"first token {duration(answer.time_to_first_token)}")
     if answer.num_cached_tokens:

@@ -39,6 +39,7 @@ class Answer:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_guessed_tokens: int = 0  # of these, those that speculation had guessed
     time_to_first_token: float | None = None
     tokens_per_second: float = 0.0
     in_reasoning: bool = False  # the text begins inside the model's <think> section
