@@ -127,7 +127,10 @@ class LookupSamples(Samples):
         self.num_verified += 1
         self.num_guessed += len(chunk.draft)
         self.num_right += num_right
-        chunk.group.state.pace(chunk.sequence).judge(len(chunk.draft), num_right)
+        try:
+            chunk.group.state.pace(chunk.sequence).judge(len(chunk.draft), num_right)
+        except Exception as error:
+            _give_up(chunk.group, error)
 
     def _few_run(self) -> bool:
         running = self.requests.scheduler.running
@@ -140,13 +143,18 @@ class LookupSamples(Samples):
 
 
 def _draft(group: SequenceGroup, sequence: Sequence) -> tuple[int, ...]:
-    """`Guesses.draft`. A defect of ours in it costs the group its guesses, and no answer."""
+    """`Guesses.draft`, or nothing where it fails."""
     try:
         return group.state.draft(group, sequence)
     except Exception as error:
-        sys.stderr.write(f"guesses failed: {type(error).__name__}: {error}\n")
-        group.state.works = False
+        _give_up(group, error)
         return ()
+
+
+def _give_up(group: SequenceGroup, error: Exception) -> None:
+    """Guess no more for a group: a defect of ours costs it that, and no token."""
+    sys.stderr.write(f"guesses failed: {type(error).__name__}: {error}\n")
+    group.state.works = False
 
 
 def _rows(chunk: Chunk) -> list[Chunk]:

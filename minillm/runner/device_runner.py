@@ -183,7 +183,8 @@ class DeviceRunner(Runner):
 
     def _draw_from(self, logits: Tensor, draws: list[Chunk], hosted: list[int]) -> Drawn:
         """Draw from any rows of logits; the host changes those of the ``hosted`` draws itself."""
-        masks = masks_of([(draw.group, draw.sequence) for draw in draws])  # while the device still computes the logits
+        # While the device still computes the logits.
+        masks = masks_of([(draw.group, draw.sequence) for draw in draws], pinned=self._pinned)
         rows = self._books.rows_for(draws, self._decodes)
         self._change(*self._books.take_changes())
         raw = processed = logits[self._numbers([draw.row for draw in draws], torch.int64)]

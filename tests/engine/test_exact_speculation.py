@@ -222,7 +222,9 @@ def looping(tokenizer: Tokenizer, count: int = 3, **options: Any) -> list[Reques
     return requests
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Occurrences, "add"), (Occurrences, "continuation")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Occurrences, "add"), (Occurrences, "continuation"), (speculation.Pace, "judge")]
+)
 def test_a_lookup_that_fails_costs_no_answer(
     parts: tuple[Llama, Tokenizer, int], monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:

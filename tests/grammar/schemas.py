@@ -102,6 +102,12 @@ def _unrolled(inner: dict[str, Any], make: Any, depth: int) -> dict[str, Any]:
 # The same, but where the answers of some have no longest one (digits, levels), they are bounded: so every answer ends.
 BOUNDED: dict[str, Any] = {
     **SCHEMAS,
+    "values of one schema": {
+        "type": "object",
+        "patternProperties": {"^[a-z]{1,6}$": INTEGER},
+        "additionalProperties": False,
+        "maxProperties": 2,
+    },
     "a number in a range": {"type": "number", "minimum": 0.5, "maximum": 2.25, "multipleOf": 0.125},
     "an exclusive number": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1, "multipleOf": 0.125},
     "a lower bound alone": record(n={"type": "integer", "minimum": 1000, "maximum": 10**12}),
