@@ -80,7 +80,10 @@ def _value(dice: random.Random, depth: int = 0) -> Any:
 
 
 def test_hostile_bodies_get_an_answer_or_an_error(server: Server) -> None:
+    """And leave no seat and no descriptor behind."""
     dice = random.Random(7)
+    server.wait_until_idle()
+    descriptors = server.num_descriptors()
     document = httpx.get(f"{server.url}/openapi.json").json()
     schemas = document["components"]["schemas"]
     paths = {
@@ -112,6 +115,8 @@ def test_hostile_bodies_get_an_answer_or_an_error(server: Server) -> None:
                 assert answer.status_code == 200 or value["error"]["message"], (path, data)
     assert statuses[200] > NUM_HOSTILE / 20
     server.free_prefixes()
+    server.wait_until_idle()
+    assert server.num_descriptors() <= descriptors + 2
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
