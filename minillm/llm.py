@@ -1,7 +1,7 @@
 """`LLM`: the public face, for scripts."""
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Self
 
@@ -34,7 +34,7 @@ class PinnedPrefix:
     """A prefix that `LLM.pin` keeps, for `LLM.unpin`."""
 
     token_ids: list[int]
-    sequence: TokenSequence
+    sequence: TokenSequence = field(repr=False)
 
 
 def _refusal(index: int, prompt: Prompt, error: MinillmError) -> RequestOutput:
@@ -243,7 +243,11 @@ class LLM(Scorer):
         """How many tokens of a prompt would be found in the prefix cache, and which token differs first."""
         token_ids = self.token_ids(prompt)
         with self._driver.locked() as engine:
-            return explain_miss(engine.cache, token_ids, engine.requests.salt_for(len(token_ids), salt))
+            report = explain_miss(engine.cache, token_ids, engine.requests.salt_for(len(token_ids), salt))
+        differing = [each for each in (report.expected, report.found) if each is not None]
+        tokenizer = self.engine.tokenizer
+        texts = {} if tokenizer is None else {each: tokenizer.decode([each]) for each in differing}
+        return replace(report, texts=texts)
 
     def pin(self, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
         """Compute a prefix, a system prompt say, and keep its blocks under any load until it is unpinned.

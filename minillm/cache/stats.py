@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minillm.cache.block_manager import BlockManager
 from minillm.cache.runs import common_length
@@ -115,6 +115,7 @@ class PrefixReport:
     num_matching_tokens: int  # with the nearest cached prefix; its last block may match only in part
     expected: int | None  # the cached token at that place, if a cached prefix goes on there
     found: int | None  # the prompt's token at that place
+    texts: dict[int, str] = field(default_factory=dict)  # of these two, where a tokenizer is known
 
     def __str__(self) -> str:
         found = f"{self.num_cached_tokens} of {self.num_prompt_tokens} tokens are cached"
@@ -123,9 +124,12 @@ class PrefixReport:
         if self.expected is None:
             return f"{found}; no cached prefix goes on after token {self.num_matching_tokens}"
         return (
-            f"{found}; the nearest cached prefix matches {self.num_matching_tokens}, and then has token "
-            f"{self.expected} where the prompt has {self.found}"
+            f"{found}; the nearest cached prefix matches {self.num_matching_tokens}, and then has "
+            f"{self._name(self.expected)} where the prompt has {self._name(self.found)}"
         )
+
+    def _name(self, token_id: int) -> str:
+        return f"{self.texts[token_id]!r} (token {token_id})" if token_id in self.texts else f"token {token_id}"
 
 
 def explain_miss(manager: BlockManager, token_ids: Sequence[int], salt: str | None = None) -> PrefixReport:

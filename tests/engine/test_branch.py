@@ -138,6 +138,17 @@ def test_pins_are_kept_and_let_go(llm: LLM) -> None:
     with pytest.raises(MinillmError, match="pinned"):
         llm.pin([70] * 150)
     llm.unpin(pinned)
+    llm.unpin(pinned)  # nothing is left to do
+    assert "sequence" not in repr(pinned)
+
+
+def test_a_miss_is_explained_in_words(llm: LLM) -> None:
+    ids = list(range(40, 60))
+    llm.generate([ids], GREEDY)
+    report = llm.explain_miss([*ids[:10], 90, *ids[11:]])
+    cached, given = (llm.get_tokenizer().decode([each]) for each in (50, 90))
+    assert cached != given
+    assert f"has {cached!r} (token 50) where the prompt has {given!r} (token 90)" in str(report)
 
 
 def test_a_beam_search_streams_its_best_beam(llm: LLM) -> None:

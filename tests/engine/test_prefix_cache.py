@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import itertools
 import random
 from typing import Any
@@ -107,6 +109,7 @@ def test_explain_miss_names_the_first_token_that_differs(model: Llama) -> None:
     assert (report.expected, report.found) == (prompt[10], 90)
     assert "token 13" in str(report)
     assert "90" in str(report)
+    assert "has 'cat' (token 13) where the prompt has token 90" in str(replace(report, texts={13: "cat"}))
     assert explain_miss(engine.cache, [1, 2, 3]).num_matching_tokens == 0
     assert "whole prompt" in str(explain_miss(engine.cache, prompt[:8]))
 
