@@ -44,6 +44,7 @@ TILES: dict[int, dict[int, dict[int, tuple[Tile, Tile, Tile, Tile]]]] = {
         },
         256: {_ANY: ((4, 8, 2), (4, 8, 1), (4, 8, 1), (2, 8, 2))},
         512: {_ANY: ((4, 16, 1), (2, 16, 2), (2, 8, 2), (2, 16, 2))},
+        1024: {_ANY: ((2, 16, 1), (1, 16, 1), (1, 16, 1), (1, 16, 1))},  # not measured: registers for 512 x 2
     },
     2: {
         32: {_ANY: ((4, 1, 12), (4, 1, 12), (4, 1, 12), (8, 4, 3))},
@@ -57,6 +58,7 @@ TILES: dict[int, dict[int, dict[int, tuple[Tile, Tile, Tile, Tile]]]] = {
         },
         256: {_ANY: ((4, 8, 1), (4, 8, 1), (4, 8, 1), (4, 8, 1))},
         512: {_ANY: ((2, 8, 1), (2, 8, 1), (2, 8, 1), (2, 8, 1))},
+        1024: {_ANY: ((1, 16, 1), (1, 16, 1), (1, 16, 1), (1, 16, 1))},  # not measured
     },
 }
 _LARGEST = tl.constexpr(127 * 256 + 127)  # as two bytes, both of which are signed

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
