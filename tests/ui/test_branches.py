@@ -388,6 +388,19 @@ async def test_a_text_that_begins_with_a_digit_takes_no_candidate() -> None:
         assert prompt.text == "why", "a question that is typed at once is no text behind the digit"
 
 
+async def test_a_text_that_begins_with_a_digit_stops_no_candidate_that_is_running() -> None:
+    async with chat(sampling={"n": 5}) as pilot:
+        await say(pilot, "echo one")
+        prompt = screen(pilot).query_one(PromptInput)
+        await until(pilot, lambda: prompt.num_picks == 5)
+        for character in "20 more":
+            pilot.app.post_message(events.Key("space" if character == " " else character, character))
+        await until(pilot, lambda: prompt.text == "20 more")
+        assert screen(pilot).talk.run is not None, "the candidates go on"
+        await pilot.press("escape")
+        await until(pilot, lambda: screen(pilot).talk.run is None)
+
+
 async def test_a_line_that_comes_at_once_is_a_question_wherever_the_keyboard_is() -> None:
     async with chat(sampling={"n": 3}) as pilot:
         first = await ask(pilot, "echo one")

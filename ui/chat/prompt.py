@@ -2,12 +2,14 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from textual import events
 from textual.binding import Binding
 from textual.message import Message
 from textual.strip import Strip
+from textual.timer import Timer
 
 from minillm.ui.chat.files import begun_mention, best_matches, files_below, mention
 from minillm.ui.chat.popup import Completion, Popup
@@ -19,6 +21,7 @@ from minillm.ui.textual_internals import SteadyTextArea
 _LONGEST_PASTE = 4000  # characters that are pasted into the text itself
 _MOST_PASTED_LINES = 100
 _MOST_OFFERED = 50  # files
+_WAIT = 0.35  # seconds for which a digit may still become a text before it takes a candidate, and stops the others
 _AT_ONCE = 1.0  # seconds within which a second digit makes a number with the first one
 _NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 
@@ -49,7 +52,8 @@ class PromptInput(SteadyTextArea):
         self._recalled: int | None = None  # which of them stands in the text now
         self._draft = ""  # the text that was being typed before
         self.num_picks = 0  # candidates that a digit takes now
-        self._picked, self._picked_at = "", 0.0  # the digit that was typed last, and took one, and when
+        self._picked, self._picked_at = "", 0.0  # the digit that was typed last, and takes one, and when
+        self._pick: Timer | None = None  # runs until it does
 
     @property
     def full_text(self) -> str:
@@ -172,13 +176,27 @@ class PromptInput(SteadyTextArea):
         at_once = time.monotonic() - self._picked_at < _AT_ONCE
         return character in tuple(" .,:;)-+*/%") or (at_once and character.isdecimal())
 
+    def _accept(self, number: str) -> None:
+        """Take a candidate now."""
+        if self._pick is not None:
+            self._pick.stop()
+            self._pick = None
+            self.post_message(CommandAsked("accept", number))
+
     def _took(self, event: events.Key) -> bool:
         """Handle a key that has a meaning in this text area only. Return False for every other key."""
         picked, self._picked = self._picked, ""
         if picked and not self.text and self._is_text_after_digit(event.character or ""):
             self.insert(picked + (event.character or ""))  # "2 more colours please": it was a text
-            self.post_message(CommandAsked("undo"))
-        elif self._popup.display and event.key in ("up", "down"):
+            if self._pick is None:
+                self.post_message(CommandAsked("undo"))
+            else:
+                self._pick.stop()
+                self._pick = None
+            return True
+        if self._pick is not None:
+            self._accept(picked)
+        if self._popup.display and event.key in ("up", "down"):
             self._popup.move(-1 if event.key == "up" else 1)
         elif event.key in ("tab", "enter") and self._complete(event.key):
             pass
@@ -188,7 +206,7 @@ class PromptInput(SteadyTextArea):
                 self.post_message(self.Submitted(self.take().strip()))  # here: the next key may be there already
         elif not self.text and event.key.isdecimal() and 1 <= int(event.key) <= self.num_picks:
             self._picked, self._picked_at = event.key, time.monotonic()
-            self.post_message(CommandAsked("accept", event.key))
+            self._pick = self.set_timer(_WAIT, partial(self._accept, event.key))
         elif event.key == "up" and self.cursor_at_first_line:
             return self._recall(-1)
         elif event.key == "down" and self.cursor_at_last_line and self._recalled is not None:
