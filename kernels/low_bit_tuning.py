@@ -84,10 +84,8 @@ def candidates(product: Product, tokens: int) -> list[Tile]:
     features, columns = product.shape
     if tokens <= matvec.MOST_TOKENS:
         groups = columns // GROUP
-        lanes, found = (
-            triton.next_power_of_2(groups),
-            [matvec.tile_for(tokens, product.layout, groups, product.num_rows)],
-        )
+        lanes = triton.next_power_of_2(groups)
+        found = [matvec.tile_for(tokens, product.layout, groups, product.num_rows)]
         for rows, share in ((2, 64), (2, 128), (4, 128), (8, 256)):  # groups of a warp
             warps = min(16, max(1, rows * lanes // share))
             found += [(rows, warps, max(1, 12 // warps)), (rows, warps, max(1, 16 // warps))]
