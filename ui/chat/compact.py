@@ -84,8 +84,8 @@ class Compaction:
         self.stays.summary = summary
         for turn in turns:  # their blocks begin with what is no longer told
             self.send(messages.Drop(turn.answer.request_id))
-        turns = "the first turn is" if len(older) == 1 else f"the first {len(older)} turns are"
-        words = f"{turns} told to the model as a summary from now on"
+        told = "the first turn is" if len(older) == 1 else f"the first {len(older)} turns are"
+        words = f"{told} told to the model as a summary from now on"
         if came_back > 0:
             words += f": about {plural(came_back, 'token')} of the context came back"
         return f"{words}; /compact undo takes it away again. It says: {summary}"
