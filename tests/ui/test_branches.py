@@ -12,7 +12,9 @@ from textual import events
 from textual.widgets import Collapsible, Input, OptionList, Static
 
 from minillm.service.messages import TokenChoice
+from minillm.ui.chat.answer_view import AnswerView
 from minillm.ui.chat.candidates import CandidateCard, CandidatesView
+from minillm.ui.chat.conversation import Answer
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.transcript import Transcript
@@ -413,3 +415,22 @@ async def test_a_line_that_comes_at_once_is_a_question_wherever_the_keyboard_is(
         assert (leaf.question, screen(pilot).query_one(PromptInput).text) == ("echo two words", "")
         assert first.answer.text == "sample1 ", "the first is taken: Enter was not the card's, nor a space"
         assert screen(pilot).maximized is None
+
+
+async def test_an_answer_that_is_removed_while_it_appears_fails_nothing() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo one")
+        for text in ("one\n\ntwo", "<think>some</think>two"):
+            view = AnswerView(Answer("x"))
+            view.add(text)
+            await screen(pilot).query_one(Transcript).mount(view)
+            await pilot.pause()
+            showing = AnswerView(Answer("y"))
+            showing.add(text)
+            mounting = screen(pilot).query_one(Transcript).mount(showing)
+            removing = showing.remove()
+            await mounting
+            await removing
+            view.remove()
+            view.add(text)
+            await view.flush()

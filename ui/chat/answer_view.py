@@ -101,6 +101,8 @@ class AnswerView(Growing, Vertical):
                     self._part.end()
                 self._part = ReasoningView() if reasoning else _new_markdown()
                 await self.mount(self._part, before=self._summary)
+            if not self._part.is_attached:  # this view is being removed
+                return
             await self._part.append_text(text, lines_ahead)
 
     def update_summary(self) -> None:
