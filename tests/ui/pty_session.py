@@ -131,13 +131,15 @@ def _running(
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
+    # pytest-xdist sets LINES and COLUMNS, which would go before the terminal's own size.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")}
     process = subprocess.Popen(
         command,
         stdin=slave,
         stdout=slave,
         stderr=slave,
         preexec_fn=own_terminal,
-        env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), **environment},
+        env={**inherited, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), **environment},
     )
     running = Session(process, master, slave)
     try:
