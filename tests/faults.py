@@ -929,7 +929,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          CONSTRAINED + "test_the_model_may_end_where_the_grammar_lets_it"),
         ("min-tokens-ignored-by-masks", "not (early and has_any[number])", "True",
          CONSTRAINED + "test_min_tokens_hold_the_end_back_but_not_beyond_the_grammar"),
-        ("stop-token-as-text", "        _set(words, numbers, end_ids, False)\n", "        pass\n",
+        ("stop-token-as-text", "        _set(allowed, group.end_ids, False)\n", "        pass\n",
          CONSTRAINED + "test_end_tokens_of_the_request_end_only_complete_texts"),
         ("mask-of-the-neighbour", "constrained[number][0] for number in kept", "number for number in kept",
          CONSTRAINED + "test_a_mix_of_requests_gives_what_each_gives_alone"),

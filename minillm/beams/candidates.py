@@ -84,7 +84,8 @@ def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count:
     """
     if not any(needs_processing(step.group, sequence) for step, sequence in owners):
         return kernels.top_log_probabilities(logits, count)
-    masks = masks_of([(step.group, sequence) for step, sequence in owners])  # while the device computes the logits
+    # While the device computes the logits.
+    masks = masks_of([(step.group, sequence) for step, sequence in owners], logits.device)
     log_probs = logits.float().log_softmax(-1)
     for row, (step, sequence) in zip(log_probs, owners, strict=True):
         if needs_processing(step.group, sequence):

@@ -127,6 +127,7 @@ class LookupSamples(Samples):
         self.num_verified += 1
         self.num_guessed += len(chunk.draft)
         self.num_right += num_right
+        chunk.sequence.num_guessed += num_right
         try:
             chunk.group.state.pace(chunk.sequence).judge(len(chunk.draft), num_right)
         except Exception as error:
@@ -232,7 +233,6 @@ class Verification:
             num_right += 1
         if sequence.finish_reason is None and sequence.table is not None:
             samples.requests.scheduler.cache.free_tail(sequence.table, sequence.num_computed)
-        sequence.num_guessed += num_right
         samples.note_guesses(chunk, num_right)
         return [_joined(deltas)] if deltas else []
 

@@ -184,7 +184,7 @@ class DeviceRunner(Runner):
     def _draw_from(self, logits: Tensor, draws: list[Chunk], hosted: list[int]) -> Drawn:
         """Draw from any rows of logits; the host changes those of the ``hosted`` draws itself."""
         # While the device still computes the logits.
-        masks = masks_of([(draw.group, draw.sequence) for draw in draws], pinned=self._pinned)
+        masks = masks_of([(draw.group, draw.sequence) for draw in draws], self._device)
         rows = self._books.rows_for(draws, self._decodes)
         self._change(*self._books.take_changes())
         raw = processed = logits[self._numbers([draw.row for draw in draws], torch.int64)]

@@ -40,39 +40,34 @@ class Masks:
             logits[at] = logits[at].masked_fill(banned, float("-inf"))
 
 
-def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], *, pinned: bool = False) -> Masks:
+def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], device: torch.device) -> Masks:
     """The masks of those sequences that have a grammar; row i of the logits is that of sequence i.
 
     Tokens that end an answer may follow exactly where its text is complete, and not before ``min_tokens`` unless
-    nothing else may. A sequence whose grammar fails has no mask; its matcher has the error. ``pinned`` memory goes to a
-    GPU without another copy.
+    nothing else may. A sequence whose grammar fails has no mask; its matcher has the error. The
+    masks of logits on a GPU, ``device``, go there without another copy.
     """
     constrained = [(row, *pair) for row, pair in enumerate(sequences) if pair[1].matcher is not None]
     matchers = [sequence.matcher for _, _, sequence in constrained if sequence.matcher is not None]
     if not matchers:
         return Masks([], torch.empty(0, 0, dtype=torch.int32))
     vocabulary = matchers[0].vocabulary
-    there = torch.empty(len(matchers), vocabulary.num_words, dtype=torch.int32, pin_memory=pinned)
+    there = torch.empty(len(matchers), vocabulary.num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
     words = there.numpy().view(np.uint32)
     words.fill(0)  # torch would do it in threads, which then spin where those of the masks should run
     vocabulary.fill([matcher.state for matcher in matchers], words)
-    by_ends: dict[tuple[int, ...], list[int]] = {}
-    for number, (_, group, _) in enumerate(constrained):
-        by_ends.setdefault(tuple(group.end_ids), []).append(number)
-    for end_ids, numbers in by_ends.items():
-        _set(words, numbers, end_ids, False)
+    for allowed, (_, group, _) in zip(words, constrained, strict=True):
+        _set(allowed, group.end_ids, False)
     has_any: list[bool] = np.logical_or.reduce(words, axis=1).tolist()
-    for end_ids, numbers in by_ends.items():
-        ending = []
-        for number in numbers:
-            (_, group, sequence), matcher = constrained[number], matchers[number]
-            early = sequence.num_output_tokens < group.params.min_tokens
-            if matcher.may_stop and not (early and has_any[number]):
-                ending.append(number)
-            elif not has_any[number]:
-                matcher.note_error()
-        _set(words, ending, end_ids, True)
-    kept = [number for number, matcher in enumerate(matchers) if matcher.error is None]
+    kept = []
+    for number, ((_, group, sequence), matcher) in enumerate(zip(constrained, matchers, strict=True)):
+        early = sequence.num_output_tokens < group.params.min_tokens
+        if matcher.may_stop and not (early and has_any[number]):
+            _set(words[number], group.end_ids, True)
+        elif not has_any[number]:
+            matcher.note_error()
+        if matcher.error is None:
+            kept.append(number)
     rows = [constrained[number][0] for number in kept]
     return Masks(rows, there if len(kept) == len(matchers) else there[kept])
 
@@ -86,9 +81,7 @@ def _zero_bits(words: Tensor, device: torch.device) -> Tensor:
     return bits.flatten(1) == 0
 
 
-def _set(words: NDArray[np.uint32], numbers: SequenceOf[int], token_ids: SequenceOf[int], value: bool) -> None:
-    """Allow tokens in some of the masks ``[n, words]``, or forbid them."""
-    for token_id in token_ids if numbers else ():
+def _set(words: NDArray[np.uint32], token_ids: SequenceOf[int], value: bool) -> None:
+    for token_id in token_ids:
         bit = np.uint32(1 << (token_id % 32))
-        at = np.asarray(numbers), token_id // 32
-        words[at] = words[at] | bit if value else words[at] & ~bit
+        words[token_id // 32] = words[token_id // 32] | bit if value else words[token_id // 32] & ~bit

@@ -78,7 +78,7 @@ def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
             if processed is raw:
                 processed = raw.to(torch.float32, copy=True)
             process_draw(processed[i], draw.group, draw.sequence)
-    masks_of([(draw.group, draw.sequence) for draw in draws]).apply(processed)
+    masks_of([(draw.group, draw.sequence) for draw in draws], logits.device).apply(processed)
     token_ids = draw_tokens(processed, draws)
     wanted = any(draw.group.params.logprobs is not None for draw in draws)  # otherwise only NaN has a meaning
     logprobs = kernels.log_probabilities(raw, token_ids) if wanted else raw.amax(-1)
