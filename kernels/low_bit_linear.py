@@ -8,7 +8,7 @@ tokens         computed by
 =============  ======================================================================================================
 1, 2           `low_bit_matvec`: activations in whole numbers of 16 bits, products of bytes
 up to 64       `low_bit_matmul`: weights become float16 in registers, the matrix unit does the rest
-17 to 256      `low_bit_dot`, where the GPU has a matrix unit that four warps use together
+17 to 256      `low_bit_dot`, where the GPU has a matrix unit that four warps use together; of 8 bits up to 128
 more           cuBLAS, for a part of the rows at a time, unpacked to scratch memory
 =============  ======================================================================================================
 

@@ -177,24 +177,26 @@ class PromptInput(SteadyTextArea):
         return character in tuple(" .,:;)-+*/%") or (at_once and character.isdecimal())
 
     def _accept(self, number: str) -> None:
-        """Take a candidate now."""
-        if self._pick is not None:
-            self._pick.stop()
-            self._pick = None
+        """Take the candidate now that a digit is about to take, if it is."""
+        if self._keep_from_taking():
             self.post_message(CommandAsked("accept", number))
+
+    def _keep_from_taking(self) -> bool:
+        """Whether a digit was about to take a candidate; it takes none now."""
+        pick, self._pick = self._pick, None
+        if pick is not None:
+            pick.stop()
+        return pick is not None
 
     def _took(self, event: events.Key) -> bool:
         """Handle a key that has a meaning in this text area only. Return False for every other key."""
         picked, self._picked = self._picked, ""
         if picked and not self.text and self._is_text_after_digit(event.character or ""):
             self.insert(picked + (event.character or ""))  # "2 more colours please": it was a text
-            if self._pick is None:
+            if not self._keep_from_taking():
                 self.post_message(CommandAsked("undo"))
-            else:
-                self._pick.stop()
-                self._pick = None
             return True
-        if self._pick is not None:
+        if picked:
             self._accept(picked)
         if self._popup.display and event.key in ("up", "down"):
             self._popup.move(-1 if event.key == "up" else 1)
