@@ -24,6 +24,19 @@ def dot(a, b, out):
 
 
 @triton.jit
+def finished(sums):
+    """``sums``, once the product that they come from has ended.
+
+    Triton 3.6 lets a product whose first operand is in registers run on while the loop's next turn already writes to
+    those registers: sums were wrong by chance. Something has to use them in between.
+    """
+    if INTERPRETED:
+        return sums
+    else:
+        return tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def release(PDL: tl.constexpr):
     """Let the next kernel be brought in (programmatic dependent launch) once all programs say so or have ended."""
     if PDL:

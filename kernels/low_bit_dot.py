@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import INTERPRETED, dot, pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, dot, finished, pdl_options, wait_for_inputs
 from minillm.kernels.low_bit import GROUP, Layout, LowBit
 from minillm.kernels.low_bit_lanes import codes, eight_weights, row_factors
 from minillm.kernels.low_bit_matmul import HalfActivations
@@ -126,7 +126,7 @@ def _dot_kernel(
         lane_rows = tl.minimum(first + sixteen * 16 + is_second * 8 + r, num_rows - 1)  # outside: not stored
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
-    x_at = tl.minimum(tokens, num_tokens - 1)[None, :] * (num_turns * 128) + tl.arange(0, 128)[:, None]
+    x_at = tokens[None, :] * (num_turns * 128) + tl.arange(0, 128)[:, None]  # there are rows behind the last token's
     share = (num_turns + PARTS - 1) // PARTS
     begin = tl.program_id(2) * share
     wait_for_inputs(PDL)
@@ -137,7 +137,8 @@ def _dot_kernel(
         groups = _load_groups(
             levels_ptr, high_ptr, scales_ptr, units_ptr, lane_rows, group, num_groups, BITS, SCALES, GROUP
         )
-        total = dot(_weights(groups, group, BITS, SCALES, GROUP, ZERO, TABLE, CODES, ROWS, WARPS), x, total)
+        weights = _weights(groups, group, BITS, SCALES, GROUP, ZERO, TABLE, CODES, ROWS, WARPS)
+        total = finished(dot(weights, x, total))
     features = first + tl.arange(0, FEATURES)
     is_feature = features < num_rows
     at = tokens.to(tl.int64)[None, :] * out_stride + features[:, None]

@@ -187,6 +187,19 @@ def test_dozens_of_tokens(name: str, shape: tuple[int, int]) -> None:
         assert relative_error(got, sums) < 2e-3
 
 
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter does one thing after another")
+@pytest.mark.parametrize("tokens", [33, 64, 200, 256])
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k"])
+def test_a_product_ends_before_its_weights_are_overwritten(name: str, tokens: int) -> None:
+    """Otherwise some sums are wrong, others each time: of many rows, and where registers are few."""
+    matrix, x = some(LAYOUTS[name], 6144, 4096), randn(tokens, 4096)
+    exact = torch.nn.functional.linear(x.double(), dequantise(matrix, torch.float64))
+    halves = low_bit_matmul.halve_activations(x, by_eights=False)
+    first, *others = (low_bit_dot.product(halves, matrix, None, randn(tokens, 6144)) for _ in range(6))
+    assert relative_error(first, exact) < 2e-3
+    assert all(torch.equal(first, other) for other in others)
+
+
 @pytest.mark.parametrize(
     ("name", "tokens", "is_taken"), [("q4_k", 16, 0), ("q4_k", 256, 1), ("q8_0", 128, 1), ("q8_0", 129, 0)]
 )
