@@ -70,6 +70,28 @@ def wait_then_release(PDL: tl.constexpr):
     release(PDL)
 
 
+@triton.jit
+def begin_part(PART: tl.constexpr, PDL: tl.constexpr):
+    """`wait_for_inputs`, of a kernel that computes the part of a result of this number while others compute others.
+
+    Each is launched for the same inputs. The first lets the second be brought in when they are there, so the others
+    need not wait for them, nor for each other.
+    """
+    if PART == 1:
+        wait_then_release(PDL)
+    elif PART > 1:
+        release(PDL)
+    else:
+        wait_for_inputs(PDL)
+
+
+@triton.jit
+def end_part(PART: tl.constexpr, PDL: tl.constexpr):
+    """End after the parts in front have ended, so that the kernel that waits for the last one waits for all."""
+    if PART > 1:
+        wait(PDL)
+
+
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Launch options: a kernel may be brought in before the one in front of it has ended, where the GPU can (9.0)."""
     if INTERPRETED.value or device.type != "cuda" or _capability(device.index or 0) < (9, 0):

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import INTERPRETED, pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, begin_part, end_part, pdl_options, wait_for_inputs
 from minillm.kernels.low_bit import GROUP, LowBit, bucket
 from minillm.kernels.low_bit_lanes import GROWTH, codes, eight_weights, fours, load_row, row_factors
 from minillm.kernels.low_bit_tiles import constants_of, pair, planes_of
@@ -146,7 +146,8 @@ def _matmul_kernel(
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
     CODES: tl.constexpr, WIDE: tl.constexpr,
-    WARPS: tl.constexpr, ROW_TILES: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr, ROW_TILES: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = WARPS * 32
     lanes = tl.arange(0, LANES)
@@ -171,7 +172,7 @@ def _matmul_kernel(
                 load_row(levels_ptr, high_ptr, scales_ptr, units_ptr, rows[i], group, num_groups, BITS, SCALES, GROUP),
             )
         queue = queue + (loaded,)
-    wait_for_inputs(PDL)
+    begin_part(PART, PDL)
     zeros = (lanes * 0).to(tl.float32)
     totals = ()
     for _ in tl.static_range(ROW_TILES * TILES):
@@ -239,6 +240,7 @@ def _matmul_kernel(
             if ADD:
                 first += tl.load(at + upper, mask=is_upper, other=0.0).to(tl.float32)
             tl.store(at + upper, first.to(out_ptr.dtype.element_ty), mask=is_upper)
+    end_part(PART, PDL)
 
 
 class Tile(NamedTuple):
@@ -259,10 +261,12 @@ def matmul(
     gated: bool = False,
     add: bool = False,
     tile: Tile | None = None,
+    part: int = 0,
 ) -> Tensor:
     """``x @ matrix.T + bias``, written to ``out [tokens, out]``, whose rows may lie apart, or added to it.
 
-    ``gated``: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``.
+    ``gated``: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``. ``part``: of
+    products of the same x that are launched one after the other, the place of this one, from 1.
     """
     layout, (features, columns) = matrix.layout, matrix.shape
     tokens, num_rows = x.scales.shape[0], features // 2 if gated else features
@@ -274,8 +278,8 @@ def matmul(
         out, x.x.view(torch.int32), x.scales, levels, high, scales, units, x.scales if bias is None else bias,
         tokens, num_rows, columns // GROUP, x.x.shape[1], out.stride(0),
         GATED=gated, ADD=add, BIAS=bias is not None, **constants_of(matrix), CODES=codes(layout),
-        WIDE=_has_wide_mma(out.device), WARPS=warps, ROW_TILES=row_tiles, TILES=tiles, AHEAD=ahead, num_warps=warps,
-        **pdl_options(out.device),
+        WIDE=_has_wide_mma(out.device), WARPS=warps, ROW_TILES=row_tiles, TILES=tiles, AHEAD=ahead, PART=part,
+        num_warps=warps, **pdl_options(out.device),
     )  # fmt: skip
     return out
 

@@ -7,8 +7,10 @@ import torch
 from shapes import DEVICE, ON_GPU, randn, relative_error
 from torch import Tensor
 
+from minillm import kernels
 from minillm.kernels import reference
 from minillm.kernels.low_bit import (
+    FP8,
     Layout,
     LowBit,
     concatenated,
@@ -250,6 +252,33 @@ def test_a_layer_of_several_layouts(tokens: int) -> None:
         out = residual.clone()
         assert low_bit_linear.linear_add(x, parts, bias, out) is out
         assert relative_error(out, exact) < tolerance
+
+
+@pytest.mark.parametrize(("names", "most"), [(["q4_k"], 64), (["q4_k", "q6_k"], 16), (["q8_0"], 16), (["iq4_xs"], 16)])
+def test_a_copy_multiplies_many_tokens(monkeypatch: pytest.MonkeyPatch, names: list[str], most: int) -> None:
+    monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
+    parts = tuple(some(LAYOUTS[name], 8, 256, seed) for seed, name in enumerate(names))
+    weight = kernels.LinearWeight(parts)
+    assert weight.copied_bytes(torch.bfloat16) == 2 * 8 * len(names) * 256
+    weight.keep_copy(torch.float32)
+    exact = torch.cat([dequantise(part, torch.float64) for part in parts])
+    assert relative_error(weight.weight, exact) < 1e-6
+    taken: list[int] = []
+
+    def by_parts(x: Tensor, *others: object) -> Tensor:
+        taken.append(x.shape[0])
+        return x.new_zeros(x.shape[0], weight.out_features)
+
+    monkeypatch.setattr(low_bit_linear, "linear", by_parts)
+    norm = randn(256)
+    for tokens in (1, most, most + 1, 300):
+        x = randn(tokens, 256)
+        got = kernels.norm_linear(x, norm, 1e-5, weight)
+        if tokens > most:
+            assert relative_error(got, reference.norm_linear(x.double(), norm.double(), 1e-5, exact, None)) < 1e-4
+    assert taken == [1, most]
+    fp8 = LowBit(FP8, (8, 256), torch.zeros(8, 256, dtype=torch.float8_e4m3fn), None, torch.ones(8, 1))
+    assert kernels.LinearWeight((fp8,)).copied_bytes(torch.bfloat16) == 0
 
 
 def test_concatenated_matrices_are_all_of_few_bits() -> None:
