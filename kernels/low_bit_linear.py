@@ -72,6 +72,8 @@ def _compute(
     if _is_fused(x, parts):
         return _multiply(x, parts, bias, out, norm, add=add)
     x = x if norm is None else rms_norm(x, *norm)
+    if parts[0].order is not None:  # which all have
+        x = x[:, parts[0].order]
     for part, bias_part, columns in _columns(parts, bias, out):
         _unpacked(x, part, bias_part, columns, add)
     return out
@@ -84,7 +86,7 @@ def _multiply(
     """The product by the kernel of so many tokens; with a gate there is one part."""
     several, is_for_dot = len(parts) > 1, dot.takes(x, parts)
     is_for_matvec = x.shape[0] <= matvec.MOST_TOKENS
-    halves = None if is_for_matvec else matmul.halve_activations(x, norm, by_eights=not is_for_dot)
+    halves = None if is_for_matvec else matmul.halve_activations(x, norm, parts[0].order, by_eights=not is_for_dot)
     for number, (part, bias_part, columns) in enumerate(_columns(parts, bias, out), 1):
         place = number if several else 0
         if halves is None:
@@ -146,7 +148,11 @@ def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:
     out = torch.empty(sum(part.shape[0] for part in parts), parts[0].shape[1], dtype=dtype, device=parts[0].device)
     start = 0
     for part in parts:
-        dequantise(part, out[start : start + part.shape[0]])
+        rows = out[start : start + part.shape[0]]
+        if part.order is None:
+            dequantise(part, rows)
+        else:
+            rows[:, part.order] = dequantise(part, torch.empty_like(rows))
         start += part.shape[0]
     return out
 

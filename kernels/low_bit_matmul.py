@@ -46,17 +46,19 @@ class HalfActivations(NamedTuple):
 
 @triton.jit
 def _halve_kernel(
-    out_ptr, scales_ptr, x_ptr, norm_ptr, num_columns, num_turns, eps,
+    out_ptr, scales_ptr, x_ptr, norm_ptr, order_ptr, num_columns, num_turns, eps,
     NORM: tl.constexpr, COLUMNS: tl.constexpr, BY_EIGHTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     is_column = columns < num_columns
-    norm = 1.0
+    norm, read = 1.0, columns
+    if order_ptr is not None:
+        read = tl.load(order_ptr + columns, mask=is_column, other=0)
     if NORM:
-        norm = tl.load(norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
+        norm = tl.load(norm_ptr + read, mask=is_column, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    x = tl.load(x_ptr + token * num_columns + columns, mask=is_column, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * num_columns + read, mask=is_column, other=0.0).to(tl.float32)
     norm_scale = 1.0
     if NORM:
         norm_scale = tl.rsqrt(tl.sum(x * x, 0) / num_columns + eps)
@@ -76,10 +78,11 @@ def _halve_kernel(
 
 
 def halve_activations(
-    x: Tensor, norm: tuple[Tensor, float] | None = None, *, by_eights: bool = True
+    x: Tensor, norm: tuple[Tensor, float] | None = None, order: Tensor | None = None, *, by_eights: bool = True
 ) -> HalfActivations:
     """``x [tokens, in]``, with ``norm`` (weight, eps) normalised, in float16, whose range a scale extends.
 
+    Columns come in ``order [in]`` where that is given, a matrix's.
     NaN and infinity stay. There are rows, of any numbers, for tokens that fill an eight, or a tile of `low_bit_dot`.
     """
     tokens, columns = x.shape
@@ -91,7 +94,7 @@ def halve_activations(
     weight, eps = norm or (x, 0.0)
     width = triton.next_power_of_2(turns * 128)
     _halve_kernel[(tokens,)](
-        half, scales, x, weight, columns, turns, eps, NORM=norm is not None, COLUMNS=width, BY_EIGHTS=by_eights,
+        half, scales, x, weight, order, columns, turns, eps, NORM=norm is not None, COLUMNS=width, BY_EIGHTS=by_eights,
         num_warps=8 if width <= 4096 else 16, **pdl_options(x.device),
     )  # fmt: skip
     return HalfActivations(half, scales)

@@ -68,7 +68,7 @@ _LARGEST = tl.constexpr(127 * 256 + 127)  # as two bytes, both of which are sign
 
 
 @triton.jit
-def _whole_numbers(x_ptr, norm_ptr, groups, num_groups, NORM: tl.constexpr):
+def _whole_numbers(x_ptr, norm_ptr, order_ptr, groups, num_groups, NORM: tl.constexpr):
     """A token in whole numbers, and its sum of squares from before the norm's weight.
 
     ``scale * (256 * coarse + fine)``: words of four bytes as levels lie (see `minillm.kernels.low_bit`), of the first
@@ -77,6 +77,8 @@ def _whole_numbers(x_ptr, norm_ptr, groups, num_groups, NORM: tl.constexpr):
     """
     columns = (groups * 32)[:, None, None] + (tl.arange(0, 4) * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
     mask = (groups < num_groups)[:, None, None]
+    if order_ptr is not None:
+        columns = tl.load(order_ptr + columns, mask=mask, other=0)
     x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     squares = 0.0
     if NORM:
@@ -145,7 +147,7 @@ def _whole_product(
 
 @triton.jit
 def _product_kernel(
-    out_ptr, x_ptr, norm_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr,
+    out_ptr, x_ptr, norm_ptr, order_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr,
     num_rows, num_groups, x_stride, out_stride, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
@@ -171,7 +173,7 @@ def _product_kernel(
         if SCALES == "float":
             numbers, squares = halves(x_ptr + token * x_stride, norm_ptr, groups, num_groups, NORM)
         else:
-            numbers, squares = _whole_numbers(x_ptr + token * x_stride, norm_ptr, groups, num_groups, NORM)
+            numbers, squares = _whole_numbers(x_ptr + token * x_stride, norm_ptr, order_ptr, groups, num_groups, NORM)
         x = x + (numbers,)  # type: ignore[assignment]
         if NORM:
             of_token = tl.rsqrt(squares / (num_groups * 32) + eps)
@@ -245,7 +247,7 @@ def product(
     )
     weight, eps = norm or (x, 0.0)
     _product_kernel[(min(triton.cdiv(num_rows, rows), programs * _processors(out.device)),)](
-        out, x, weight, *planes_of(matrix), x if bias is None else bias,
+        out, x, weight, matrix.order, *planes_of(matrix), x if bias is None else bias,
         num_rows, groups, x.stride(0), out.stride(0), eps,
         NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None, TOKENS=tokens,
         **constants_of(matrix), ROWS=rows, GROUPS=triton.next_power_of_2(groups), PART=part,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from shapes import DEVICE, ON_GPU, randn, relative_error
@@ -15,6 +17,7 @@ from minillm.kernels.low_bit import (
     LowBit,
     concatenated,
     dequantise,
+    expanded,
     factors,
     pack_levels,
     pack_super,
@@ -279,6 +282,33 @@ def test_a_copy_multiplies_many_tokens(monkeypatch: pytest.MonkeyPatch, names: l
     assert taken == [1, most]
     fp8 = LowBit(FP8, (8, 256), torch.zeros(8, 256, dtype=torch.float8_e4m3fn), None, torch.ones(8, 1))
     assert kernels.LinearWeight((fp8,)).copied_bytes(torch.bfloat16) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 18, 257])
+def test_columns_in_an_order_of_their_own(tokens: int) -> None:
+    """Of ``desc_act``: each kernel reads x, and the norm's weight, as the matrix has its columns."""
+    order = torch.randperm(256, dtype=torch.int32).to(DEVICE)
+    parts = tuple(replace(some(LAYOUTS["awq"], rows, 256, rows), order=order) for rows in (20, 6))
+    weight = torch.cat([dequantise(part, torch.float64) for part in parts])
+    plain = torch.cat([dequantise(replace(part, order=None), torch.float64) for part in parts])
+    assert torch.equal(weight[:, order], plain)
+    assert torch.equal(low_bit_linear.unpacked(parts, torch.float32), weight.float())
+    assert torch.equal(expanded(parts), weight.float())
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 5e-3)):
+        x, norm, residual = randn(tokens, 256, dtype=dtype), randn(256, dtype=dtype), randn(tokens, 26, dtype=dtype)
+        exact = reference.norm_linear(x.double(), norm.double(), 1e-5, weight, None)
+        assert relative_error(low_bit_linear.linear(x, parts, None, None, (norm, 1e-5)), exact) < tolerance
+        exact = residual.double() + x.double() @ weight.t()
+        assert relative_error(low_bit_linear.linear_add(x, parts, None, residual), exact) < tolerance
+
+
+def test_matrices_that_read_x_in_different_orders_are_not_put_together() -> None:
+    order = torch.randperm(256, dtype=torch.int32)
+    first, second = (replace(some(LAYOUTS["awq"], 4, 256), order=order) for _ in range(2))
+    (both,) = concatenated([first, replace(second, order=order.clone())])
+    assert both.order is not None
+    assert concatenated([first, replace(second, order=order.flip(0))]) == ()
+    assert concatenated([first, replace(second, order=None)]) == ()
 
 
 def test_concatenated_matrices_are_all_of_few_bits() -> None:
