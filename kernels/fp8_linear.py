@@ -5,8 +5,7 @@
 =================  ==================================================================================================
 tokens             computed by
 =================  ==================================================================================================
-up to MOST_FUSED   `low_bit_matvec`, weights and x in float16; or `matvec`, in float32, where x is in float32, groups of
-                   32 do not fill a row, or the GPU does not convert FP8 (below 8.9)
+up to MOST_FUSED   `matvec`: weights become float32 in registers, x keeps its bits
 more               `torch._scaled_mm`: x rounded token by token, FP8 x FP8 on the matrix unit
 =================  ==================================================================================================
 
@@ -24,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels import low_bit_matvec, matvec
+from minillm.kernels import matvec
 from minillm.kernels.activation import silu_mul
-from minillm.kernels.compat import INTERPRETED, has_fp8, narrow, pdl_options, wait_for_inputs
-from minillm.kernels.low_bit import GROUP, LARGEST_FP8, LowBit
+from minillm.kernels.compat import has_fp8, narrow, pdl_options, wait_for_inputs
+from minillm.kernels.low_bit import LARGEST_FP8, LowBit
 
 Norm = tuple[Tensor, float]  # weight, eps
 MOST_FUSED = 2  # tokens
@@ -115,28 +114,26 @@ def _are_few(x: Tensor) -> bool:
 
 def linear(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
     """``x [tokens, in] @ matrix.T + bias``, in ``out`` if given, contiguous; with ``norm`` of RMSNorm's result."""
+    if _are_few(x):
+        out = x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out
+        return matvec.launch(out, x, matrix.levels, bias, norm, scales=matrix.scales)
     out = x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out
-    return (_few if _are_few(x) else _product)(x, matrix, bias, out, norm)
+    return _product(x, matrix, bias, out, norm)
 
 
 def gated_linear(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm) -> Tensor:
     """``silu(gate) * up`` of ``gate, up = linear(x, …)``."""
     out = x.new_empty(x.shape[0], matrix.shape[0] // 2)
-    return (_few if _are_few(x) else _product)(x, matrix, bias, out, norm, gated=True)
+    if not _are_few(x):
+        return _product(x, matrix, bias, out, norm, gated=True)
+    return matvec.launch(out, x, matrix.levels, bias, norm, gated=True, scales=matrix.scales)
 
 
 def linear_add(x: Tensor, matrix: LowBit, bias: Tensor | None, residual: Tensor) -> Tensor:
     """``residual += linear(x, …)``."""
-    return (_few if _are_few(x) else _product)(x, matrix, bias, residual, None, add=True)
-
-
-def _few(
-    x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None,
-    *, gated: bool = False, add: bool = False,
-) -> Tensor:  # fmt: skip
-    if x.dtype.itemsize == 2 and matrix.shape[1] % GROUP == 0 and (INTERPRETED.value or has_fp8(x.device)):
-        return low_bit_matvec.product(x, matrix, bias, out, norm, gated=gated, add=add)
-    return matvec.launch(out, x, matrix.levels, bias, norm, gated=gated, add=add, scales=matrix.scales)
+    if not _are_few(x):
+        return _product(x, matrix, bias, residual, None, add=True)
+    return matvec.launch(residual, x, matrix.levels, bias, add=True, scales=matrix.scales)
 
 
 def _product(

@@ -4,8 +4,6 @@ Products are sums of bytes (``dp4a``), so activations become whole numbers first
 scale, as two planes of bytes. With 8 bits, as llama.cpp has them, the next token's distribution differs by a KL of 3e-3
 on the default model; with 16 by 1e-7, for half as many instructions again.
 
-Levels of FP8 and their activations become float16: see `fp8_halves`.
-
 `_product_kernel`: as many programs as run at a time, each of which rounds x, keeps it in registers, and takes ROWS
 whole rows after another; the next rows' weights are on their way while these are multiplied, and the first rows' before
 the program waits for the kernel in front of it. Bytes: the matrix, once. Every program rounds x anew, which costs less
@@ -22,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED, begin_part, end_part, pdl_options
-from minillm.kernels.fp8_halves import eight_products, halves
 from minillm.kernels.low_bit import GROUP, Layout, LowBit, bucket
 from minillm.kernels.low_bit_tiles import constants_of, dot4, level_bytes, load_factors, load_levels, planes_of
 
@@ -108,17 +105,6 @@ def _tile_product(
     levels, factors, x, BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr
 ):
     """``[rows]``: the product of whole rows with one token."""
-    if SCALES == "float":
-        sums = tl.sum(eight_products(levels[0], levels[1], x), 2)
-        return tl.sum(sums * (x[4] * factors[0]), 1)
-    else:
-        return _whole_product(levels, factors, x, BITS, SCALES, GROUP, TABLE)
-
-
-@triton.jit
-def _whole_product(
-    levels, factors, x, BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, TABLE: tl.constexpr
-):
     low, upper = level_bytes(levels[0], levels[1], levels[2], BITS, TABLE)
     first_scale, second_scale, zero, offset = factors
     coarse_x, coarse_y, fine_x, fine_y, scale, first_sum, second_sum = x
@@ -170,10 +156,7 @@ def _product_kernel(
     norm_scale = tl.full([1, TOKENS], 1.0, tl.float32)
     x = ()
     for token in tl.static_range(TOKENS):
-        if SCALES == "float":
-            numbers, squares = halves(x_ptr + token * x_stride, norm_ptr, groups, num_groups, NORM)
-        else:
-            numbers, squares = _whole_numbers(x_ptr + token * x_stride, norm_ptr, order_ptr, groups, num_groups, NORM)
+        numbers, squares = _whole_numbers(x_ptr + token * x_stride, norm_ptr, order_ptr, groups, num_groups, NORM)
         x = x + (numbers,)  # type: ignore[assignment]
         if NORM:
             of_token = tl.rsqrt(squares / (num_groups * 32) + eps)

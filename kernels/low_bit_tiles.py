@@ -120,7 +120,7 @@ def load_factors(
         if GROUP > 0:
             at = row * (num_groups // (GROUP // 32)) + each // (GROUP // 32)
         scale = tl.load(scales_ptr + at, mask=mask, other=0)
-        if SCALES == "plain" or SCALES == "float":
+        if SCALES == "plain":
             scale = scale.to(tl.float32)
         elif SCALES == "zeros":
             scale, zero = pair(scale)  # two float16 numbers, seen as a word
@@ -145,10 +145,9 @@ def dot4(a, b, total):
 
 def planes_of(matrix: LowBit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Levels, high bits, scales and units as kernels take them, with something else where there are none."""
-    levels = matrix.levels.view(torch.int32) if matrix.layout.scales == "float" else matrix.levels
     scales = matrix.scales.view(torch.int32) if matrix.layout.scales in ("zeros", "offset") else matrix.scales
-    high = levels if matrix.high is None else matrix.high
-    return levels, high, scales, scales if matrix.units is None else matrix.units
+    high = matrix.levels if matrix.high is None else matrix.high
+    return matrix.levels, high, scales, scales if matrix.units is None else matrix.units
 
 
 def constants_of(matrix: LowBit) -> dict[str, object]:
