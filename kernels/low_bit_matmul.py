@@ -9,7 +9,7 @@ turns of 128 columns, and add their sums at the end, in their order. Bytes: the 
 ``mma`` multiplies 16 rows by 8 tokens. Lane 4r + t has rows r and r + 8 and token r, and a sixteenth of the input: two
 neighbours at 2t and two at 2t + 8. Which columns these are is free, if both sides agree: here lane t has group t of
 the four, a word of each at a time, so a lane needs one scale a row. Activations are put in that order, eight tokens
-next to each other, so that a warp reads whole lines (`halve_activations`: grid (parts of a wide row, tokens)).
+next to each other, so that a warp reads whole lines (`halve_activations`: grid (tokens), a whole row each).
 
 Frantar et al. 2024, https://arxiv.org/abs/2408.11743, and Kim et al. 2022, https://arxiv.org/abs/2211.10017, have the
 ideas: weights that need no shared memory, and numbers made by their bits.
@@ -30,7 +30,6 @@ from minillm.kernels.low_bit_lanes import GROWTH, codes, eight_weights, fours, l
 from minillm.kernels.low_bit_tiles import constants_of, pair, planes_of
 
 _SPAN = 2048  # columns, in zeros if need be: a turn for each of 16 warps
-_WHOLE = 4096  # columns that one program prepares: 1.5 us of the four tokens of an 8B, and 3.5 of 14,336 columns
 
 
 class HalfActivations(NamedTuple):
@@ -48,9 +47,9 @@ class HalfActivations(NamedTuple):
 @triton.jit
 def _halve_kernel(
     out_ptr, scales_ptr, x_ptr, norm_ptr, order_ptr, num_columns, num_turns, eps,
-    NORM: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, BY_EIGHTS: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, COLUMNS: tl.constexpr, BY_EIGHTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     is_column = columns < num_columns
     norm, read = 1.0, columns
@@ -69,22 +68,13 @@ def _halve_kernel(
     largest = tl.where((largest > 1e-30) & (largest < 1e30), largest, 1.0)
     exponent = largest.to(tl.int32, bitcast=True) >> 23  # 127 more than it is
     growth = ((127 + 13 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
-    if SPAN < COLUMNS:  # a part of a wide row, which others prepare, too
-        columns = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
-        is_column, read = columns < num_columns, columns
-        if order_ptr is not None:
-            read = tl.load(order_ptr + columns, mask=is_column, other=0)
-        x = tl.load(x_ptr + token * num_columns + read, mask=is_column, other=0.0).to(tl.float32)
-        if NORM:
-            x *= tl.load(norm_ptr + read, mask=is_column, other=0.0).to(tl.float32)
     turn, group, word = columns // 128, columns % 128 // 32, columns % 32 // 8
     if BY_EIGHTS:
         at = (token // 8 * num_turns + turn) * 1024 + word * 256 + token % 8 * 32 + group * 8 + columns % 8
     else:
         at = (token * num_turns + turn) * 128 + word * 32 + columns % 8 // 2 * 8 + group * 2 + columns % 2
     tl.store(out_ptr + at, (x * growth).to(tl.float16), mask=turn < num_turns)
-    if tl.program_id(0) == 0:
-        tl.store(scales_ptr + token, norm_scale / (growth * GROWTH))
+    tl.store(scales_ptr + token, norm_scale / (growth * GROWTH))
 
 
 def halve_activations(
@@ -103,10 +93,9 @@ def halve_activations(
     scales = x.new_empty(tokens, dtype=torch.float32)
     weight, eps = norm or (x, 0.0)
     width = triton.next_power_of_2(turns * 128)
-    span = width if width <= _WHOLE else _SPAN
-    _halve_kernel[(triton.cdiv(turns * 128, span), tokens)](
-        half, scales, x, weight, order, columns, turns, eps,
-        NORM=norm is not None, COLUMNS=width, SPAN=span, BY_EIGHTS=by_eights, num_warps=8, **pdl_options(x.device),
+    _halve_kernel[(tokens,)](
+        half, scales, x, weight, order, columns, turns, eps, NORM=norm is not None, COLUMNS=width, BY_EIGHTS=by_eights,
+        num_warps=8 if width <= 4096 else 16, **pdl_options(x.device),
     )  # fmt: skip
     return HalfActivations(half, scales)
 
