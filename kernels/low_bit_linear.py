@@ -84,6 +84,8 @@ def _multiply(
     *, gated: bool = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
     """The product by the kernel of so many tokens; with a gate there is one part."""
+    if not x.shape[0]:  # a chunk of a prompt of which no logits are wanted
+        return out
     several, is_for_dot = len(parts) > 1, dot.takes(x, parts)
     is_for_matvec = x.shape[0] <= matvec.MOST_TOKENS
     halves = None if is_for_matvec else matmul.halve_activations(x, norm, parts[0].order, by_eights=not is_for_dot)
