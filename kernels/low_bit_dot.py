@@ -246,7 +246,8 @@ def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
     if tokens > 128:
         programs = triton.cdiv(features, 128) * triton.cdiv(tokens, 256)
         parts = 1 if gated or programs * 2 > _PROGRAMS else 2 if programs * 4 > _PROGRAMS else 4
-        return Tile(128, 256, parts, 8, 2 if layout.bits == 8 else 3)  # three of 8 bits do not fit
+        is_wide = layout.bits == 8 or (layout.bits, layout.scales) == (5, "super")  # three turns do not fit
+        return Tile(128, 256, parts, 8, 2 if is_wide else 3)
     parts = 1 if gated or features >= 12288 else 4
     if tokens > 64:
         return Tile(128, 128, parts, 8, 3)
