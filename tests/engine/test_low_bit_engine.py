@@ -39,8 +39,8 @@ class Numbers(RoundedTensors):
 def models(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Llama, Llama]:
     """One layer in few bits, and as numbers; without a GPU the kernels are interpreted."""
     monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    hf_model(**sizes, num_hidden_layers=1, tie_word_embeddings=False).save_pretrained(tmp_path)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    hf_model(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False).save_pretrained(tmp_path)
     checkpoint = SafetensorsCheckpoint(tmp_path)
     config = ModelConfig.from_hf(checkpoint.config)
 
