@@ -14,7 +14,7 @@ from minillm.checks import integer
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
 from minillm.engine.samples import Samples
-from minillm.engine.speculation import LookupSamples
+from minillm.engine.speculation import GuessingSamples
 from minillm.llm import LLM
 from minillm.outputs import RequestOutput
 from minillm.params import MAX_TOKENS, SamplingParams
@@ -103,7 +103,7 @@ def _measure(subject: Subject, name: str, prompts: tuple[str, ...], options: Opt
     llm, engine = subject.llm, subject.llm.engine
     sampling = {"temperature": 0.0, **_SAMPLING.get(name, {})}
     params = SamplingParams(max_tokens=options.output_len, seed=0, **sampling)
-    guessing = LookupSamples(engine.requests, engine.runner)
+    guessing = GuessingSamples(engine.requests, engine.runner)
     ways: list[Samples] = [Samples(engine.requests, engine.runner), guessing]
     seconds: list[list[float]] = [[], []]
     answers: list[list[list[int]]] = [[], []]
