@@ -161,7 +161,10 @@ def new_engine(
 def methods_for(
     requests: Requests, runner: Runner, seed: int = 0, speculate: str = "off"
 ) -> dict[type[Params], Method]:
-    """All ways of decoding, by the parameters that ask for them. ``speculate``: see `EngineConfig`."""
+    """All ways of decoding, by the parameters that ask for them. ``speculate``: see `EngineConfig`.
+
+    Where the runner has a draft model, that is the one that guesses.
+    """
     samples = Samples(requests, runner, seed)
     if speculate != "off":
         draft = None if runner.guesser is None else runner.guesser.price

@@ -20,11 +20,11 @@ from minillm.engine.pace import DraftPace, LookupPace, Pace, Price
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Draws, Samples
 from minillm.outputs import Delta, TokenLogprobs
+from minillm.runner.drafter import MOST_SEQS
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 
-MOST_SEQS = 4  # running at a time: beyond, a step's rows cost as much one by one
 # Measured with the 135m on 2 cores, int8: 0.3, and 0.09 for each guess (with the weights as stored 0.3 and 0.13).
 # A GPU reads its weights once for all rows of a step; the rest is what the host does meanwhile, as estimated.
 _CPU_PRICE, _GPU_PRICE = Price(0.3, 0.12), Price(0.2, 0.02)

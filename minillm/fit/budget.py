@@ -7,7 +7,7 @@ A GPU is filled up to ``gpu_memory_utilization``. On a CPU half of the memory th
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minillm.config import EngineConfig
 from minillm.fit.weights import Layout, Weights
@@ -50,7 +50,8 @@ class Fit:
 class Budget:
     """A device's memory, in bytes, and the options of `EngineConfig` that divide it.
 
-    ``available`` may be taken: the weights, the steps and the context have to share it.
+    ``available`` may be taken: the weights, the steps and the context have to share it, and a draft model's beside
+    them.
     """
 
     free: int
@@ -58,6 +59,13 @@ class Budget:
     on_gpu: bool
     element_size: int
     config: EngineConfig
+    draft_bytes: int = 0  # of a draft model, without its context
+    draft_bytes_per_token: int = 0  # of its context
+
+    def beside(self, draft: Weights, shape: Shape) -> Budget:
+        """The same with a draft model of this shape."""
+        own = draft.memory + (GRAPH_BYTES if self.on_gpu else 0)
+        return replace(self, draft_bytes=own, draft_bytes_per_token=self.kv_bytes_per_token(shape))
 
     @property
     def available(self) -> int:
@@ -99,12 +107,12 @@ class Budget:
 
     def fit(self, weights: Weights, shape: Shape) -> Fit:
         """How a model of this shape would lie in memory. ``weights``: those of one rank."""
-        left = self.available - weights.memory
+        left = self.available - weights.memory - self.draft_bytes
         steps = self.step_bytes(shape, self.step_tokens(shape, left))
-        per_token = self.kv_bytes_per_token(shape)
+        per_token = self.kv_bytes_per_token(shape) + self.draft_bytes_per_token
         least = min(self.config.max_model_len or LEAST_TOKENS, shape.context)
         wanted = min(self.config.max_model_len or ROOMY_TOKENS, shape.context)
-        needed = weights.memory + max(weights.loading, steps + least * per_token)
+        needed = weights.memory + self.draft_bytes + max(weights.loading, steps + least * per_token)
         room = left - steps
         if not self.on_gpu:
             room = min(room, int(left * CPU_POOL_SHARE))

@@ -21,6 +21,7 @@ from minillm.runner.sampler import Drawn
 from minillm.runner.step import StepWork
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 
+MOST_SEQS = 4  # running at a time where guesses are made: beyond, a step's rows cost as much one by one
 _FEW = 8  # tokens that were not seen: up to so many are computed like guesses, more of them like a prompt
 
 

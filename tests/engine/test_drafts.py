@@ -11,12 +11,11 @@ from speculated import facts, guesses_of
 from support import engine_for, hf_model, noisy, ours, run
 from torch import Tensor
 
-from minillm.engine import speculation
 from minillm.engine.engine import Engine
 from minillm.engine.pace import DraftPace, Price
 from minillm.model.llama import Batch, Llama
 from minillm.params import SamplingParams
-from minillm.runner.drafter import Drafter
+from minillm.runner.drafter import MOST_SEQS, Drafter
 from minillm.runner.step import StepObserver, StepWork
 
 WORDS = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
@@ -222,7 +221,7 @@ def test_many_requests_are_not_drafted(model: Llama, draft: Llama) -> None:
     engine = engine_for(model, draft=draft, num_blocks=256)
     seen = Seen(engine)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    run(engine, [(WORDS[0][i:] + WORDS[0][:i], params) for i in range(speculation.MOST_SEQS + 1)])
+    run(engine, [(WORDS[0][i:] + WORDS[0][:i], params) for i in range(MOST_SEQS + 1)])
     assert not seen.works
 
 

@@ -20,6 +20,7 @@ from minillm.grammar.grammar import Grammar
 from minillm.llm import LLM
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
+from minillm.runner.drafter import MOST_SEQS
 
 LOOP = [11, 12, 13, 14, 15]
 
@@ -243,7 +244,7 @@ def test_requests_that_must_be_asked_at_each_token_do_not_guess(loops: Llama) ->
 def test_many_requests_do_not_guess(loops: Llama) -> None:
     engine = engine_for(loops, on_device=False, num_blocks=256, speculate="lookup")
     _, params = looping()
-    run(engine, [(LOOP[i:] + LOOP[:i], params) for i in range(speculation.MOST_SEQS + 1)])
+    run(engine, [(LOOP[i:] + LOOP[:i], params) for i in range(MOST_SEQS + 1)])
     assert guesses_of(engine).num_guessed == 0
 
 
