@@ -93,12 +93,14 @@ def traced(engine: Any) -> list[tuple[float, float, str, str]]:
 def main() -> None:
     llm = LLM("smollm2-135m", load_format="dummy", max_model_len=2048, pool_tokens=200_000)
     engine: Any = llm.engine
-    fused, found = small_matmul.takes, defaultdict[tuple[str, str], list[float]](list)
-    ways = {"fused": fused, "cuBLAS": lambda x, weight: False}
+    products: Any = small_matmul
+    fused = products.takes
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    ways: dict[str, Any] = {"fused": fused, "cuBLAS": lambda x, weight: False}
     kinds: dict[str, Any] = {"samples": SAMPLES, "beams": BEAMS}
     for turn in range(4):  # the first one compiles
         for way, takes in ways.items():
-            small_matmul.takes = takes
+            products.takes = takes
             engine.runner._forwards.clear()
             for kind, params in kinds.items():
                 seconds = steps(engine, params)
@@ -113,10 +115,10 @@ def main() -> None:
                     for us, launches, name, grid in rows[:18]:
                         print(f"    {us:8.1f} us {launches:6.1f}  {name:44} {grid}")
                 end(engine)
-    for (kind, way), seconds in found.items():
-        all_of_them = ", ".join(f"{1e3 * each:.3f}" for each in seconds)
-        say(f"{kind}, {way}: {1e3 * statistics.median(seconds):.3f} ms a step ({all_of_them})")
-    small_matmul.takes = fused
+    for (kind, way), times in found.items():
+        all_of_them = ", ".join(f"{1e3 * each:.3f}" for each in times)
+        say(f"{kind}, {way}: {1e3 * statistics.median(times):.3f} ms a step ({all_of_them})")
+    products.takes = fused
     wide(engine)
 
 
