@@ -80,6 +80,7 @@ class DraftPace:
     """Of guesses that a draft model makes: as many as are expected to save most, by how many were right lately.
 
     A guess counts if those in front of it were right. Where none pays, pauses grow, and after the longest it has none.
+    Where none would even if all were right, it has none from the beginning.
     """
 
     price: Price
@@ -87,6 +88,10 @@ class DraftPace:
     tried: float = 4.0
     pause: int = 0  # steps of the last pause, fewer since guesses paid
     left: int = 0
+
+    def __post_init__(self) -> None:
+        if self._speed(_MOST, 1.0) <= 1:
+            self.left = sys.maxsize
 
     @property
     def count(self) -> int:
@@ -108,8 +113,8 @@ class DraftPace:
             self.pause = max(shortest, self.pause // 2 if num_right == num_guessed else 4 * self.pause)
             self.left = self.pause if self.pause <= longest else sys.maxsize
 
-    def _speed(self, count: int) -> float:
-        """Tokens in the time of a step without guesses, at ``count`` guesses a step."""
-        rate = self.right / self.tried
+    def _speed(self, count: int, rate: float | None = None) -> float:
+        """Tokens in the time of a step without guesses, at ``count`` guesses a step; ``rate``: of right ones."""
+        rate = self.right / self.tried if rate is None else rate
         tokens = sum(rate**number for number in range(count + 1))
         return tokens / (1 + self.price.step + (self.price.each + self.price.draft) * count)

@@ -36,6 +36,7 @@ from minillm.weights.resolve import resolve
 from minillm.weights.stored import StoredTensor
 
 _ROUNDED = {"q4_0": "int4", "q8_0": "int8"}  # forms that random weights can be rounded to, as --quantize does it
+_HARDLY_PAYS = 0.6  # of the time of a token, for a guess
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,13 @@ def build_runner(
     runner = _new_runner(model, config, limits, ranks)
     if draft is not None:
         few = replace(config, max_num_seqs=MOST_SEQS, enable_prefix_attention=False)
-        runner.guesser = Drafter(_new_runner(draft, few, limits, None), num_blocks, num_host_blocks, model, tokens)
+        drafter = Drafter(_new_runner(draft, few, limits, None), num_blocks, num_host_blocks, model, tokens)
+        runner.guesser = drafter
+        if drafter.price > _HARDLY_PAYS:
+            on_message(
+                f"speculate {config.draft}: a guess takes {drafter.price:.2f} of the time of a token here; where that "
+                "does not pay, none is made"
+            )
     if device.type == "cpu":
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)

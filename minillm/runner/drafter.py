@@ -9,11 +9,14 @@ the position: the noise is the same, so the two agree where they are nearly of o
 Whatever goes wrong in these books would cost right guesses, and no token.
 """
 
+import time
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from minillm.model.llama import Llama
+import torch
+
+from minillm.model.llama import Batch, Llama
 from minillm.params import SamplingParams
 from minillm.runner.drafted import Drafted
 from minillm.runner.runner import Runner
@@ -22,6 +25,7 @@ from minillm.runner.step import StepWork
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 
 MOST_SEQS = 4  # running at a time where guesses are made: beyond, a step's rows cost as much one by one
+_RUNS = 8  # of a token that is timed
 _FEW = 8  # tokens that were not seen: up to so many are computed like guesses, more of them like a prompt
 
 
@@ -139,10 +143,31 @@ class Drafter:
 
 
 def price(draft: Llama, model: Llama) -> float:
-    """How long a token of one model takes, in those of another, roughly: by the bytes that it reads, and its layers."""
-    layer = 33 << 20 if model.device.type == "cuda" else 0  # in bytes: what a GPU reads in the 13 us that one costs
+    """How long a token of one model takes, in those of another.
+
+    On a CPU it is measured. On a GPU it goes by the bytes that a token reads and by the number of layers, for there the
+    number of guesses decides how products are rounded, and a clock would let answers differ from start to start.
+    """
+    if model.device.type == "cpu":
+        return _seconds_of_a_token(draft) / _seconds_of_a_token(model)
+    layer = 33 << 20  # bytes: what a GPU reads in the 13 us that a layer takes besides
     small, large = (each.weight_bytes + layer * each.config.num_layers for each in (draft, model))
     return small / large
+
+
+@torch.inference_mode()
+def _seconds_of_a_token(model: Llama) -> float:
+    """The least of some runs, of one token alone."""
+    zeros = torch.zeros(1, dtype=torch.int64)
+    table, length = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    lengths = [1] if model.rotary.dynamic else None
+    batch = Batch(zeros, zeros, zeros, table, length, 1, length[:0], rope_lengths=lengths)
+    cache, times = model.new_kv_cache(1, 16).zero_(), []
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        model.forward(batch, cache)
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def _drawn_for(group: SequenceGroup) -> SequenceGroup:

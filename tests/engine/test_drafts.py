@@ -267,6 +267,11 @@ def test_the_pace_is_near_the_best_that_is_known_beforehand(price: float, rate: 
     assert tokens / time > 0.93 * max(speeds)
 
 
+def test_what_cannot_pay_is_not_begun() -> None:
+    guessed, tokens, time = play(DraftPace(Price(0.3, 0.12, 0.9)), 1.0, 100, random.Random(0))
+    assert (guessed, tokens, time) == (0, 100, 100)
+
+
 def test_the_pace_recovers() -> None:
     """A request that becomes easy after its first wrong guesses is guessed for again."""
     pace, rng = DraftPace(Price(0.2, 0.02, 0.2)), random.Random(2)

@@ -8,16 +8,24 @@ from typing import Any
 
 import pytest
 from speculated import facts, guesses_of
-from support import hf_model, write_tiny_model
+from support import hf_model, ours, write_tiny_model
 from test_tokenizer import byte_level
 
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.llm import LLM
 from minillm.params import SamplingParams
+from minillm.runner import drafter
 from minillm.runner.drafter import Drafter
 
+MEASURED = drafter.price
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "dtype": "float32"}
+
+
+@pytest.fixture(autouse=True)
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses pay, however long they take here."""
+    monkeypatch.setattr(drafter, "price", lambda draft, model: 0.1)
 
 
 def write_model(directory: Path, **sizes: Any) -> Path:
@@ -73,12 +81,27 @@ def test_the_pools_share_what_there_is(model: Path, small: Path) -> None:
     """A draft model's pool has as many blocks; of the memory on the host its part is taken into account."""
     guessing = LLM(str(model), **OPTIONS, speculate=str(small), swap_space_gb=0.001)
     plain = LLM(str(model), **OPTIONS, swap_space_gb=0.001)
-    drafter = guessing.engine.runner.guesser
-    assert isinstance(drafter, Drafter)
-    assert drafter.runner.kv_cache.values.shape[2] == guessing.engine.cache.num_blocks
+    guesser = guessing.engine.runner.guesser
+    assert isinstance(guesser, Drafter)
+    assert guesser.runner.kv_cache.values.shape[2] == guessing.engine.cache.num_blocks
     blocks = [each.engine.scheduler.swap.num_blocks for each in (plain, guessing)]
     assert blocks[1] == pytest.approx(blocks[0] * 3 / 4, abs=1), "one layer more than the model's three"
-    assert drafter.price < 1
+
+
+def test_what_will_hardly_pay_is_told_and_not_done(model: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter, "price", lambda draft, model: 0.95)
+    told: list[str] = []
+    llm = LLM(str(model), on_message=told.append, **OPTIONS, speculate=str(small))
+    assert any("a guess takes 0.95 of the time of a token" in line for line in told)
+    llm.generate(["one two"], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    assert guesses_of(llm.engine).num_guessed == 0
+
+
+def test_the_price_is_the_part_of_a_tokens_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = (ours(hf_model(num_hidden_layers=count)) for count in (1, 4))
+    monkeypatch.setattr(drafter, "_seconds_of_a_token", lambda model: model.config.num_layers)
+    assert 0.2 < MEASURED(small, large) < 1, "a quarter by the clock, a little more by bytes"
+    assert MEASURED(large, large) == 1
 
 
 def refused(model: Path, **options: Any) -> str:
