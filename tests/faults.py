@@ -284,7 +284,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/engine/pace.py": [
         ("no-pause-where-guesses-are-wrong", "if self.credit < 0:", "if self.credit < -1e9:",
          GUESSES + "test_guesses_that_are_wrong_become_rare_and_right_ones_longer"),
-        ("what-cannot-pay-is-tried", "self._speed(_MOST, 1.0) <= 1", "self._speed(_MOST, 1.0) <= 0",
+        ("what-cannot-pay-is-tried", ") < _WORTH:", ") < 0:",
          DRAFTS + "test_what_cannot_pay_is_not_begun"),
         ("no-pause-where-drafts-are-wrong", "if self._speed(self.count) > 1:", "if True:",
          DRAFTS + "test_a_draft_model_that_is_wrong_is_soon_left_alone"),

@@ -11,6 +11,7 @@ _FEWEST, _MOST = 3, 8  # guesses at a time that are looked up
 _LARGEST_CREDIT = 2.0
 _LONGEST_PAUSE = 64  # steps
 _DRAFT_PAUSES = 4, 256  # the shortest and the longest, whose tokens the draft model computes when it is over
+_WORTH = 1.1  # times as fast
 _KEPT = 0.95  # of what a draft model's guesses have taught, from step to step
 
 
@@ -80,7 +81,8 @@ class DraftPace:
     """Of guesses that a draft model makes: as many as are expected to save most, by how many were right lately.
 
     A guess counts if those in front of it were right. Where none pays, pauses grow, and after the longest it has none.
-    Where none would even if all were right, it has none from the beginning.
+    Where even nine right ones of ten would hardly pay, it has none from the beginning: to find that out, the draft
+    model would have to compute the prompt.
     """
 
     price: Price
@@ -90,7 +92,7 @@ class DraftPace:
     left: int = 0
 
     def __post_init__(self) -> None:
-        if self._speed(_MOST, 1.0) <= 1:
+        if max(self._speed(count, 0.9) for count in range(1, _MOST + 1)) < _WORTH:
             self.left = sys.maxsize
 
     @property

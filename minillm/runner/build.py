@@ -36,7 +36,7 @@ from minillm.weights.resolve import resolve
 from minillm.weights.stored import StoredTensor
 
 _ROUNDED = {"q4_0": "int4", "q8_0": "int8"}  # forms that random weights can be rounded to, as --quantize does it
-_HARDLY_PAYS = 0.6  # of the time of a token, for a guess
+_HARDLY_PAYS = 0.5  # of the time of a token, for a guess
 
 
 @dataclass(frozen=True)

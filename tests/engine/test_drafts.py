@@ -268,7 +268,7 @@ def test_the_pace_is_near_the_best_that_is_known_beforehand(price: float, rate: 
 
 
 def test_what_cannot_pay_is_not_begun() -> None:
-    guessed, tokens, time = play(DraftPace(Price(0.3, 0.12, 0.9)), 1.0, 100, random.Random(0))
+    guessed, tokens, time = play(DraftPace(Price(0.3, 0.12, 0.6)), 1.0, 100, random.Random(0))
     assert (guessed, tokens, time) == (0, 100, 100)
 
 
