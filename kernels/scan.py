@@ -19,6 +19,7 @@ from minillm.kernels.compat import pdl_options, wait_for_inputs
 PIECE = 4096  # logits per program of the scan
 _GROUP = 32  # neighbours that share one maximum
 _CANDIDATES = 2048  # logits that the kernel behind it can hold on chip
+_NO_INPUTS = (None,) * 4
 _PARTS = 6  # values per piece: maximum, its id, exp-sum at 1, exp-sum at the temperature, best score, its id
 
 
@@ -61,10 +62,19 @@ def ordered(x):
 
 
 @triton.jit
+def _store_group_maxima(
+    maxima_ptr, x, row, piece, num_groups, PIECE: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    groups = piece * (PIECE // GROUP) + tl.arange(0, PIECE // GROUP)
+    group_maxima = tl.max(tl.reshape(x, [PIECE // GROUP, GROUP]), axis=1)
+    tl.store(maxima_ptr + row * num_groups + groups, group_maxima, mask=groups < num_groups)
+
+
+@triton.jit
 def _scan_kernel(
     parts_ptr, maxima_ptr, logits_ptr, temperature_ptr, top_k_ptr, seeds_ptr, positions_ptr,
     row_stride, vocab, num_pieces, num_groups,
-    PIECE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    DRAWS: tl.constexpr, PIECE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -73,24 +83,25 @@ def _scan_kernel(
     x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     maximum, where = tl.max(x, axis=0, return_indices=True)
     anchor = tl.where(maximum == float("-inf"), 0.0, maximum)
-    temperature = tl.load(temperature_ptr + row)
     out = parts_ptr + (row * num_pieces + piece) * PARTS
     tl.store(out, maximum)
     tl.store(out + 1, (piece * PIECE + where).to(tl.float32))
     tl.store(out + 2, tl.sum(tl.exp(x - anchor), axis=0))
-    if temperature > 0:
-        weights = tl.exp((x - anchor) / temperature)
-        tl.store(out + 3, tl.sum(weights, axis=0))
-        if tl.load(top_k_ptr + row) > 0:
-            groups = piece * (PIECE // GROUP) + tl.arange(0, PIECE // GROUP)
-            group_maxima = tl.max(tl.reshape(x, [PIECE // GROUP, GROUP]), axis=1)
-            tl.store(maxima_ptr + row * num_groups + groups, group_maxima, mask=groups < num_groups)
-        else:
-            scores = weights / exponential(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ids)
-            # min-p is a cut that needs the whole row's maximum; it is made when the pieces are merged.
-            best, where = tl.max(scores, axis=0, return_indices=True)
-            tl.store(out + 4, best)
-            tl.store(out + 5, (piece * PIECE + where).to(tl.float32))
+    if not DRAWS:
+        _store_group_maxima(maxima_ptr, x, row, piece, num_groups, PIECE, GROUP)
+    else:
+        temperature = tl.load(temperature_ptr + row)
+        if temperature > 0:
+            weights = tl.exp((x - anchor) / temperature)
+            tl.store(out + 3, tl.sum(weights, axis=0))
+            if tl.load(top_k_ptr + row) > 0:
+                _store_group_maxima(maxima_ptr, x, row, piece, num_groups, PIECE, GROUP)
+            else:
+                scores = weights / exponential(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), ids)
+                # min-p is a cut that needs the whole row's maximum; it is made when the pieces are merged.
+                best, where = tl.max(scores, axis=0, return_indices=True)
+                tl.store(out + 4, best)
+                tl.store(out + 5, (piece * PIECE + where).to(tl.float32))
 
 
 @triton.jit
@@ -118,8 +129,8 @@ class Scratch(NamedTuple):
     tiles: dict[str, int]
 
 
-def scan(logits: Tensor, inputs: SamplingInputs) -> Scratch:
-    """Launch the scan of ``logits [rows, vocab]``."""
+def scan(logits: Tensor, inputs: SamplingInputs | None) -> Scratch:
+    """Launch the scan of ``logits [rows, vocab]``; without ``inputs`` for the most probable tokens, and no draw."""
     rows, vocab = logits.shape
     num_pieces, num_groups = counts = triton.cdiv(vocab, PIECE), triton.cdiv(vocab, _GROUP)
     groups_tile = triton.next_power_of_2(num_groups)
@@ -129,14 +140,18 @@ def scan(logits: Tensor, inputs: SamplingInputs) -> Scratch:
 
     parts, maxima = room(num_pieces * _PARTS, torch.float32), room(num_groups, torch.float32)
     _scan_kernel[(rows, num_pieces)](
-        parts, maxima, logits, inputs.temperature, inputs.top_k, inputs.seeds, inputs.positions,
+        parts, maxima, logits, *(_NO_INPUTS if inputs is None else _read(inputs)),
         logits.stride(0), vocab, num_pieces, num_groups,
-        PIECE=PIECE, GROUP=_GROUP, PARTS=_PARTS, num_warps=8, **pdl_options(logits.device),
+        DRAWS=inputs is not None, PIECE=PIECE, GROUP=_GROUP, PARTS=_PARTS, num_warps=8, **pdl_options(logits.device),
     )  # fmt: skip
     candidates = room(_CANDIDATES, torch.float32), room(_CANDIDATES, torch.int32)
     tiles = {"PIECES_TILE": triton.next_power_of_2(num_pieces), "GROUPS_TILE": groups_tile, "GROUP": _GROUP}
     tiles |= {"PARTS": _PARTS, "CANDIDATES": _CANDIDATES}
     return Scratch((room(groups_tile, torch.int32), *candidates, parts, maxima), counts, tiles)
+
+
+def _read(inputs: SamplingInputs) -> tuple[Tensor, ...]:
+    return inputs.temperature, inputs.top_k, inputs.seeds, inputs.positions
 
 
 def check_logits(logits: Tensor) -> tuple[int, int]:

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels import reference
-from minillm.kernels.arguments import SamplingInputs
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.scan import PIECE, check_logits, ordered, read_parts, scan
 
@@ -196,9 +195,7 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     logprobs = logits.new_empty(rows, count, dtype=torch.float32)
     ids = logits.new_empty(rows, count, dtype=torch.int64)
     if rows:
-        ones = logits.new_ones(rows, dtype=torch.float32)
-        counts = logits.new_full((rows,), count, dtype=torch.int64)
-        scratch = scan(logits, SamplingInputs(ones, counts, ones, ones, counts, counts))
+        scratch = scan(logits, None)
         _top_kernel[(rows,)](
             logprobs, ids, *scratch.tensors, logits, logits.stride(0), vocab, *scratch.counts, count,
             **scratch.tiles, COUNT_TILE=max(16, triton.next_power_of_2(count)), ROW_TILE=PIECE,

@@ -24,6 +24,12 @@ def _block_size(name: str, size: Any) -> int:
     return int(size)
 
 
+def _speculate(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{name} must be off, lookup or the name of a model, not {shown(value)}")
+    return value
+
+
 @documented
 @dataclass(frozen=True)
 class EngineConfig:
@@ -82,10 +88,12 @@ class EngineConfig:
         "predicted", ("predicted", "optimistic"),
         help="admit a request when the peak that all are heading for fits, or as soon as its prompt does",
     )  # fmt: skip
-    speculate: str = choice(
-        "off", ("off", "lookup"),
-        help="lookup: compute guesses at an answer's next tokens beside the last one, found where its text, or the "
-        "prompt, repeats itself; the tokens are the same, and come sooner where few requests run",
+    speculate: str = custom(
+        "off", _speculate, metavar="off|lookup|MODEL",
+        help="compute guesses at an answer's next tokens beside the last one; the tokens are the same, and come sooner "
+        "where few requests run. lookup: guesses are found where the text, or the prompt, repeats itself; MODEL: a "
+        "smaller model of the same tokens makes them, or the same one in few bits (name:q4_k_m; name:int4, int8 or fp8 "
+        "rounds it while it is loaded)",
     )  # fmt: skip
     tensor_parallel_size: int = integer(
         1, 1, _MOST,
@@ -119,12 +127,21 @@ class EngineConfig:
         0, -(1 << 63), (1 << 63) - 1, cli=False, help="of the generator that gives a seed to each request without one"
     )
 
+    @property
+    def draft(self) -> str | None:
+        """The name of the draft model that ``speculate`` asks for."""
+        return None if self.speculate in ("off", "lookup") else self.speculate
+
     def kv_element_size(self, element_size: int) -> int:
         """Bytes of a number in the KV cache, where one of dtype takes ``element_size``: see `kv_row_bytes`."""
         return 1 if self.kv_cache_dtype == "int8" else element_size
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.draft is not None and self.tensor_parallel_size > 1:
+            raise UsageError(
+                f"speculate {shown(self.draft)} needs tensor_parallel_size 1: several ranks guess by lookup, or not"
+            )
         for name in ("max_num_batched_tokens", "prefill_chunk"):
             tokens = getattr(self, name)
             if tokens is not None and tokens < self.max_num_seqs:

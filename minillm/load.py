@@ -16,7 +16,7 @@ from minillm.engine.engine import Engine
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Samples
 from minillm.engine.scheduler import Scheduler
-from minillm.engine.speculation import LookupSamples
+from minillm.engine.speculation import GuessingSamples
 from minillm.errors import UsageError, memory_errors
 from minillm.fit.budget import Budget
 from minillm.model.config import ModelConfig
@@ -161,8 +161,14 @@ def new_engine(
 def methods_for(
     requests: Requests, runner: Runner, seed: int = 0, speculate: str = "off"
 ) -> dict[type[Params], Method]:
-    """All ways of decoding, by the parameters that ask for them. ``speculate``: see `EngineConfig`."""
-    samples = (LookupSamples if speculate == "lookup" else Samples)(requests, runner, seed)
+    """All ways of decoding, by the parameters that ask for them. ``speculate``: see `EngineConfig`.
+
+    Where the runner has a draft model, that is the one that guesses.
+    """
+    samples = Samples(requests, runner, seed)
+    if speculate != "off":
+        draft = None if runner.guesser is None else runner.guesser.price
+        samples = GuessingSamples(requests, runner, seed, draft)
     device = runner if isinstance(runner, DeviceRunner) else None
     return {SamplingParams: samples, BeamSearchParams: Beams(requests, device)}
 

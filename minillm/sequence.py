@@ -158,7 +158,8 @@ class Chunk:
     count: int
     decodes: bool  # it is the last token of its sequence alone
     row: int = -1  # of the step's logits, if the chunk computes its sequence's last token
-    draft: tuple[int, ...] = ()  # guesses, computed behind the sequence's last token; their rows follow ``row``
+    num_guesses: int = 0  # wanted behind the sequence's last token; once scheduled, those that there is room for
+    draft: tuple[int, ...] = ()  # the guesses, when they are known; their rows of the logits follow ``row``
 
     @classmethod
     def last_token(cls, group: SequenceGroup, sequence: Sequence) -> Chunk:

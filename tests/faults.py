@@ -66,6 +66,8 @@ KERNELS = "tests/kernels/"
 EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
 EIGHT_BITS_WRITTEN = "tests/kernels/test_rotary.py::test_rows_are_rounded_as_the_reference_rounds_them"
 GUESSES = "tests/engine/test_speculation.py::"
+DRAFTS = "tests/engine/test_drafts.py::"
+KNOWN_DRAFTS = DRAFTS + "test_what_is_known_of_a_draft_is_so"
 
 TABLE: dict[str, list[tuple[str, ...]]] = {
     # --- the cache ----------------------------------------------------------------------------------------------------
@@ -276,10 +278,39 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          GUESSES + "test_right_guesses_are_not_made_beyond_the_answer"),
         ("an-end-among-guesses-missed", "if sequence.finish_reason is not None or tokens", "if tokens",
          GUESSES + "test_an_answer_ends_at_any_of_the_guesses"),
-        ("no-pause-where-guesses-are-wrong", "if self.credit < 0:", "if self.credit < -1e9:",
-         GUESSES + "test_guesses_that_are_wrong_become_rare_and_right_ones_longer"),
         ("what-fails-behind-a-guess-fails-the-request", "Chunk(copy(group), guessed", "Chunk(group, guessed",
          GUESSES + "test_what_would_fail_behind_a_wrong_guess_fails_nothing"),
+    ],
+    "minillm/engine/pace.py": [
+        ("no-pause-where-guesses-are-wrong", "if self.credit < 0:", "if self.credit < -1e9:",
+         GUESSES + "test_guesses_that_are_wrong_become_rare_and_right_ones_longer"),
+        ("what-cannot-pay-is-tried", ") < _WORTH:", ") < 0:",
+         DRAFTS + "test_what_cannot_pay_is_not_begun"),
+        ("no-pause-where-drafts-are-wrong", "if self._speed(self.count) > 1:", "if True:",
+         DRAFTS + "test_a_draft_model_that_is_wrong_is_soon_left_alone"),
+    ],
+    "minillm/runner/drafted.py": [
+        ("written-slots-taken-for-drafted", "min(counts[blocks[at]], first % size)", "counts[blocks[at]]",
+         KNOWN_DRAFTS),
+        ("used-blocks-taken-for-drafted", "            counts[block] = 0", "            pass", KNOWN_DRAFTS),
+        ("swapped-in-blocks-taken-for-drafted", "            counts[block] = host_counts[host]", "            pass",
+         KNOWN_DRAFTS),
+        ("copies-taken-for-drafted", "            counts[destination] = counts[source]", "            pass",
+         KNOWN_DRAFTS),
+        ("full-blocks-drafted-again", "            counts[block] = size", "            pass",
+         DRAFTS + "test_a_cached_prefix_is_not_drafted_again"),
+    ],
+    "minillm/runner/drafter.py": [
+        ("drafts-stay-where-blocks-move", "self.runner.compute(StepWork(moves, copies, None, [], 0))", "pass",
+         KNOWN_DRAFTS),
+        ("guess-that-is-no-token", "takewhile(lambda token_id: token_id < self._vocab_size, guesses)", "guesses",
+         DRAFTS + "test_another_number_of_ids_does_no_harm"),
+        ("drafts-drawn-with-other-noise", "sequence.index, sequence.seed)", "sequence.index)",
+         DRAFTS + "test_right_guesses_become_many"),
+        ("whole-prompt-drafted-at-once", "min(missing, left)", "missing",
+         DRAFTS + "test_a_long_prompt_is_drafted_in_pieces"),
+        ("guesses-behind-an-end", "self.chunk.num_guesses and known", "self.chunk.num_guesses",
+         DRAFTS + "test_nothing_is_guessed_behind_an_end"),
     ],
     "minillm/engine/lookup.py": [
         ("shortest-match-taken", "if length > longest:", "if length >= 0:",
@@ -479,6 +510,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("prompt-counts-as-answer", "sequence.token_ids[: sequence.num_prompt_tokens])] = 1",
          "sequence.token_ids[: sequence.num_prompt_tokens])] = 2", AHEAD),
         ("rows-of-beams-taken-for-samples", "if len(draws) != draws[-1].row + 1:", "if False:", AHEAD),
+        ("guesses-see-themselves-too-late", "position + 1, number]", "position, number]", KNOWN_DRAFTS),
+        ("guesses-without-a-graph", "if self._takes_rows(schedule):", "if False:",
+         DRAFTS + "test_on_the_device_guesses_are_computed_as_if_they_decoded"),
         ("draws-ahead-of-the-hosts-penalties", "may_run_ahead=not hosted,", "may_run_ahead=True,", AHEAD, BAD_WORDS),
     ],
     # --- ranks --------------------------------------------------------------------------------------------------------
@@ -721,6 +755,14 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "kernels/activation.py": [
         ("triton-gate-and-up-swapped", "silu = (gate * tl.sigmoid(gate))",
          "silu = (gate * tl.sigmoid(up.to(tl.float32)))", KERNELS + "test_activation.py"),
+    ],
+    "kernels/small_matmul.py": [
+        ("triton-small-norm-of-all-lanes", "tl.rsqrt(squares / num_columns + eps)",
+         "tl.rsqrt(squares / COLUMNS + eps)", KERNELS + "test_small_matmul.py::test_small_products"),
+        ("triton-small-bias-of-the-gate", "tl.load(bias_ptr + num_rows + rows,", "tl.load(bias_ptr + rows,",
+         KERNELS + "test_small_matmul.py::test_small_products"),
+        ("triton-small-addition-lost", "    if ADD:\n", "    if False:\n",
+         KERNELS + "test_small_matmul.py::test_small_products"),
     ],
     "kernels/matvec.py": [
         ("triton-matvec-norm", "axis=0 if TOKENS == 1 else 2) / num_columns + eps",

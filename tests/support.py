@@ -26,6 +26,7 @@ from minillm.model.llama import Batch, Llama
 from minillm.model.loader import load_llama
 from minillm.outputs import RequestOutput
 from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.drafter import Drafter
 from minillm.runner.runner import Runner
 
 if TYPE_CHECKING:
@@ -103,6 +104,19 @@ def ours(model: Any, *, max_positions: int | None = None, dtype: torch.dtype = t
     )
 
 
+def noisy(model: Any, noise: float, seed: int = 1) -> Llama:
+    """Our model of a transformers model's weights with noise: it is often, and not always, of the same mind."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, tensor in model.state_dict().items():
+        if not (model.config.tie_word_embeddings and name == "lm_head.weight"):
+            deviation = tensor.std() if tensor.dim() > 1 else 0.0
+            tensors[name] = tensor + noise * deviation * torch.randn(tensor.shape, generator=generator)
+    config = ModelConfig.from_hf(model.config.to_dict())
+    return load_llama(
+        StateDict(tensors), config, device=DEVICE, dtype=torch.float32, max_positions=config.max_position_embeddings
+    )
+
+
 def write_tiny_model(directory: Path) -> Path:
     """A chat model of a few thousand parameters, with a tokenizer and a chat template, as transformers saves them."""
     from test_chat_template import CHATML
@@ -130,22 +144,31 @@ def engine_for(
     on_device: bool | None = None,
     sharing: Costs | None = FREE,
     speculate: str = "off",
+    draft: Llama | None = None,
 ) -> Engine:
     """An engine of its own; ``on_device`` keeps the state of decoding sequences there (by default: on a GPU).
 
-    On the device, blocks that sequences share are always read once, unless ``sharing`` says otherwise.
+    On the device, blocks that sequences share are always read once, unless ``sharing`` says otherwise. A
+    ``draft`` model guesses.
     """
     cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
     scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, SwapSpace(host_blocks), admission)
     max_model_len = min(model.rotary.cos.shape[0], num_blocks * block_size)
     dynamic, on_gpu = model.rotary.dynamic, model.device.type == "cuda"
     sizes = (num_blocks, block_size, host_blocks)
-    if (on_gpu if on_device is None else on_device) and not dynamic:
-        runner: Runner = DeviceRunner(
+
+    def new_runner(model: Llama, sharing: Costs | None) -> Runner:
+        if not (on_gpu if on_device is None else on_device) or model.rotary.dynamic:
+            return Runner(model, *sizes)
+        return DeviceRunner(
             model, *sizes, max_num_seqs=max_num_seqs, max_model_len=max_model_len, graphs=on_gpu, sharing=sharing
         )
-    else:
-        runner = Runner(model, *sizes)
+
+    runner = new_runner(model, sharing)
+    if draft is not None:
+        runner.guesser = Drafter(new_runner(draft, None), num_blocks, host_blocks, model, max_num_batched_tokens)
+        runner.guesser.price = 0.05  # as of a small one
+        speculate = "a model"
     plain = model.config.max_position_embeddings if dynamic else None
     requests = Requests(scheduler, tokenizer, model.config.vocab_size, max_model_len, eos, plain)
     return Engine(runner, requests, methods_for(requests, runner, seed, speculate))

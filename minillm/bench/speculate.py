@@ -1,10 +1,16 @@
-"""``speculate``: what lookup saves on texts that repeat their prompts, in chat, and where there is nothing to find.
+"""``speculate``: what guesses save on texts that repeat their prompts, in chat, and where there is nothing to find.
 
-Prompts go through the model's chat template, where it has one. The long texts are in the public domain. Both ways run
-by turns in one process; times are of the tokens after the first.
+Prompts go through the model's chat template, where it has one. The long texts are in the public domain. All ways run
+by turns in one process: without guesses, by lookup, and with ``--speculate MODEL`` by a draft model. Times are of the
+tokens after the first.
+
+Random weights say nothing worth repeating, but in few bits (``--shape llama-8b --speculate llama-8b:q4_0``) they are of
+their own mind as often as a real model is. Greedily they agree less: their likeliest tokens are nearly as likely as the
+next. Drawn at temperature 1, both are led by the same noise.
 """
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +20,7 @@ from minillm.checks import integer
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
 from minillm.engine.samples import Samples
-from minillm.engine.speculation import LookupSamples
+from minillm.engine.speculation import GuessingSamples
 from minillm.llm import LLM
 from minillm.outputs import RequestOutput
 from minillm.params import MAX_TOKENS, SamplingParams
@@ -67,9 +73,13 @@ PROMPTS: dict[str, tuple[str, ...]] = {
     ),
     "nothing": ("Write one word after the other, each a new one.",),
 }
+_RANDOM_IDS = tuple(range(1000, 3000, 7))
+RANDOM: dict[str, tuple[tuple[int, ...], ...]] = {"greedy": (_RANDOM_IDS,), "drawn": (_RANDOM_IDS,)}
 _SAMPLING: dict[str, dict[str, Any]] = {  # the others are greedy
     "chat": {"temperature": 0.7, "top_p": 0.95, "logprobs": 5},  # as the chat app asks
     "nothing": {"temperature": 2.0, "ignore_eos": True},  # each token is a surprise
+    "greedy": {"ignore_eos": True},
+    "drawn": {"temperature": 1.0, "ignore_eos": True},
 }
 
 
@@ -81,9 +91,10 @@ class Options(ModelOptions):
 
 @dataclass(frozen=True)
 class SpeculationResult:
-    """Medians of seconds per token after the first; guesses of all runs. ``same``: both ways gave the same tokens."""
+    """Medians of seconds per token after the first; guesses of all runs. ``same``: the tokens are those without."""
 
     name: str = shown("")
+    kind: str = shown("by")
     num_tokens: int = shown("tokens", "d")
     plain: float = shown("ms/token", ".1f", 1e3)
     guessing: float = shown("guessing", ".1f", 1e3)
@@ -94,48 +105,60 @@ class SpeculationResult:
     same: bool = shown("same tokens")
 
 
-def measure(subject: Subject, options: Options) -> list[SpeculationResult]:
-    """Measure each kind of text, plainly and with guesses; UsageError where the model has no tokenizer."""
-    return [_measure(subject, name, prompts, options) for name, prompts in PROMPTS.items()]
+def measure(subject: Subject, options: Options) -> Iterator[SpeculationResult]:
+    """Measure each kind of text, plainly and with guesses: by lookup, and by the draft model where there is one."""
+    tokenizer, runner = subject.llm.engine.tokenizer, subject.llm.engine.runner
+    ways = ["lookup"] if runner.guesser is None else ["lookup", "model"]
+    for name, prompts in (RANDOM if tokenizer is None else PROMPTS).items():
+        asked = [_prompt_ids(subject.llm, prompt) for prompt in prompts]
+        yield from _measure(subject, name, asked, ways, options)
 
 
-def _measure(subject: Subject, name: str, prompts: tuple[str, ...], options: Options) -> SpeculationResult:
+def _measure(
+    subject: Subject, name: str, asked: list[list[int]], kinds: list[str], options: Options
+) -> list[SpeculationResult]:
     llm, engine = subject.llm, subject.llm.engine
     sampling = {"temperature": 0.0, **_SAMPLING.get(name, {})}
     params = SamplingParams(max_tokens=options.output_len, seed=0, **sampling)
-    guessing = LookupSamples(engine.requests, engine.runner)
-    ways: list[Samples] = [Samples(engine.requests, engine.runner), guessing]
-    seconds: list[list[float]] = [[], []]
-    answers: list[list[list[int]]] = [[], []]
-    num_steps = 0
-    asked = [_prompt_ids(llm, prompt) for prompt in prompts]
+    guesser = engine.runner.guesser
+    prices = [guesser.price if guesser is not None and kind == "model" else None for kind in kinds]
+    guessing = [GuessingSamples(engine.requests, engine.runner, draft=price) for price in prices]
+    ways: list[Samples] = [Samples(engine.requests, engine.runner), *guessing]
+    seconds: list[list[float]] = [[] for _ in ways]
+    answers: list[list[list[int]]] = [[] for _ in ways]
+    num_steps = [0 for _ in ways]
     for run in range(1 + options.runs):  # the first one warms up
-        for number in (0, 1) if run % 2 else (1, 0):
+        for number in sorted(range(len(ways)), reverse=run % 2 == 0):
             llm.reset_prefix_cache()
             began = engine.figures.num_steps
             outputs = [_answer(engine, token_ids, params, ways[number]) for token_ids in asked]
             answers[number] = [output.outputs[0].token_ids for output in outputs]
+            num_steps[number] += engine.figures.num_steps - began - len(asked)
             if run:
                 seconds[number].append(sum(whole - first for first, _, whole in map(times_of, outputs)))
-            if number:
-                num_steps += engine.figures.num_steps - began - len(asked)
     num_tokens = sum(map(len, answers[0]))
     later_tokens = num_tokens - len(asked)
-    plain, guessed = (statistics.median(each) / max(1, later_tokens) for each in seconds)
-    return SpeculationResult(
-        name,
-        num_tokens,
-        plain,
-        guessed,
-        plain / guessed if guessed else 0.0,
-        (1 + options.runs) * later_tokens / max(1, num_steps),
-        guessing.num_guessed,
-        guessing.num_right,
-        answers[0] == answers[1],
-    )
+    plain, *guessed = (statistics.median(each) / max(1, later_tokens) for each in seconds)
+    return [
+        SpeculationResult(
+            name,
+            kind,
+            num_tokens,
+            plain,
+            time,
+            plain / time if time else 0.0,
+            (1 + options.runs) * later_tokens / max(1, steps),
+            way.num_guessed,
+            way.num_right,
+            answer == answers[0],
+        )
+        for kind, way, time, steps, answer in zip(kinds, guessing, guessed, num_steps[1:], answers[1:], strict=True)
+    ]
 
 
-def _prompt_ids(llm: LLM, prompt: str) -> list[int]:
+def _prompt_ids(llm: LLM, prompt: str | tuple[int, ...]) -> list[int]:
+    if isinstance(prompt, tuple):
+        return [token_id % llm.engine.requests.vocab_size for token_id in prompt]
     tokenizer = llm.engine.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:
         return llm.token_ids(prompt)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # By their names: the file and the function in it, and the line in --help.
 WORKLOADS = {
     "latency": ("latency.measure", "how fast a few sequences decode together"),
-    "speculate": ("speculate.measure", "what guesses by lookup save on texts that repeat their prompts"),
+    "speculate": ("speculate.measure", "what guesses save, by lookup and by a draft model (--speculate MODEL)"),
     "forms": ("forms.measure", "what it costs that answers follow a JSON schema"),
     "start": ("start.measure", "how long a fresh process takes to its first answer"),
     "throughput": ("workloads.measure", "256 requests of mixed lengths at once"),

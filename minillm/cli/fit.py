@@ -14,6 +14,7 @@ from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
 from minillm.fit.forms import Sized, quantized, ranked, sized, sized_forms
+from minillm.fit.weights import QUANTIZED
 from minillm.progress import size
 from minillm.system import import_torch
 from minillm.text.safe import clean_line
@@ -52,12 +53,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.context is not None and arguments.context < 1:
         raise UsageError(f"--context must be at least 1 token, not {arguments.context}")
     given = {
-        "device": arguments.device, "max_model_len": arguments.context, "kv_cache_dtype": arguments.kv_cache_dtype
+        "device": arguments.device, "max_model_len": arguments.context, "kv_cache_dtype": arguments.kv_cache_dtype,
+        "speculate": arguments.speculate,
     }  # fmt: skip
     config = EngineConfig(**{**options, **{name: value for name, value in given.items() if value is not None}})
     memory, bandwidth = parse_bytes("--memory", arguments.memory), parse_bytes("--bandwidth", arguments.bandwidth, "/s")
     groups = _models(arguments.model)
+    draft = None if config.draft is None else _draft(config.draft)
     machine = _machine(config, memory, bandwidth)
+    if draft is not None:
+        machine = _beside(draft, machine)
     if machine.budget.on_gpu:  # where --quantize works: it makes more forms of a model that has one
         groups = [[*group, *quantized(group[0])] if len(group) == 1 else group for group in groups]
     tables = [_rows(group, machine) for group in groups]
@@ -99,6 +104,22 @@ def _models(name: str | None) -> list[list[Sized]]:
         shown = clean_line(name)
         raise UsageError(f"{shown} is not here, so its sizes are not known; `minillm pull {shown}` fetches it")
     return [forms]
+
+
+def _draft(name: str) -> Sized:
+    base, _, kind = name.rpartition(":")
+    if kind in QUANTIZED:
+        return replace(_models(base)[0][0], quantize=kind)
+    return _models(name)[0][0]
+
+
+def _beside(draft: Sized, machine: Machine) -> Machine:
+    """The machine with a draft model on it, loaded as `minillm.runner.build.describe_draft` says."""
+    in_8_bits = not machine.budget.on_gpu and machine.budget.element_size == 4
+    own = replace(machine.budget.config, speculate="off", quantize=None, weights="int8" if in_8_bits else "stored")
+    budget = machine.budget.beside(draft.weights(replace(machine.budget, config=own)), draft.shape)
+    taken = f"{size(budget.draft_bytes)} and {size(budget.draft_bytes_per_token)} a token"
+    return replace(machine, budget=budget, about=f"{machine.about}; beside {_name(draft)}, which takes {taken}")
 
 
 def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) -> Machine:

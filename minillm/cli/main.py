@@ -142,6 +142,7 @@ _COMMANDS: dict[str, tuple[Any, ...]] = {
         option("--bandwidth", metavar="RATE", help="of its memory, like 500GB/s (default: measured, where it is here)"),
         option("--context", metavar="N", type=int, help="tokens of context that must fit"),
         option("--kv-cache-dtype", choices=("auto", "int8"), help="int8: K and V of the context in 8 bits"),
+        option("--speculate", metavar="MODEL", help="beside a draft model, which takes its own room"),
         option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N (default: a GPU where there is one)"),
         *(_CONFIG, _JSON),
     ),

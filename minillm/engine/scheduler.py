@@ -105,17 +105,18 @@ class Scheduler:
         return budget
 
     def _take_drafts(self, budget: int, schedule: Schedule) -> None:
-        """Give drafts what nobody else wants: the rest of the budget, and free blocks where none had to make room."""
-        for chunk in [chunk for chunk in schedule.decodes if chunk.draft]:
-            chunk.draft = () if schedule.preempted else chunk.draft[: max(0, budget)]
+        """Give guesses what nobody else wants: the rest of the budget, and free blocks where none had to make room."""
+        for chunk in [chunk for chunk in schedule.decodes if chunk.num_guesses]:
+            chunk.num_guesses = 0 if schedule.preempted else min(chunk.num_guesses, max(0, budget))
             try:
-                self.cache.append(chunk.sequence.own_table, len(chunk.draft))
+                self.cache.append(chunk.sequence.own_table, chunk.num_guesses)
             except OutOfBlocks:
-                chunk.draft = ()
-            budget -= len(chunk.draft)
-        if any(chunk.draft for chunk in schedule.decodes):
-            schedule.drafts = [chunk for chunk in schedule.decodes if chunk.draft]
-            schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.draft]
+                chunk.num_guesses = 0
+            chunk.draft = chunk.draft[: chunk.num_guesses]
+            budget -= chunk.num_guesses
+        if any(chunk.num_guesses for chunk in schedule.decodes):
+            schedule.drafts = [chunk for chunk in schedule.decodes if chunk.num_guesses]
+            schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.num_guesses]
 
     def _admit_waiting(self, budget: int, schedule: Schedule) -> int:
         """Admit groups from the queue, in its order, while there are seats, budget and blocks. Returns the rest."""

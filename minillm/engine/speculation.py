@@ -1,116 +1,111 @@
-"""Speculation by lookup: a step computes guesses at a sequence's next tokens together with its last token.
+"""Speculation: a step computes guesses at a sequence's next tokens together with its last token.
 
-The guesses come from the sequence's own text and its siblings' (`minillm.engine.lookup`). The step gives the logits of
-every guess, and from each row the sequence's token for that position is drawn, which depends on the logits, the seed
-and the position alone. A guess is right exactly where it is that token. So the answer is the one that would have come
-without guesses, whatever its sampling parameters are; only fewer steps lead to it.
+The guesses come from the sequence's own text and its siblings' (`minillm.engine.lookup`), or from a draft model
+(`minillm.runner.drafter`). The step gives the logits of every guess, and from each row the sequence's token for that
+position is drawn, which depends on the logits, the seed and the position alone. A guess is right exactly where it is
+that token. So the answer is the one that would have come without guesses, whatever its sampling parameters are; only
+fewer steps lead to it.
 """
 
 from __future__ import annotations
 
 import sys
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from minillm.engine.lookup import Occurrences
+from minillm.engine.pace import DraftPace, LookupPace, Pace, Price
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Draws, Samples
 from minillm.outputs import Delta, TokenLogprobs
+from minillm.runner.drafter import MOST_SEQS
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 
-_MOST_SEQS = 4  # running at a time: beyond, a step's rows cost as much one by one
-_FEWEST, _MOST = 3, 8  # guesses at a time
-# The cost of a step with guesses beyond one without, in such steps: 0.3 and 0.09 for each (135m on 2 cores, int8; with
-# the weights as stored 0.3 and 0.13).
-_PRICE, _PRICE_OF_EACH = 0.3, 0.12
-_LARGEST_CREDIT = 2.0
-_LONGEST_PAUSE = 64  # steps
+# Measured with the 135m on 2 cores, int8: 0.3, and 0.09 for each guess (with the weights as stored 0.3 and 0.13).
+# A GPU reads its weights once for all rows of a step; the rest is what the host does meanwhile, as estimated.
+_CPU_PRICE, _GPU_PRICE = Price(0.3, 0.12), Price(0.2, 0.02)
 
 
-@dataclass(slots=True)
-class Pace:
-    """How many guesses a sequence makes, and when: as many as were right lately, and fewer and fewer where few are."""
-
-    count: int = _FEWEST
-    credit: float = 0.0  # steps that guesses have saved lately
-    pause: int = 0  # steps of the last pause, fewer since something was saved
-    left: int = 0  # steps of the present one
-
-    def is_due(self) -> bool:
-        """Whether this step may guess. To be asked once a step."""
-        if self.left:
-            self.left -= 1
-            return False
-        return True
-
-    def judge(self, num_guessed: int, num_right: int) -> None:
-        """Learn from a step."""
-        saved = num_right - _PRICE - _PRICE_OF_EACH * num_guessed
-        self.credit = min(_LARGEST_CREDIT, self.credit + saved)
-        if saved > 0:
-            self.pause //= 2
-        if self.credit < 0:
-            self.credit = 0.0
-            self.left = self.pause = min(_LONGEST_PAUSE, max(2, 2 * self.pause))
-        if num_right == num_guessed:
-            self.count = min(_MOST, 2 * self.count)
-        else:
-            self.count = max(_FEWEST, num_right + 1)
-
-
-@dataclass(slots=True)
 class Guesses:
-    """What a group knows in order to guess."""
+    """What a group knows in order to guess: how many tokens a draft model shall guess for each of its sequences."""
 
-    occurrences: Occurrences = field(default_factory=Occurrences)
-    paces: dict[int, Pace] = field(default_factory=dict)  # by the completion's index
-    noted: dict[int, int] = field(default_factory=dict)  # tokens of each completion that are in the index
-    works: bool = True  # until looking up has failed
+    def __init__(self, price: Price) -> None:
+        self.price = price
+        self.works = True  # until guessing has failed
+        self._paces: dict[int, Pace] = {}  # by the completion's index
 
     def pace(self, sequence: Sequence) -> Pace:
-        return self.paces.setdefault(sequence.index, Pace())
+        if sequence.index not in self._paces:
+            self._paces[sequence.index] = self._new_pace()
+        return self._paces[sequence.index]
 
-    def draft(self, group: SequenceGroup, sequence: Sequence) -> tuple[int, ...]:
-        """The guesses at a sequence's next tokens; none where nothing like its end occurred before."""
+    def chunk(self, group: SequenceGroup, sequence: Sequence) -> Chunk | None:
+        """A sequence's last token and guesses behind it, if there are any."""
         # Behind the guesses one more token is drawn.
         count = min(self.pace(sequence).count, group.max_tokens - sequence.num_output_tokens - 1)
-        if count < 1:
-            return ()
+        return self._guessed(group, sequence, count) if count > 0 else None
+
+    def _new_pace(self) -> Pace:
+        return DraftPace(self.price)
+
+    def _guessed(self, group: SequenceGroup, sequence: Sequence, count: int) -> Chunk | None:
+        return Chunk(group, sequence, 1, True, num_guesses=count)
+
+
+class Lookups(Guesses):
+    """The same where guesses are looked up in the texts of the group's sequences."""
+
+    def __init__(self, price: Price) -> None:
+        super().__init__(price)
+        self._occurrences = Occurrences()
+        self._noted: dict[int, int] = {}  # tokens of each completion that are in the index
+
+    def _new_pace(self) -> Pace:
+        return LookupPace(self.price)
+
+    def _guessed(self, group: SequenceGroup, sequence: Sequence, count: int) -> Chunk | None:
         for each in group.sequences:  # all have the same prompt: it is noted once
-            first = self.noted.get(each.index, each.num_prompt_tokens if self.noted else 0)
-            self.noted[each.index] = end = len(each.token_ids) - 1  # nothing has followed the last token yet
-            self.occurrences.add(each.token_ids, first, end)
-        return self.occurrences.continuation(sequence.token_ids, count)
+            first = self._noted.get(each.index, each.num_prompt_tokens if self._noted else 0)
+            self._noted[each.index] = end = len(each.token_ids) - 1  # nothing has followed the last token yet
+            self._occurrences.add(each.token_ids, first, end)
+        found = self._occurrences.continuation(sequence.token_ids, count)
+        return Chunk(group, sequence, 1, True, num_guesses=len(found), draft=found) if found else None
 
 
-class LookupSamples(Samples):
-    """`Samples` that guess; see `minillm.sequence.Method`."""
+class GuessingSamples(Samples):
+    """`Samples` that guess; see `minillm.sequence.Method`.
 
-    def __init__(self, requests: Requests, runner: Runner, seed: int = 0) -> None:
+    Args:
+        draft: the runner's draft model guesses, and this is what a guess costs, in steps; None: guesses are looked up.
+    """
+
+    def __init__(self, requests: Requests, runner: Runner, seed: int = 0, draft: float | None = None) -> None:
         super().__init__(requests, runner, seed)
+        price = _CPU_PRICE if runner.model.device.type == "cpu" else _GPU_PRICE
+        self._kind = Lookups if draft is None else Guesses
+        self._price = Price(price.step, price.each, draft or 0.0)
         self.num_verified = self.num_guessed = self.num_right = 0  # sequences' steps with guesses, and guesses, ever
 
     def begin(self, group: SequenceGroup) -> None:
         super().begin(group)
         if group.params.grammar is None and group.params.logits_processor is None:
-            group.state = Guesses()
+            group.state = self._kind(self._price)
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
         chunks = super().due(group)
         if group.state is not None and group.state.works and self._few_run():
             for number, chunk in enumerate(chunks):
-                due = chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending
-                if due and (draft := _draft(group, chunk.sequence)):
-                    chunks[number] = Chunk(group, chunk.sequence, 1, True, draft=draft)
+                if chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending:
+                    chunks[number] = _guessed(group, chunk.sequence) or chunk
         return chunks
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
-        drafted = [chunk for chunk in chunks if chunk.draft]
-        plain = [chunk for chunk in chunks if not chunk.draft]
+        drafted = [chunk for chunk in chunks if chunk.num_guesses]
+        plain = [chunk for chunk in chunks if not chunk.num_guesses]
         draws = self.draw(logits, plain) if plain else None
         if draws is not None and not drafted:
             if any(map(self._may_guess, draws.chunks)):
@@ -123,7 +118,9 @@ class LookupSamples(Samples):
         return Verification(self, draws, drafted, rows, drawn)
 
     def note_guesses(self, chunk: Chunk, num_right: int) -> None:
-        """Count a step's guesses, and learn from them."""
+        """Count a step's guesses, and learn from them. There may be none where some were wanted."""
+        if not chunk.draft:
+            return
         self.num_verified += 1
         self.num_guessed += len(chunk.draft)
         self.num_right += num_right
@@ -135,7 +132,7 @@ class LookupSamples(Samples):
 
     def _few_run(self) -> bool:
         running = self.requests.scheduler.running
-        return len(running) <= _MOST_SEQS and sum(group.num_seqs for group in running) <= _MOST_SEQS
+        return len(running) <= MOST_SEQS and sum(group.num_seqs for group in running) <= MOST_SEQS
 
     def _may_guess(self, chunk: Chunk) -> bool:
         """Whether the next step looks for guesses behind a token that the host must know first."""
@@ -143,13 +140,14 @@ class LookupSamples(Samples):
         return guesses is not None and guesses.works and not guesses.pace(chunk.sequence).left and self._few_run()
 
 
-def _draft(group: SequenceGroup, sequence: Sequence) -> tuple[int, ...]:
-    """`Guesses.draft`, or nothing where it fails."""
+def _guessed(group: SequenceGroup, sequence: Sequence) -> Chunk | None:
+    """`Guesses.chunk`, or nothing where it fails."""
     try:
-        return group.state.draft(group, sequence)
+        chunk: Chunk | None = group.state.chunk(group, sequence)
+        return chunk
     except Exception as error:
         _give_up(group, error)
-        return ()
+        return None
 
 
 def _give_up(group: SequenceGroup, error: Exception) -> None:
@@ -175,7 +173,7 @@ def _rows(chunk: Chunk) -> list[Chunk]:
 class Verification:
     """The tokens that one step draws behind guesses, and beside them plainly; see `minillm.sequence.Flight`."""
 
-    samples: LookupSamples
+    samples: GuessingSamples
     plain: Draws | None
     chunks: list[Chunk]
     rows: list[Chunk]  # the draws of all chunks, in their order

@@ -7,7 +7,7 @@ A GPU is filled up to ``gpu_memory_utilization``. On a CPU half of the memory th
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minillm.config import EngineConfig
 from minillm.fit.weights import Layout, Weights
@@ -52,7 +52,8 @@ class Fit:
 class Budget:
     """A device's memory, in bytes, and the options of `EngineConfig` that divide it.
 
-    ``available`` may be taken: the weights, the steps and the context have to share it.
+    ``available`` may be taken: the weights, the steps and the context have to share it, and a draft model's beside
+    them.
     """
 
     free: int
@@ -60,6 +61,13 @@ class Budget:
     on_gpu: bool
     element_size: int
     config: EngineConfig
+    draft_bytes: int = 0  # of a draft model, without its context
+    draft_bytes_per_token: int = 0  # of its context
+
+    def beside(self, draft: Weights, shape: Shape) -> Budget:
+        """The same with a draft model of this shape."""
+        own = draft.memory + (GRAPH_BYTES if self.on_gpu else 0)
+        return replace(self, draft_bytes=own, draft_bytes_per_token=self.kv_bytes_per_token(shape))
 
     @property
     def available(self) -> int:
@@ -79,11 +87,11 @@ class Budget:
         """Whether a copy in 16 bits of low-bit weights is kept beside them: option ``weights``."""
         if self.config.weights != "auto" or not self.on_gpu:
             return self.on_gpu and self.config.weights == "both" and weights.copied > 0
-        memory = weights.memory + weights.copied
+        memory = weights.memory + weights.copied + self.draft_bytes
         pool = (self.config.num_blocks or 0) * self.config.block_size
         tokens = max(min(self.config.max_model_len or ROOMY_TOKENS, shape.context), pool)
         steps = self.step_bytes(shape, self.step_tokens(shape, self.available - memory))
-        needed = memory + steps + tokens * self.kv_bytes_per_token(shape)
+        needed = memory + steps + tokens * (self.kv_bytes_per_token(shape) + self.draft_bytes_per_token)
         return 0 < weights.copied <= self.available * _COPY_SHARE and needed <= self.available
 
     def step_bytes(self, shape: Shape, num_tokens: int) -> int:
@@ -113,10 +121,10 @@ class Budget:
     def fit(self, weights: Weights, shape: Shape) -> Fit:
         """How a model of this shape would lie in memory. ``weights``: those of one rank."""
         copied = weights.copied if self.keeps_copy(weights, shape) else 0
-        memory = weights.memory + copied
+        memory = weights.memory + copied + self.draft_bytes
         left = self.available - memory
         steps = self.step_bytes(shape, self.step_tokens(shape, left))
-        per_token = self.kv_bytes_per_token(shape)
+        per_token = self.kv_bytes_per_token(shape) + self.draft_bytes_per_token
         least = min(self.config.max_model_len or LEAST_TOKENS, shape.context)
         wanted = min(self.config.max_model_len or ROOMY_TOKENS, shape.context)
         needed = memory + max(weights.loading, steps + least * per_token)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from minillm.errors import WeightsError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.weights import PACKED, QUANTIZED, expected_tensors, is_plain_matrix, weights_in_memory
+from minillm.fit.weights import PACKED, QUANTIZED, Weights, expected_tensors, is_plain_matrix, weights_in_memory
 from minillm.model.config import ModelConfig
 from minillm.weights.files import find_downloaded
 from minillm.weights.manifest import ModelEntry, PathSource
@@ -30,11 +30,14 @@ class Sized:
 
     def fit(self, budget: Budget) -> Fit:
         """How it would lie in memory."""
+        return budget.fit(self.weights(budget), self.shape)
+
+    def weights(self, budget: Budget) -> Weights:
+        """The memory of its weights, or of one rank's part of them."""
         part, layout, tensors = 1 / budget.config.tensor_parallel_size, budget.layout(self.quantize), self.tensors
         if (layout.in_8_bits or not layout.keeps_low_bit) and any(tensor.name == PACKED for tensor in tensors):
             tensors = expected_tensors(self.shape, sys.maxsize)  # they become numbers of 32 bits, or products of 8
-        weights = weights_in_memory(tensors, layout, lambda tensor: part)
-        return budget.fit(weights, self.shape)
+        return weights_in_memory(tensors, layout, lambda tensor: part)
 
 
 def shape_of(config: ModelConfig) -> Shape:

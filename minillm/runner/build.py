@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from minillm.config import EngineConfig
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.fit.budget import GRAPH_BYTES, Budget
 from minillm.fit.forms import shape_of
-from minillm.fit.weights import Weights
+from minillm.fit.weights import QUANTIZED, Weights, weights_in_memory
 from minillm.kernels import Costs
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
@@ -22,8 +22,9 @@ from minillm.model.settle import settle
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
-from minillm.progress import OnMessage, OnProgress, Progress, ignore_message, ignore_progress
+from minillm.progress import OnMessage, OnProgress, Progress, ignore_message, ignore_progress, size
 from minillm.runner.device_runner import DeviceRunner, decode_bytes
+from minillm.runner.drafter import MOST_SEQS, Drafter
 from minillm.runner.fits import check_fits
 from minillm.runner.pool_size import activation_bytes, budget_of, free_bytes, size_pool
 from minillm.runner.runner import Runner
@@ -33,6 +34,9 @@ from minillm.text.tokenizer import Tokenizer
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.resolve import resolve
 from minillm.weights.stored import StoredTensor
+
+_ROUNDED = {"q4_0": "int4", "q8_0": "int8"}  # forms that random weights can be rounded to, as --quantize does it
+_HARDLY_PAYS = 0.5  # of the time of a token, for a guess
 
 
 @dataclass(frozen=True)
@@ -83,58 +87,134 @@ def describe(
     return Description(name, model, stored, lambda device: checkpoint, files.source, tokenizer)
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A draft model before its weights are read, and the options that it is loaded with."""
+
+    description: Description
+    config: EngineConfig
+
+    def beside(self, budget: Budget) -> Budget:
+        """What is left for another model that this one guesses for."""
+        layout = replace(budget, config=self.config).layout()
+        return budget.beside(weights_in_memory(self.description.tensors, layout), shape_of(self.description.config))
+
+
+def describe_draft(
+    model: Description,
+    config: EngineConfig,
+    device: torch.device,
+    on_progress: OnProgress = ignore_progress,
+    on_message: OnMessage = ignore_message,
+) -> Draft | None:
+    """The draft model that ``config.speculate`` names, if it names one.
+
+    Raises:
+        MinillmError: there is no such model, or it cannot guess for this one.
+    """
+    if config.draft is None:
+        return None
+    random, (name, _, kind) = config.load_format != "auto", config.draft.rpartition(":")
+    kind = _ROUNDED.get(kind, kind) if random else kind
+    if kind not in QUANTIZED:
+        name, kind = config.draft, ""
+    own = replace(config, speculate="off", quantize=None, weights="stored", load_format="dummy" if random else "auto")
+    if device.type == "cuda":
+        own = replace(own, quantize=kind or None)
+    elif kind in ("", "int8") and choose_dtype(config, device) == torch.float32:
+        own = replace(own, weights="int8")  # guesses may have other last digits
+    elif kind:
+        raise UsageError(f"speculate {config.draft}: {kind} needs a GPU; on a CPU drafts of float32 models are int8")
+    try:
+        draft = describe(name, own, on_progress, on_message)
+    except MinillmError as error:
+        raise type(error)(f"speculate must be off, lookup or a model: {error}") from None
+    if problem := _unfit(draft, model):
+        raise UsageError(f"speculate {config.draft}: it cannot guess for {model.name}: {problem}")
+    return Draft(draft, own)
+
+
+def _unfit(draft: Description, model: Description) -> str | None:
+    """Why one model cannot guess for another; None where it can."""
+    if draft.config.num_parameters > model.config.num_parameters:
+        sizes = [f"{each.config.num_parameters / 1e6:,.0f} million" for each in (draft, model)]
+        return f"it is the larger one, {sizes[0]} parameters and {sizes[1]}; name a smaller one, or a form of few bits"
+    if draft.tokenizer is None or model.tokenizer is None:
+        same = draft.tokenizer is model.tokenizer and draft.config.vocab_size == model.config.vocab_size
+        return None if same else "nothing says that their tokens are the same"
+    difference = model.tokenizer.difference(draft.tokenizer)
+    return difference and f"their tokens differ: {difference}"
+
+
 def load_weights(
     description: Description,
     config: EngineConfig,
     device: torch.device,
     ranks: Ranks | None,
     on_progress: OnProgress = ignore_progress,
+    draft: Draft | None = None,
 ) -> tuple[Llama, Budget]:
-    """The model, or this rank's part of it, and the budget of the memory that was there before."""
+    """The model, or this rank's part of it, and the budget of the memory that was there before.
+
+    ``draft`` will need room, too.
+    """
     dtype, model_config = choose_dtype(config, device), description.config
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches on the current one
-
-    in_8_bits = config.weights == "int8"
-    if in_8_bits and (device.type != "cpu" or dtype != torch.float32):
+    if config.weights == "int8" and (device.type != "cpu" or dtype != torch.float32):
         raise UsageError(
             "weights int8 needs a CPU and dtype float32: add --device cpu --dtype float32, or leave it out"
         )
     if config.quantize is not None and device.type != "cuda":
         raise UsageError(f"quantize {config.quantize} needs a GPU; a CPU has products of 8 bits: --weights int8")
-    if config.kv_cache_dtype == "int8" and model_config.head_dim % 4:
-        raise UsageError(
-            f"kv_cache_dtype int8 needs a head_dim that 4 divides, and this model's is {model_config.head_dim}: "
-            "leave it out"
-        )
-    longest = config.max_model_len or model_config.max_position_embeddings
-    shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     budget = budget_of(config, device, dtype)
+    if draft is not None:
+        budget = draft.beside(budget)
+    shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     check_fits(description.name, model_config, description.tensors, shard, budget)
+    longest = config.max_model_len or model_config.max_position_embeddings
+    return _load(description, config, budget, device, longest, ranks, on_progress), budget
+
+
+def _load(
+    description: Description,
+    config: EngineConfig,
+    budget: Budget,
+    device: torch.device,
+    longest: int,
+    ranks: Ranks | None,
+    on_progress: OnProgress,
+) -> Llama:
+    in_8_bits = config.weights == "int8"
+    if config.kv_cache_dtype == "int8" and description.config.head_dim % 4:
+        raise UsageError(
+            f"kv_cache_dtype int8 needs a head_dim that 4 divides, and {description.name}'s is "
+            f"{description.config.head_dim}: leave it out"
+        )
     source: TensorSource = description.open_source(device)
     if config.quantize is not None:
         source = RoundedTensors(source, config.quantize)
     with compact_heap() if in_8_bits else nullcontext():
         model = load_llama(
             source,
-            model_config,
+            description.config,
             device=device,
-            dtype=dtype,
+            dtype=choose_dtype(config, device),
             max_positions=longest,
             ranks=ranks,
             weights="int8" if in_8_bits else "stored" if budget.layout().keeps_low_bit else "expanded",
             on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
         )
         in_memory = Weights(model.weight_bytes, model.weight_bytes, copied=model.copied_bytes)
-        keeps_copy = budget.keeps_copy(in_memory, shape_of(model_config))
+        keeps_copy = budget.keeps_copy(in_memory, shape_of(description.config))
         if keeps_copy if ranks is None else ranks.least(keeps_copy):
             for linear in model.linears:
-                linear.keep_copy(dtype)
+                linear.keep_copy(model.dtype)
         if config.kv_cache_dtype == "int8":
             model = replace(model, kv_in_8_bits=True)
         if in_8_bits:
             settle(model, longest)
-    return model, budget
+    return model
 
 
 def build_runner(
@@ -145,56 +225,89 @@ def build_runner(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = ignore_message,
 ) -> tuple[Runner, Limits]:
-    """Load the weights, or this rank's part of them, choose tiles, and allocate the pool."""
-    model, budget = load_weights(description, config, device, ranks, on_progress)
-    dtype, model_config = model.dtype, description.config
-    longest = config.max_model_len or model_config.max_position_embeddings
+    """Load the weights, or this rank's part of them, and a draft model's, choose tiles, and allocate the pools."""
+    drafting = describe_draft(description, config, device, on_progress, on_message)
+    model, budget = load_weights(description, config, device, ranks, on_progress, drafting)
+    longest = config.max_model_len or description.config.max_position_embeddings
+    models, draft = [model], None
+    if drafting is not None:
+        own = replace(budget, config=drafting.config)
+        draft = _load(drafting.description, drafting.config, own, device, longest, None, on_progress)
+        _check_smaller(draft, model, config)
+        models.append(draft)
     if device.type == "cuda" and config.enable_tuning:
         from minillm.runner.tiles import TileFile, choose_tiles  # not at the top: it imports Triton
 
-        choose_tiles(model, TileFile.of(device), ranks, on_progress, on_message)
-    tokens = budget.step_tokens(shape_of(model_config), budget_of(config, device, dtype).available)
+        for each in models:
+            choose_tiles(each, TileFile.of(device), ranks, on_progress, on_message)
+    tokens = budget.step_tokens(shape_of(description.config), budget_of(config, device, model.dtype).available)
     if ranks is not None:
         tokens = ranks.least(tokens)
     reserved = 0
     if device.type == "cuda":
-        if ranks is None and not model.rotary.dynamic:
-            compile_ahead(model, config, longest)
-        reserved = activation_bytes(model, tokens, config.max_num_seqs) + GRAPH_BYTES
-        reserved += decode_bytes(model, config.max_num_seqs, longest, config.block_size)
-    num_blocks, max_model_len = size_pool(config, model.local, device, model.kv_element_size, reserved, ranks)
+        for each in models if ranks is None and not model.rotary.dynamic else []:
+            compile_ahead(each, config, longest)
+        reserved = max(activation_bytes(each, tokens, config.max_num_seqs) for each in models)
+        reserved += GRAPH_BYTES * len(models) + decode_bytes(model, config.max_num_seqs, longest, config.block_size)
+        reserved += 0 if draft is None else decode_bytes(draft, MOST_SEQS, longest, config.block_size)
+    per_token = [each.local.kv_bytes_per_token(each.kv_element_size) for each in models]
+    num_blocks, max_model_len = size_pool(
+        config, model.local, device, model.kv_element_size, reserved, ranks, sum(per_token[1:])
+    )
     num_host_blocks = 0
     if config.preemption == "swap":
         space = min(config.swap_space_gb * 1e9, 0.5 * free_bytes(torch.device("cpu")))
         # By the bytes of the whole model: all ranks of a machine swap to the same memory.
-        num_host_blocks = int(space / (model_config.kv_bytes_per_token(model.kv_element_size) * config.block_size))
+        whole = description.config.kv_bytes_per_token(model.kv_element_size) + sum(per_token[1:])
+        num_host_blocks = int(space / (whole * config.block_size))
         if ranks is not None:
             num_host_blocks = ranks.least(num_host_blocks)
     limits = Limits(num_blocks, max_model_len, num_host_blocks, tokens)
-    # The angles of dynamic rope scaling are computed by the host at every step. Ranks on a CPU send each other as
-    # little as those on GPUs do.
-    if model.rotary.dynamic or (device.type == "cpu" and ranks is None):
-        runner = Runner(model, num_blocks, config.block_size, num_host_blocks)
-    else:
-        whole = any(layer.attention.window is None for layer in model.layers)  # a layer that reads shared blocks
-        # One plan for all ranks: it fits where they hold as many heads each.
-        even = ranks is None or model.local.num_heads * ranks.size == model.config.num_heads
-        runner = DeviceRunner(
-            model,
-            num_blocks,
-            config.block_size,
-            num_host_blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len,
-            graphs=device.type == "cuda" and not config.enforce_eager,
-            sharing=Costs() if config.enable_prefix_attention and even and whole else None,
-        )
+    runner = _new_runner(model, config, limits, ranks)
+    if draft is not None:
+        few = replace(config, max_num_seqs=MOST_SEQS, enable_prefix_attention=False)
+        drafter = Drafter(_new_runner(draft, few, limits, None), num_blocks, num_host_blocks, model, tokens)
+        runner.guesser = drafter
+        if drafter.price > _HARDLY_PAYS:
+            on_message(
+                f"speculate {config.draft}: a guess takes {drafter.price:.2f} of the time of a token here; where that "
+                "does not pay, none is made"
+            )
     if device.type == "cpu":
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         elif follows_free_cores():
             runner.observers.append(FreeCores())
     return runner, limits
+
+
+def _check_smaller(draft: Llama, model: Llama, config: EngineConfig) -> None:
+    """Raise UsageError where a draft model reads as many bytes as the one that it guesses for."""
+    if draft.weight_bytes >= model.weight_bytes:
+        raise UsageError(
+            f"speculate {config.draft}: each guess would read {size(draft.weight_bytes)} of weights, and each token of "
+            f"the model itself {size(model.weight_bytes)}; name a smaller model, or a form of fewer bits"
+        )
+
+
+def _new_runner(model: Llama, config: EngineConfig, limits: Limits, ranks: Ranks | None) -> Runner:
+    """A runner with its pool."""
+    sizes, device = (limits.num_blocks, config.block_size, limits.num_host_blocks), model.device
+    # The angles of dynamic rope scaling are computed by the host at every step. Ranks on a CPU send each other as
+    # little as those on GPUs do.
+    if model.rotary.dynamic or (device.type == "cpu" and ranks is None):
+        return Runner(model, *sizes)
+    whole = any(layer.attention.window is None for layer in model.layers)  # a layer that reads shared blocks
+    # One plan for all ranks: it fits where they hold as many heads each.
+    even = ranks is None or model.local.num_heads * ranks.size == model.config.num_heads
+    return DeviceRunner(
+        model,
+        *sizes,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        graphs=device.type == "cuda" and not config.enforce_eager,
+        sharing=Costs() if config.enable_prefix_attention and even and whole else None,
+    )
 
 
 def compile_ahead(model: Llama, config: EngineConfig, longest: int) -> None:

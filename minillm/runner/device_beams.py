@@ -102,9 +102,10 @@ class DeviceBeams:
             parents, *found = kernels.choose_beams(
                 self._words, self._rows[:size], self._searches[:number], values, ids, self._vocab, width
             )
-            self._parents[:size].copy_(parents)
             if self._ranks is None:
-                self._fork(size)
+                self._fork(size, parents)
+            else:
+                self._parents[:size].copy_(parents)
             return found[0], found[1]
 
         logprobs, choices = (
@@ -117,12 +118,12 @@ class DeviceBeams:
     def fork(self) -> None:
         """Fork the rows as rank 0 has chosen."""
         size = self._size
-        self._graphs.run(("fork", size), lambda: self._fork(size))
+        self._graphs.run(("fork", size), lambda: self._fork(size, self._parents[:size]))
 
-    def _fork(self, size: int) -> None:
+    def _fork(self, size: int, parents: Tensor) -> None:
         if self._ranks is not None:
-            self._ranks.broadcast(self._parents[:size])
-        copies = kernels.fork_rows(self._words, self._rows[:size], self._parents[:size], self._block_size)
+            self._ranks.broadcast(parents)
+        copies = kernels.fork_rows(self._words, self._rows[:size], parents, self._block_size)
         for tensor in self._kv_cache.tensors:
             kernels.block_copy(tensor, copies)
 

@@ -5,6 +5,9 @@ rows (where it has changed), a graph from token ids to logits, and a graph from 
 into the rows. The next step can be launched before the host has seen them. Graphs are captured for padded numbers of
 sequences, when a number is first met; everything else, sharing and lengths included, is data.
 
+Guesses at a sequence's next tokens are computed as if they were sequences that decode, with one table and other lengths
+(a layer writes all K and V before any token reads them). So these steps are graphs, too; their inputs the host sends.
+
 Where several ranks share the model, rank 0 keeps the books and draws; the others hold the same rows, hear of changes
 (`DecodeWork`) and replay graphs of their own. Each step begins with a broadcast of its token ids, inside the graph.
 (All ranks could draw the same tokens from the same logits and seeds; then all would need every request's parameters,
@@ -12,6 +15,7 @@ and one differing bit would part them for good.)
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +36,7 @@ from minillm.runner.step import ChunkWork, DecodeWork, StepWork
 from minillm.runner.to_device import to_device
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 
+_GUESSED = 40  # tokens of a step with guesses, at least
 _REHEARSED = 37  # tokens of a prompt: no multiple of anything, as most prompts
 
 
@@ -44,10 +49,15 @@ def attention_shape(model: Llama) -> AttentionShape:
     return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, model.dtype.itemsize, processors, row)
 
 
+def _capacity(max_num_seqs: int) -> int:
+    """The tokens of a step without prompts: one of each sequence, or fewer sequences' and guesses behind them."""
+    return padded_size(max(max_num_seqs, _GUESSED))
+
+
 def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
     """Return the bytes that a `DeviceRunner` keeps on the device beside weights and pool."""
     # Logits, counts of tokens for penalties, block tables twice, and partial results of attention.
-    rows, width = padded_size(max_num_seqs), -(-max_model_len // block_size)
+    rows, width = _capacity(max_num_seqs), -(-max_model_len // block_size)
     partial = attention_shape(model).max_results(rows) * model.local.num_heads * (model.local.head_dim + 1) * 4
     words = 2 * 4 * (Field.TABLE + width)
     return rows * (model.config.vocab_size * (model.dtype.itemsize + 4 + 4) + words) + partial
@@ -77,7 +87,7 @@ class DeviceRunner(Runner):
     ) -> None:
         super().__init__(model, num_blocks, block_size, num_host_blocks)
         self._device, self._pinned = model.device, graphs
-        width, capacity, shape = -(-max_model_len // block_size), padded_size(max_num_seqs), attention_shape(model)
+        width, capacity, shape = -(-max_model_len // block_size), _capacity(max_num_seqs), attention_shape(model)
         self._words = torch.zeros(max_num_seqs, Field.TABLE + width, dtype=torch.int32, device=self._device)
         self._inputs = DecodeInputs.allocate(capacity, width, self._device)
         self._rows = torch.full((capacity,), -1, dtype=torch.int32, device=self._device)
@@ -100,6 +110,10 @@ class DeviceRunner(Runner):
     # --- from a schedule to logits ------------------------------------------------------------------------------------
 
     def work_for(self, schedule: Schedule, copies: list[tuple[int, int]]) -> StepWork:
+        if self._takes_rows(schedule):
+            self._decodes = []
+            chunks = [self.chunk_work(chunk) for chunk in schedule.chunks]
+            return StepWork(schedule.moves, copies, None, chunks, len(chunks))
         decodes, prefills = schedule.decodes, schedule.prefills + schedule.drafts
         decode = self._books.work_for(decodes, joins=bool(prefills)) if decodes else None
         self._decodes = decodes
@@ -114,6 +128,8 @@ class DeviceRunner(Runner):
         logits = self._logits[:wanted]
         if wanted > len(logits):  # guesses come on top of the sequences
             logits = self._logits.new_empty(wanted, self._logits.shape[1])
+        if work.num_decodes:
+            return self._compute_each(work.chunks, logits)
         if work.chunks:
             batch = self.batch(work.chunks, 0)
             if work.decode is not None:
@@ -126,6 +142,35 @@ class DeviceRunner(Runner):
         if work.decode is not None and work.decode.num_beams:
             self._take_steps(logits)
         return logits
+
+    def _takes_rows(self, schedule: Schedule) -> bool:
+        """Whether a step has guesses, and every token of it is known to the host and computed as one that decodes."""
+        if not schedule.drafts or schedule.prefills:
+            return False
+        known = all(not (chunk.sequence.num_pending or chunk.group.on_device) for chunk in schedule.decodes)
+        num_tokens = sum(chunk.count + len(chunk.draft) for chunk in schedule.chunks)
+        return known and num_tokens <= self._rows.shape[0]
+
+    def _compute_each(self, chunks: list[ChunkWork], out: Tensor) -> Tensor:
+        """Compute each token of ``chunks`` as one of a sequence of its own; returns the logits that are wanted."""
+        values: list[list[int]] = []
+        wanted: list[int] = []
+        for number, chunk in enumerate(chunks):
+            for position, token_id in enumerate(chunk.token_ids, chunk.first):
+                block, offset = divmod(position, self.block_size)
+                slot = chunk.blocks[block] * self.block_size + offset
+                values.append([token_id, position, slot, position + 1, number])
+            wanted += range(len(values) - chunk.num_logits, len(values))
+        n, size, width = len(values), padded_size(len(values)), max(len(chunk.blocks) for chunk in chunks)
+        tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
+        *columns, owners = self._numbers(values, torch.int64).unbind(1)
+        inputs = self._inputs.first(size)
+        for tensor, padding, column in zip(inputs[:4], (0, 0, -1, 0), columns, strict=True):
+            tensor[n:] = padding
+            tensor[:n] = column
+        inputs.block_tables[:n, :width] = self._numbers(tables, torch.int32)[owners]
+        self._forwards.run((size, "each"), lambda: self._forward_inputs(inputs, size, None))
+        return self._logits[:n] if len(wanted) == n else out.copy_(self._logits[self._numbers(wanted, torch.int64)])
 
     def _take_steps(self, logits: Tensor) -> None:
         """Let the searches that the device decides take a step, rows and blocks included."""
@@ -201,9 +246,8 @@ class DeviceRunner(Runner):
         logprobs = kernels.log_probabilities(raw, tokens)
         return Drawn(draws, tokens, logprobs, raw, may_run_ahead=not hosted, may_compute_ahead=True)
 
-    def draw_guessed(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
-        self._books.give_up(holders)
-        return super().draw_guessed(logits, draws, holders)
+    def give_up(self, sequences: list[Sequence]) -> None:
+        self._books.give_up(sequences)
 
     def take_choices(self) -> tuple[list[SequenceGroup], Chosen] | None:
         """What the device has chosen in the last step, once: the groups whose sequences have forked, and how."""
@@ -222,11 +266,13 @@ class DeviceRunner(Runner):
         ]
 
     def forget(self) -> None:
+        super().forget()
         self._books.forget()
         self._beams.forget()
         self._choices = None
 
     def close(self) -> None:
+        super().close()
         self._forwards.clear()
         self._draws.clear()
         self._beams.close()
@@ -241,7 +287,7 @@ class DeviceRunner(Runner):
         counts.index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
         self._counts[row] = counts.to(self._device)
 
-    def _numbers(self, values: list[int], dtype: torch.dtype) -> Tensor:
+    def _numbers(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         return to_device(values, dtype, self._device)
 
     def _begin(self, work: DecodeWork) -> int:
@@ -276,7 +322,9 @@ class DeviceRunner(Runner):
         return inputs
 
     def _forward(self, size: int, shared: WorkList | None) -> None:
-        inputs = self._gather_inputs(size)
+        self._forward_inputs(self._gather_inputs(size), size, shared)
+
+    def _forward_inputs(self, inputs: DecodeInputs, size: int, shared: WorkList | None) -> None:
         tensors = inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.block_tables, inputs.context_lens
         batch = Batch(*tensors, num_decodes=size, cu_seqlens=inputs.context_lens[:0], shared=shared)
         self.model.forward(batch, self.kv_cache, out=self._logits[:size])

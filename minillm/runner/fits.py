@@ -33,11 +33,12 @@ def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], s
 
 
 def _needs(fit: Fit, budget: Budget) -> str:
-    once_loaded = fit.weights.memory + fit.copied + fit.steps + fit.least_context
+    once_loaded = fit.weights.memory + fit.copied + budget.draft_bytes + fit.steps + fit.least_context
+    draft = f"{size(budget.draft_bytes)} of its draft model's, " if budget.draft_bytes else ""
     more = f" ({size(fit.weights.loading)} more while they are loaded)" if once_loaded <= budget.available else ""
     copy = f", {size(fit.copied)} for their copy in 16 bits" if fit.copied else ""
     return (
-        f"{size(fit.weights.memory)} of weights{copy}{more}, {size(fit.steps)} for the steps and at least "
+        f"{size(fit.weights.memory)} of weights{copy}{more}, {draft}{size(fit.steps)} for the steps and at least "
         f"{size(fit.least_context)} of context"
     )
 

@@ -69,6 +69,7 @@ def size_pool(
     element_size: int,
     reserved: int = 0,
     ranks: Ranks | None = None,
+    beside: int = 0,
 ) -> tuple[int, int]:
     """Size the pool by ``config`` and by the memory left once the weights are loaded.
 
@@ -77,6 +78,7 @@ def size_pool(
         element_size: bytes of a number in the pool.
         reserved: bytes that the steps take beside weights and pool.
         ranks: those that share the model: the one with the least room decides for all.
+        beside: bytes of a token in a draft model's pool, which is as long.
 
     Returns:
         The number of blocks, and the tokens of the longest sequence that they serve.
@@ -87,7 +89,8 @@ def size_pool(
     longest, limit = config.max_model_len or model.max_position_embeddings, model.longest_context
     if longest > limit:
         raise CapacityError(f"max_model_len {longest} is above the model's context of {limit} tokens; lower it")
-    block_bytes = model.kv_bytes_per_token(element_size) * config.block_size
+    per_token = model.kv_bytes_per_token(element_size) + beside
+    block_bytes = per_token * config.block_size
     if device.type == "cpu":
         room, most = int(free_bytes(device) * CPU_POOL_SHARE) - reserved, CPU_POOL_TOKENS
     else:
@@ -104,7 +107,7 @@ def size_pool(
         kept = f", {size(reserved)} are kept for the steps' own needs" if reserved else ""
         raise CapacityError(
             f"the KV cache does not fit: {asked} takes {size(max(num_blocks, 1) * block_bytes)} ({config.block_size} "
-            f"tokens of {size(model.kv_bytes_per_token(element_size))}), {size(room)} may be used{kept}; "
+            f"tokens of {size(per_token)}), {size(room)} may be used{kept}; "
             "take a smaller model, a shorter dtype, fewer blocks, or a lower max_num_batched_tokens"
         )
     pool_tokens = num_blocks * config.block_size

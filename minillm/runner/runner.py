@@ -1,8 +1,11 @@
 """From a schedule to logits to drawn tokens: a step is first written down as plain data (`StepWork`), then computed.
 
-This runner sends everything to the device at every step, which costs nothing on a CPU. On a GPU,
-`minillm.runner.device_runner` keeps the state of decoding sequences there instead.
+A draft model (`Guesser`) makes its guesses in front of that. This runner sends everything to the device at every step,
+which costs nothing on a CPU. On a GPU, `minillm.runner.device_runner` keeps the state of decoding sequences there
+instead.
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +19,21 @@ from minillm.runner.step import ChunkWork, StepObserver, StepWork
 from minillm.sequence import Chunk, Schedule, Sequence
 
 
+class Guesser(Protocol):
+    """A draft model beside a runner's: see `minillm.runner.drafter`."""
+
+    price: float  # of a guess, in steps of the runner's own model
+
+    def follow(self, schedule: Schedule, copies: list[tuple[int, int]]) -> None:
+        """Do what the runner is about to do with its blocks, and guess where the schedule wants guesses."""
+
+    def forget(self) -> None:
+        """Rely no more on anything that was computed: a step has failed."""
+
+    def close(self) -> None:
+        """Let go of everything that would outlive the runner."""
+
+
 class Runner:
     """The model and its pool of blocks, allocated once."""
 
@@ -24,6 +42,7 @@ class Runner:
         self.kv_cache = model.new_kv_cache(num_blocks, block_size)
         self.host_pool = HostPool(self.kv_cache, num_host_blocks)
         self.observers: list[StepObserver] = []
+        self.guesser: Guesser | None = None
         self._scored: Scored | None = None  # of the last step, until it is taken
 
     def run(self, schedule: Schedule, copies: list[tuple[int, int]]) -> tuple[Tensor, list[Chunk]]:
@@ -36,6 +55,8 @@ class Runner:
             Logits ``[n, vocab]``, valid until the next step, and the chunks that they belong to, those that computed
             a sequence's last token: a row for each, and one for each guess behind it.
         """
+        if self.guesser is not None:
+            self.guesser.follow(schedule, copies)
         chunks = schedule.chunks
         sampled = [chunk for chunk in chunks if chunk.reaches_the_end]
         row = 0
@@ -47,6 +68,8 @@ class Runner:
     def move(self, schedule: Schedule) -> None:
         """Carry out only the block moves of a schedule without tokens."""
         if schedule.moves.out or schedule.moves.back:
+            if self.guesser is not None:
+                self.guesser.follow(schedule, [])
             self.observed(StepWork(schedule.moves, [], None, [], 0))
 
     def observed(self, work: StepWork) -> Tensor:
@@ -107,13 +130,21 @@ class Runner:
         Args:
             holders: the sequences that there are. Nothing that the device holds of them is their last token any more.
         """
+        self.give_up(holders)
         return sample_tokens(logits, draws)
 
     def forget(self) -> None:
         """Rely no more on anything that the device holds of sequences: a step has failed."""
+        if self.guesser is not None:
+            self.guesser.forget()
+
+    def give_up(self, sequences: list[Sequence]) -> None:
+        """Rely no more on what the device holds of these sequences: they went on without it."""
 
     def close(self) -> None:
         """Let go of everything that would outlive the runner."""
+        if self.guesser is not None:
+            self.guesser.close()
 
     def chunk_work(self, chunk: Chunk) -> ChunkWork:
         """Write a chunk down as plain data."""

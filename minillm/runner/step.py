@@ -45,7 +45,9 @@ class StepWork:
     copies: list[tuple[int, int]]  # (source, destination)
     decode: DecodeWork | None
     chunks: list[ChunkWork]
-    num_decodes: int  # of the chunks, the first ones: sequences that decode and have no row on the device
+    # Of the chunks, the first ones: their tokens are computed as those of sequences that decode, without rows on the
+    # device. It is all or none where other sequences have rows, and one token of each sequence where none has.
+    num_decodes: int
 
     @property
     def num_tokens(self) -> int:

@@ -279,6 +279,13 @@ class Tokenizer:
         """A decoder for the tokens behind ``prompt_ids``, one by one."""
         return StreamingDetokenizer(self._table, prompt_ids, strip_space=self._decoding.strips_space)
 
+    def difference(self, other: Tokenizer) -> str | None:
+        """Which of the ids that both have means something else to another tokenizer, in words; None where none does."""
+        for token_id, (own, its) in enumerate(zip(self._texts, other._texts, strict=False)):
+            if own != its:
+                return f"token {token_id} is {clean_line(own, 40)!r} here and {clean_line(its, 40)!r} there"
+        return None
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; none for special tokens."""
         return self._table[token_id] if token_id < self.vocab_size else b""

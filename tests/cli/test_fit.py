@@ -93,6 +93,21 @@ def test_a_context_in_8_bits_is_longer_and_stands_in_the_command(run: Run) -> No
     assert out.endswith("minillm chat --model llama-3.1-8b:q4_k_m --kv-cache-dtype int8\n")
 
 
+def test_a_draft_model_takes_its_room(run: Run) -> None:
+    """Its weights, its graphs, and its K and V of each token."""
+    alone = rows(run, "llama-3.1-8b", "--memory", "24GiB")
+    beside = rows(run, "llama-3.1-8b", "--memory", "24GiB", "--speculate", "llama-3.2-1b")
+    full = "llama-3.1-8b"
+    assert alone[full]["weights"] == beside[full]["weights"]
+    assert beside[full]["needed"] - alone[full]["needed"] > 2 * GIB, "and steps are shorter"
+    assert beside[full]["context"] < alone[full]["context"] / 2
+    copied = rows(run, "llama-3.1-8b", "--memory", "24GiB", "--speculate", "llama-3.1-8b:int4")
+    assert copied[full]["context"] < beside[full]["context"]
+    code, out, _ = run("llama-3.1-8b", "--memory", "24GiB", "--speculate", "llama-3.2-1b")
+    assert code == 0
+    assert out.splitlines()[0].endswith("; beside llama-3.2-1b, which takes 2.8 GiB and 32 KiB a token")
+
+
 def test_another_machine_is_asked_for_by_its_memory(run: Run) -> None:
     by_memory = {gib: rows(run, "llama-3.1-8b", "--memory", f"{gib}GiB") for gib in (6, 8, 12, 24)}
     best = {gib: [name for name, row in found.items() if row["best"]] for gib, found in by_memory.items()}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from minillm.engine.engine import Engine
-from minillm.engine.speculation import LookupSamples
+from minillm.engine.speculation import GuessingSamples
 from minillm.outputs import RequestOutput
 from minillm.params import SamplingParams
 
 
-def guesses_of(engine: Engine) -> LookupSamples:
+def guesses_of(engine: Engine) -> GuessingSamples:
     method = engine._methods[SamplingParams]
-    assert isinstance(method, LookupSamples)
+    assert isinstance(method, GuessingSamples)
     return method
 
 

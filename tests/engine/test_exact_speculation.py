@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from speculated import assert_close_logprobs, facts, guesses_of
-from support import engine_for, hf_model, ours, write_tiny_model
+from support import engine_for, hf_model, noisy, ours, write_tiny_model
 
 from minillm.cache import check
 from minillm.engine import speculation
 from minillm.engine.engine import Engine
 from minillm.engine.lookup import Occurrences
+from minillm.engine.pace import LookupPace
 from minillm.engine.requests import Request
 from minillm.grammar.grammar import Grammar
 from minillm.load import chat_options
@@ -34,17 +35,34 @@ GRAMMARS = [
 ]
 
 
+Parts = tuple[Llama, Tokenizer, int]
+KINDS = ["lookup", "draft"]
+SIZES: dict[str, Any] = {"vocab_size": 640, "max_position_embeddings": 512}
+
+
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Llama, Tokenizer, int]:
+def drafting() -> Llama:
+    """The model of `parts` as one in few bits might be: most of its guesses are right, and not all."""
+    return noisy(hf_model(**SIZES), 0.05)
+
+
+@pytest.fixture
+def guesser(request: pytest.FixtureRequest, drafting: Llama) -> dict[str, Any]:
+    """The options of an engine that looks guesses up, or has a draft model."""
+    return {"speculate": "lookup"} if request.param == "lookup" else {"draft": drafting}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
     """A random model of text, its tokenizer and its end token."""
     directory = write_tiny_model(tmp_path_factory.mktemp("text"))
     tokenizer = Tokenizer.from_directory(directory)
     eos = tokenizer.eos_token_id
     assert eos is not None
-    return ours(hf_model(vocab_size=640, max_position_embeddings=512)), tokenizer, eos
+    return ours(hf_model(**SIZES)), tokenizer, eos
 
 
-def engine(parts: tuple[Llama, Tokenizer, int], **options: Any) -> Engine:
+def engine(parts: Parts, **options: Any) -> Engine:
     model, tokenizer, eos = parts
     return engine_for(model, tokenizer=tokenizer, eos=frozenset({eos}), **options)
 
@@ -168,11 +186,11 @@ def some_sizes(rng: random.Random, requests: list[Request]) -> dict[str, Any]:
         "admission": rng.choice(("predicted", "optimistic", "optimistic")),
         "prefix_caching": rng.random() < 0.8,
         "on_device": rng.random() < 0.3,
-        "speculate": "lookup",
     }
 
 
-def test_random_requests_with_every_option(parts: tuple[Llama, Tokenizer, int]) -> None:
+@pytest.mark.parametrize("guesser", KINDS, indirect=True)
+def test_random_requests_with_every_option(parts: Parts, guesser: dict[str, Any]) -> None:
     """They come, are preempted and aborted at any step; ``MINILLM_SPECULATED_REQUESTS`` says how many they are."""
     _, tokenizer, eos = parts
     count = right = guessed = preempted = aborted = ended_within = 0
@@ -184,7 +202,7 @@ def test_random_requests_with_every_option(parts: tuple[Llama, Tokenizer, int]) 
         aborts = {rng.randint(0, 40): rng.choice(requests).request_id for _ in range(rng.choice((0, 0, 1)))}
         plain = engine(parts, num_blocks=512, on_device=False, host_blocks=0)
         expected = play(plain, requests, [0] * len(requests), {})
-        guessing = engine(parts, **sizes)
+        guessing = engine(parts, **sizes, **guesser)
         found = play(guessing, requests, arrivals, aborts)
         for each in requests:
             name = each.request_id
@@ -223,10 +241,10 @@ def looping(tokenizer: Tokenizer, count: int = 3, **options: Any) -> list[Reques
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Occurrences, "add"), (Occurrences, "continuation"), (speculation.Pace, "judge")]
+    ("owner", "name"), [(Occurrences, "add"), (Occurrences, "continuation"), (LookupPace, "judge")]
 )
 def test_a_lookup_that_fails_costs_no_answer(
-    parts: tuple[Llama, Tokenizer, int], monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
     """Wherever it fails, once or always: the answers come, only without guesses."""
     requests = looping(parts[1], n=2)[:2]
@@ -247,9 +265,10 @@ def test_a_lookup_that_fails_costs_no_answer(
             assert_same(expected[each.request_id], found[each.request_id])
 
 
+@pytest.mark.parametrize("guesser", KINDS, indirect=True)
 @pytest.mark.parametrize("where", ["run", "draw_guessed", "wait"])
 def test_a_step_that_fails_takes_its_own_requests_only(
-    parts: tuple[Llama, Tokenizer, int], monkeypatch: pytest.MonkeyPatch, where: str
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, where: str, guesser: dict[str, Any]
 ) -> None:
     """A failure at any step of a stream: requests end with the error, or with their whole answers, in time."""
     rng = random.Random(where)
@@ -259,7 +278,7 @@ def test_a_step_that_fails_takes_its_own_requests_only(
         requests = looping(tokenizer) if number % 2 else some_requests(rng, tokenizer, eos)
         arrivals = [rng.randint(0, 12) for _ in requests]
         expected = play(engine(parts, num_blocks=512), requests, arrivals, {})
-        guessing = engine(parts, num_blocks=512, host_blocks=32, speculate="lookup")
+        guessing = engine(parts, num_blocks=512, host_blocks=32, **guesser)
         owner: Any = {"run": Runner, "draw_guessed": Runner, "wait": speculation.Verification}[where]
         done = getattr(owner, where)
 
@@ -293,11 +312,12 @@ def assert_begins_at_error(part: RequestOutput, whole: RequestOutput) -> None:
         assert b.token_ids[: len(a.token_ids)] == a.token_ids
 
 
-def test_an_abort_at_every_step_leaves_nothing(parts: tuple[Llama, Tokenizer, int]) -> None:
+@pytest.mark.parametrize("guesser", KINDS, indirect=True)
+def test_an_abort_at_every_step_leaves_nothing(parts: Parts, guesser: dict[str, Any]) -> None:
     requests = looping(parts[1], n=2)[:2]
     expected = play(engine(parts, num_blocks=256), requests, [0, 0], {})
     for step in range(30):
-        found = play(engine(parts, num_blocks=256, speculate="lookup"), requests, [0, 0], {step: "0"})
+        found = play(engine(parts, num_blocks=256, **guesser), requests, [0, 0], {step: "0"})
         assert_begins(found["0"], expected["0"])
         assert_same(expected["1"], found["1"])
 
@@ -311,8 +331,9 @@ def test_a_chat_on_a_cpu_guesses_unless_it_is_told_not_to() -> None:
         assert chat_options({"device": "cpu", **other}) == {"device": "cpu", **other}
 
 
-def test_sequences_count_their_guessed_tokens(parts: tuple[Llama, Tokenizer, int]) -> None:
-    guessing = engine(parts, num_blocks=256, speculate="lookup")
+@pytest.mark.parametrize("guesser", KINDS, indirect=True)
+def test_sequences_count_their_guessed_tokens(parts: Parts, guesser: dict[str, Any]) -> None:
+    guessing = engine(parts, num_blocks=256, **guesser)
     groups = [guessing.add(request) for request in looping(parts[1], n=2)[:2]]
     while guessing.has_work:
         guessing.step()

@@ -14,12 +14,13 @@ from minillm.cache import check
 from minillm.engine import speculation
 from minillm.engine.engine import Engine
 from minillm.engine.lookup import LONGEST_MATCH, Occurrences
+from minillm.engine.pace import LookupPace
 from minillm.engine.requests import Request
-from minillm.engine.speculation import Pace
 from minillm.grammar.grammar import Grammar
 from minillm.llm import LLM
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
+from minillm.runner.drafter import MOST_SEQS
 
 LOOP = [11, 12, 13, 14, 15]
 
@@ -243,7 +244,7 @@ def test_requests_that_must_be_asked_at_each_token_do_not_guess(loops: Llama) ->
 def test_many_requests_do_not_guess(loops: Llama) -> None:
     engine = engine_for(loops, on_device=False, num_blocks=256, speculate="lookup")
     _, params = looping()
-    run(engine, [(LOOP[i:] + LOOP[:i], params) for i in range(speculation._MOST_SEQS + 1)])
+    run(engine, [(LOOP[i:] + LOOP[:i], params) for i in range(MOST_SEQS + 1)])
     assert guesses_of(engine).num_guessed == 0
 
 
@@ -316,7 +317,7 @@ def test_a_text_that_repeats_itself_goes_on_so() -> None:
 
 
 def test_guesses_that_are_wrong_become_rare_and_right_ones_longer() -> None:
-    pace = Pace()
+    pace = LookupPace(speculation._CPU_PRICE)
     due = 0
     for _ in range(1000):
         if pace.is_due():

@@ -1,0 +1,179 @@
+"""A draft model guesses the next tokens of sequences: a smaller model of the same tokens, or the same in few bits.
+
+It has its own weights, and its own K and V under the block ids of the model that it guesses for. So forks, cached
+prefixes, copies on write and swaps are the other model's books, which this one follows with its own pool, and of
+sequences nothing is kept (`minillm.runner.drafted`). Before it guesses it computes what it has not seen: a prompt, or
+the last tokens. Each guess is drawn as the other model will draw that token, by the request's parameters, the seed and
+the position: the noise is the same, so the two agree where they are nearly of one mind, at any temperature.
+
+Whatever goes wrong in these books would cost right guesses, and no token.
+"""
+
+import time
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import torch
+
+from minillm.model.llama import Batch, Llama
+from minillm.params import SamplingParams
+from minillm.runner.drafted import Drafted
+from minillm.runner.runner import Runner
+from minillm.runner.sampler import Drawn
+from minillm.runner.step import StepWork
+from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
+
+MOST_SEQS = 4  # running at a time where guesses are made: beyond, a step's rows cost as much one by one
+_RUNS = 8  # of a token that is timed
+_FEW = 8  # tokens that were not seen: up to so many are computed like guesses, more of them like a prompt
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A sequence as the draft model goes on with it."""
+
+    chunk: Chunk  # of the other model, which wants guesses
+    group: SequenceGroup
+    sequence: Sequence
+
+    @property
+    def num_guessed(self) -> int:
+        return self.sequence.num_tokens - self.chunk.sequence.num_tokens
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether guesses have begun and more are wanted: none behind an end token, where it is known."""
+        known = self.sequence.token_ids[-1] not in self.group.end_ids
+        return 0 < self.num_guessed < self.chunk.num_guesses and known
+
+
+class Drafter:
+    """A draft model beside another one, as `minillm.runner.runner.Guesser` says.
+
+    Args:
+        runner: the draft model's, with as many blocks, here and on the host, as the other model's.
+        num_blocks, num_host_blocks: those.
+        other: the other model.
+        most_tokens: that it computes in a step, of all that it has not seen.
+    """
+
+    def __init__(self, runner: Runner, num_blocks: int, num_host_blocks: int, other: Llama, most_tokens: int) -> None:
+        self.runner, self._most_tokens = runner, most_tokens
+        self.price, self._vocab_size = price(runner.model, other), other.config.vocab_size
+        self._books = Drafted(num_blocks, runner.block_size, num_host_blocks)
+        self._groups: dict[SequenceGroup, SequenceGroup] = {}  # of the last guesses, and as they are drawn for
+
+    def follow(self, schedule: Schedule, copies: list[tuple[int, int]]) -> None:
+        moves = schedule.moves
+        if moves.out or moves.back or copies:
+            self._books.move(moves, copies)
+            self.runner.compute(StepWork(moves, copies, None, [], 0))
+        for chunk in schedule.chunks:
+            first = chunk.sequence.num_computed
+            self._books.overwrite(chunk.sequence.blocks, first, first + chunk.count + chunk.num_guesses)
+        if wanted := [chunk for chunk in schedule.drafts if not chunk.draft]:
+            self._guess(wanted)
+
+    def forget(self) -> None:
+        self._books.forget()
+        self.runner.forget()
+
+    def close(self) -> None:
+        self.runner.close()
+
+    def _guess(self, chunks: list[Chunk]) -> None:
+        """Fill in the guesses of ``chunks``; none where there is too much that the model has not seen."""
+        groups = dict.fromkeys(chunk.group for chunk in chunks)
+        self._groups = {group: self._groups.get(group) or _drawn_for(group) for group in groups}
+        drafts = [_Draft(chunk, self._groups[chunk.group], self._sequence(chunk.sequence)) for chunk in chunks]
+        firsts = [draft.sequence.num_computed for draft in drafts]
+        under_way = self._compute(self._unseen(drafts))
+        while going := [draft for draft in drafts if draft.goes_on]:
+            under_way += self._compute(Schedule([Chunk(draft.group, draft.sequence, 1, True) for draft in going]))
+        for sampled, drawn in under_way:
+            for chunk, token_id in zip(sampled, drawn.wait()[0], strict=True):
+                chunk.sequence.token_ids.append(token_id)
+        for draft, first in zip(drafts, firsts, strict=True):
+            sequence = draft.sequence
+            guesses = sequence.token_ids[draft.chunk.sequence.num_tokens :]
+            draft.chunk.draft = tuple(takewhile(lambda token_id: token_id < self._vocab_size, guesses))
+            self._books.note(sequence.blocks, first, sequence.num_computed)
+        self.runner.give_up([draft.sequence for draft in drafts])
+
+    def _sequence(self, sequence: Sequence) -> Sequence:
+        """A sequence that has a draft's tokens, and of these computed what is known to be."""
+        ids, vocab_size = list(sequence.token_ids), self.runner.model.config.vocab_size
+        if vocab_size < self._vocab_size:  # what it does not know stands for something else there
+            ids = [token_id if token_id < vocab_size else 0 for token_id in ids]
+        drafted = Sequence(sequence.seq_id, ids, sequence.num_prompt_tokens, sequence.index, sequence.seed)
+        drafted.table = sequence.table
+        drafted.num_computed = min(self._books.length(sequence.blocks), len(ids) - 1)
+        return drafted
+
+    def _unseen(self, drafts: list[_Draft]) -> Schedule:
+        """The tokens that were not seen, up to the last ones, from whose logits the first guesses are drawn."""
+        schedule, left = Schedule(), self._most_tokens
+        for draft in drafts:
+            missing = draft.sequence.num_tokens - draft.sequence.num_computed
+            chunk = Chunk(draft.group, draft.sequence, min(missing, left), missing == 1)
+            left -= chunk.count
+            if chunk.count:
+                several = schedule.drafts if missing <= _FEW else schedule.prefills
+                (schedule.decodes if missing == 1 else several).append(chunk)
+        return schedule
+
+    def _compute(self, schedule: Schedule) -> list[tuple[list[Chunk], Drawn]]:
+        """Compute tokens and draw those behind. The result is what the host does not know yet."""
+        if not schedule.chunks:
+            return []
+        logits, sampled = self.runner.run(schedule, [])
+        for chunk in schedule.chunks:
+            chunk.sequence.num_computed += chunk.count
+        if not sampled:
+            return []
+        drawn = self.runner.draw(logits, sampled)
+        if drawn.may_run_ahead:
+            for chunk in sampled:
+                chunk.sequence.num_pending += 1
+            return [(sampled, drawn)]
+        for chunk, token_id in zip(sampled, drawn.wait()[0], strict=True):
+            chunk.sequence.token_ids.append(token_id)
+        return []
+
+
+def price(draft: Llama, model: Llama) -> float:
+    """How long a token of one model takes, in those of another.
+
+    On a CPU it is measured. On a GPU it goes by the bytes that a token reads and by the number of layers, for there the
+    number of guesses decides how products are rounded, and a clock would let answers differ from start to start.
+    """
+    if model.device.type == "cpu":
+        return _seconds_of_a_token(draft) / _seconds_of_a_token(model)
+    layer = 33 << 20  # bytes: what a GPU reads in the 13 us that a layer takes besides
+    small, large = (each.weight_bytes + layer * each.config.num_layers for each in (draft, model))
+    return small / large
+
+
+@torch.inference_mode()
+def _seconds_of_a_token(model: Llama) -> float:
+    """The least of some runs, of one token alone."""
+    zeros = torch.zeros(1, dtype=torch.int64)
+    table, length = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    lengths = [1] if model.rotary.dynamic else None
+    batch = Batch(zeros, zeros, zeros, table, length, 1, length[:0], rope_lengths=lengths)
+    cache, times = model.new_kv_cache(1, 16).zero_(), []
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        model.forward(batch, cache)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _drawn_for(group: SequenceGroup) -> SequenceGroup:
+    """A group of the same parameters, as far as they decide which tokens are drawn."""
+    same = copy(group)
+    assert isinstance(group.params, SamplingParams)
+    same.params = replace(group.params, logprobs=None, prompt_logprobs=None)
+    same.scores, same.error = None, None
+    return same
