@@ -104,7 +104,7 @@ class LinearWeight:
 
     def __init__(self, weight: Tensor | tuple[LowBit, ...], bias: Tensor | None = None) -> None:
         self.parts: tuple[LowBit, ...] = ()
-        self.most_by_parts = 0  # tokens of a product that low-bit matrices are for
+        self.most_by_parts = -1  # tokens of a product that low-bit matrices are for
         self.packed, self.bias = None, bias
         if isinstance(weight, tuple):
             self.parts, self.weight = weight, weight[0].levels.new_empty(0)
