@@ -18,7 +18,7 @@ def test_only_allowed_tokens_of_masked_rows_stay(vocab: int, rows: list[int]) ->
     before = torch.randn(3, vocab)
     before[1, 0] = float("nan")
     logits = before.to(DEVICE)
-    Masks(rows, torch.from_numpy(words.view(np.int32))).apply(logits)
+    Masks(rows, torch.from_numpy(words.view(np.int32)), []).apply(logits)
     expected = before.clone()
     for number, row in enumerate(rows):
         for token_id in range(vocab):
