@@ -1,4 +1,4 @@
-"""Logits of tokens that must not follow become -inf, by one bit for each token.
+"""Logits of tokens that must not follow become -inf, by one bit for each token. NaN stays, for the sampler to find.
 
 Grid: (n, pieces of the vocabulary). Bytes: logits read and written, and a bit for each in a row that has a mask.
 """
@@ -25,7 +25,8 @@ def _mask_kernel(
     x = tl.load(logits_ptr + i * logits_stride + ids, mask=is_id, other=0.0).to(tl.float32)
     if mask >= 0:
         words = tl.load(words_ptr + mask * words_stride + ids // 32, mask=is_id, other=0)
-        x = tl.where((words >> (ids % 32)) & 1 == 1, x, float("-inf"))
+        may_follow = (words >> (ids % 32)) & 1 == 1
+        x = tl.where(may_follow | (x != x), x, float("-inf"))
     tl.store(out_ptr + i * out_stride + ids, x, mask=is_id)
 
 

@@ -334,7 +334,7 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
 
 
 def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> None:
-    """Write ``logits [n, vocab]`` to ``out``, which may be the same, with -inf for tokens that must not follow.
+    """Write ``logits [n, vocab]`` to ``out``, perhaps the same, with -inf for tokens that must not follow; NaN stays.
 
     Args:
         masks: ``[n]`` int32, the place of each row's mask among ``words``; -1: all may follow.
@@ -343,7 +343,7 @@ def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> No
     vocab = logits.shape[1]
     bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
     may_follow = bits.flatten(1)[masks.clamp(min=0).long(), :vocab].bool() | (masks < 0)[:, None]
-    out.copy_(torch.where(may_follow, logits, float("-inf")))
+    out.copy_(torch.where(may_follow | logits.isnan(), logits, float("-inf")))
 
 
 def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:

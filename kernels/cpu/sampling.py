@@ -17,7 +17,8 @@ def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> No
     bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")
     for row, mask in enumerate(masks.tolist()):
         if mask >= 0:
-            out[row].masked_fill_(torch.from_numpy(bits[mask, : out.shape[1]]) == 0, float("-inf"))
+            banned = torch.from_numpy(bits[mask, : out.shape[1]]) == 0
+            out[row].masked_fill_(banned.logical_and_(out[row] == out[row]), float("-inf"))
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:

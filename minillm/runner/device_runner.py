@@ -92,6 +92,7 @@ class DeviceRunner(Runner):
         self._logits = torch.zeros(capacity, vocab, dtype=model.dtype, device=self._device)
         self._masks = torch.zeros(capacity, vocab // 32 + 1, dtype=torch.int32, device=self._device)
         self._mask_places = torch.zeros(capacity, dtype=torch.int32, device=self._device)  # of each row of logits
+        self._told_places: list[int] = []
         self._work_list = WorkList.allocate(capacity, shape, self._device)
         self._forwards = Graphs(self._rows, enabled=graphs)
         self._draws = Graphs(self._rows, enabled=graphs)
@@ -181,9 +182,11 @@ class DeviceRunner(Runner):
         size, masked = self._size, bool(masks.rows)
         if masked:
             self._send(masks, [draw.row for draw in draws])
-        penalised = any(draw.group.params.has_penalties for draw in draws)
-        work = partial(self._draw, size, penalised=penalised, masked=masked)
-        tokens, logprobs = self._draws.run((size, penalised, masked), work)
+        penalised = any(group.params.has_penalties for group, _ in owners)
+        # Where nobody wants to know log-probabilities, they only tell of NaN.
+        told = (penalised or masked) and any(group.params.logprobs is not None for group, _ in owners)
+        work = partial(self._draw, size, penalised=penalised, masked=masked, told=told)
+        tokens, logprobs = self._draws.run((size, penalised, masked, told), work)
         self._books.note_drawn(draws)
         for observer in self.observers:
             observer.end()
@@ -231,7 +234,7 @@ class DeviceRunner(Runner):
         return [
             lambda: self.compute(StepWork(HostMoves(), [], None, [chunk], 0)),
             lambda: self._forward(1, None),
-            lambda: self._draw(1, penalised=False, masked=False),
+            lambda: self._draw(1, penalised=False, masked=False, told=False),
             lambda: kernels.log_probabilities(row, row.argmax(-1)),
         ]
 
@@ -239,6 +242,7 @@ class DeviceRunner(Runner):
         self._books.forget()
         self._beams.forget()
         self._choices = None
+        self._told_places = []
 
     def close(self) -> None:
         self._forwards.clear()
@@ -279,7 +283,9 @@ class DeviceRunner(Runner):
         places = [-1] * self._size
         for row, place in zip(rows, masks.places(len(rows)), strict=True):
             places[row] = place
-        self._mask_places[: self._size].copy_(self._numbers(places, torch.int32))
+        if places != self._told_places:
+            self._mask_places[: self._size].copy_(self._numbers(places, torch.int32))
+            self._told_places = places
         self._masks[: len(masks.words)].copy_(masks.words, non_blocking=True)
 
     def _shared(self, work: DecodeWork, size: int) -> WorkList | None:
@@ -303,7 +309,7 @@ class DeviceRunner(Runner):
         batch = Batch(*tensors, num_decodes=size, cu_seqlens=inputs.context_lens[:0], shared=shared)
         self.model.forward(batch, self.kv_cache, out=self._logits[:size])
 
-    def _draw(self, size: int, *, penalised: bool, masked: bool) -> tuple[Tensor, Tensor]:
+    def _draw(self, size: int, *, penalised: bool, masked: bool, told: bool) -> tuple[Tensor, Tensor]:
         inputs, rows, raw = self._inputs.first(size), self._rows[:size], self._logits[:size]
         logits = raw
         if penalised:
@@ -315,7 +321,7 @@ class DeviceRunner(Runner):
             logits = possible
         tokens, logprobs = kernels.sample_with_logprobs(logits, inputs.sampling)
         kernels.end_decode(self._words, self._counts, rows, tokens)
-        return tokens, logprobs if logits is raw else kernels.log_probabilities(raw, tokens)
+        return tokens, kernels.log_probabilities(raw, tokens) if told else logprobs
 
 
 def _ahead(draws: list[Chunk]) -> bool:
