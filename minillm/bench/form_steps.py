@@ -68,8 +68,11 @@ class _Device:
         self._books.note_drawn(draws)
         return _Drawn(masks, self._rng)
 
+    def move(self, schedule: Schedule) -> None:
+        """No block moves."""
+
     def take_scores(self) -> None:
-        return None
+        """No prompt is scored."""
 
 
 def form_steps(num_seqs: int, vocab: int, tokenizer: Tokenizer | None = None) -> dict[str, float]:

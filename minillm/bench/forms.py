@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from minillm.bench.parts import PARTS, parts_of_steps
 from minillm.bench.table import ModelOptions, Subject, shown
 from minillm.bench.workloads import Request, drive
-from minillm.checks import integer
+from minillm.checks import check_integer, custom, integer
 from minillm.errors import UsageError
 from minillm.grammar.compiler import Compiler
 from minillm.grammar.grammar import Grammar
@@ -37,9 +38,15 @@ SCHEMA = {
 }
 
 
+def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    return tuple(check_integer(name, size, 1, MAX_TOKENS) for size in sizes)
+
+
 @dataclass(frozen=True)
 class Options(ModelOptions):
-    batch_size: int = integer(16, 1, MAX_TOKENS, help="requests at a time")
+    batch_size: Sequence[int] = custom(
+        (16,), _sizes, metavar="N", parse=int, repeats=True, help="requests at a time; may be several"
+    )
     output_len: int = integer(200, 2, MAX_TOKENS, help="longest answer in tokens")
     runs: int = integer(5, 1, 100, help="pairs of runs; medians count")
 
@@ -68,20 +75,24 @@ class FormsResult:
     host: list[HostPart] = field(default_factory=list)
 
 
-def measure(subject: Subject, options: Options) -> FormsResult:
+def measure(subject: Subject, options: Options) -> dict[str, FormsResult]:
     """Run answers by a schema, and then as many free tokens; UsageError where an answer fails."""
     llm = subject.llm
     requests, vocab = llm.engine.requests, llm.engine.runner.model.config.vocab_size
     if llm.engine.tokenizer is None:
         requests.__dict__["grammars"] = Compiler(random_vocabulary(vocab, requests.eos_token_ids))
-    rng = random.Random(0)
+    return {f"{size} requests": _measure(llm, size, options) for size in options.batch_size}
+
+
+def _measure(llm: LLM, batch_size: int, options: Options) -> FormsResult:
+    rng, vocab = random.Random(0), llm.engine.runner.model.config.vocab_size
     grammar = Grammar.json(SCHEMA)
     formed: list[Request] = [
         (
             [rng.randrange(vocab) for _ in range(100)],
             SamplingParams(seed=number, max_tokens=options.output_len, grammar=grammar),
         )
-        for number in range(options.batch_size)
+        for number in range(batch_size)
     ]
     seconds: tuple[list[float], ...] = ([], [], [])
     counts: list[int] = []
@@ -107,7 +118,7 @@ def measure(subject: Subject, options: Options) -> FormsResult:
     tokens = sum(counts)
     rates = tokens / plain, tokens / by_schema, tokens / mixed
     host = _host_parts(llm, kinds)
-    return FormsResult(options.batch_size, tokens, *rates, 1 - plain / by_schema, 1 - plain / mixed, host)
+    return FormsResult(batch_size, tokens, *rates, 1 - plain / by_schema, 1 - plain / mixed, host)
 
 
 def _host_parts(llm: LLM, kinds: list[list[Request]]) -> list[HostPart]:
