@@ -164,8 +164,11 @@ class Requests:
         return group.error is None
 
     def note_nan(self, group: SequenceGroup) -> None:
-        """A group's logits are NaN: it will end with an error, and no request may find its blocks."""
-        group.error = "the model produced NaN; another dtype may help: float32 or bfloat16"
+        """A group's logits are NaN: it will end with an error, and no request may find its blocks.
+
+        (So are those of a row whose every token is excluded; that error is known before.)
+        """
+        group.error = group.error or "the model produced NaN; another dtype may help: float32 or bfloat16"
         for sequence in group.unfinished:
             if sequence.table is not None:
                 self.scheduler.cache.distrust(sequence.table)

@@ -56,6 +56,8 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
     if not needing:
         return Masks([], torch.empty(0, 0, dtype=torch.int32), [])
     by_grammar = [each for each in needing if each[2].matcher is not None]
+    # Copies of a matcher side by side, for they wait for each other: the library's threads take parts of the list.
+    by_grammar.sort(key=lambda each: 0 if each[2].matcher is None else id(each[2].matcher.family))
     masked = by_grammar + [each for each in needing if each[2].matcher is None]
     there = torch.empty(len(masked), vocab // 32 + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
     words = there.numpy().view(np.uint32)

@@ -10,6 +10,7 @@ from minillm.runner.masks import Masks, masks_of, needs_mask
 from minillm.sequence import Sequence, SequenceGroup
 
 NO_TOKEN = "no token is possible any more: together the request's parameters exclude all of them"
+_NOTHING_LEFT = "logits_processor has left NaN, infinity, or no token that is possible"
 Owner = tuple[SequenceGroup, Sequence]  # of a row of logits: those of its next token
 
 
@@ -40,13 +41,18 @@ def process_logits(logits: Tensor, owners: SequenceOf[Owner]) -> Masks:
 
 def run_processors(logits: Tensor, owners: SequenceOf[Owner], masks: Masks) -> None:
     """Let callers' own processors change their rows; what must not follow stays so. Where one fails, its group does."""
-    processed = False
+    processed = []
     for row, (group, sequence) in enumerate(owners):
         processor = group.params.logits_processor
         if processor is not None and group.error is None and row not in masks.empty:
-            group.error, processed = _run(processor, logits[row], sequence), True
+            group.error = _run(processor, logits[row], sequence)
+            processed.append(row)
     if processed:
         masks.apply(logits)
+    for row in processed:
+        group, _ = owners[row]
+        if group.error is None and logits[row].amax() == float("-inf"):
+            group.error = _NOTHING_LEFT
 
 
 def note_empty(owners: SequenceOf[Owner], masks: Masks) -> None:
@@ -82,7 +88,7 @@ def _run(processor: LogitsProcessor, logits: Tensor, sequence: Sequence) -> str 
             what = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
             return f"logits_processor must return a tensor {list(logits.shape)}, not {what}"
         if not changed.amax().isfinite():
-            return "logits_processor has left NaN, infinity, or no token that is possible"
+            return _NOTHING_LEFT
         logits.copy_(changed)
     except Exception as error:
         return f"logits_processor: {type(error).__name__}: {' '.join(str(error).split())}"
