@@ -333,6 +333,19 @@ def penalise(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: T
             out[i] -= torch.where(generated > 0, frequency * generated + presence, 0.0)
 
 
+def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> None:
+    """Write ``logits [n, vocab]`` to ``out``, perhaps the same, with -inf for tokens that must not follow; NaN stays.
+
+    Args:
+        masks: ``[n]`` int32, the place of each row's mask among ``words``; -1: all may follow.
+        words: ``[masks, words]`` int32: token i may follow where bit ``i % 32`` of word ``i // 32`` is 1.
+    """
+    vocab = logits.shape[1]
+    bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1
+    may_follow = bits.flatten(1)[masks.clamp(min=0).long(), :vocab].bool() | (masks < 0)[:, None]
+    out.copy_(torch.where(may_follow | logits.isnan(), logits, float("-inf")))
+
+
 def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     """Store each row's drawn token, the one to be computed next, and add 2 to its count; not where ``FORKS`` is 1."""
     real = (rows >= 0) & (words[rows.clamp(min=0).long(), Field.FORKS] == 0)

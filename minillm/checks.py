@@ -8,7 +8,7 @@ the command line (`minillm.cli.options`), the key in config.toml and the line in
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from functools import wraps
+from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -42,8 +42,15 @@ def declared(cls: type) -> Iterator[tuple[str, Any, Parameter]]:
 
 def check_fields(params: object) -> None:
     """Bring every declared field into its one form, in ``__post_init__`` of a frozen dataclass; raise UsageError."""
-    for name, _, parameter in declared(type(params)):
-        object.__setattr__(params, name, parameter.check(name, getattr(params, name)))
+    for name, default, check in _checks(type(params)):  # type: ignore[arg-type]
+        value = getattr(params, name)
+        if value is not default:  # that is in its form
+            object.__setattr__(params, name, check(name, value))
+
+
+@cache
+def _checks(cls: type) -> tuple[tuple[str, Any, Callable[[str, Any], Any]], ...]:
+    return tuple((name, default, parameter.check) for name, default, parameter in declared(cls))
 
 
 def check_names(values: Collection[str], known: Collection[str], what: str) -> None:

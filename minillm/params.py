@@ -153,7 +153,8 @@ class _Params:
     logits_processor: LogitsProcessor | None = custom(  # noqa: RUF009 - a field, as all others
         None, _logits_processor, cli=False,
         help="your function of (prompt ids, answer's ids, float32 logits [vocab] where the model computes): it returns "
-        "the logits to go on with, after every other change of them; if it fails, its request fails alone",
+        "the logits to go on with, after every other change of them; what must not follow stays out; if it fails, its "
+        "request fails alone",
     )  # fmt: skip
 
     grammar: Grammar | None = custom(  # noqa: RUF009

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minillm.cache import BlockTable, HostMoves
@@ -107,7 +109,7 @@ class SequenceGroup:
     salt: str | None = None  # only requests of the same salt share cached blocks
     end_ids: tuple[int, ...] = ()  # the tokens that end a completion
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that must not be generated
-    allowed_ids: Tensor | None = None  # [n] int64 on the host: no other token may be generated
+    allowed: NDArray[np.uint32] | None = None  # bits of the only tokens that may be generated
     streamed: bool = False  # deltas with text are wanted even where they cost something
     scores: PromptScores | None = None  # of the prompt, where they are wanted
     num_cached_tokens: int = 0

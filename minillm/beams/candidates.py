@@ -11,7 +11,6 @@ from minillm import kernels
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.outputs import TokenLogprobs
 from minillm.params import BeamSearchParams
-from minillm.runner.masks import masks_of
 from minillm.runner.penalties import needs_processing, process_logits
 from minillm.sequence import Sequence, SequenceGroup
 
@@ -82,15 +81,11 @@ def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count:
     """``(log-probabilities, token ids)`` ``[rows, count]`` of each beam's best next tokens, as penalties and grammar
     leave them.
     """
-    if not any(needs_processing(step.group, sequence) for step, sequence in owners):
+    pairs = [(step.group, sequence) for step, sequence in owners]
+    if not any(needs_processing(*pair) for pair in pairs):
         return kernels.top_log_probabilities(logits, count)
-    # While the device computes the logits.
-    masks = masks_of([(step.group, sequence) for step, sequence in owners], logits.device)
     log_probs = logits.float().log_softmax(-1)
-    for row, (step, sequence) in zip(log_probs, owners, strict=True):
-        if needs_processing(step.group, sequence):
-            process_logits(row, step.group, sequence)
-    masks.apply(log_probs)
+    process_logits(log_probs, pairs)
     return log_probs.topk(count)
 
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from minillm.bench.parts import PARTS, parts_of_steps
 from minillm.bench.table import ModelOptions, Subject, shown
 from minillm.bench.workloads import Request, drive
-from minillm.checks import integer
+from minillm.checks import check_integer, custom, integer
 from minillm.errors import UsageError
 from minillm.grammar.compiler import Compiler
 from minillm.grammar.grammar import Grammar
 from minillm.grammar.vocabulary import Vocabulary
+from minillm.llm import LLM
 from minillm.params import MAX_TOKENS, SamplingParams
 
 _NAME = {"type": "string", "minLength": 20, "maxLength": 60}
@@ -35,11 +38,27 @@ SCHEMA = {
 }
 
 
+def _sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    return tuple(check_integer(name, size, 1, MAX_TOKENS) for size in sizes)
+
+
 @dataclass(frozen=True)
 class Options(ModelOptions):
-    batch_size: int = integer(16, 1, MAX_TOKENS, help="requests at a time")
+    batch_size: Sequence[int] = custom(
+        (16,), _sizes, metavar="N", parse=int, repeats=True, help="requests at a time; may be several"
+    )
     output_len: int = integer(200, 2, MAX_TOKENS, help="longest answer in tokens")
     runs: int = integer(5, 1, 100, help="pairs of runs; medians count")
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """A part of the host's time, milliseconds of a step, the mean over one more run of each kind."""
+
+    part: str = shown("the host's time of a step, ms", width=32)
+    free: float = shown("free", ".3f", 1e3)
+    one_formed: float = shown("beside one", ".3f", 1e3)
+    formed: float = shown("by a schema", ".3f", 1e3)
 
 
 @dataclass(frozen=True)
@@ -53,45 +72,67 @@ class FormsResult:
     one_formed: float = shown("free, beside one by a schema", ",.0f")
     lost: float = shown("lost by a schema", ".1%")
     lost_by_one: float = shown("lost by one", ".1%")
+    host: list[HostPart] = field(default_factory=list)
 
 
-def measure(subject: Subject, options: Options) -> FormsResult:
+def measure(subject: Subject, options: Options) -> dict[str, FormsResult]:
     """Run answers by a schema, and then as many free tokens; UsageError where an answer fails."""
     llm = subject.llm
     requests, vocab = llm.engine.requests, llm.engine.runner.model.config.vocab_size
     if llm.engine.tokenizer is None:
         requests.__dict__["grammars"] = Compiler(random_vocabulary(vocab, requests.eos_token_ids))
-    rng = random.Random(0)
+    return {f"{size} requests": _measure(llm, size, options) for size in options.batch_size}
+
+
+def _measure(llm: LLM, batch_size: int, options: Options) -> FormsResult:
+    rng, vocab = random.Random(0), llm.engine.runner.model.config.vocab_size
     grammar = Grammar.json(SCHEMA)
     formed: list[Request] = [
         (
             [rng.randrange(vocab) for _ in range(100)],
             SamplingParams(seed=number, max_tokens=options.output_len, grammar=grammar),
         )
-        for number in range(options.batch_size)
+        for number in range(batch_size)
     ]
     seconds: tuple[list[float], ...] = ([], [], [])
     counts: list[int] = []
+    kinds: list[list[Request]] = []
     for run in range(options.runs + 1):
         llm.reset_prefix_cache()
         taken, outputs = drive(llm.engine, formed)
         if failed := next((output.error for output in outputs if output.error), None):
             raise UsageError(f"an answer failed: {failed}")
         counts = [len(output.outputs[0].token_ids) for output in outputs]
-        free = [
+        free: list[Request] = [
             (prompt, replace(params, grammar=None, max_tokens=count, ignore_eos=True))
             for (prompt, params), count in zip(formed, counts, strict=True)
         ]
-        times = [taken]
-        for each in (free, [formed[0], *free[1:]]):
+        kinds = [free, [formed[0], *free[1:]], formed]
+        times = []
+        for each in kinds[:2]:
             llm.reset_prefix_cache()
             times.append(drive(llm.engine, each)[0])
-        for into, value in zip(seconds, times, strict=True):
+        for into, value in zip(seconds, [*times, taken], strict=True):
             into += [value] if run else []  # the first one warms up
-    by_schema, plain, mixed = map(statistics.median, seconds)
+    plain, mixed, by_schema = map(statistics.median, seconds)
     tokens = sum(counts)
     rates = tokens / plain, tokens / by_schema, tokens / mixed
-    return FormsResult(options.batch_size, tokens, *rates, 1 - plain / by_schema, 1 - plain / mixed)
+    host = _host_parts(llm, kinds)
+    return FormsResult(batch_size, tokens, *rates, 1 - plain / by_schema, 1 - plain / mixed, host)
+
+
+def _host_parts(llm: LLM, kinds: list[list[Request]]) -> list[HostPart]:
+    """Where the host's time of a step goes in a run of each kind."""
+    found: list[dict[str, float]] = []
+    with parts_of_steps(type(llm.engine.runner)) as seconds:
+        for requests in kinds:
+            llm.reset_prefix_cache()
+            seconds.clear()
+            first = llm.engine.figures.num_steps
+            drive(llm.engine, requests)
+            count = llm.engine.figures.num_steps - first
+            found.append({part: seconds.get(part, 0.0) / count for part in PARTS})
+    return [HostPart(part, *(each[part] for each in found)) for part in PARTS]
 
 
 def random_vocabulary(size: int, end_ids: Collection[int] = ()) -> Vocabulary:

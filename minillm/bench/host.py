@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 from minillm.beams.candidates import BeamStep
 from minillm.beams.method import Beams, Searches, beam_step
 from minillm.beams.search import Candidate
+from minillm.bench.form_steps import form_steps
 from minillm.bench.table import NoOptions, shown
 from minillm.cache import BlockManager
 from minillm.engine.engine import Engine, Step
@@ -22,6 +24,9 @@ from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.runner.device_runner import DeviceRunner
 from minillm.runner.rows import Rows, Sharing
 from minillm.sequence import Chunk, Schedule, SequenceGroup
+from minillm.text.tokenizer import Tokenizer
+from minillm.weights.files import find_downloaded
+from minillm.weights.manifest import default_model
 
 _VOCAB, _STEPS = 49152, 200
 
@@ -47,10 +52,19 @@ class _Runner:
         return self.tokens, [None] * len(self.tokens), [False] * len(self.tokens)
 
 
-def measure(options: NoOptions) -> list[HostResult]:
+def measure(options: NoOptions) -> Iterator[HostResult]:
     """All figures, and their parts."""
-    times = {**_decode_step(256), **_beam_step(32, 4), **_followed_step(32, 4), **_followed_step(8, 4)}
-    return [HostResult(what, 1e6 * statistics.median(seconds)) for what, seconds in times.items()]
+    for times in (_decode_step(256), _beam_step(32, 4), _followed_step(32, 4), _followed_step(8, 4)):
+        for what, seconds in times.items():
+            yield HostResult(what, 1e6 * statistics.median(seconds))
+    default = find_downloaded(default_model())
+    known = None if default is None or default.path.is_file() else Tokenizer.from_directory(default.path)
+    for vocab, tokenizer in ((_VOCAB, known), (128256, None)):
+        for num_seqs in (1, 16, 64):
+            parts, name = form_steps(num_seqs, vocab, tokenizer), f"step, {num_seqs} by a schema, {vocab:,} tokens"
+            yield HostResult(name, 1e6 * sum(parts.values()))
+            for part, taken in parts.items():
+                yield HostResult(f"  {part}", 1e6 * taken)
 
 
 def _engine(runner: Any, num_seqs: int, num_requests: int, params: Params) -> Engine:

@@ -8,9 +8,6 @@ tokens and i times as many more.
 from collections.abc import Sequence
 from operator import countOf
 
-import torch
-from torch import Tensor
-
 from minillm.cache import BlockManager
 from minillm.checks import shown
 from minillm.errors import UsageError
@@ -122,11 +119,6 @@ def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int
     if () in runs:
         raise UsageError("bad_words: one of the words has no tokens; leave it out")
     return tuple(runs)
-
-
-def allowed_ids(params: Params) -> Tensor | None:
-    """The only tokens that may be generated, each once, ``[n]`` int64; None: all may."""
-    return None if params.allowed_token_ids is None else torch.tensor(sorted(set(params.allowed_token_ids)))
 
 
 def check_ids(params: Params, bad_words: tuple[tuple[int, ...], ...], vocab_size: int) -> None:

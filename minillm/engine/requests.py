@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from minillm.engine.admission import allowed_ids, bad_word_ids, check_ids, check_prompt
+from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import UsageError
 from minillm.grammar.compiler import Compiler
@@ -15,6 +15,7 @@ from minillm.grammar.matcher import Matcher
 from minillm.grammar.vocabulary import Vocabulary
 from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
 from minillm.params import Params
+from minillm.runner.masks import bits_of
 from minillm.sequence import Method, PromptScores, Sequence, SequenceGroup, Stage
 from minillm.text.tokenizer import Tokenizer
 
@@ -71,6 +72,7 @@ class Requests:
         self.check_prompt(token_ids, min(1, params.max_tokens))
         bad_words = bad_word_ids(params, self.tokenizer)
         check_ids(params, bad_words, self.vocab_size)
+        allowed = params.allowed_token_ids
         group = SequenceGroup(
             request_id=request_id,
             params=params,
@@ -85,7 +87,7 @@ class Requests:
             salt=self.salt_for(len(token_ids), request.salt),
             end_ids=tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}),
             bad_words=bad_words,
-            allowed_ids=allowed_ids(params),
+            allowed=None if allowed is None else bits_of(list(allowed), self.vocab_size),
             streamed=request.streamed,
         )
         if params.prompt_logprobs is not None:
@@ -162,8 +164,11 @@ class Requests:
         return group.error is None
 
     def note_nan(self, group: SequenceGroup) -> None:
-        """A group's logits are NaN: it will end with an error, and no request may find its blocks."""
-        group.error = "the model produced NaN; another dtype may help: float32 or bfloat16"
+        """A group's logits are NaN: it will end with an error, and no request may find its blocks.
+
+        (So are those of a row whose every token is excluded; that error is known before.)
+        """
+        group.error = group.error or "the model produced NaN; another dtype may help: float32 or bfloat16"
         for sequence in group.unfinished:
             if sequence.table is not None:
                 self.scheduler.cache.distrust(sequence.table)

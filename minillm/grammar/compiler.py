@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -13,13 +12,13 @@ from minillm.grammar.grammar import Grammar
 from minillm.grammar.matcher import Family, Matcher
 from minillm.grammar.notation import limited_matcher, notation
 from minillm.grammar.trial import readable
-from minillm.grammar.vocabulary import Vocabulary
+from minillm.grammar.vocabulary import NUM_CORES, Vocabulary
 
 _SECONDS = 10.0  # all grammars that come here compile for a vocabulary of single bytes within 4
 _MOST_KEPT = 128
 # Copies of a matcher share a lexer, and compute their masks one after the other. Matchers that were compiled by
 # themselves compute theirs at the same time, so a grammar that is asked for again is compiled again, up to so often.
-_FAMILIES = max(1, min(8, (os.cpu_count() or 1) * 3 // 4))
+_FAMILIES = min(8, NUM_CORES)
 _CHEAP_SECONDS = 0.05  # where it took longer, one has to do
 
 

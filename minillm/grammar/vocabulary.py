@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from minillm.grammar.notation import library
 if TYPE_CHECKING:
     import llguidance
 
+NUM_CORES = len(os.sched_getaffinity(0))
 _MARK = "\x02"  # before a text that is to be encoded: some tokenizers treat the beginning of a text by itself
 
 
@@ -37,9 +39,6 @@ class Vocabulary:
         self._tokens = (*tokens, b"")
         self._ids = {data: token_id for token_id, data in reversed(list(enumerate(tokens))) if data}
         self._longest = max(map(len, self._ids), default=0)
-        bits = np.zeros(self.num_words * 32, dtype=np.uint8)
-        bits[: self.size] = [bool(data) for data in tokens]
-        self._plain: NDArray[np.uint32] = np.packbits(bits, bitorder="little").view(np.uint32)
         self.tokenizer: llguidance.LLTokenizer = package.LLTokenizer(
             package.TokenizerWrapper(_Tokens(self._tokens, self.size, self.encode)),
             n_vocab=self.size + 1,
@@ -48,14 +47,18 @@ class Vocabulary:
 
     @cached_property
     def _executor(self) -> Any:
-        return library().LLExecutor()
+        # Few cores are all taken, for who waits for masks does nothing else; of many the library leaves some to others.
+        return library().LLExecutor(NUM_CORES if NUM_CORES <= 4 else None)
 
-    def fill(self, states: Sequence[llguidance.LLMatcher], words: NDArray[np.uint32]) -> None:
+    def fill(self, states: Sequence[llguidance.LLMatcher], words: NDArray[np.uint32]) -> list[bool]:
         """Compute which tokens may follow, for several sequences at a time.
 
         Args:
             words: ``[states, num_words]``, contiguous; bit ``i % 32`` of word ``i // 32`` becomes 1 where token ``i``
                 may follow. Where a text is complete, or its state has an error, none may.
+
+        Returns:
+            Whether each text may end here, or its state has an error.
         """
         assert words.flags.c_contiguous, "the library writes to the memory itself"
         if len(states) == 1:
@@ -63,7 +66,10 @@ class Vocabulary:
         else:
             rows = [(state, row) for row, state in enumerate(states)]
             self._executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, self.num_words * 4, len(states))
-        words &= self._plain
+        end, bit = words[:, self.size // 32], np.uint32(1 << self.size % 32)
+        may_end: list[bool] = (end & bit != 0).tolist()
+        end &= ~bit
+        return may_end
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text within another text; as many as its bytes allow."""
@@ -101,7 +107,7 @@ class _Tokens:
 
     def __init__(self, tokens: Sequence[bytes], end: int, encode: Callable[[str], list[int]]) -> None:
         self.tokens, self.eos_token_id, self.special_token_ids = tokens, end, (end,)
-        self._encode = encode
+        self._encode = lru_cache(4096)(encode)  # what a grammar forces, a name and its colon, comes again and again
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self._encode(text if isinstance(text, str) else text.decode("utf-8", "surrogateescape"))

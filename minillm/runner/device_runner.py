@@ -15,6 +15,7 @@ and one differing bit would part them for good.)
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from minillm.model.llama import Batch, Llama
 from minillm.model.shard import ranks_of
 from minillm.runner.device_beams import Chosen, DeviceBeams
 from minillm.runner.graphs import Graphs
-from minillm.runner.masks import masks_of
-from minillm.runner.penalties import needs_host, process_draw
+from minillm.runner.masks import Masks, masks_of, needs_tokens
+from minillm.runner.penalties import note_empty, run_processors
 from minillm.runner.rows import Rows, Sharing, padded_size
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, draw_tokens
@@ -60,7 +61,8 @@ def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size
     rows, width = _capacity(max_num_seqs), -(-max_model_len // block_size)
     partial = attention_shape(model).max_results(rows) * model.local.num_heads * (model.local.head_dim + 1) * 4
     words = 2 * 4 * (Field.TABLE + width)
-    return rows * (model.config.vocab_size * (model.dtype.itemsize + 4 + 4) + words) + partial
+    bits = 4 * (model.config.vocab_size // 32 + 1)
+    return rows * (model.config.vocab_size * (model.dtype.itemsize + 4 + 4) + bits + words) + partial
 
 
 class DeviceRunner(Runner):
@@ -97,6 +99,9 @@ class DeviceRunner(Runner):
         # For penalties: how often each token occurred, `kernels.reference.penalise` says how it is counted.
         self._counts = torch.zeros(max_num_seqs, vocab, dtype=torch.int32, device=self._device)
         self._logits = torch.zeros(capacity, vocab, dtype=model.dtype, device=self._device)
+        self._masks = torch.zeros(capacity, vocab // 32 + 1, dtype=torch.int32, device=self._device)
+        self._mask_places = torch.zeros(capacity, dtype=torch.int32, device=self._device)  # of each row of logits
+        self._told_places: list[int] = []
         self._work_list = WorkList.allocate(capacity, shape, self._device)
         self._forwards = Graphs(self._rows, enabled=graphs)
         self._draws = Graphs(self._rows, enabled=graphs)
@@ -212,39 +217,50 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, draws: list[Chunk]) -> Drawn:
-        hosted = [i for i, draw in enumerate(draws) if needs_host(draw.group, draw.sequence)]
-        if len(logits) > len(self._decodes) or hosted:
-            return self._draw_from(logits, draws, hosted)
-        size = self._size
-        penalised = any(draw.group.params.has_penalties for draw in draws)
-        tokens, logprobs = self._draws.run((size, penalised), lambda: self._draw(size, penalised))
+        owners = [(draw.group, draw.sequence) for draw in draws]
+        masks = masks_of(owners, logits.shape[1], self._device)  # while the device still computes the logits
+        note_empty(owners, masks)
+        unusual = any(group.params.logit_bias or group.params.logits_processor is not None for group, _ in owners)
+        if len(logits) > len(self._decodes) or unusual:
+            return self._draw_from(logits, draws, masks)
+        size, masked = self._size, bool(masks.rows)
+        if masked:
+            self._send(masks, [draw.row for draw in draws])
+        penalised = any(group.params.has_penalties for group, _ in owners)
+        # Where nobody wants to know log-probabilities, they only tell of NaN.
+        told = (penalised or masked) and any(group.params.logprobs is not None for group, _ in owners)
+        work = partial(self._draw, size, penalised=penalised, masked=masked, told=told)
+        tokens, logprobs = self._draws.run((size, penalised, masked, told), work)
         self._books.note_drawn(draws)
         for observer in self.observers:
             observer.end()
         at: slice | Tensor = slice(len(draws))
         if len(draws) != draws[-1].row + 1:  # rows of another method lie between
             at = self._numbers([draw.row for draw in draws], torch.int64)
-        return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=True, may_compute_ahead=True)
+        return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=_ahead(draws), may_compute_ahead=True)
 
-    def _draw_from(self, logits: Tensor, draws: list[Chunk], hosted: list[int]) -> Drawn:
-        """Draw from any rows of logits; the host changes those of the ``hosted`` draws itself."""
-        # While the device still computes the logits.
-        masks = masks_of([(draw.group, draw.sequence) for draw in draws], self._device)
+    def _draw_from(self, logits: Tensor, draws: list[Chunk], masks: Masks) -> Drawn:
+        """Draw from any rows of logits, one operation after the other."""
         rows = self._books.rows_for(draws, self._decodes)
         self._change(*self._books.take_changes())
         raw = processed = logits[self._numbers([draw.row for draw in draws], torch.int64)]
-        if hosted or any(draw.group.params.has_penalties for draw in draws):
-            processed = torch.empty_like(raw, dtype=torch.float32)
-            indices = self._numbers([-1 if i in hosted else row.index for i, row in enumerate(rows)], torch.int32)
-            kernels.penalise(raw, self._words, self._counts, indices, processed)
-            for i in hosted:
-                process_draw(processed[i], draws[i].group, draws[i].sequence)
-        masks.apply(processed)
+        indices = self._numbers([row.index for row in rows], torch.int32)
+        params = [draw.group.params for draw in draws]
+        if masks.rows or any(p.has_penalties or p.logit_bias or p.logits_processor is not None for p in params):
+            processed = raw.to(torch.float32, copy=True)
+            biases = [(row, bias) for row, p in enumerate(params) for bias in (p.logit_bias or {}).items()]
+            if biases:
+                at = self._numbers([row * raw.shape[1] + token_id for row, (token_id, _) in biases], torch.int64)
+                processed.view(-1).index_add_(0, at, self._numbers([bias for _, (_, bias) in biases], torch.float32))
+            if any(p.has_penalties for p in params):
+                kernels.penalise(processed, self._words, self._counts, indices, processed)
+            masks.apply(processed)
+            run_processors(processed, [(draw.group, draw.sequence) for draw in draws], masks)
         tokens = draw_tokens(processed, draws)
-        kernels.end_decode(self._words, self._counts, self._numbers([row.index for row in rows], torch.int32), tokens)
+        kernels.end_decode(self._words, self._counts, indices, tokens)
         self._books.note_drawn(draws)
         logprobs = kernels.log_probabilities(raw, tokens)
-        return Drawn(draws, tokens, logprobs, raw, may_run_ahead=not hosted, may_compute_ahead=True)
+        return Drawn(draws, tokens, logprobs, raw, may_run_ahead=_ahead(draws), may_compute_ahead=True)
 
     def give_up(self, sequences: list[Sequence]) -> None:
         self._books.give_up(sequences)
@@ -261,7 +277,7 @@ class DeviceRunner(Runner):
         return [
             lambda: self.compute(StepWork(HostMoves(), [], None, [chunk], 0)),
             lambda: self._forward(1, None),
-            lambda: self._draw(1, False),
+            lambda: self._draw(1, penalised=False, masked=False, told=False),
             lambda: kernels.log_probabilities(row, row.argmax(-1)),
         ]
 
@@ -270,6 +286,7 @@ class DeviceRunner(Runner):
         self._books.forget()
         self._beams.forget()
         self._choices = None
+        self._told_places = []
 
     def close(self) -> None:
         super().close()
@@ -306,6 +323,16 @@ class DeviceRunner(Runner):
             at, words = source.to(self._device, non_blocking=True)
             self._words.view(-1)[at] = words.to(torch.int32)
 
+    def _send(self, masks: Masks, rows: list[int]) -> None:
+        """Send masks; ``rows`` are the rows of logits that their rows mean."""
+        places = [-1] * self._size
+        for row, place in zip(rows, masks.places(len(rows)), strict=True):
+            places[row] = place
+        if places != self._told_places:
+            self._mask_places[: self._size].copy_(self._numbers(places, torch.int32))
+            self._told_places = places
+        self._masks[: len(masks.words)].copy_(masks.words, non_blocking=True)
+
     def _shared(self, work: DecodeWork, size: int) -> WorkList | None:
         """The step's work list, on the device; None where reading shared blocks once is not worth it."""
         if work.plan is not None:
@@ -329,11 +356,21 @@ class DeviceRunner(Runner):
         batch = Batch(*tensors, num_decodes=size, cu_seqlens=inputs.context_lens[:0], shared=shared)
         self.model.forward(batch, self.kv_cache, out=self._logits[:size])
 
-    def _draw(self, size: int, penalised: bool) -> tuple[Tensor, Tensor]:
+    def _draw(self, size: int, *, penalised: bool, masked: bool, told: bool) -> tuple[Tensor, Tensor]:
         inputs, rows, raw = self._inputs.first(size), self._rows[:size], self._logits[:size]
-        logits = torch.empty_like(raw, dtype=torch.float32) if penalised else raw
+        logits = raw
         if penalised:
+            logits = torch.empty_like(raw, dtype=torch.float32)
             kernels.penalise(raw, self._words, self._counts, rows, logits)
+        if masked:
+            possible = torch.empty_like(logits) if logits is raw else logits
+            kernels.mask_logits(logits, self._mask_places[:size], self._masks, possible)
+            logits = possible
         tokens, logprobs = kernels.sample_with_logprobs(logits, inputs.sampling)
         kernels.end_decode(self._words, self._counts, rows, tokens)
-        return tokens, kernels.log_probabilities(raw, tokens) if penalised else logprobs
+        return tokens, kernels.log_probabilities(raw, tokens) if told else logprobs
+
+
+def _ahead(draws: list[Chunk]) -> bool:
+    """Whether the next step may be launched before the host has seen the tokens of these."""
+    return not any(needs_tokens(draw.group, draw.sequence) for draw in draws)

@@ -1,15 +1,17 @@
-"""The tokens that grammars allow: masks of logits, computed on the host while the device computes the logits."""
+"""The tokens that may follow, as bits, computed on the host while the device computes the logits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minillm import kernels
 from minillm.runner.to_device import to_device
 from minillm.sequence import Sequence, SequenceGroup
 
@@ -22,63 +24,139 @@ class Masks:
         rows: the rows that have one.
         words: ``[rows, words]`` int32, on the host: bit ``i % 32`` of word ``i // 32`` tells whether token ``i`` may
             follow.
+        empty: of the rows, those where a request's parameters, or these and its grammar, leave no token.
     """
 
     rows: list[int]
     words: Tensor
+    empty: list[int]
 
     def apply(self, logits: Tensor) -> None:
         """Set the ``[n, vocab]`` logits of tokens that may not follow to -inf, in place; other rows are not touched."""
-        if not self.rows:
-            return
-        device = logits.device
-        banned = _zero_bits(self.words, device)[:, : logits.shape[1]]
-        if len(self.rows) == len(logits):
-            logits.masked_fill_(banned, float("-inf"))
-        else:
-            at = to_device(self.rows, torch.int64, device)
-            logits[at] = logits[at].masked_fill(banned, float("-inf"))
+        if self.rows:
+            places = to_device(self.places(len(logits)), torch.int32, logits.device)
+            kernels.mask_logits(logits, places, self.words.to(logits.device, non_blocking=True), logits)
+
+    def places(self, count: int) -> list[int]:
+        """For each of so many rows, the place of its mask in ``words``; -1 for those that have none."""
+        places = [-1] * count
+        for number, row in enumerate(self.rows):
+            places[row] = number
+        return places
 
 
-def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], device: torch.device) -> Masks:
-    """The masks of those sequences that have a grammar; row i of the logits is that of sequence i.
+def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, device: torch.device) -> Masks:
+    """The masks of those sequences that need one; row i of the logits is that of sequence i.
 
-    Tokens that end an answer may follow exactly where its text is complete, and not before ``min_tokens`` unless
-    nothing else may. A sequence whose grammar fails has no mask; its matcher has the error. The
+    Tokens that end an answer may follow exactly where its grammar is complete, if it has one, and not before
+    ``min_tokens`` unless nothing else may. A sequence whose grammar fails has no mask; its matcher has the error. The
     masks of logits on a GPU, ``device``, go there without another copy.
     """
-    constrained = [(row, *pair) for row, pair in enumerate(sequences) if pair[1].matcher is not None]
-    matchers = [sequence.matcher for _, _, sequence in constrained if sequence.matcher is not None]
-    if not matchers:
-        return Masks([], torch.empty(0, 0, dtype=torch.int32))
-    vocabulary = matchers[0].vocabulary
-    there = torch.empty(len(matchers), vocabulary.num_words, dtype=torch.int32, pin_memory=device.type == "cuda")
+    needing = [(row, *pair) for row, pair in enumerate(sequences) if needs_mask(*pair)]
+    if not needing:
+        return Masks([], torch.empty(0, 0, dtype=torch.int32), [])
+    by_grammar = [each for each in needing if each[2].matcher is not None]
+    # Copies of a matcher side by side, for they wait for each other: the library's threads take parts of the list.
+    by_grammar.sort(key=lambda each: 0 if each[2].matcher is None else id(each[2].matcher.family))
+    masked = by_grammar + [each for each in needing if each[2].matcher is None]
+    there = torch.empty(len(masked), vocab // 32 + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
     words = there.numpy().view(np.uint32)
-    words.fill(0)  # torch would do it in threads, which then spin where those of the masks should run
-    vocabulary.fill([matcher.state for matcher in matchers], words)
-    for allowed, (_, group, _) in zip(words, constrained, strict=True):
-        _set(allowed, group.end_ids, False)
-    has_any: list[bool] = np.logical_or.reduce(words, axis=1).tolist()
-    kept = []
-    for number, ((_, group, sequence), matcher) in enumerate(zip(constrained, matchers, strict=True)):
-        early = sequence.num_output_tokens < group.params.min_tokens
-        if matcher.may_stop and not (early and has_any[number]):
-            _set(words[number], group.end_ids, True)
-        elif not has_any[number]:
+    _follow_grammars([(group, sequence) for _, group, sequence in by_grammar], words)
+    words[len(by_grammar) :] = _all_tokens(vocab)
+    kept, empty = [], []
+    for number, (row, group, sequence) in enumerate(masked):
+        if sequence.matcher is not None and sequence.matcher.error is not None:
+            continue
+        if _is_bounded(group, sequence):
+            _exclude(words[number], group, sequence)
+            if not words[number].any():
+                empty.append(row)
+        kept.append(number)
+    rows = [masked[number][0] for number in kept]
+    return Masks(rows, there if len(kept) == len(masked) else there[kept], empty)
+
+
+def needs_mask(group: SequenceGroup, sequence: Sequence) -> bool:
+    """Whether a token exists that must not be the next one."""
+    return sequence.matcher is not None or _is_bounded(group, sequence)
+
+
+def needs_tokens(group: SequenceGroup, sequence: Sequence) -> bool:
+    """Whether the next draw depends on which tokens came before it, in ways that only the host knows."""
+    params = group.params
+    if sequence.matcher is not None or params.no_repeat_ngram_size or params.logits_processor is not None:
+        return True
+    return any(len(word) > 1 for word in group.bad_words)
+
+
+def is_early(group: SequenceGroup, sequence: Sequence) -> bool:
+    """Whether the answer must not end with its next token yet."""
+    return bool(group.end_ids) and sequence.num_tokens - sequence.num_prompt_tokens < group.params.min_tokens
+
+
+def repeating_tokens(token_ids: list[int], size: int) -> list[int]:
+    """The tokens that would make the last ``size`` tokens a run that occurred before."""
+    if len(token_ids) < size:
+        return []
+    if size == 1:
+        return list(dict.fromkeys(token_ids))
+    starts, tail = range(len(token_ids) - size + 1), token_ids[len(token_ids) - size + 1 :]
+    found = [i for i in starts if token_ids[i] == tail[0] and token_ids[i : i + size - 1] == tail]
+    return [token_ids[i + size - 1] for i in found]
+
+
+def completing_tokens(token_ids: list[int], words: tuple[tuple[int, ...], ...]) -> list[int]:
+    """The tokens that would complete one of ``words``, given as runs of token ids."""
+    return [word[-1] for word in words if len(word) == 1 or tuple(token_ids[1 - len(word) :]) == word[:-1]]
+
+
+def bits_of(token_ids: list[int], vocab: int) -> NDArray[np.uint32]:
+    """``[words]``: 1 at the bits of these tokens."""
+    bits = np.zeros((vocab // 32 + 1) * 32, dtype=np.uint8)
+    bits[token_ids] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+@lru_cache(maxsize=1)
+def _all_tokens(vocab: int) -> NDArray[np.uint32]:
+    return bits_of(list(range(vocab)), vocab)
+
+
+def _follow_grammars(owners: SequenceOf[tuple[SequenceGroup, Sequence]], words: NDArray[np.uint32]) -> None:
+    """Compute the first rows of ``words``, by the matchers of these sequences; some may find that they have failed."""
+    matchers = [sequence.matcher for _, sequence in owners if sequence.matcher is not None]
+    if not matchers:
+        return
+    may_end = matchers[0].vocabulary.fill([matcher.state for matcher in matchers], words[: len(matchers)])
+    for allowed, ends, matcher, (group, sequence) in zip(words, may_end, matchers, owners, strict=False):
+        stops = bool(group.params.stop_token_ids)  # ids that may stand for text as well
+        if stops:
+            _set(allowed, group.end_ids, False)
+        if ends and matcher.may_stop:
+            if not (is_early(group, sequence) and allowed.any()):
+                _set(allowed, group.end_ids, True)
+        elif ends or (stops and not allowed.any()):
             matcher.note_error()
-        if matcher.error is None:
-            kept.append(number)
-    rows = [constrained[number][0] for number in kept]
-    return Masks(rows, there if len(kept) == len(matchers) else there[kept])
 
 
-def _zero_bits(words: Tensor, device: torch.device) -> Tensor:
-    """Whether each bit of ``[n, words]`` is 0, as ``[n, 32 * words]`` bool on the device."""
-    if device.type == "cpu":  # twice as fast as shifts there
-        return torch.from_numpy(np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")) == 0
-    there = (words if words.is_pinned() or device.type != "cuda" else words.pin_memory()).to(device, non_blocking=True)
-    bits = (there.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=device)) & 1
-    return bits.flatten(1) == 0
+def _is_bounded(group: SequenceGroup, sequence: Sequence) -> bool:
+    """Whether a request's parameters, its grammar apart, may exclude a token."""
+    if group.allowed is not None or group.bad_words or group.params.no_repeat_ngram_size:
+        return True
+    return sequence.matcher is None and is_early(group, sequence)
+
+
+def _exclude(words: NDArray[np.uint32], group: SequenceGroup, sequence: Sequence) -> None:
+    """Take away the tokens that a request's parameters, its grammar apart, exclude."""
+    params = group.params
+    if group.allowed is not None:
+        words &= group.allowed
+    banned = completing_tokens(sequence.token_ids, group.bad_words)
+    if params.no_repeat_ngram_size:
+        banned += repeating_tokens(sequence.token_ids, params.no_repeat_ngram_size)
+    if sequence.matcher is None and is_early(group, sequence):
+        banned += group.end_ids
+    _set(words, banned, False)
 
 
 def _set(words: NDArray[np.uint32], token_ids: SequenceOf[int], value: bool) -> None:

@@ -10,8 +10,7 @@ from minillm import kernels
 from minillm.kernels import SamplingInputs
 from minillm.outputs import TokenLogprobs
 from minillm.params import SamplingParams
-from minillm.runner.masks import masks_of
-from minillm.runner.penalties import needs_processing, process_draw
+from minillm.runner.penalties import needs_processing, note_empty, process_logits
 from minillm.runner.to_device import to_device
 from minillm.runner.to_host import ToHost
 from minillm.sequence import Chunk
@@ -72,13 +71,10 @@ def sample_tokens(logits: Tensor, draws: SequenceOf[Chunk]) -> Drawn:
     rows = [draw.row for draw in draws]
     if rows != list(range(len(logits))):
         raw = logits[to_device(rows, torch.int64, logits.device)]
-    processed = raw
-    for i, draw in enumerate(draws):
-        if needs_processing(draw.group, draw.sequence):
-            if processed is raw:
-                processed = raw.to(torch.float32, copy=True)
-            process_draw(processed[i], draw.group, draw.sequence)
-    masks_of([(draw.group, draw.sequence) for draw in draws], logits.device).apply(processed)
+    processed, owners = raw, [(draw.group, draw.sequence) for draw in draws]
+    if any(needs_processing(*owner) for owner in owners):
+        processed = raw.to(torch.float32, copy=True)
+        note_empty(owners, process_logits(processed, owners))
     token_ids = draw_tokens(processed, draws)
     wanted = any(draw.group.params.logprobs is not None for draw in draws)  # otherwise only NaN has a meaning
     logprobs = kernels.log_probabilities(raw, token_ids) if wanted else raw.amax(-1)

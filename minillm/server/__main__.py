@@ -73,6 +73,8 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
     sizes = (engine.scheduler.max_num_seqs, engine.runner.model.config.vocab_size)
     template = "" if engine.tokenizer is None else engine.tokenizer.chat_template
     send(messages.Ready(facts, *sizes, defaults=dict(engine.defaults), chat_template=template))
+    if template:
+        calls.begin_templates()
     while True:
         while not (engine.has_work and calls.jobs.empty()):
             job = calls.jobs.get()

@@ -19,6 +19,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 import minillm
+from minillm.checks import shown
 from minillm.errors import MinillmError, UsageError
 from minillm.server import bodies, messages
 from minillm.server.access import Access, AccessRules
@@ -59,7 +60,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise HTTPException for a model that is not this one: none is loaded by request."""
         if name is not None and name not in self.names:
-            raise HTTPException(404, f"the model {name!r} is not served here; {self.names[0]} is")
+            raise HTTPException(404, f"the model {shown(name)} is not served here; {self.names[0]} is")
 
 
 def make_app(service: Service, rules: AccessRules) -> ASGIApp:
@@ -294,7 +295,7 @@ async def _unpin(service: Service, request: Request) -> Response:
     name = request.path_params["name"]
     prefix = service.prefixes.get(name)
     if prefix is None or prefix["tenant"] != request.state.tenant:
-        raise HTTPException(404, f"there is no prefix {name}")
+        raise HTTPException(404, f"there is no prefix {shown(name)}")
     del service.prefixes[name]
     return _json(await service.engine.ask(partial(messages.UnpinPrefix, prefix_id=name)))
 

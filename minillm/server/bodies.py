@@ -17,7 +17,7 @@ from minillm.server.messages import Conversation, ForkPoint
 
 MAX_N = 64
 MAX_PROMPTS = 256  # of one request
-_PARAMS = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)}
+_PARAMS = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)} - {"grammar"}
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -173,7 +173,7 @@ class CompletionBody(_Generation):
         """The prompts, at least one; None is an empty one behind a fork."""
         found: list[Any] = [self.prompt]  # text, ids or none
         if isinstance(self.prompt, list):
-            kinds = {type(each) for each in self.prompt}
+            kinds = set(map(type, self.prompt))
             if len(kinds) > 1:
                 raise BadField("prompt: text and ids in one list; give a list of one kind", "prompt")
             if kinds and kinds != {int}:
@@ -306,7 +306,7 @@ def read_body(kind: type[Body], data: bytes) -> Body:
 
 
 def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: value for name in _PARAMS - {"grammar"} if (value := getattr(body, name, None)) is not None}
+    values = {name: value for name in _PARAMS if (value := getattr(body, name, None)) is not None}
     if (grammar := body.grammar()) is not None:
         values["grammar"] = grammar
     if body.use_beam_search:

@@ -30,6 +30,11 @@ class CallReader:
         self._pool = ThreadPoolExecutor(_THREADS, "prepare")
         self._grammars = ThreadPoolExecutor(_THREADS, "grammar")  # one that takes seconds keeps only its like waiting
 
+    def begin_templates(self) -> None:
+        """Start the chat template's process, which takes a while, before the first conversation comes."""
+        first = messages.Conversation([{"role": "user", "content": "hello"}])
+        self._pool.submit(prompt_ids, self._driver, first)  # where that fails, conversations will say so
+
     def read(self, stream: BinaryIO) -> None:
         """Read until the stream ends."""
         while (call := messages.read_call(stream)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,29 +90,50 @@ class Generating:
     send_seconds: float  # that a client has to read what was sent
     usage: Usage = field(default_factory=Usage)
     _started: bool = False
+    _sending: float = math.inf  # when the message was sent that its client has not taken yet
+    _is_left: bool = False  # its client has gone, or takes nothing
+    _is_over: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._work(self._patient(send)))
+        work = asyncio.current_task()
+        assert work is not None
+        self._look(work)
         gone = asyncio.create_task(_until_gone(receive))
+        gone.add_done_callback(lambda gone: self._leave(work))
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            await self._work(self._noted(send))
+        except asyncio.CancelledError:
+            if not self._is_left or work.uncancel():  # it is this server that ends
+                raise
+            self.metrics.disconnects.inc()
         finally:
-            if not work.done():
-                self.metrics.disconnects.inc()
-            work.cancel()
+            self._is_over = True
+            self._looking.cancel()
             gone.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-        if not work.cancelled() and (error := work.exception()) is not None and not isinstance(error, TimeoutError):
-            raise error
 
-    def _patient(self, send: Send) -> Send:
-        """``send``, with a limit on how long a client may leave lie what it gets."""
+    def _leave(self, work: asyncio.Task[Any]) -> None:
+        """Stop: nobody reads the response any more."""
+        if not self._is_over and not self._is_left:
+            self._is_left = True
+            work.cancel()
 
-        async def patient(message: Any) -> None:
-            async with asyncio.timeout(self.send_seconds):
-                await send(message)
+    def _look(self, work: asyncio.Task[Any]) -> None:
+        """Look now and then whether what was sent has lain there for too long."""
+        left = min(0.0, self._sending - time.monotonic()) + self.send_seconds
+        if left <= 0:
+            self._leave(work)
+        else:
+            self._looking = asyncio.get_running_loop().call_later(left, self._look, work)
 
-        return patient
+    def _noted(self, send: Send) -> Send:
+        """``send``, with a note of when: a client may leave lie what it gets for so long only."""
+
+        async def noted(message: Any) -> None:
+            self._sending = time.monotonic()
+            await send(message)
+            self._sending = math.inf
+
+        return noted
 
     async def _work(self, send: Send) -> None:
         began = time.monotonic()

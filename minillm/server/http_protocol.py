@@ -17,6 +17,32 @@ HEADER_SECONDS = 20.0
 HEADER_BYTES = 64 << 10
 
 
+class JoiningTransport:
+    """A transport that sends the head of a response together with what follows it, if that comes at once."""
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop, self._head = transport, loop, b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._head and data.startswith(b"HTTP/1."):
+            self._head = data
+            self._loop.call_soon(self._flush)
+        else:
+            head, self._head = self._head, b""
+            self._transport.write(head + data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._head:
+            self.write(b"")
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
@@ -25,7 +51,8 @@ class BoundedProtocol(HttpToolsProtocol):
     _in_head = True
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        joining: Any = JoiningTransport(transport, self.loop)
+        super().connection_made(joining)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
+from minillm.checks import shown
 from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
@@ -139,7 +140,7 @@ class Room:
         answer = self.remembered.get(fork.request_id)
         if answer is None or answer.tenant != call.tenant:
             known = f"the latest {_MOST_REMEMBERED} can be forked"
-            raise UsageError(f"fork_of: no answer {fork.request_id} is known; {known}")
+            raise UsageError(f"fork_of: no answer {shown(fork.request_id)} is known; {known}")
         if not 0 <= fork.index < len(answer.output_ids):
             raise UsageError(f"fork_of: the answer has {len(answer.output_ids)} completions, and none {fork.index}")
         output = answer.output_ids[fork.index]
@@ -327,7 +328,7 @@ class Room:
         """Let a prefix go."""
         pin = self.pinned.get(call.prefix_id)
         if pin is None or pin.sequence is None:
-            self.send(messages.Result(call.call_id, None, f"there is no prefix {call.prefix_id}"))
+            self.send(messages.Result(call.call_id, None, f"there is no prefix {shown(call.prefix_id)}"))
             return
         del self.pinned[call.prefix_id]
         held.unpin(self.driver, pin.sequence)

@@ -18,6 +18,7 @@ from minillm.errors import WeightsError
 from minillm.text.safe import clean_line
 
 _QUIET = threading.Lock()  # there is one stderr
+_HELD = 1 << 14  # bytes of a request that a pipe holds, which is empty then
 SECONDS = 5.0  # for an answer; the slowest template that we know takes 20 ms
 
 
@@ -68,7 +69,11 @@ class Sandbox:
         process: Any = self.process
         data = json.dumps({**request, "seconds": seconds}).encode() + b"\n"
         writer = threading.Thread(target=_write, args=(process.stdin, data), daemon=True)
-        writer.start()  # a pipe holds 64 kB, and the other side may be busy with something else than reading
+        is_short = len(data) <= _HELD
+        if is_short:
+            _write(process.stdin, data)
+        else:
+            writer.start()  # the other side may be busy with something else than reading
         line, deadline = b"", time.monotonic() + seconds
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
@@ -79,7 +84,8 @@ class Sandbox:
                 reason = f"takes more than {seconds:.0f} seconds" if late else "crashed, or takes too much memory"
                 raise WeightsError(f"the model's {self._subject} {reason}")
             line += chunk
-        writer.join()
+        if not is_short:
+            writer.join()
         answer: dict[str, Any] = json.loads(line)
         if "broken" in answer:
             raise WeightsError(f"the model's {self._subject}: {clean_line(str(answer['broken']), 300)}")

@@ -438,5 +438,5 @@ def test_bench_host_prints_figures() -> None:
     result = minillm("bench", "host", "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)
-    assert len(figures) == 5
+    assert len(figures) == 5 + 6 * 8  # steps by a schema, each with its seven parts
     assert all(figure["microseconds"] > 0 for figure in figures)

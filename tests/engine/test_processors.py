@@ -109,6 +109,35 @@ def test_a_failing_processor_fails_its_request_alone(
     assert "\n" not in failed.error
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("params", PARAMS)
+def test_what_is_impossible_stays_so_whatever_a_processor_says(
+    models: tuple[Any, Any], params: Any, on_device: bool
+) -> None:
+    """It sees what is possible, and cannot add to it."""
+    seen: list[int] = []
+
+    def upside_down(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(int(logits.isfinite().sum()))
+        return torch.where(logits.isfinite(), logits, 99.0)
+
+    values = {"allowed_token_ids": [5, 6, 7, 8], "bad_words": [[8]], "logits_processor": upside_down}
+    [output] = run(
+        engine_for(models[1], num_blocks=256, on_device=on_device), [([5, 9], with_values(params, **values))]
+    )
+    assert output.error is None
+    assert {token_id for each in output.outputs for token_id in each.token_ids} <= {5, 6, 7}
+    assert set(seen) == {3}
+
+    def elsewhere(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.arange(97, device=logits.device) == 9, 0.0, float("-inf"))
+
+    params = with_values(params, **{**values, "logits_processor": elsewhere})
+    [output] = run(engine_for(models[1], num_blocks=256, on_device=on_device), [([5, 9], params)])
+    assert output.error is not None
+    assert "no token that is possible" in output.error
+
+
 @pytest.mark.parametrize("params", [PARAMS[0], PARAMS[1], PARAMS[3]])
 def test_where_nothing_is_possible_the_request_says_so(models: tuple[Any, Any], params: Any) -> None:
     impossible = with_values(params, allowed_token_ids=[5, 6, 7], no_repeat_ngram_size=1)

@@ -235,6 +235,28 @@ def test_min_tokens_hold_the_end_back_but_not_beyond_the_grammar(llm: LLM) -> No
         assert each.text == "aaa"
 
 
+@pytest.mark.parametrize("kind", [SamplingParams, BeamSearchParams])
+def test_a_grammar_and_other_bounds_hold_together(llm: LLM, kind: Any) -> None:
+    """Both exclude tokens; where they leave none, the request fails, or the search has no beam left."""
+    several = {"n": 8, "seed": 5} if kind is SamplingParams else {"beam_width": 4}
+    [a], [b] = ids_of(llm, "a"), ids_of(llm, "b")
+    grammar = Grammar.regex("[a-d]{4}")
+    params = kind(grammar=grammar, allowed_token_ids=[a, b], bad_words=[[b, b]], **several)
+    answers = texts(llm.generate(["x"], params))[0]
+    assert len({text for text, _ in answers}) > 1
+    for text, reason in answers:
+        assert reason == "stop"
+        assert re.fullmatch("[ab]{4}", text)
+        assert "bb" not in text
+    biased = kind(grammar=grammar, logit_bias={a: 100.0}, **several)
+    assert texts(llm.generate(["x"], biased))[0][0][0] == "aaaa"
+    [free, failed] = llm.generate(["x"] * 2, [kind(max_tokens=3, **several), kind(grammar=Grammar.choice(["cd"]),
+                                  allowed_token_ids=[a, b], **several)])  # fmt: skip
+    assert free.error is None
+    assert failed.error is not None
+    assert "no token is possible any more" in failed.error
+
+
 def test_max_tokens_and_stop_strings_cut_an_answer(llm: LLM) -> None:
     cut = llm.generate(["x"], SamplingParams(grammar=Grammar.regex("(ab){50}"), max_tokens=4))[0].outputs[0]
     assert cut.finish_reason == "length"

@@ -21,10 +21,10 @@ def processed(logits: list[float], end_ids: tuple[int, ...] = (), **values: Any)
     group = SequenceGroup(
         "", params, None, 99, [sequence], RequestMetrics(arrival_time=0.0), Stage.SPLIT, end_ids=end_ids,  # type: ignore[arg-type]
     )  # fmt: skip
-    result = torch.tensor(logits)
+    result = torch.tensor([logits])
     if needs_processing(group, sequence):
-        process_logits(result, group, sequence)
-    return result.tolist()
+        process_logits(result, [(group, sequence)])
+    return result[0].tolist()
 
 
 def test_repetition_is_of_prompt_and_answer() -> None:

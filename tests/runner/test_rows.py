@@ -54,6 +54,10 @@ def everything(rng: random.Random, count: int) -> list[tuple[list[int], Any]]:
             SamplingParams(seed=number, min_p=0.02, logprobs=rng.choice((0, 3)), **shared),
             SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.5, **shared),
             SamplingParams(temperature=0, min_tokens=min(5, shared["max_tokens"]), **shared),
+            SamplingParams(seed=number, allowed_token_ids=range(rng.randrange(3, 90), 95), n=2, **shared),
+            SamplingParams(seed=number, logit_bias={rng.randrange(3, 96): 20.0 for _ in range(3)}, **shared),
+            SamplingParams(seed=number, bad_words=[[rng.randrange(3, 96)] for _ in range(60)], **shared),
+            SamplingParams(seed=number, bad_words=[[i, j] for i in range(90) for j in (5, i, 60)], **shared),
             SamplingParams(seed=number, no_repeat_ngram_size=2, **shared),  # the host must know each token first
             SamplingParams(seed=number, n=2, logits_processor=banning_the_last, **shared),
             BeamSearchParams(beam_width=rng.randint(2, 4), **shared),
@@ -96,8 +100,9 @@ def test_running_ahead_changes_no_token(model: Llama, seed: int) -> None:
             assert [c.token_ids for c in output.outputs] == [c.token_ids for c in expected[number].outputs], options
 
 
-def test_logits_are_computed_ahead_where_a_draw_needs_the_host(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, happened = engine_for(model, num_blocks=100, on_device=True), []
+def happening(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What an engine will do, in its order: run, draw, conclude."""
+    happened = []
 
     def noted(name: str, function: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -108,6 +113,33 @@ def test_logits_are_computed_ahead_where_a_draw_needs_the_host(model: Llama, mon
 
     for place, name in ((engine.runner, "run"), (engine.runner, "draw"), (engine, "conclude")):
         monkeypatch.setattr(place, name, noted(name, getattr(place, name)))
+    return happened
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"logit_bias": {7: 9.0}, "presence_penalty": 0.5},
+        {"allowed_token_ids": range(3, 50), "bad_words": [[9]]},
+        {"stop_token_ids": range(3, 96), "min_tokens": 3},
+    ],
+)
+def test_draws_run_ahead_where_they_need_no_token(
+    model: Llama, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
+) -> None:
+    """A step is launched, its draw too, before the one in front is concluded; the tokens are those of a plain run."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 4, **values})
+    [expected] = run(engine_for(model, on_device=False), [([5, 6, 7], params)])
+    engine = engine_for(model, on_device=True)
+    happened = happening(engine, monkeypatch)
+    [output] = run(engine, [([5, 6, 7], params)])
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert happened[:5] == ["run", "draw", "run", "draw", "conclude"]
+
+
+def test_logits_are_computed_ahead_where_a_draw_needs_the_host(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(model, num_blocks=100, on_device=True)
+    happened = happening(engine, monkeypatch)
     run(engine, [([5, 6, 7], SamplingParams(seed=0, no_repeat_ngram_size=2, max_tokens=4))])
     first, *between, last = ["run draw", "run conclude draw", "run conclude draw", "run conclude draw", "conclude"]
     assert " ".join(happened) == " ".join([first, *between, last])

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -54,7 +55,7 @@ def test_a_fork_with_more_text_and_a_fork_of_a_chat(server: Server) -> None:
 @pytest.mark.parametrize(
     ("fork", "words"),
     [
-        ("nothing", "no answer nothing"),
+        ("nothing", "no answer 'nothing'"),
         ({"id": "ID", "index": 7}, "and none 7"),
         ({"id": "ID", "num_tokens": 99}, "99 of them are asked for"),
         ({"id": "ID", "num_tokens": -1}, "-1 of them"),
@@ -64,6 +65,19 @@ def test_a_fork_of_nothing_is_refused(server: Server, fork: Any, words: str) -> 
     answer = post(server, "/v1/completions", prompt="a", max_tokens=2)
     fork = json.loads(json.dumps(fork).replace("ID", answer["id"]))
     assert words in post(server, "/v1/completions", fork_of=fork)["error"]["message"]
+
+
+def test_names_in_refusals_stay_on_their_line(server: Server) -> None:
+    for name in ("a\nb", "\u202e", "x" * 900):
+        body = {"prompt": "x", "max_tokens": 1, "fork_of": name}
+        answers = [httpx.post(f"{server.url}/v1/completions", json=body)]
+        answers.append(httpx.delete(f"{server.url}/v1/prefixes/{quote(name)}"))
+        answers.append(httpx.post(f"{server.url}/v1/completions", json={**body, "model": name}))
+        for answer in answers:
+            assert answer.status_code in (400, 404)
+            message = answer.json()["error"]["message"]
+            assert message.isprintable()
+            assert len(message) < 300
 
 
 def test_prefixes_are_pinned_listed_and_freed(server: Server) -> None:

@@ -1,0 +1,39 @@
+"""Logits of tokens that must not follow become -inf, by one bit for each token. NaN stays, for the sampler to find.
+
+Grid: (n, pieces of the vocabulary). Bytes: logits read and written, and a bit for each in a row that has a mask.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.kernels.compat import pdl_options, wait_for_inputs
+
+_PIECE = 4096  # of the vocabulary per program
+
+
+@triton.jit
+def _mask_kernel(
+    out_ptr, logits_ptr, masks_ptr, words_ptr, out_stride, logits_stride, words_stride, vocab,
+    PIECE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    i = tl.program_id(0).to(tl.int64)
+    mask = tl.load(masks_ptr + i).to(tl.int64)
+    ids = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    is_id = ids < vocab
+    x = tl.load(logits_ptr + i * logits_stride + ids, mask=is_id, other=0.0).to(tl.float32)
+    if mask >= 0:
+        words = tl.load(words_ptr + mask * words_stride + ids // 32, mask=is_id, other=0)
+        may_follow = (words >> (ids % 32)) & 1 == 1
+        x = tl.where(may_follow | (x != x), x, float("-inf"))
+    tl.store(out_ptr + i * out_stride + ids, x, mask=is_id)
+
+
+def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> None:
+    """Write the logits of tokens that may follow, and -inf for others, to ``out``: see `reference.mask_logits`."""
+    n, vocab = logits.shape
+    _mask_kernel[(n, triton.cdiv(vocab, _PIECE))](
+        out, logits, masks, words, out.stride(0), logits.stride(0), words.stride(0), vocab,
+        PIECE=_PIECE, num_warps=8, **pdl_options(logits.device),
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""The host's steps of sequences that follow a JSON schema, with nothing in place of the device's work."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from minillm.bench.forms import SCHEMA, random_vocabulary
+from minillm.bench.parts import PARTS, WAIT, parts_of_steps
+from minillm.cache import BlockManager
+from minillm.engine.engine import Engine
+from minillm.engine.requests import Requests
+from minillm.engine.scheduler import Scheduler
+from minillm.grammar.compiler import Compiler
+from minillm.grammar.grammar import Grammar
+from minillm.kernels import AttentionShape, Costs, Field
+from minillm.load import methods_for
+from minillm.params import SamplingParams
+from minillm.runner.masks import Masks, masks_of
+from minillm.runner.rows import Rows, Sharing
+from minillm.sequence import Chunk, Schedule, Stage
+from minillm.text.tokenizer import Tokenizer
+
+_WARM_UP, _STEPS = 60, 150  # lexers learn their states first
+
+
+class _Drawn:
+    """Tokens by chance, of those that masks allow; nobody's work is to choose them."""
+
+    may_run_ahead, may_compute_ahead = False, True
+
+    def __init__(self, masks: Masks, rng: np.random.Generator) -> None:
+        self._masks, self._rng = masks, rng
+
+    def wait(self) -> tuple[list[int], list[None], list[bool]]:
+        bits = np.unpackbits(self._masks.words.numpy().view(np.uint8), axis=1, bitorder="little")
+        tokens = [int(self._rng.choice(np.flatnonzero(each))) for each in bits]
+        return tokens, [None] * len(tokens), [False] * len(tokens)
+
+
+class _Device:
+    """A runner with the books of rows on a GPU, and no GPU."""
+
+    def __init__(self, num_seqs: int, vocab: int) -> None:
+        self._vocab = vocab
+        self._rng, self._decodes = np.random.default_rng(0), list[Chunk]()
+        sharing = Sharing(AttentionShape(32, 8, 128, 2, 132), Costs())
+        self._books = Rows(num_seqs, Field.TABLE + 256, 16, sharing, lambda row, sequence: None)
+
+    def run(self, schedule: Schedule, copies: object) -> tuple[None, list[Chunk]]:
+        sampled = [chunk for chunk in schedule.chunks if chunk.reaches_the_end]
+        for row, chunk in enumerate(sampled):
+            chunk.row = row
+        self._decodes = schedule.decodes
+        if schedule.decodes:
+            self._books.work_for(schedule.decodes, joins=bool(schedule.prefills))
+        return None, sampled
+
+    def draw(self, logits: None, draws: list[Chunk]) -> _Drawn:
+        masks = masks_of([(draw.group, draw.sequence) for draw in draws], self._vocab, torch.device("cpu"))
+        self._books.rows_for(draws, self._decodes)
+        self._books.take_changes()
+        self._books.note_drawn(draws)
+        return _Drawn(masks, self._rng)
+
+    def move(self, schedule: Schedule) -> None:
+        """No block moves."""
+
+    def take_scores(self) -> None:
+        """No prompt is scored."""
+
+
+def form_steps(num_seqs: int, vocab: int, tokenizer: Tokenizer | None = None) -> dict[str, float]:
+    """The seconds of each part of a step in which so many sequences follow the schema of ``bench forms``; medians.
+
+    Without a tokenizer, tokens stand for random text.
+    """
+    scheduler = Scheduler(BlockManager(num_seqs * 80, 16, prefix_caching=True), num_seqs, 8192)
+    requests = Requests(scheduler, tokenizer, vocab, 4096, frozenset([2]))
+    if tokenizer is None:
+        requests.__dict__["grammars"] = Compiler(random_vocabulary(vocab, [2]))
+    device = _Device(num_seqs, vocab)
+    engine = Engine(cast(Any, device), requests, methods_for(requests, cast(Any, device)))
+    rng, grammar, numbers = random.Random(0), Grammar.json(SCHEMA), itertools.count()
+    steps: list[dict[str, float]] = []
+    with parts_of_steps(_Device, _Drawn) as seconds:
+        while len(steps) < _STEPS:
+            for number in itertools.islice(numbers, num_seqs - len(requests.groups)):
+                prompt = [rng.randrange(3, vocab) for _ in range(100)]
+                engine.add_request(str(number), prompt, SamplingParams(seed=number, max_tokens=300, grammar=grammar))
+            all_decode = not scheduler.waiting and all(group.stage is Stage.SPLIT for group in scheduler.running)
+            seconds.clear()
+            engine.step()
+            engine.take_finished()
+            if all_decode and engine.figures.num_steps > _WARM_UP:
+                steps.append(dict(seconds))
+    return {part: statistics.median(each.get(part, 0.0) for each in steps) for part in PARTS if part != WAIT}

@@ -1,0 +1,70 @@
+"""Where the host's time of an engine's steps goes: seconds of each part, without those of the parts within it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from minillm.engine.engine import Engine
+from minillm.engine.requests import Requests
+from minillm.engine.samples import Samples
+from minillm.engine.scheduler import Scheduler
+from minillm.grammar.vocabulary import Vocabulary
+from minillm.runner.runner import Runner
+from minillm.runner.sampler import Drawn
+
+WAIT = "waiting for the device"
+_METHODS: tuple[tuple[type, str, str], ...] = (
+    (Engine, "step", "the engine itself"),
+    (Scheduler, "schedule", "scheduler and cache"),
+    (Engine, "note_computed", "scheduler and cache"),
+    (Requests, "advance", "matchers take tokens"),
+    (Samples, "append", "texts and ends"),
+    (Vocabulary, "fill", "masks: the library"),
+)
+_OF_RUNNER = ("run", "launching forward passes"), ("draw", "launching draws")
+PARTS: tuple[str, ...] = (*dict.fromkeys(part for _, _, part in _METHODS), *(part for _, part in _OF_RUNNER), WAIT)
+
+
+@contextmanager
+def parts_of_steps(runner: type = Runner, drawn: type = Drawn) -> Iterator[dict[str, float]]:
+    """Take the times of all steps of this process; yields the seconds of each of `PARTS` since it was cleared.
+
+    Args:
+        runner: the class of the runner.
+        drawn: the class of its drawn tokens, whose `wait` is nobody's work.
+    """
+    places = [*_METHODS, *((runner, name, part) for name, part in _OF_RUNNER), (drawn, "wait", WAIT)]
+    seconds: dict[str, float] = defaultdict(float)
+    within: list[float] = []  # of each call under way, the seconds of the parts within it
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            within.append(0.0)
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                taken = time.perf_counter() - began
+                seconds[part] += taken - within.pop()
+                if within:
+                    within[-1] += taken
+
+        return call
+
+    own = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
+    for owner, name, part in places:
+        setattr(owner, name, timed(part, getattr(owner, name)))
+    try:
+        yield seconds
+    finally:
+        for owner, name, function in own:
+            if function is None:  # inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, function)
