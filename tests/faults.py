@@ -819,8 +819,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("low-bit-warps-not-added", "second = tl.sum(tl.reshape(totals", "second = tl.max(tl.reshape(totals",
          LOW_BIT + "test_tiles[q8_0-tile0]"),
         ("low-bit-token-of-another-eight", "token % 8 * 32", "token % 4 * 32", LOW_BIT + "test_tiles[q8_0-tile1]"),
-        ("low-bit-range-of-float16", "tl.exp2(13.0 - exponent)", "tl.exp2(0.0 * exponent)",
+        ("low-bit-range-of-float16", "(127 + 13 + 127 - exponent)", "(127 + 0 * exponent)",
          LOW_BIT + "test_activations_that_float16_could_not_hold"),
+        ("low-bit-norm-in-another-order", "norm_ptr + read", "norm_ptr + columns",
+         LOW_BIT + "test_columns_in_an_order_of_their_own[5]"),
     ],
     "kernels/low_bit_dot.py": [
         ("dot-of-small-scales", "(words >> (at % SHARE * BITS))", "(words >> (at % SHARE * 0))",
@@ -832,6 +834,11 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "kernels/low_bit_linear.py": [
         ("low-bit-never-unpacked", "!= UNPACKED for part", "is not None or True for part",
          TUNING + "test_a_tile_that_says_unpacked_unpacks"),
+        ("low-bit-no-tokens", "if not x.shape[0]:", "if False:", LOW_BIT + "test_no_tokens_have_no_products"),
+        ("low-bit-copy-of-another-order", "rows[:, part.order] = dequantise(", "rows[:] = dequantise(",
+         LOW_BIT + "test_columns_in_an_order_of_their_own[1]"),
+        ("copy-for-few-tokens", "return min(16 if part.layout.table", "return min(4 if part.layout.table",
+         LOW_BIT + "test_a_copy_multiplies_many_tokens"),
     ],
     "kernels/low_bit_tuning.py": [
         ("slowest-tile-taken", "best = min(range", "best = max(range",
@@ -916,6 +923,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          FITTING + "test_a_matrix_in_float32_counts_while_it_is_packed"),
     ],
     "minillm/fit/budget.py": [
+        ("copy-in-any-case", "0 < weights.copied <= self.available * _COPY_SHARE", "0 < weights.copied",
+         BUDGET + "test_a_copy_in_16_bits_is_kept_where_it_is_a_small_part"),
+        ("copy-before-the-pool", "tokens = max(min(self.config.max_model_len or ROOMY_TOKENS, shape.context), pool)",
+         "tokens = 0", BUDGET + "test_a_copy_in_16_bits_is_kept_where_it_is_a_small_part"),
         ("all-of-the-gpu", "1 - self.config.gpu_memory_utilization", "0 * self.config.gpu_memory_utilization",
          BUDGET + "test_the_parts_add_up_to_no_more_than_there_is"),
         ("steps-for-free", "        room = left - steps\n", "        room = left\n",

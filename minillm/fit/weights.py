@@ -75,13 +75,12 @@ def weights_in_memory(
             continue
         held = part * _held(tensor, layout)
         memory += held
-        if tensor.name not in _EMBEDDINGS or tied:
-            copied += part * _low_bit_count(tensor, layout) * layout.element_size
         if tensor.name in _EMBEDDINGS and tied and layout.packs and tensor.kind in _FLOATS:
             held = part * _packed(tensor)  # the head is a second copy, in the layout of products
             memory += held
         if tensor.name not in _EMBEDDINGS or tied:
             read += held
+            copied += part * _low_bit_count(tensor, layout) * layout.element_size
         if layout.packs and tensor.kind in _FLOATS and tensor.name not in _EMBEDDINGS:
             loading = max(loading, part * _in_float32(tensor))
     return Weights(round(memory), round(read), round(loading), round(copied))

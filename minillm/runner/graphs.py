@@ -35,8 +35,9 @@ class Graphs:
         return result
 
     def clear(self) -> None:
-        """Forget all recordings."""
+        """Forget all recordings, and their memory, which ends with the last of them."""
         self._recorded.clear()
+        self._pool = None
 
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Run ``work`` on padding, so that its kernels are compiled, then record it."""
