@@ -26,6 +26,7 @@ from minillm.kernels.low_bit_tiles import constants_of, dot4, level_bytes, load_
 Tile = tuple[int, int, int]  # rows and warps of a program, and programs of a multiprocessor
 
 MOST_TOKENS = 2
+_FEWEST = 32  # groups of a tile: with 8 of them in a warp results were wrong, compiled by Triton 3.6
 _ANY = 1 << 31
 # Tokens -> groups of a row, up to a power of two -> at most so many rows -> the tiles of 4 bits, of 4 with scales of 6
 # bits, of 5 or 6, and of 8: on an H200 with a cold L2.
@@ -233,7 +234,7 @@ def product(
         out, x, weight, matrix.order, *planes_of(matrix), x if bias is None else bias,
         num_rows, groups, x.stride(0), out.stride(0), eps,
         NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None, TOKENS=tokens,
-        **constants_of(matrix), ROWS=rows, GROUPS=triton.next_power_of_2(groups), PART=part,
+        **constants_of(matrix), ROWS=rows, GROUPS=max(_FEWEST, triton.next_power_of_2(groups)), PART=part,
         num_warps=warps, **pdl_options(out.device),
     )  # fmt: skip
     return out
