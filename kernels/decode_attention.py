@@ -24,7 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels import attention_lanes
 from minillm.kernels.arguments import Pages, check_scales
+from minillm.kernels.attention_lanes import TOKENS, attend_group
 from minillm.kernels.compat import INTERPRETED, dot, pdl_options, wait_for_inputs
 
 
@@ -97,6 +99,17 @@ def attend_tile(
     return new_maximum, total, out
 
 
+@triton.jit
+def _part(context, split, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first token of a part of what is seen of a context, and the one behind its last."""
+    seen = context
+    if WINDOW is not None:
+        seen = tl.minimum(context, WINDOW)
+    size = tl.cdiv(tl.cdiv(seen, num_splits), TILE) * TILE
+    start = context - seen + split * size
+    return start, tl.minimum(start + size, context)
+
+
 @triton.jit(do_not_specialize=["num_splits", "table_stride"])
 def _paged_attention_kernel(
     out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr,
@@ -111,15 +124,9 @@ def _paged_attention_kernel(
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     context = tl.load(lens_ptr + seq)
-    if WINDOW is None:
-        part = tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE
-        start = split * part
-    else:
-        part = tl.cdiv(tl.cdiv(tl.minimum(context, WINDOW), num_splits), TILE) * TILE
-        start = tl.maximum(context - WINDOW, 0) + split * part
+    start, end = _part(context, split, num_splits, TILE, WINDOW)
     if start >= context and split > 0:
         return
-    end = tl.minimum(start + part, context)
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_TILE)
@@ -155,6 +162,32 @@ def _paged_attention_kernel(
     if PARTIAL:
         at = seq * lse_seq_stride + split * lse_split_stride + heads
         tl.store(lse_ptr + at, maximum + tl.log2(divisor), mask=is_row)  # base 2
+
+
+@triton.jit(do_not_specialize=["num_splits", "table_stride"])
+def _lanes_attention_kernel(
+    out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr,
+    q_seq_stride, q_head_stride, table_stride,
+    out_seq_stride, out_head_stride, out_split_stride, lse_seq_stride, lse_split_stride, scale_log2e, num_splits,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WARPS: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """`_paged_attention_kernel` for a cache in 8 bits, by `minillm.kernels.attention_lanes`."""
+    wait_for_inputs(PDL)
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    context = tl.load(lens_ptr + seq)
+    start, end = _part(context, split, num_splits, TOKENS * WARPS, WINDOW)
+    if start >= context and split > 0:
+        return
+    out_ptr += seq * out_seq_stride + kv_head * GROUP * out_head_stride + split * out_split_stride
+    lse_ptr += seq * lse_seq_stride + split * lse_split_stride + kv_head * GROUP
+    attend_group(
+        out_ptr, lse_ptr if PARTIAL else None, q_ptr + seq * q_seq_stride + kv_head * GROUP * q_head_stride,
+        k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr + seq * table_stride,
+        q_head_stride, out_head_stride, scale_log2e, kv_head, start, end, GROUP, HEAD_DIM, BLOCK_SIZE, KV_HEADS, WARPS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -222,16 +255,29 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         num_splits = num_splits_for(num_seqs, num_kv_heads, min(longest, window or longest), q.device)
     dim_tile = max(16, triton.next_power_of_2(head_dim))
     tile, stages, warps = tiling(dim_tile, q.element_size(), k_scales is not None)
+    by_lanes = attention_lanes.takes(q, pages)
+    if by_lanes:
+        tile, warps = LANES_WARPS * TOKENS.value, LANES_WARPS
     pdl = pdl_options(q.device)
     target, partial_lse, strides = out, out, (out.stride(0), out.stride(1), 0, 0, 0)
     if num_splits > 1:
         target = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
         strides = (target.stride(0), target.stride(2), target.stride(1), num_splits * num_heads, num_heads)
-    _paged_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
+    scale = softmax_scale * 1.4426950408889634
+    grid = (num_kv_heads, num_seqs, num_splits)
+    if by_lanes:
+        _lanes_attention_kernel[grid](
+            target, partial_lse, q, k_cache.view(torch.int32), v_cache.view(torch.int32), k_scales, v_scales,
+            tables, lens, q.stride(0), q.stride(1), tables.stride(0), *strides, scale, num_splits,
+            GROUP=group, HEAD_DIM=head_dim, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, WARPS=warps,
+            PARTIAL=num_splits > 1, WINDOW=window, num_warps=warps, **pdl,
+        )  # fmt: skip
+    else:
+        _paged_attention_kernel[grid](
         target, partial_lse, q, k_cache, v_cache, k_scales, v_scales, tables, lens,
         q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim,
-        *strides, softmax_scale * 1.4426950408889634, num_splits,
+        *strides, scale, num_splits,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
         BLOCK_SIZE=block_size, TILE=tile, STAGES=stages, PARTIAL=num_splits > 1,
         WINDOW=window, num_warps=warps, **pdl,
@@ -243,6 +289,9 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
             WINDOW=window, num_warps=4, **pdl,
         )  # fmt: skip
     return out
+
+
+LANES_WARPS = 4
 
 
 def tiling(dim_tile: int, element_size: int, in_8_bits: bool) -> tuple[int, int, int]:

@@ -182,7 +182,7 @@ def prefix_attention(
     return Case("prefix_attention", name, inputs, moved, 4 * seqs * (prefix + tail) * heads * dim, check=check)
 
 
-def _prefill_attention(shape: Heads, n: int, chunk: int, cached: int, in_8_bits: bool = False) -> Case:
+def prefill_attention(shape: Heads, n: int, chunk: int, cached: int, in_8_bits: bool = False) -> Case:
     heads, kv_heads, dim = shape
     context, scale = chunk + cached, dim**-0.5
     blocks = -(-context // _BLOCK_SIZE)
@@ -286,7 +286,7 @@ OPS: dict[str, tuple[Callable[..., Case], Iterable[tuple[Any, ...]]]] = {
         [(heads, *size, form) for heads in _HEADS for size in _PREFIX for form in _FORMS],
     ),
     "prefill_attention": (
-        _prefill_attention,
+        prefill_attention,
         [(heads, *size, form) for heads in _HEADS for size in _PREFILL for form in _FORMS],
     ),
     **{op: (_move_blocks, ((op,),)) for op in ("block_copy", "gather_blocks", "scatter_blocks")},

@@ -1,0 +1,94 @@
+"""Products of whole numbers of 8 bits by lanes: instructions of the matrix unit, each with a plain twin.
+
+A tensor has one element for each of the program's threads. Lane 4r + t of a warp, r below 8 and t below 4, is what
+NVIDIA's manual of PTX calls group r, thread t, and has the parts of matrices that it says there.
+"""
+
+# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+import triton
+import triton.language as tl
+
+from minillm.kernels.compat import INTERPRETED
+
+
+@triton.jit
+def _products(a, b, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
+    """The plain twin's part of ``mma``: rows by columns, of two words of each lane, of columns 2t and 2t + 1."""
+    shifts = (24 - tl.arange(0, 4) * 8)[None, None, :]
+    a = (tl.join(a[0], a[1])[:, :, None] << shifts) >> 24
+    b = (tl.join(b[0], b[1])[:, :, None] << shifts) >> 24
+    if UNSIGNED:
+        b = b & 255
+    products = tl.reshape(a, [WARPS, 8, 1, 32]) * tl.reshape(b, [WARPS, 1, 8, 32])
+    return tl.split(tl.reshape(tl.sum(products, 3), [WARPS * 32, 2]))
+
+
+@triton.jit
+def mma(upper, lower, b, c, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
+    """Sums of 32 products of whole numbers added to ``c``: rows r and r + 8, columns 2t and 2t + 1, for lane 4r + t.
+
+    ``upper`` and ``lower`` are two words of rows r and r + 8, ``b`` of column r, whose bytes have signs or not.
+    """
+    if INTERPRETED:
+        d0, d1 = _products(upper, b, UNSIGNED, WARPS)
+        d2, d3 = _products(lower, b, UNSIGNED, WARPS)
+        return c[0] + d0, c[1] + d1, c[2] + d2, c[3] + d3
+    else:
+        code: tl.constexpr = (
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 " if UNSIGNED else
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            code + "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};", "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+            [upper[0], lower[0], upper[1], lower[1], b[0], b[1], c[0], c[1], c[2], c[3]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def turned(words, WARPS: tl.constexpr):
+    """Eight rows of eight halves of words, transposed: lane 4r + t has columns 2t and 2t + 1 of row r."""
+    if INTERPRETED:
+        halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
+        halves = tl.permute(tl.reshape(halves, [WARPS, 8, 8]), [0, 2, 1])
+        low, high = tl.split(tl.reshape(halves, [WARPS * 32, 2]))
+        return low | (high << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _byte(word, place: tl.constexpr):
+    return (word >> (8 * place)) & 255
+
+
+@triton.jit
+def by_number(a, b, c, d):
+    """Four words of four bytes transposed: word i has byte i of each."""
+    if INTERPRETED:
+        result = ()
+        for i in tl.static_range(4):
+            result = result + (_byte(a, i) | (_byte(b, i) << 8) | (_byte(c, i) << 16) | (_byte(d, i) << 24),)
+        return result
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 p, q, r, s; prmt.b32 p, $4, $5, 0x5140; prmt.b32 q, $6, $7, 0x5140; "
+            "prmt.b32 r, $4, $5, 0x7362; prmt.b32 s, $6, $7, 0x7362; "
+            "prmt.b32 $0, p, q, 0x5410; prmt.b32 $1, p, q, 0x7632; "
+            "prmt.b32 $2, r, s, 0x5410; prmt.b32 $3, r, s, 0x7632; }",
+            "=&r,=&r,=&r,=&r,r,r,r,r", [a, b, c, d],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def two_digits(a, b):
+    """Two numbers below 2^16 as a word: the higher bytes of both, then the lower."""
+    if INTERPRETED:
+        return _byte(a, 1) | (_byte(b, 1) << 8) | (_byte(a, 0) << 16) | (_byte(b, 0) << 24)
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x4051;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
