@@ -4,6 +4,7 @@ Each public op has one contract, stated in `minillm.kernels.reference`. The devi
 `minillm.kernels.gpu` or `minillm.kernels.cpu` computes it.
 """
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -26,7 +27,7 @@ from minillm.kernels.arguments import (
     SearchField,
 )
 from minillm.kernels.cpu import HostPlan
-from minillm.kernels.low_bit import LowBit, dequantise
+from minillm.kernels.low_bit import FP8, LowBit, dequantise
 from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
 from minillm.kernels.reference import log_probabilities
 
@@ -97,14 +98,17 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPla
 class LinearWeight:
     """A weight ``[out, in]`` and optional bias ``[out]``, in the layout in which `linear` reads it fastest.
 
-    The weight is a tensor, or one or several low-bit matrices on a GPU, one below the other.
+    The weight is a tensor, or one or several low-bit matrices on a GPU, one below the other, to which a copy in 16 bits
+    may be added for products of many tokens (`keep_copy`).
     """
 
     def __init__(self, weight: Tensor | tuple[LowBit, ...], bias: Tensor | None = None) -> None:
         self.parts: tuple[LowBit, ...] = ()
+        self.most_by_parts = -1  # tokens of a product that low-bit matrices are for
         self.packed, self.bias = None, bias
         if isinstance(weight, tuple):
             self.parts, self.weight = weight, weight[0].levels.new_empty(0)
+            self.most_by_parts = sys.maxsize
             self.out_features, self.in_features = sum(part.shape[0] for part in weight), weight[0].shape[1]
             return
         self.out_features, self.in_features = weight.shape
@@ -123,12 +127,27 @@ class LinearWeight:
         self.packed, self.in_features = packed, shape[1]
         return self
 
+    def copied_bytes(self, dtype: torch.dtype) -> int:
+        """What a copy of low-bit matrices in ``dtype`` takes; none is made of FP8, whose own products are faster."""
+        is_copied = bool(self.parts) and all(part.layout != FP8 for part in self.parts)
+        return self.out_features * self.in_features * dtype.itemsize if is_copied else 0
+
+    def keep_copy(self, dtype: torch.dtype) -> None:
+        """Keep the weight in ``dtype``, too, for products of so many tokens that this is faster."""
+        if self.copied_bytes(dtype):
+            self.weight = low_bit_linear.unpacked(self.parts, dtype)
+            self.most_by_parts = low_bit_linear.most_tokens_beside_a_copy(self.parts)
+
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight that one product reads."""
+        """Bytes of the weight that a product of one token reads."""
         if self.parts:
             return sum(part.nbytes for part in self.parts)
         return self.weight.nbytes if self.packed is None else self.packed.num_bytes
+
+
+def _is_by_parts(x: Tensor, weight: LinearWeight) -> bool:
+    return x.shape[0] <= weight.most_by_parts
 
 
 def _is_for_matvec(x: Tensor, weight: LinearWeight) -> bool:
@@ -146,7 +165,7 @@ def embedding(token_ids: Tensor, table: Tensor | LowBit, dtype: torch.dtype) -> 
 
 def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
     """``x [rows, in] @ weight.T + bias``, into ``out`` where it is given."""
-    if weight.parts:
+    if _is_by_parts(x, weight):
         return low_bit_linear.linear(x, weight.parts, weight.bias, out, None)
     if weight.packed is not None:
         result = weight.packed.apply(x)
@@ -162,7 +181,7 @@ def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
     """RMSNorm, then `linear`, into ``out`` where it is given: see `reference.norm_linear`."""
-    if weight.parts:
+    if _is_by_parts(x, weight):
         return low_bit_linear.linear(x, weight.parts, weight.bias, out, (norm_weight, eps))
     if _is_for_matvec(x, weight):
         return matvec.norm_matvec(x, norm_weight, eps, weight.weight, weight.bias, out)
@@ -171,7 +190,7 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight
 
 def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight) -> Tensor:
     """RMSNorm, the packed projection to gate and up, and their product: see `reference.norm_gated_linear`."""
-    if weight.parts:
+    if _is_by_parts(x, weight):
         return low_bit_linear.gated_linear(x, weight.parts, weight.bias, (norm_weight, eps))
     if _is_for_matvec(x, weight):
         return matvec.norm_gated_matvec(x, norm_weight, eps, weight.weight, weight.bias)
@@ -180,7 +199,7 @@ def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Linear
 
 def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
     """``residual += linear(x, weight)``, in place: see `reference.linear_add`."""
-    if weight.parts:
+    if _is_by_parts(x, weight):
         return low_bit_linear.linear_add(x, weight.parts, weight.bias, residual)
     if weight.packed is not None:
         add_to = weight.packed.add_to

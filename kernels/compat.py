@@ -24,6 +24,19 @@ def dot(a, b, out):
 
 
 @triton.jit
+def finished(sums):
+    """``sums``, once the product that they come from has ended.
+
+    Triton 3.6 lets a product whose first operand is in registers run on while the loop's next turn already writes to
+    those registers: sums were wrong by chance. Something has to use them in between.
+    """
+    if INTERPRETED:
+        return sums
+    else:
+        return tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def release(PDL: tl.constexpr):
     """Let the next kernel be brought in (programmatic dependent launch) once all programs say so or have ended."""
     if PDL:
@@ -55,6 +68,28 @@ def wait_then_release(PDL: tl.constexpr):
     """
     wait(PDL)
     release(PDL)
+
+
+@triton.jit
+def begin_part(PART: tl.constexpr, PDL: tl.constexpr):
+    """`wait_for_inputs`, of a kernel that computes the part of a result of this number while others compute others.
+
+    Each is launched for the same inputs. The first lets the second be brought in when they are there, so the others
+    need not wait for them, nor for each other.
+    """
+    if PART == 1:
+        wait_then_release(PDL)
+    elif PART > 1:
+        release(PDL)
+    else:
+        wait_for_inputs(PDL)
+
+
+@triton.jit
+def end_part(PART: tl.constexpr, PDL: tl.constexpr):
+    """End after the parts in front have ended, so that the kernel that waits for the last one waits for all."""
+    if PART > 1:
+        wait(PDL)
 
 
 def pdl_options(device: torch.device) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class LowBit:
     # in / 256, 4] int32, see `pack_super`. ``bytes``: [out, in / group] int8. ``float``: [out, 1] float32.
     scales: Tensor
     units: Tensor | None = None  # ``bytes``: [out, in / 256] float16, the scales of the scales
+    # [in] int32, the column of x that each column is for, where groups are no neighbours of x; of FP8 none
+    order: Tensor | None = None
     # How its products are cut on this card, by `bucket`, where that was measured: see `minillm.kernels.low_bit_tuning`.
     tiles: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
@@ -110,16 +112,25 @@ def bucket(tokens: int) -> int:
 
 
 def concatenated(matrices: list[LowBit | None]) -> tuple[LowBit, ...]:
-    """The matrices one below the other, neighbours of one layout as one; none where one of them is None."""
+    """The matrices one below the other, neighbours of one layout as one.
+
+    None where one of them is None, or where they read x in different orders.
+    """
     result: list[LowBit] = []
     for each in matrices:
-        if each is None:
+        if each is None or (result and not _have_one_order(result[-1], each)):
             return ()
         if result and result[-1].layout == each.layout:
             result[-1] = _stacked(result[-1], each)
         else:
             result.append(each)
     return tuple(result)
+
+
+def _have_one_order(first: LowBit, second: LowBit) -> bool:
+    if first.order is None or second.order is None:
+        return first.order is second.order
+    return torch.equal(first.order, second.order)
 
 
 def expanded(matrices: tuple[LowBit, ...]) -> Tensor:
@@ -299,8 +310,13 @@ def factors(matrix: LowBit, dtype: torch.dtype = torch.float32) -> tuple[Tensor,
 
 
 def dequantise(matrix: LowBit, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weights ``[out, in]`` in ``dtype``, computed in it or in float32, the wider."""
+    """The weights ``[out, in]`` in ``dtype``, by the columns of x; computed in it or in float32, the wider."""
     wide = torch.promote_types(dtype, torch.float32)
     scales, zeros, offsets = (each[..., None] for each in factors(matrix, wide))
     levels = unpack_levels(matrix).to(wide).view(matrix.shape[0], scales.shape[1], -1)
-    return (scales * (levels - zeros) + offsets).flatten(1).to(dtype)
+    weights = (scales * (levels - zeros) + offsets).flatten(1).to(dtype)
+    if matrix.order is None:
+        return weights
+    result = torch.empty_like(weights)
+    result[:, matrix.order] = weights
+    return result

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import INTERPRETED, dot, pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, dot, finished, pdl_options, wait_for_inputs
 from minillm.kernels.low_bit import GROUP, Layout, LowBit
 from minillm.kernels.low_bit_lanes import codes, eight_weights, row_factors
 from minillm.kernels.low_bit_matmul import HalfActivations
@@ -126,7 +126,7 @@ def _dot_kernel(
         lane_rows = tl.minimum(first + sixteen * 16 + is_second * 8 + r, num_rows - 1)  # outside: not stored
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
-    x_at = tl.minimum(tokens, num_tokens - 1)[None, :] * (num_turns * 128) + tl.arange(0, 128)[:, None]
+    x_at = tokens[None, :] * (num_turns * 128) + tl.arange(0, 128)[:, None]  # there are rows behind the last token's
     share = (num_turns + PARTS - 1) // PARTS
     begin = tl.program_id(2) * share
     wait_for_inputs(PDL)
@@ -137,7 +137,8 @@ def _dot_kernel(
         groups = _load_groups(
             levels_ptr, high_ptr, scales_ptr, units_ptr, lane_rows, group, num_groups, BITS, SCALES, GROUP
         )
-        total = dot(_weights(groups, group, BITS, SCALES, GROUP, ZERO, TABLE, CODES, ROWS, WARPS), x, total)
+        weights = _weights(groups, group, BITS, SCALES, GROUP, ZERO, TABLE, CODES, ROWS, WARPS)
+        total = finished(dot(weights, x, total))
     features = first + tl.arange(0, FEATURES)
     is_feature = features < num_rows
     at = tokens.to(tl.int64)[None, :] * out_stride + features[:, None]
@@ -245,7 +246,8 @@ def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
     if tokens > 128:
         programs = triton.cdiv(features, 128) * triton.cdiv(tokens, 256)
         parts = 1 if gated or programs * 2 > _PROGRAMS else 2 if programs * 4 > _PROGRAMS else 4
-        return Tile(128, 256, parts, 8, 2 if layout.bits == 8 else 3)  # three of 8 bits do not fit
+        is_wide = layout.bits == 8 or (layout.bits, layout.scales) == (5, "super")  # three turns do not fit
+        return Tile(128, 256, parts, 8, 2 if is_wide else 3)
     parts = 1 if gated or features >= 12288 else 4
     if tokens > 64:
         return Tile(128, 128, parts, 8, 3)

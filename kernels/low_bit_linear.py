@@ -13,7 +13,8 @@ more           cuBLAS, for a part of the rows at a time, unpacked to scratch mem
 =============  ======================================================================================================
 
 In float32 all but the first unpack, and so does a matrix whose tiles say that it is faster: `LowBit.tiles`. FP8 has
-kernels of its own (`fp8_linear`), and is unpacked where they refuse.
+kernels of its own (`fp8_linear`), and is unpacked where they refuse. Where a model keeps a copy in 16 bits besides
+(`minillm.kernels.LinearWeight.keep_copy`), cuBLAS multiplies that from `most_tokens_beside_a_copy` on.
 """
 
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ _MOST_FUSED = 64  # tokens; of `low_bit_dot` more
 # Weights at a time, 128 MiB of them. Pieces that stay in the L2 take the GPU less time, and the host three times as
 # much: some 100 us each, which 14 pieces a layer make 45 ms for an 8B model's prompt.
 _UNPACKED = 1 << 26
+# By bits: the most tokens of which products are at least as fast as cuBLAS's with weights that are in 16 bits already.
+_MOST_BESIDE_A_COPY = {4: 64, 5: 32, 6: 16, 8: 16}
 
 
 def linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
@@ -69,6 +72,8 @@ def _compute(
     if _is_fused(x, parts):
         return _multiply(x, parts, bias, out, norm, add=add)
     x = x if norm is None else rms_norm(x, *norm)
+    if parts[0].order is not None:  # which all have
+        x = x[:, parts[0].order]
     for part, bias_part, columns in _columns(parts, bias, out):
         _unpacked(x, part, bias_part, columns, add)
     return out
@@ -79,15 +84,19 @@ def _multiply(
     *, gated: bool = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
     """The product by the kernel of so many tokens; with a gate there is one part."""
-    tokens, each = x.shape[0], _columns(parts, bias, out)
-    if tokens <= matvec.MOST_TOKENS:
-        for part, bias_part, columns in each:
-            matvec.product(x, part, bias_part, columns, norm, gated=gated, add=add)
+    if not x.shape[0]:  # a chunk of a prompt of which no logits are wanted
         return out
-    by_dot = dot.takes(x, parts)
-    halves = matmul.halve_activations(x, norm, by_eights=not by_dot)
-    for part, bias_part, columns in each:
-        (dot.product if by_dot else matmul.matmul)(halves, part, bias_part, columns, gated=gated, add=add)
+    several, is_for_dot = len(parts) > 1, dot.takes(x, parts)
+    is_for_matvec = x.shape[0] <= matvec.MOST_TOKENS
+    halves = None if is_for_matvec else matmul.halve_activations(x, norm, parts[0].order, by_eights=not is_for_dot)
+    for number, (part, bias_part, columns) in enumerate(_columns(parts, bias, out), 1):
+        place = number if several else 0
+        if halves is None:
+            matvec.product(x, part, bias_part, columns, norm, gated=gated, add=add, part=place)
+        elif is_for_dot:
+            dot.product(halves, part, bias_part, columns, gated=gated, add=add)
+        else:
+            matmul.matmul(halves, part, bias_part, columns, gated=gated, add=add, part=place)
     return out
 
 
@@ -134,6 +143,25 @@ def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: 
             torch.mm(x, weights, out=target)
         else:
             torch.addmm(bias[start:end], x, weights, out=target)
+
+
+def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:
+    """The weights ``[out, in]`` of matrices one below the other, in ``dtype``."""
+    out = torch.empty(sum(part.shape[0] for part in parts), parts[0].shape[1], dtype=dtype, device=parts[0].device)
+    start = 0
+    for part in parts:
+        rows = out[start : start + part.shape[0]]
+        if part.order is None:
+            dequantise(part, rows)
+        else:
+            rows[:, part.order] = dequantise(part, torch.empty_like(rows))
+        start += part.shape[0]
+    return out
+
+
+def most_tokens_beside_a_copy(parts: tuple[LowBit, ...]) -> int:
+    """The most tokens that low-bit matrices multiply where there is a copy in 16 bits: those of 4 bits 64."""
+    return min(16 if part.layout.table else _MOST_BESIDE_A_COPY[part.layout.bits] for part in parts)
 
 
 def embedding(token_ids: Tensor, matrix: LowBit, dtype: torch.dtype) -> Tensor:

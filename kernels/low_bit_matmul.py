@@ -9,7 +9,7 @@ turns of 128 columns, and add their sums at the end, in their order. Bytes: the 
 ``mma`` multiplies 16 rows by 8 tokens. Lane 4r + t has rows r and r + 8 and token r, and a sixteenth of the input: two
 neighbours at 2t and two at 2t + 8. Which columns these are is free, if both sides agree: here lane t has group t of
 the four, a word of each at a time, so a lane needs one scale a row. Activations are put in that order, eight tokens
-next to each other, so that a warp reads whole lines (`halve_activations`: grid (spans of 2,048 columns, tokens)).
+next to each other, so that a warp reads whole lines (`halve_activations`: grid (tokens), a whole row each).
 
 Frantar et al. 2024, https://arxiv.org/abs/2408.11743, and Kim et al. 2022, https://arxiv.org/abs/2211.10017, have the
 ideas: weights that need no shared memory, and numbers made by their bits.
@@ -24,12 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import INTERPRETED, pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, begin_part, end_part, pdl_options, wait_for_inputs
 from minillm.kernels.low_bit import GROUP, LowBit, bucket
 from minillm.kernels.low_bit_lanes import GROWTH, codes, eight_weights, fours, load_row, row_factors
 from minillm.kernels.low_bit_tiles import constants_of, pair, planes_of
 
-_SPAN = 2048  # columns that a program prepares
+_SPAN = 2048  # columns, in zeros if need be: a turn for each of 16 warps
 
 
 class HalfActivations(NamedTuple):
@@ -46,52 +46,56 @@ class HalfActivations(NamedTuple):
 
 @triton.jit
 def _halve_kernel(
-    out_ptr, scales_ptr, x_ptr, norm_ptr, num_columns, eps,
-    NORM: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr, BY_EIGHTS: tl.constexpr, PDL: tl.constexpr,
+    out_ptr, scales_ptr, x_ptr, norm_ptr, order_ptr, num_columns, num_turns, eps,
+    NORM: tl.constexpr, COLUMNS: tl.constexpr, BY_EIGHTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
-    token = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
-    row = tl.load(x_ptr + token * num_columns + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+    is_column = columns < num_columns
+    norm, read = 1.0, columns
+    if order_ptr is not None:
+        read = tl.load(order_ptr + columns, mask=is_column, other=0)
+    if NORM:
+        norm = tl.load(norm_ptr + read, mask=is_column, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + token * num_columns + read, mask=is_column, other=0.0).to(tl.float32)
     norm_scale = 1.0
     if NORM:
-        norm_scale = tl.rsqrt(tl.sum(row * row, 0) / num_columns + eps)
-        row *= tl.load(norm_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+        norm_scale = tl.rsqrt(tl.sum(x * x, 0) / num_columns + eps)
+        x *= norm
     # A power of two, so that nothing is lost, brings the largest near to the end of float16's range.
-    largest = tl.max(tl.abs(row), 0)
-    exponent = tl.floor(tl.log2(tl.where((largest > 1e-30) & (largest < 1e30), largest, 1.0)))
-    growth = tl.exp2(13.0 - exponent)
-    columns = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
-    x = tl.load(x_ptr + token * num_columns + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
-    if NORM:
-        x *= tl.load(norm_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
-    turns, group, word = tl.num_programs(0) * (SPAN // 128), columns % 128 // 32, columns % 32 // 8
+    largest = tl.max(tl.abs(x), 0)
+    largest = tl.where((largest > 1e-30) & (largest < 1e30), largest, 1.0)
+    exponent = largest.to(tl.int32, bitcast=True) >> 23  # 127 more than it is
+    growth = ((127 + 13 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
+    turn, group, word = columns // 128, columns % 128 // 32, columns % 32 // 8
     if BY_EIGHTS:
-        turn = token // 8 * turns + columns // 128
-        at = turn * 1024 + word * 256 + token % 8 * 32 + group * 8 + columns % 8
+        at = (token // 8 * num_turns + turn) * 1024 + word * 256 + token % 8 * 32 + group * 8 + columns % 8
     else:
-        turn = token * turns + columns // 128
-        at = turn * 128 + word * 32 + columns % 8 // 2 * 8 + group * 2 + columns % 2
-    tl.store(out_ptr + at, (x * growth).to(tl.float16))
-    if tl.program_id(0) == 0:  # NaN and infinity stay
-        tl.store(scales_ptr + token, norm_scale / (growth * GROWTH) + 0.0 * tl.sum(row, 0))
+        at = (token * num_turns + turn) * 128 + word * 32 + columns % 8 // 2 * 8 + group * 2 + columns % 2
+    tl.store(out_ptr + at, (x * growth).to(tl.float16), mask=turn < num_turns)
+    tl.store(scales_ptr + token, norm_scale / (growth * GROWTH))
 
 
 def halve_activations(
-    x: Tensor, norm: tuple[Tensor, float] | None = None, *, by_eights: bool = True
+    x: Tensor, norm: tuple[Tensor, float] | None = None, order: Tensor | None = None, *, by_eights: bool = True
 ) -> HalfActivations:
-    """``x [tokens, in]``, with ``norm`` (weight, eps) normalised, in float16, whose range a scale extends."""
+    """``x [tokens, in]``, with ``norm`` (weight, eps) normalised, in float16, whose range a scale extends.
+
+    Columns come in ``order [in]`` where that is given, a matrix's.
+    NaN and infinity stay. There are rows, of any numbers, for tokens that fill an eight, or a tile of `low_bit_dot`.
+    """
     tokens, columns = x.shape
-    spans = triton.cdiv(columns, _SPAN)
-    turns = spans * _SPAN // 128
-    shape = (triton.cdiv(tokens, 8), turns, 4, 8, 4, 8) if by_eights else (tokens, turns * 128)
+    turns = triton.cdiv(columns, _SPAN) * (_SPAN // 128)
+    rows = triton.next_power_of_2(max(tokens, 32)) if tokens <= 256 else triton.cdiv(tokens, 256) * 256
+    shape = (triton.cdiv(tokens, 8), turns, 4, 8, 4, 8) if by_eights else (rows, turns * 128)
     half = x.new_empty(shape, dtype=torch.float16)
     scales = x.new_empty(tokens, dtype=torch.float32)
     weight, eps = norm or (x, 0.0)
-    _halve_kernel[(spans, tokens)](
-        half, scales, x, weight, columns, eps, NORM=norm is not None,
-        COLUMNS=triton.next_power_of_2(columns), SPAN=_SPAN, BY_EIGHTS=by_eights, num_warps=8,
-        **pdl_options(x.device),
+    width = triton.next_power_of_2(turns * 128)
+    _halve_kernel[(tokens,)](
+        half, scales, x, weight, order, columns, turns, eps, NORM=norm is not None, COLUMNS=width, BY_EIGHTS=by_eights,
+        num_warps=8 if width <= 4096 else 16, **pdl_options(x.device),
     )  # fmt: skip
     return HalfActivations(half, scales)
 
@@ -145,7 +149,8 @@ def _matmul_kernel(
     GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
     CODES: tl.constexpr, WIDE: tl.constexpr,
-    WARPS: tl.constexpr, ROW_TILES: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    WARPS: tl.constexpr, ROW_TILES: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr, PART: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     LANES: tl.constexpr = WARPS * 32
     lanes = tl.arange(0, LANES)
@@ -170,7 +175,7 @@ def _matmul_kernel(
                 load_row(levels_ptr, high_ptr, scales_ptr, units_ptr, rows[i], group, num_groups, BITS, SCALES, GROUP),
             )
         queue = queue + (loaded,)
-    wait_for_inputs(PDL)
+    begin_part(PART, PDL)
     zeros = (lanes * 0).to(tl.float32)
     totals = ()
     for _ in tl.static_range(ROW_TILES * TILES):
@@ -238,6 +243,7 @@ def _matmul_kernel(
             if ADD:
                 first += tl.load(at + upper, mask=is_upper, other=0.0).to(tl.float32)
             tl.store(at + upper, first.to(out_ptr.dtype.element_ty), mask=is_upper)
+    end_part(PART, PDL)
 
 
 class Tile(NamedTuple):
@@ -258,10 +264,12 @@ def matmul(
     gated: bool = False,
     add: bool = False,
     tile: Tile | None = None,
+    part: int = 0,
 ) -> Tensor:
     """``x @ matrix.T + bias``, written to ``out [tokens, out]``, whose rows may lie apart, or added to it.
 
-    ``gated``: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``.
+    ``gated``: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``. ``part``: of
+    products of the same x that are launched one after the other, the place of this one, from 1.
     """
     layout, (features, columns) = matrix.layout, matrix.shape
     tokens, num_rows = x.scales.shape[0], features // 2 if gated else features
@@ -273,8 +281,8 @@ def matmul(
         out, x.x.view(torch.int32), x.scales, levels, high, scales, units, x.scales if bias is None else bias,
         tokens, num_rows, columns // GROUP, x.x.shape[1], out.stride(0),
         GATED=gated, ADD=add, BIAS=bias is not None, **constants_of(matrix), CODES=codes(layout),
-        WIDE=_has_wide_mma(out.device), WARPS=warps, ROW_TILES=row_tiles, TILES=tiles, AHEAD=ahead, num_warps=warps,
-        **pdl_options(out.device),
+        WIDE=_has_wide_mma(out.device), WARPS=warps, ROW_TILES=row_tiles, TILES=tiles, AHEAD=ahead, PART=part,
+        num_warps=warps, **pdl_options(out.device),
     )  # fmt: skip
     return out
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import INTERPRETED, pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, begin_part, end_part, pdl_options
 from minillm.kernels.low_bit import GROUP, Layout, LowBit, bucket
 from minillm.kernels.low_bit_tiles import constants_of, dot4, level_bytes, load_factors, load_levels, planes_of
 
@@ -65,7 +65,7 @@ _LARGEST = tl.constexpr(127 * 256 + 127)  # as two bytes, both of which are sign
 
 
 @triton.jit
-def _whole_numbers(x_ptr, norm_ptr, groups, num_groups, NORM: tl.constexpr):
+def _whole_numbers(x_ptr, norm_ptr, order_ptr, groups, num_groups, NORM: tl.constexpr):
     """A token in whole numbers, and its sum of squares from before the norm's weight.
 
     ``scale * (256 * coarse + fine)``: words of four bytes as levels lie (see `minillm.kernels.low_bit`), of the first
@@ -74,6 +74,8 @@ def _whole_numbers(x_ptr, norm_ptr, groups, num_groups, NORM: tl.constexpr):
     """
     columns = (groups * 32)[:, None, None] + (tl.arange(0, 4) * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
     mask = (groups < num_groups)[:, None, None]
+    if order_ptr is not None:
+        columns = tl.load(order_ptr + columns, mask=mask, other=0)
     x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     squares = 0.0
     if NORM:
@@ -131,11 +133,11 @@ def _tile_product(
 
 @triton.jit
 def _product_kernel(
-    out_ptr, x_ptr, norm_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr,
+    out_ptr, x_ptr, norm_ptr, order_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr,
     num_rows, num_groups, x_stride, out_stride, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The rows of the second matrix, where there is one, follow those of the first.
     all_rows = num_rows * (2 if GATED else 1)
@@ -149,12 +151,12 @@ def _product_kernel(
         rows += num_rows
         up_levels = load_levels(levels_ptr, high_ptr, rows, groups, all_rows, num_groups, BITS)
         up_factors = load_factors(scales_ptr, units_ptr, rows, groups, all_rows, num_groups, SCALES, GROUP, ZERO)
-    wait_for_inputs(PDL)
+    begin_part(PART, PDL)
     tokens = tl.arange(0, TOKENS)
     norm_scale = tl.full([1, TOKENS], 1.0, tl.float32)
     x = ()
     for token in tl.static_range(TOKENS):
-        numbers, squares = _whole_numbers(x_ptr + token * x_stride, norm_ptr, groups, num_groups, NORM)
+        numbers, squares = _whole_numbers(x_ptr + token * x_stride, norm_ptr, order_ptr, groups, num_groups, NORM)
         x = x + (numbers,)  # type: ignore[assignment]
         if NORM:
             of_token = tl.rsqrt(squares / (num_groups * 32) + eps)
@@ -197,6 +199,7 @@ def _product_kernel(
             totals += before
         tl.store(at, totals.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
         levels, factors, up_levels, up_factors = next_levels, next_factors, next_up_levels, next_up_factors
+    end_part(PART, PDL)
 
 
 def product(
@@ -209,6 +212,7 @@ def product(
     gated: bool = False,
     add: bool = False,
     tile: tuple[int, ...] | None = None,
+    part: int = 0,
 ) -> Tensor:
     """``x @ matrix.T + bias``, written to ``out [tokens, out]``, whose rows may lie apart, or added to it.
 
@@ -217,6 +221,7 @@ def product(
         norm: weight and eps of an RMSNorm of x in front.
         gated: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``.
         tile: rows and warps of a program, and programs of a multiprocessor.
+        part: of products of the same x that are launched one after the other, the place of this one, from 1.
     """
     (tokens, columns), features = x.shape, matrix.shape[0]
     num_rows, groups = features // 2 if gated else features, columns // GROUP
@@ -225,10 +230,10 @@ def product(
     )
     weight, eps = norm or (x, 0.0)
     _product_kernel[(min(triton.cdiv(num_rows, rows), programs * _processors(out.device)),)](
-        out, x, weight, *planes_of(matrix), x if bias is None else bias,
+        out, x, weight, matrix.order, *planes_of(matrix), x if bias is None else bias,
         num_rows, groups, x.stride(0), out.stride(0), eps,
         NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None, TOKENS=tokens,
-        **constants_of(matrix), ROWS=rows, GROUPS=triton.next_power_of_2(groups),
+        **constants_of(matrix), ROWS=rows, GROUPS=triton.next_power_of_2(groups), PART=part,
         num_warps=warps, **pdl_options(out.device),
     )  # fmt: skip
     return out

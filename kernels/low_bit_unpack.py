@@ -75,7 +75,10 @@ def _widen_kernel(
 
 
 def dequantise(matrix: LowBit, out: Tensor, index: Tensor | None = None) -> Tensor:
-    """Write the matrix's rows, or those that ``index [rows]`` names, unpacked to ``out [rows, in]``, contiguous."""
+    """Write the matrix's rows, or those that ``index [rows]`` names, unpacked to ``out [rows, in]``, contiguous.
+
+    Columns are in the matrix's own order.
+    """
     num_rows, columns = matrix.shape
     if matrix.layout == FP8:
         width = min(2048, triton.next_power_of_2(columns))

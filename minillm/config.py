@@ -97,9 +97,11 @@ class EngineConfig:
     )
     num_threads: int | None = integer(None, 1, 1024, help="threads on a CPU (default: as many as cores are free)")
     weights: str = choice(
-        "stored", ("stored", "expanded", "int8"),
-        help="on a GPU, matrices of 4 to 8 bits as the file holds them, or as numbers of dtype; int8: on a CPU, all "
-        "matrices in 8 bits (a file's of 4 bits in 4 besides), which is faster and has other last digits",
+        "auto", ("auto", "stored", "both", "expanded", "int8"),
+        help="on a GPU, matrices of 4 to 8 bits as the file holds them; both: and a copy in dtype, which is faster for "
+        "prompts and where dozens of requests run; auto: a copy where that takes at most a quarter of the memory; "
+        "expanded: in dtype alone. int8: on a CPU, all matrices in 8 bits (a file's of 4 bits in 4 besides), which is "
+        "faster and has other last digits",
     )  # fmt: skip
     quantize: str | None = choice(
         None, ("int8", "int4", "fp8"),
@@ -128,7 +130,7 @@ class EngineConfig:
             if tokens is not None and tokens < self.max_num_seqs:
                 why = "every running sequence needs one token a step; lower max_num_seqs"
                 raise UsageError(f"{name} {tokens} is below max_num_seqs {self.max_num_seqs}: {why}")
-        if self.quantize is not None and self.weights != "stored":
+        if self.quantize is not None and self.weights in ("expanded", "int8"):
             raise UsageError(f"quantize {self.quantize} and weights {self.weights} exclude each other: leave one out")
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise UsageError(f"device {self.device!r}: with tensor_parallel_size each rank takes a GPU; say 'cuda'")

@@ -77,7 +77,7 @@ def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = No
         sampling, beams = kept.over(sampling, beams)
     settings = Settings(
         model=flags.model,
-        engine=with_desktop_pool({**file.engine, **flags.engine}),
+        engine=for_desktop({**file.engine, **flags.engine}),
         sampling={**sampling, **flags.sampling},
         beams={**beams, **flags.beams},
         system=flags.system or file.system,
@@ -92,11 +92,14 @@ def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = No
     return settings
 
 
-def with_desktop_pool(engine: dict[str, Any]) -> dict[str, Any]:
-    """The engine's options, with a pool of a few contexts where they do not say its size: others need the GPU, too."""
+def for_desktop(engine: dict[str, Any]) -> dict[str, Any]:
+    """The engine's options; where they do not say how much of a GPU is taken, little, for others need it, too.
+
+    A pool of a few contexts, and of low-bit weights no copy in 16 bits, from which a single answer gains little.
+    """
     if engine.keys() & {"pool_tokens", "num_blocks", "gpu_memory_utilization"}:
         return engine
-    return {**engine, "pool_tokens": POOL_TOKENS}
+    return {"weights": "stored", **engine, "pool_tokens": POOL_TOKENS}
 
 
 @dataclass(frozen=True)

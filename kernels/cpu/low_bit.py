@@ -52,7 +52,8 @@ def packed_int8(
     linear = _Int8Linear(weight, shape, bias)
     columns = in_features + _num_finer(in_features) + len(_LIMITS)
     packed = PackedLinear(linear, out_features * columns, linear.add_to)
-    return _with_4_bits(packed, stored, bias) if _takes_4_bits(stored) else packed
+    keeps_4_bits = _takes_4_bits(stored) and stored[0].order is None
+    return _with_4_bits(packed, stored, bias) if keeps_4_bits else packed
 
 
 class _Int8Linear:

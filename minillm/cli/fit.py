@@ -186,6 +186,7 @@ def _show(tables: list[list[Row]], machine: Machine) -> None:
             file, weights = size(row.model.size), size(row.fit.weights.memory)
             marks = f"yes{', best' if row.best and len(rows) > 1 else ''}" if row.fit.fits else "no"
             here = ", here" if row.model.downloaded else ""
+            here += f", with a copy of {size(row.fit.copied)} in 16 bits" if row.fit.copied else ""
             print(f"{name:{width}}{file:>10}{weights:>10}  {context:20}{speed}  {marks}{here}")
 
 
@@ -228,6 +229,7 @@ def _as_json(machine: Machine, tables: list[list[Row]]) -> dict[str, Any]:
                 "quantize": row.model.quantize or None,
                 "file": row.model.size,
                 "weights": row.fit.weights.memory,
+                "copy": row.fit.copied,
                 "steps": row.fit.steps,
                 "needed": row.fit.needed,
                 "context": row.fit.context,

@@ -18,6 +18,7 @@ CPU_KEEPS_LOW_BIT = False  # its products are of numbers, so matrices of few bit
 CPU_POOL_TOKENS, CPU_POOL_SHARE = 32768, 0.5
 CPU_STEP_TOKENS = 512  # a step of a 135M model then takes about a second
 GPU_STEP_TOKENS = (8192, 4096, 2048, 1024, 512)
+_COPY_SHARE = 1 / 4  # of what weights, steps and context share: at most, for a copy of low-bit weights in 16 bits
 _GPU_STEP_SHARE = 1 / 3  # of the memory that the weights leave: a smaller step leaves more context
 GRAPH_BYTES = 512 << 20  # the CUDA graphs, cuBLAS's workspace, and the allocator's loss
 # Of a process before its first tensor: CUDA's context and the compiled kernels, or torch's libraries.
@@ -38,6 +39,7 @@ class Fit:
     """How a model would lie in memory: bytes, and the tokens of context that remain, the model's own at most."""
 
     weights: Weights
+    copied: int  # of a copy in 16 bits
     steps: int
     least_context: int  # bytes of the shortest context that is of use
     needed: int
@@ -70,8 +72,19 @@ class Budget:
         in_float32_on_cpu = not self.on_gpu and self.element_size == 4
         packs = in_float32_on_cpu and platform.machine() in _PACKING
         in_8_bits = packs and self.config.weights == "int8"
-        keeps = in_8_bits or ((self.on_gpu or CPU_KEEPS_LOW_BIT) and self.config.weights == "stored")
+        keeps = in_8_bits or ((self.on_gpu or CPU_KEEPS_LOW_BIT) and self.config.weights in ("auto", "stored", "both"))
         return Layout(self.element_size, packs, asked, keeps, in_8_bits)
+
+    def keeps_copy(self, weights: Weights, shape: Shape) -> bool:
+        """Whether a copy in 16 bits of low-bit weights is kept beside them: option ``weights``."""
+        if self.config.weights != "auto" or not self.on_gpu:
+            return self.on_gpu and self.config.weights == "both" and weights.copied > 0
+        memory = weights.memory + weights.copied
+        pool = (self.config.num_blocks or 0) * self.config.block_size
+        tokens = max(min(self.config.max_model_len or ROOMY_TOKENS, shape.context), pool)
+        steps = self.step_bytes(shape, self.step_tokens(shape, self.available - memory))
+        needed = memory + steps + tokens * self.kv_bytes_per_token(shape)
+        return 0 < weights.copied <= self.available * _COPY_SHARE and needed <= self.available
 
     def step_bytes(self, shape: Shape, num_tokens: int) -> int:
         """The bytes of the steps beside weights and pool, as estimated: `pool_size.activation_bytes` measures them."""
@@ -99,12 +112,14 @@ class Budget:
 
     def fit(self, weights: Weights, shape: Shape) -> Fit:
         """How a model of this shape would lie in memory. ``weights``: those of one rank."""
-        left = self.available - weights.memory
+        copied = weights.copied if self.keeps_copy(weights, shape) else 0
+        memory = weights.memory + copied
+        left = self.available - memory
         steps = self.step_bytes(shape, self.step_tokens(shape, left))
         per_token = self.kv_bytes_per_token(shape)
         least = min(self.config.max_model_len or LEAST_TOKENS, shape.context)
         wanted = min(self.config.max_model_len or ROOMY_TOKENS, shape.context)
-        needed = weights.memory + max(weights.loading, steps + least * per_token)
+        needed = memory + max(weights.loading, steps + least * per_token)
         room = left - steps
         if not self.on_gpu:
             room = min(room, int(left * CPU_POOL_SHARE))
@@ -115,7 +130,8 @@ class Budget:
         tokens = max(0, room) // (per_token * block) * block
         context = min(tokens, shape.context)
         fits = needed <= self.available and context >= least and (self.config.max_model_len or 0) <= shape.context
-        return Fit(weights, steps, least * per_token, needed, context if fits else 0, fits, fits and context >= wanted)
+        is_roomy = fits and context >= wanted
+        return Fit(weights, copied, steps, least * per_token, needed, context if fits else 0, fits, is_roomy)
 
     def kv_bytes_per_token(self, shape: Shape) -> int:
         """Bytes of K and V of a token on one rank."""

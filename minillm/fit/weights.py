@@ -18,6 +18,7 @@ QUANTIZED = ("int8", "int4", "fp8")  # by --quantize
 _BITS = {"int8": 9.0, "int4": 5.0}  # per weight; FP8 has 8, and 32 a row
 _FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
 PACKED = "model.layers.packed"  # all matrices of a low-bit model of which only the size is known
+_PACKED_BITS = 4.5  # of a weight there
 _GATE = re.compile(r"(gate_proj|ffn_gate)\.weight$")
 _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")
 
@@ -43,11 +44,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes: ``memory`` in all, ``read`` by each token, ``loading`` beside them while they are loaded."""
+    """Bytes: ``memory`` in all, ``read`` by each token, ``loading`` beside them while they are loaded.
+
+    ``copied``: those of a copy of the matrices of few bits in the dtype, if one is kept (`Budget.keeps_copy`).
+    """
 
     memory: int
     read: int
     loading: int = 0
+    copied: int = 0
 
 
 def weights_in_memory(
@@ -56,7 +61,7 @@ def weights_in_memory(
     """Add up a model's tensors; ``share`` is the part of each that a rank holds."""
     found = _with_blocks(tensors)
     tied = not any(tensor.name in _HEADS for tensor in found)
-    memory = read = 0.0
+    memory = read = copied = 0.0
     loading = 0.0
     for tensor in found:
         part = share(tensor)
@@ -70,6 +75,8 @@ def weights_in_memory(
             continue
         held = part * _held(tensor, layout)
         memory += held
+        if tensor.name not in _EMBEDDINGS or tied:
+            copied += part * _low_bit_count(tensor, layout) * layout.element_size
         if tensor.name in _EMBEDDINGS and tied and layout.packs and tensor.kind in _FLOATS:
             held = part * _packed(tensor)  # the head is a second copy, in the layout of products
             memory += held
@@ -77,7 +84,7 @@ def weights_in_memory(
             read += held
         if layout.packs and tensor.kind in _FLOATS and tensor.name not in _EMBEDDINGS:
             loading = max(loading, part * _in_float32(tensor))
-    return Weights(round(memory), round(read), round(loading))
+    return Weights(round(memory), round(read), round(loading), round(copied))
 
 
 def _with_blocks(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
@@ -138,6 +145,19 @@ def _held(tensor: StoredTensor, layout: Layout) -> float:
         if tensor.kind == "IQ4_XS":
             return tensor.count * _IQ4_XS_BITS / 8
     return tensor.num_bytes
+
+
+def _low_bit_count(tensor: StoredTensor, layout: Layout) -> float:
+    """The weights of a matrix that is held in few bits, FP8 excepted; of packed ones by their bytes."""
+    if tensor.kind in _FLOATS:
+        return tensor.count if _is_matrix(tensor) and layout.quantize in _BITS else 0
+    if not layout.keeps_low_bit:
+        return 0
+    if tensor.kind in BLOCKS and tensor.kind not in PLAIN:
+        return tensor.count
+    if tensor.name == PACKED:
+        return tensor.num_bytes * 8 / _PACKED_BITS
+    return tensor.num_bytes * 2 if tensor.name.endswith((".qweight", ".weight_packed")) else 0
 
 
 def _in_fp8(tensor: StoredTensor) -> int:

@@ -104,9 +104,18 @@ class Llama:
     @cached_property
     def weight_bytes(self) -> int:
         """All matrices that are here, as `ModelConfig.num_parameters` counts them, each as it is stored."""
-        linears = [linear for each in self.layers for linear in (each.qkv, each.o, each.gate_up, each.down)]
         embedding = 0 if self.config.tie_word_embeddings else self.embedding.nbytes
-        return embedding + sum(linear.num_bytes for linear in (*linears, self.head))
+        return embedding + sum(linear.num_bytes for linear in self.linears)
+
+    @property
+    def linears(self) -> list[LinearWeight]:
+        """All linear layers, the head last."""
+        return [*(linear for each in self.layers for linear in (each.qkv, each.o, each.gate_up, each.down)), self.head]
+
+    @property
+    def copied_bytes(self) -> int:
+        """What a copy in 16 bits of the matrices of few bits takes: `LinearWeight.keep_copy`."""
+        return sum(linear.copied_bytes(self.dtype) for linear in self.linears)
 
     @property
     def kv_element_size(self) -> int:

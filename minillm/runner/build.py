@@ -11,6 +11,7 @@ from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.fit.budget import GRAPH_BYTES, Budget
 from minillm.fit.forms import shape_of
+from minillm.fit.weights import Weights
 from minillm.kernels import Costs
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
@@ -124,6 +125,11 @@ def load_weights(
             weights="int8" if in_8_bits else "stored" if budget.layout().keeps_low_bit else "expanded",
             on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
         )
+        in_memory = Weights(model.weight_bytes, model.weight_bytes, copied=model.copied_bytes)
+        keeps_copy = budget.keeps_copy(in_memory, shape_of(model_config))
+        if keeps_copy if ranks is None else ranks.least(keeps_copy):
+            for linear in model.linears:
+                linear.keep_copy(dtype)
         if config.kv_cache_dtype == "int8":
             model = replace(model, kv_in_8_bits=True)
         if in_8_bits:

@@ -33,10 +33,11 @@ def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], s
 
 
 def _needs(fit: Fit, budget: Budget) -> str:
-    once_loaded = fit.weights.memory + fit.steps + fit.least_context
+    once_loaded = fit.weights.memory + fit.copied + fit.steps + fit.least_context
     more = f" ({size(fit.weights.loading)} more while they are loaded)" if once_loaded <= budget.available else ""
+    copy = f", {size(fit.copied)} for their copy in 16 bits" if fit.copied else ""
     return (
-        f"{size(fit.weights.memory)} of weights{more}, {size(fit.steps)} for the steps and at least "
+        f"{size(fit.weights.memory)} of weights{copy}{more}, {size(fit.steps)} for the steps and at least "
         f"{size(fit.least_context)} of context"
     )
 

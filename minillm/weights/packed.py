@@ -51,20 +51,26 @@ class Levels:
         return (self.levels - self.zeros[:, groups]) * self.scales.float()[:, groups]
 
     def low_bit(self, bits: int, rows: slice, columns: slice) -> LowBit | None:
-        """A part as kernels read it; None where groups are no runs of a multiple of 32, or are cut.
+        """A part as kernels read it; None where groups are of no multiple of 32 columns, or are cut.
 
-        None, too, where float16 does not hold a scale.
+        Groups that are no runs are put together, each of as many columns (``desc_act``, ``actorder``); of these all
+        columns are one part. None, too, where float16 does not hold a scale.
         """
         width, count = self.levels.shape[1], self.scales.shape[1]
         size, halves = width // count, self.scales.half()
         unit = GROUP if count == 1 else size  # a scale of the whole row holds for each part of it
-        if self.groups is not None or width % GROUP or unit % GROUP or columns.start % unit or columns.stop % unit:
+        if width % GROUP or unit % GROUP or columns.start % unit or columns.stop % unit:
             return None
         if not torch.equal(halves.float(), self.scales.float()):
             return None
-        shift = 128 if bits == 8 else 0
+        shift, order = 128 if bits == 8 else 0, None
         taken = slice(columns.start // size, max(1, columns.stop // size))
         levels = self.levels[rows, columns] - shift
+        if self.groups is not None:
+            if levels.shape[1] != width or bool((self.groups.bincount(minlength=count) != size).any()):
+                return None
+            order = self.groups.argsort(stable=True)
+            levels = levels[:, order]
         words, high = pack_levels(levels, bits)
         factors = torch.stack((halves, (self.zeros - shift).half()), -1)[rows, taken].contiguous()
         return LowBit(
@@ -73,6 +79,7 @@ class Levels:
             words,
             high,
             factors,
+            order=None if order is None else order.int(),
         )
 
 

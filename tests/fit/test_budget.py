@@ -47,7 +47,7 @@ def test_the_parts_add_up_to_no_more_than_there_is() -> None:
     for gib in (7.5, 8, 12, 24, 80):
         budget = gpu(gib)
         found = budget.fit(Q4, LLAMA_8B)
-        used = Q4.memory + found.steps + found.context * LLAMA_8B.kv_bytes_per_token(2)
+        used = Q4.memory + found.copied + found.steps + found.context * LLAMA_8B.kv_bytes_per_token(2)
         assert used <= budget.available == int(gib * GIB - gib * GIB * (1 - 0.9))
         if found.context < LLAMA_8B.context:
             assert used + 17 * LLAMA_8B.kv_bytes_per_token(2) > budget.available, "a block more would not fit"
@@ -62,6 +62,22 @@ def test_a_cache_in_8_bits_holds_more_by_what_a_token_takes_less(make: Callable[
     assert narrow.kv_bytes_per_token(LLAMA_8B) == LLAMA_8B.kv_bytes_per_token(size) * 132 // (128 * size)
     few, more = (budget.fit(Q4, LLAMA_8B).context for budget in (wide, narrow))
     assert more == pytest.approx(min(LLAMA_8B.context, few * 128 * size / 132), rel=0.01)
+
+
+def test_a_copy_in_16_bits_is_kept_where_it_is_a_small_part() -> None:
+    """Of the matrices and the head of an 8B, 15 GB; not of 16-bit weights, nor of FP8, nor on a CPU."""
+    assert Q4.copied == pytest.approx(15.0e9, rel=0.03)
+    assert FULL.copied == 0
+    assert weights_in_memory(expected_tensors(LLAMA_8B, 16_060_556_376), Layout(2, quantize="fp8")).copied == 0
+    assert weights_in_memory(expected_tensors(LLAMA_8B, 16_060_556_376), Layout(2, quantize="int8")).copied > 13e9
+    assert [gpu(gib).fit(Q4, LLAMA_8B).copied for gib in (24, 40, 70, 80)] == [0, 0, Q4.copied, Q4.copied]
+    assert gpu(24, weights="both").fit(Q4, LLAMA_8B).copied == Q4.copied
+    assert not gpu(16, weights="both").fit(Q4, LLAMA_8B).fits
+    assert gpu(80, weights="stored").fit(Q4, LLAMA_8B).copied == 0
+    assert cpu(80, weights="both").fit(Q4, LLAMA_8B).copied == 0
+    plenty = gpu(70, weights="stored").fit(Q4, LLAMA_8B).context
+    assert gpu(70, num_blocks=400_000 // 16).fit(Q4, LLAMA_8B).copied == 0, "the pool that is asked for goes before it"
+    assert plenty == gpu(70).fit(Q4, LLAMA_8B).context == LLAMA_8B.context
 
 
 def test_more_memory_never_leaves_less_context() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from shapes import DEVICE, ON_GPU, randn, relative_error
 from torch import Tensor
 
+from minillm import kernels
 from minillm.kernels import reference
 from minillm.kernels.low_bit import (
+    FP8,
     Layout,
     LowBit,
     concatenated,
     dequantise,
+    expanded,
     factors,
     pack_levels,
     pack_super,
@@ -187,6 +192,19 @@ def test_dozens_of_tokens(name: str, shape: tuple[int, int]) -> None:
         assert relative_error(got, sums) < 2e-3
 
 
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter does one thing after another")
+@pytest.mark.parametrize("tokens", [33, 64, 200, 256])
+@pytest.mark.parametrize("name", ["q4_0", "q4_k", "q6_k"])
+def test_a_product_ends_before_its_weights_are_overwritten(name: str, tokens: int) -> None:
+    """Otherwise some sums are wrong, others each time: of many rows, and where registers are few."""
+    matrix, x = some(LAYOUTS[name], 6144, 4096), randn(tokens, 4096)
+    exact = torch.nn.functional.linear(x.double(), dequantise(matrix, torch.float64))
+    halves = low_bit_matmul.halve_activations(x, by_eights=False)
+    first, *others = (low_bit_dot.product(halves, matrix, None, randn(tokens, 6144)) for _ in range(6))
+    assert relative_error(first, exact) < 2e-3
+    assert all(torch.equal(first, other) for other in others)
+
+
 @pytest.mark.parametrize(
     ("name", "tokens", "is_taken"), [("q4_k", 16, 0), ("q4_k", 256, 1), ("q8_0", 128, 1), ("q8_0", 129, 0)]
 )
@@ -237,6 +255,70 @@ def test_a_layer_of_several_layouts(tokens: int) -> None:
         out = residual.clone()
         assert low_bit_linear.linear_add(x, parts, bias, out) is out
         assert relative_error(out, exact) < tolerance
+
+
+@pytest.mark.parametrize(("names", "most"), [(["q4_k"], 64), (["q4_k", "q6_k"], 16), (["q8_0"], 16), (["iq4_xs"], 16)])
+def test_a_copy_multiplies_many_tokens(monkeypatch: pytest.MonkeyPatch, names: list[str], most: int) -> None:
+    monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
+    parts = tuple(some(LAYOUTS[name], 8, 256, seed) for seed, name in enumerate(names))
+    weight = kernels.LinearWeight(parts)
+    assert weight.copied_bytes(torch.bfloat16) == 2 * 8 * len(names) * 256
+    weight.keep_copy(torch.float32)
+    exact = torch.cat([dequantise(part, torch.float64) for part in parts])
+    assert relative_error(weight.weight, exact) < 1e-6
+    taken: list[int] = []
+
+    def by_parts(x: Tensor, *others: object) -> Tensor:
+        taken.append(x.shape[0])
+        return x.new_zeros(x.shape[0], weight.out_features)
+
+    monkeypatch.setattr(low_bit_linear, "linear", by_parts)
+    norm = randn(256)
+    for tokens in (1, most, most + 1, 300):
+        x = randn(tokens, 256)
+        got = kernels.norm_linear(x, norm, 1e-5, weight)
+        if tokens > most:
+            assert relative_error(got, reference.norm_linear(x.double(), norm.double(), 1e-5, exact, None)) < 1e-4
+    assert taken == [1, most]
+    fp8 = LowBit(FP8, (8, 256), torch.zeros(8, 256, dtype=torch.float8_e4m3fn), None, torch.ones(8, 1))
+    assert kernels.LinearWeight((fp8,)).copied_bytes(torch.bfloat16) == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 18, 257])
+def test_columns_in_an_order_of_their_own(tokens: int) -> None:
+    """Of ``desc_act``: each kernel reads x, and the norm's weight, as the matrix has its columns."""
+    order = torch.randperm(256, dtype=torch.int32).to(DEVICE)
+    parts = tuple(replace(some(LAYOUTS["awq"], rows, 256, rows), order=order) for rows in (20, 6))
+    weight = torch.cat([dequantise(part, torch.float64) for part in parts])
+    plain = torch.cat([dequantise(replace(part, order=None), torch.float64) for part in parts])
+    assert torch.equal(weight[:, order], plain)
+    assert torch.equal(low_bit_linear.unpacked(parts, torch.float32), weight.float())
+    assert torch.equal(expanded(parts), weight.float())
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 5e-3)):
+        x, norm, residual = randn(tokens, 256, dtype=dtype), randn(256, dtype=dtype), randn(tokens, 26, dtype=dtype)
+        exact = reference.norm_linear(x.double(), norm.double(), 1e-5, weight, None)
+        assert relative_error(low_bit_linear.linear(x, parts, None, None, (norm, 1e-5)), exact) < tolerance
+        exact = residual.double() + x.double() @ weight.t()
+        assert relative_error(low_bit_linear.linear_add(x, parts, None, residual), exact) < tolerance
+
+
+def test_matrices_that_read_x_in_different_orders_are_not_put_together() -> None:
+    order = torch.randperm(256, dtype=torch.int32)
+    first, second = (replace(some(LAYOUTS["awq"], 4, 256), order=order) for _ in range(2))
+    (both,) = concatenated([first, replace(second, order=order.clone())])
+    assert both.order is not None
+    assert concatenated([first, replace(second, order=order.flip(0))]) == ()
+    assert concatenated([first, replace(second, order=None)]) == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_no_tokens_have_no_products(dtype: torch.dtype) -> None:
+    """As of a chunk that is not a prompt's last: its step wants no logits."""
+    parts, x = (some(LAYOUTS["q6_k"], 8, 256),), randn(0, 256, dtype=dtype)
+    norm = randn(256, dtype=dtype), 1e-5
+    assert low_bit_linear.linear(x, parts, None, None, norm).shape == (0, 8)
+    assert low_bit_linear.gated_linear(x, parts, None, norm).shape == (0, 4)
+    assert low_bit_linear.linear_add(x, parts, None, randn(0, 8, dtype=dtype)).shape == (0, 8)
 
 
 def test_concatenated_matrices_are_all_of_few_bits() -> None:

@@ -54,7 +54,7 @@ def pack(
     zeros = random.integers(0, most, (out, count))
     groups = np.arange(width) // group
     if flavour == "act":
-        random.shuffle(groups)
+        np.random.default_rng(width).shuffle(groups)  # by the input: one order for q, k and v
     if method in ("gptq", "gptq_v2"):
         stored = (zeros - (method == "gptq")) % most
         tensors = {"qweight": words(levels, b).T, "qzeros": words(stored.T, b), "scales": scales.T, "g_idx": groups}
@@ -132,17 +132,21 @@ def test_weights_are_those_of_the_format(tmp_path: Path, kind: str) -> None:
         assert checkpoint.shape(name) == tuple(weights.shape)
         assert torch.equal(checkpoint.tensor(name), weights.float())
         matrix = checkpoint.low_bit(name, CPU, None, None)
-        if "_proj" not in name or kind == "block" or kind.endswith("act"):
+        if "_proj" not in name or kind == "block":
             assert matrix is None
             continue
         assert matrix is not None
         assert torch.equal(dequantise(matrix, torch.float64), weights)
         assert (matrix.layout == FP8) == (":" not in kind)
+        assert (matrix.order is not None) == kind.endswith("act")
         rows, columns = slice(16, 32), slice(weights.shape[1] // 2, weights.shape[1])
         part = checkpoint.low_bit(name, CPU, rows, columns)
         assert torch.equal(checkpoint.tensor(name, rows, columns), weights[rows, columns].float())
         assert part is None or torch.equal(dequantise(part, torch.float64), weights[rows, columns])
-        assert part is not None
+        assert (part is None) == kind.endswith("act"), "groups may lie on both sides of the cut"
+        some_rows = checkpoint.low_bit(name, CPU, rows, None)
+        assert some_rows is not None
+        assert torch.equal(dequantise(some_rows, torch.float64), weights[rows])
 
 
 def test_columns_cut_within_a_group_are_widened(tmp_path: Path) -> None:
@@ -154,7 +158,7 @@ def test_columns_cut_within_a_group_are_widened(tmp_path: Path) -> None:
     assert torch.equal(dequantise(part, torch.float64), exact[name][:, 64:])
 
 
-@pytest.mark.parametrize("kind", ["gptq:4-32-act", "awq:4-32", "packed:4-32", "tensor", "block"])
+@pytest.mark.parametrize("kind", ["gptq:4-32-act", "packed:4-32-act", "awq:4-32", "packed:4-32", "tensor", "block"])
 def test_logits_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     pytest.importorskip("triton")
     from minillm.kernels import low_bit_linear
@@ -175,7 +179,9 @@ def test_logits_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.Mo
         expected = theirs(torch.tensor([ids])).logits[0]
     torch.testing.assert_close(logits_in_chunks(load("expanded"), ids, [20]), expected, atol=1e-4, rtol=1e-4)
     kept = load("stored")
-    assert bool(kept.layers[0].qkv.parts) == (kind in ("awq:4-32", "packed:4-32", "tensor"))
+    for linear in kept.linears[:-1]:
+        assert bool(linear.parts) == (kind != "block")
+        assert all((part.order is not None) == kind.endswith("act") for part in linear.parts)
     torch.testing.assert_close(logits_in_chunks(kept, ids, [19, 1]), expected, atol=2e-3, rtol=2e-3)
 
 
