@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import has_whole_products
-from minillm.kernels.lane_products import by_number, mma, turned, two_digits
+from minillm.kernels.lane_products import by_number, bytes_at, mma, of_eights, power, turned, two_digits
 from minillm.kernels.low_bit_lanes import fours
 
 TOKENS = tl.constexpr(32)  # of a warp's tile
@@ -31,7 +31,6 @@ HEADS = tl.constexpr(4)  # of an mma: its eight columns are two digits of each
 _Q_LARGEST = tl.constexpr(32639.0)  # 127 * 256 + 127: two digits with signs
 _WEIGHT_LARGEST = tl.constexpr(65535.0)  # two digits without
 _WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a float32 number it leaves no room for fractions
-_WHOLE_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
@@ -53,50 +52,62 @@ def _columns(words, LANES: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _bits(x):
-    """The bits of magnitudes: as whole numbers, finite ones come before infinity before NaN."""
-    return tl.abs(x).to(tl.int32, bitcast=True)
+def load_queries(
+    q_ptr, head_stride, TILE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WARPS: tl.constexpr
+):  # fmt: skip
+    """A lane's `HEAD_DIM` / 4 numbers of four heads' queries, as they lie in memory, by four words; see `digits`."""
+    lanes = tl.arange(0, WARPS * 32)
+    head = TILE * HEADS + lanes % 32 // 8  # column r is a digit of head r / 2
+    first = (q_ptr + head * head_stride + lanes % 4 * 16).to(tl.pointer_type(tl.int32), bitcast=True)
+    words = ()
+    for chunk in tl.static_range(HEAD_DIM // 64):
+        for half in tl.static_range(2):
+            at = (first + chunk * 32 + half * 4)[:, None] + tl.arange(0, 4)[None, :]
+            words = words + (tl.load(at, mask=(head < GROUP)[:, None], other=0),)
+    return words
 
 
 @triton.jit
-def load_queries(
-    q_ptr, head_stride, scale_log2e, TILE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WARPS: tl.constexpr,
-):  # fmt: skip
-    """Four heads' queries as ``mma`` wants them, `HEAD_DIM` / 16 words, and what a product of head t is to be times.
+def _numbers(word, DTYPE: tl.constexpr):
+    """The two numbers of 16 bits in a word, in float32."""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        low, high = (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = word.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def digits(loaded, scale_log2e, DTYPE: tl.constexpr, WARPS: tl.constexpr):
+    """Queries of `load_queries` as ``mma`` wants them, and what a product of head t is to be times.
 
     A query is whole numbers up to `_Q_LARGEST` times a scale. What is not finite has NaN as its scale.
     """
     LANES: tl.constexpr = WARPS * 32
-    lanes = tl.arange(0, LANES)
-    r, t = lanes % 32 // 4, lanes % 4
-    # Column r is a digit of head r / 2.
-    head = TILE * HEADS + r // 2
-    dims = t[:, None] * 16 + tl.arange(0, 16)[None, :]
-    at = q_ptr + head[:, None] * head_stride + dims
-    is_head = (head < GROUP)[:, None] & (dims < 64)
-    numbers, largest = (), tl.zeros([LANES], tl.int32)
-    for chunk in tl.static_range(HEAD_DIM // 64):
-        x = tl.load(at + chunk * 64, mask=is_head, other=0.0).to(tl.float32)
-        numbers = numbers + (x,)
-        largest = tl.maximum(largest, tl.max(_bits(x), 1))
-    largest = tl.max(tl.reshape(largest, [LANES // 4, 4]), 1, keep_dims=True)
-    largest = tl.reshape(tl.broadcast_to(largest, [LANES // 4, 4]), [LANES]).to(tl.float32, bitcast=True)
-    growth = tl.where((largest > 1e-30) & (largest < 1e30), _Q_LARGEST / largest, 0.0)
-    shifts = (tl.arange(0, 4) * 8)[None, None, :]
-    words = ()
-    for chunk in tl.static_range(HEAD_DIM // 64):
-        whole = (numbers[chunk] * growth[:, None] + _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
-        low = ((whole + 128) & 255) - 128
-        digit = tl.where((r % 2 == 0)[:, None], (whole - low) >> 8, low) & 255
-        words = words + fours(tl.sum(tl.reshape(digit, [LANES, 4, 4]) << shifts, 2), LANES)
-    # Head t's largest number again, for the lanes that have its scores.
-    head = TILE * HEADS + t
-    PART: tl.constexpr = HEAD_DIM // 8
-    at = q_ptr + head[:, None] * head_stride + (r[:, None] * PART + tl.arange(0, PART)[None, :])
-    x = tl.load(at, mask=(head < GROUP)[:, None], other=0.0).to(tl.float32)
-    bits = _over_rows(tl.max(_bits(x), 1), WARPS)
+    numbers, largest = (), tl.zeros([LANES], tl.float32)
+    for i in tl.static_range(len(loaded)):
+        four = fours(loaded[i], LANES)
+        for each in tl.static_range(4):
+            low, high = _numbers(four[each], DTYPE)
+            numbers = numbers + (low, high)
+            largest = tl.maximum(largest, tl.abs(low), propagate_nan=tl.PropagateNan.ALL)
+            largest = tl.maximum(largest, tl.abs(high), propagate_nan=tl.PropagateNan.ALL)
+    bits = largest.to(tl.int32, bitcast=True)  # as whole numbers, finite ones come before infinity before NaN
+    bits = tl.reshape(tl.max(tl.reshape(bits, [WARPS, 8, 4]), 2, keep_dims=True).broadcast_to([WARPS, 8, 4]), [LANES])
     largest = bits.to(tl.float32, bitcast=True)
+    growth = tl.where((largest > 1e-30) & (largest < 1e30), _Q_LARGEST / largest, 0.0)
+    # The higher digit is of the number and a half of the lower one's range.
+    is_higher = tl.arange(0, LANES) % 8 < 4
+    whole = tl.where(is_higher, _WHOLE + 128.0, _WHOLE)
+    place = tl.where(is_higher, 1, 0)
+    words = ()
+    for i in tl.static_range(len(numbers) // 4):
+        four = ()
+        for each in tl.static_range(4):
+            four = four + ((numbers[4 * i + each] * growth + whole).to(tl.int32, bitcast=True),)
+        words = words + (bytes_at(four[0], four[1], four[2], four[3], place),)
+    largest = of_eights(bits, WARPS).to(tl.float32, bitcast=True)
     factor = tl.where(largest > 1e-30, largest * (1 / _Q_LARGEST) * scale_log2e, 0.0)
     return words, tl.where(largest < 1e30, factor, float("nan"))
 
@@ -112,45 +123,50 @@ def _block_ids(table_ptr, tokens, end, COUNT: tl.constexpr, BLOCK_SIZE: tl.const
 
 @triton.jit
 def _load_rows(
-    words_ptr, ids, tokens, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_WORDS: tl.constexpr,
+    words_ptr, ids, tokens, end, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT_WORDS: tl.constexpr,
     CHUNKS: tl.constexpr, CHUNK_WORDS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A lane's words of COUNT tokens: for each, WORDS of each of its chunks. ``words_ptr`` is the lane's first."""
+    """A lane's words of COUNT tokens: for each, WORDS of each of its chunks. ``words_ptr`` is the lane's first.
+
+    Of a lane whose first token lies behind the end they are anything.
+    """
+    mask = (tokens < end)[:, None]
     rows = ()
     for i in tl.static_range(COUNT):
         block = ids[i // min(COUNT, BLOCK_SIZE)].to(tl.int64)
         at = words_ptr + block * (BLOCK_SIZE * SLOT_WORDS) + (tokens % BLOCK_SIZE) * SLOT_WORDS
         at += i % min(COUNT, BLOCK_SIZE) * SLOT_WORDS
         for chunk in tl.static_range(CHUNKS):
-            rows = rows + (tl.load((at + chunk * CHUNK_WORDS)[:, None] + tl.arange(0, WORDS)[None, :]),)
+            columns = (at + chunk * CHUNK_WORDS)[:, None] + tl.arange(0, WORDS)[None, :]
+            rows = rows + (tl.load(columns, mask=mask),)
     return rows
 
 
 @triton.jit
 def _load_scales(
-    scales_ptr, ids, tokens, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, LANES: tl.constexpr
+    scales_ptr, ids, tokens, end, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """The scales of a lane's four tokens; ``scales_ptr`` is the head's first."""
     if BLOCK_SIZE >= 4:
         at = scales_ptr + ids[0].to(tl.int64) * (KV_HEADS * BLOCK_SIZE) + tokens % BLOCK_SIZE
-        return fours(tl.load(at[:, None] + tl.arange(0, 4)[None, :]), LANES)
+        return fours(tl.load(at[:, None] + tl.arange(0, 4)[None, :], mask=(tokens < end)[:, None]), LANES)
     else:
         scales = ()
         for i in tl.static_range(4):
             at = scales_ptr + ids[i // BLOCK_SIZE].to(tl.int64) * (KV_HEADS * BLOCK_SIZE) + i % BLOCK_SIZE
-            scales = scales + (tl.load(at),)
+            scales = scales + (tl.load(at, mask=tokens < end),)
         return scales
 
 
 @triton.jit
 def attend_lanes(
-    queries, factors, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, begin, start, end,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, WARPS: tl.constexpr,
+    loaded, scale_log2e, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, begin, start, end,
+    DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """The softmax of each warp over its tiles of tokens ``begin … end - 1``, of which none before ``start`` is seen.
 
     Args:
-        queries, factors: of `load_queries`, for each four heads.
+        loaded: of `load_queries`, for each four heads.
         k_ptr, v_ptr: the layer's caches, as words of 32 bits.
         begin: a multiple of 8.
 
@@ -159,7 +175,7 @@ def attend_lanes(
         other, a lane's outputs, not yet divided.
     """
     LANES: tl.constexpr = WARPS * 32
-    TILES: tl.constexpr = len(factors)
+    TILES: tl.constexpr = len(loaded)
     SLOT: tl.constexpr = KV_HEADS * HEAD_DIM // 4  # words
     K_CHUNKS: tl.constexpr = HEAD_DIM // 64
     V_WORDS: tl.constexpr = min(4, HEAD_DIM // 32)
@@ -175,12 +191,17 @@ def attend_lanes(
     STEP: tl.constexpr = WARPS * TOKENS
     k_ids = _block_ids(table_ptr, k_tokens, end, 4, BLOCK_SIZE)
     v_ids = _block_ids(table_ptr, v_tokens, end, 8, BLOCK_SIZE)
-    k = _load_rows(k_ptr, k_ids, k_tokens, 4, BLOCK_SIZE, SLOT, K_CHUNKS, 16, 4)
-    k_scales = _load_scales(k_scales_ptr, k_ids, k_tokens, BLOCK_SIZE, KV_HEADS, LANES)
-    v_scales = _load_scales(v_scales_ptr, k_ids, k_tokens, BLOCK_SIZE, KV_HEADS, LANES)
-    v = _load_rows(v_ptr, v_ids, v_tokens, 8, BLOCK_SIZE, SLOT, V_CHUNKS, 8 * V_WORDS, V_WORDS)
+    k = _load_rows(k_ptr, k_ids, k_tokens, end, 4, BLOCK_SIZE, SLOT, K_CHUNKS, 16, 4)
+    k_scales = _load_scales(k_scales_ptr, k_ids, k_tokens, end, BLOCK_SIZE, KV_HEADS, LANES)
+    v_scales = _load_scales(v_scales_ptr, k_ids, k_tokens, end, BLOCK_SIZE, KV_HEADS, LANES)
+    v = _load_rows(v_ptr, v_ids, v_tokens, end, 8, BLOCK_SIZE, SLOT, V_CHUNKS, 8 * V_WORDS, V_WORDS)
     k_ids = _block_ids(table_ptr, k_tokens + STEP, end, 4, BLOCK_SIZE)
     v_ids = _block_ids(table_ptr, v_tokens + STEP, end, 8, BLOCK_SIZE)
+    # Queries become digits while the first tile is on its way.
+    queries, factors = (), ()
+    for tile in tl.static_range(TILES):
+        words, factor = digits(loaded[tile], scale_log2e, DTYPE, WARPS)
+        queries, factors = queries + (words,), factors + (factor,)
     nothing = tl.zeros([LANES], tl.int32)
     zeros = tl.zeros([LANES], tl.float32)
     maxima, totals, outs = (), (), ()
@@ -209,9 +230,9 @@ def attend_lanes(
                     )  # fmt: skip
                 products = products + sums
         now_k_scales, now_v_scales = k_scales, v_scales
-        k = _load_rows(k_ptr, k_ids, k_tokens + STEP, 4, BLOCK_SIZE, SLOT, K_CHUNKS, 16, 4)
-        k_scales = _load_scales(k_scales_ptr, k_ids, k_tokens + STEP, BLOCK_SIZE, KV_HEADS, LANES)
-        v_scales = _load_scales(v_scales_ptr, k_ids, k_tokens + STEP, BLOCK_SIZE, KV_HEADS, LANES)
+        k = _load_rows(k_ptr, k_ids, k_tokens + STEP, end, 4, BLOCK_SIZE, SLOT, K_CHUNKS, 16, 4)
+        k_scales = _load_scales(k_scales_ptr, k_ids, k_tokens + STEP, end, BLOCK_SIZE, KV_HEADS, LANES)
+        v_scales = _load_scales(v_scales_ptr, k_ids, k_tokens + STEP, end, BLOCK_SIZE, KV_HEADS, LANES)
         k_ids = _block_ids(table_ptr, k_tokens + 2 * STEP, end, 4, BLOCK_SIZE)
         visible, scales = (), ()
         for i in tl.static_range(4):
@@ -230,10 +251,10 @@ def attend_lanes(
                 largest = tl.maximum(largest, score)
             largest = _over_rows(largest, WARPS)
             anchor = tl.where(largest == float("-inf"), 0.0, largest)  # of a warp that has seen no token
-            correction = tl.exp2(maxima[tile] - anchor)
+            correction = power(maxima[tile] - anchor)
             total, scaled, most = totals[tile] * correction, (), zeros
             for i in tl.static_range(4):
-                weight = tl.exp2(scores[i] - anchor)
+                weight = power(scores[i] - anchor)
                 total += weight
                 weight *= scales[i]
                 most = tl.maximum(most, weight)
@@ -272,7 +293,7 @@ def attend_lanes(
             for word in tl.static_range(V_CHUNKS * V_WORDS):
                 for place in tl.static_range(4):
                     outs = outs + (new_outs[(word * TILES + tile) * 4 + place],)
-        v = _load_rows(v_ptr, v_ids, v_tokens + STEP, 8, BLOCK_SIZE, SLOT, V_CHUNKS, 8 * V_WORDS, V_WORDS)
+        v = _load_rows(v_ptr, v_ids, v_tokens + STEP, end, 8, BLOCK_SIZE, SLOT, V_CHUNKS, 8 * V_WORDS, V_WORDS)
         v_ids = _block_ids(table_ptr, v_tokens + 2 * STEP, end, 8, BLOCK_SIZE)
     return maxima, totals, outs
 
@@ -322,27 +343,33 @@ def store_heads(
 
 
 @triton.jit
+def load_group(
+    q_ptr, head_stride, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WARPS: tl.constexpr
+):  # fmt: skip
+    """`load_queries` for each four heads of a group; ``q_ptr`` is the first one's."""
+    loaded = ()
+    for tile in tl.static_range((GROUP + HEADS - 1) // HEADS):
+        loaded = loaded + (load_queries(q_ptr, head_stride, tile, GROUP, HEAD_DIM, WARPS),)
+    return loaded
+
+
+@triton.jit
 def attend_group(
-    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, q_head_stride, out_head_stride,
+    out_ptr, lse_ptr, loaded, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, out_head_stride,
     scale_log2e, kv_head, start, end,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
+    DTYPE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """Attention of a kv head's query heads over tokens ``start … end - 1``: outputs, and log-sum-exps if wanted.
 
-    ``q_ptr``, ``out_ptr`` and ``lse_ptr`` are the first query head's.
+    ``loaded`` are the queries, of `load_group`, of dtype DTYPE; ``out_ptr`` and ``lse_ptr`` are the first head's.
     """
-    TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     NUMBERS: tl.constexpr = HEAD_DIM // 8
-    queries, factors = (), ()
-    for tile in tl.static_range(TILES):
-        words, factor = load_queries(q_ptr, q_head_stride, scale_log2e, tile, GROUP, HEAD_DIM, WARPS)
-        queries, factors = queries + (words,), factors + (factor,)
     maxima, totals, outs = attend_lanes(
-        queries, factors, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, start // 8 * 8, start, end,
-        HEAD_DIM, BLOCK_SIZE, KV_HEADS, WARPS,
+        loaded, scale_log2e, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, start // 8 * 8, start, end,
+        DTYPE, HEAD_DIM, BLOCK_SIZE, KV_HEADS, WARPS,
     )  # fmt: skip
-    for tile in tl.static_range(TILES):
+    for tile in tl.static_range(len(loaded)):
         maximum, divisor, out = merge_warps(
             maxima[tile], totals[tile], outs[tile * NUMBERS : (tile + 1) * NUMBERS], WARPS
         )  # fmt: skip
@@ -353,4 +380,13 @@ def takes(q: Tensor, pages: Pages) -> bool:
     """Whether the lanes can read a cache: in 8 bits, for queries of 16 bits, on a GPU from 8.0 on."""
     head_dim, group = q.shape[2], q.shape[1] // pages.k.shape[2]
     fits = pages.k_scales is not None and q.element_size() == 2 and head_dim in (64, 128) and group <= 8
+    fits = fits and q.data_ptr() % 4 == 0 and q.stride(0) % 2 == 0 and q.stride(1) % 2 == 0  # read as words
     return fits and has_whole_products(q.device)
+
+
+def registers(group: int) -> int:
+    """The most registers of a thread: four programs of four warps find room, or three where there are two tiles.
+
+    Left alone, the compiler takes a few more than that, or, for small heads, so few that loads come late.
+    """
+    return 128 if group <= HEADS.value else 168

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minillm.kernels import attention_lanes
 from minillm.kernels.arguments import Pages, check_scales
-from minillm.kernels.attention_lanes import TOKENS, attend_group
+from minillm.kernels.attention_lanes import TOKENS, attend_group, load_group
 from minillm.kernels.compat import INTERPRETED, dot, pdl_options, wait_for_inputs
 
 
@@ -170,23 +170,26 @@ def _lanes_attention_kernel(
     q_seq_stride, q_head_stride, table_stride,
     out_seq_stride, out_head_stride, out_split_stride, lse_seq_stride, lse_split_stride, scale_log2e, num_splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WARPS: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, WARPS: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """`_paged_attention_kernel` for a cache in 8 bits, by `minillm.kernels.attention_lanes`."""
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    queries = load_group(
+        q_ptr + seq * q_seq_stride + kv_head * GROUP * q_head_stride, q_head_stride, GROUP, HEAD_DIM, WARPS
+    )
     context = tl.load(lens_ptr + seq)
-    start, end = _part(context, split, num_splits, TOKENS * WARPS, WINDOW)
+    start, end = _part(context, split, num_splits, TILE, WINDOW)
     if start >= context and split > 0:
         return
     out_ptr += seq * out_seq_stride + kv_head * GROUP * out_head_stride + split * out_split_stride
     lse_ptr += seq * lse_seq_stride + split * lse_split_stride + kv_head * GROUP
     attend_group(
-        out_ptr, lse_ptr if PARTIAL else None, q_ptr + seq * q_seq_stride + kv_head * GROUP * q_head_stride,
-        k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr + seq * table_stride,
-        q_head_stride, out_head_stride, scale_log2e, kv_head, start, end, GROUP, HEAD_DIM, BLOCK_SIZE, KV_HEADS, WARPS,
+        out_ptr, lse_ptr if PARTIAL else None, queries, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr,
+        tables_ptr + seq * table_stride, out_head_stride, scale_log2e, kv_head, start, end,
+        q_ptr.dtype.element_ty, GROUP, HEAD_DIM, BLOCK_SIZE, KV_HEADS, WARPS,
     )  # fmt: skip
 
 
@@ -228,12 +231,15 @@ def _num_multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device) -> int:
-    """The number of parts that each context is cut into: enough programs to fill the chip, by shapes alone."""
+def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device, least: int = 64) -> int:
+    """The number of parts that each context is cut into: enough programs to fill the chip, by shapes alone.
+
+    A part has ``least`` tokens at least.
+    """
     processors = _num_multiprocessors(device.index or 0) if device.type == "cuda" else 4
     programs = max(1, num_seqs * num_kv_heads)
     # Four programs a multiprocessor; `minillm bench kernels --op paged_attention` measured 1 to 16.
-    return max(1, min(processors * 4 // programs, -(-max_context // 64)))
+    return max(1, min(processors * 4 // programs, -(-max_context // least)))
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
@@ -250,14 +256,15 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
     if not num_seqs:
         return out
     group = num_heads // num_kv_heads
+    by_lanes = attention_lanes.takes(q, pages)
+    longest = tables.shape[1] * block_size
+    longest = min(longest, window or longest)
     if num_splits is None:
-        longest = tables.shape[1] * block_size
-        num_splits = num_splits_for(num_seqs, num_kv_heads, min(longest, window or longest), q.device)
+        num_splits = num_splits_for(num_seqs, num_kv_heads, longest, q.device, TOKENS.value if by_lanes else 64)
     dim_tile = max(16, triton.next_power_of_2(head_dim))
     tile, stages, warps = tiling(dim_tile, q.element_size(), k_scales is not None)
-    by_lanes = attention_lanes.takes(q, pages)
     if by_lanes:
-        tile, warps = LANES_WARPS * TOKENS.value, LANES_WARPS
+        tile, warps = lanes_tiling(-(-longest // num_splits))
     pdl = pdl_options(q.device)
     target, partial_lse, strides = out, out, (out.stride(0), out.stride(1), 0, 0, 0)
     if num_splits > 1:
@@ -270,8 +277,8 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         _lanes_attention_kernel[grid](
             target, partial_lse, q, k_cache.view(torch.int32), v_cache.view(torch.int32), k_scales, v_scales,
             tables, lens, q.stride(0), q.stride(1), tables.stride(0), *strides, scale, num_splits,
-            GROUP=group, HEAD_DIM=head_dim, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, WARPS=warps,
-            PARTIAL=num_splits > 1, WINDOW=window, num_warps=warps, **pdl,
+            GROUP=group, HEAD_DIM=head_dim, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=tile, WARPS=warps,
+            PARTIAL=num_splits > 1, WINDOW=window, num_warps=warps, maxnreg=attention_lanes.registers(group), **pdl,
         )  # fmt: skip
     else:
         _paged_attention_kernel[grid](
@@ -291,7 +298,14 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
     return out
 
 
-LANES_WARPS = 4
+def lanes_tiling(part: int) -> tuple[int, int]:
+    """What a part of a context is a multiple of, in tokens, and warps, where a part may have so many tokens.
+
+    A warp has 32 tokens at a time. One warp has no other to merge with; contexts that are short although their tables
+    are wide should not lie in a few programs, where the chip has more.
+    """
+    warps = min(4, triton.next_power_of_2(-(-part // TOKENS.value)))
+    return TOKENS.value * min(warps, 2), warps
 
 
 def tiling(dim_tile: int, element_size: int, in_8_bits: bool) -> tuple[int, int, int]:

@@ -92,3 +92,81 @@ def two_digits(a, b):
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0x4051;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
         )
+
+
+@triton.jit
+def bytes_at(a, b, c, d, place):
+    """The byte at ``place``, 0 or 1, of each of four words, as a word."""
+    if INTERPRETED:
+        shift = place * 8
+        return (
+            ((a >> shift) & 255)
+            | (((b >> shift) & 255) << 8)
+            | (((c >> shift) & 255) << 16)
+            | (((d >> shift) & 255) << 24)
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 p, q; prmt.b32 p, $1, $2, $5; prmt.b32 q, $3, $4, $5; prmt.b32 $0, p, q, 0x5410; }",
+            "=r,r,r,r,r,r", [a, b, c, d, 0x40 + place * 0x11], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def of_eights(x, WARPS: tl.constexpr):
+    """What the eight lanes from 8t on of a warp have, all the same, for lane 4r + t."""
+    if INTERPRETED:
+        x = tl.max(tl.reshape(x, [WARPS, 1, 4, 8]), 3)
+        return tl.reshape(tl.broadcast_to(x, [WARPS, 8, 4]), [WARPS * 32])
+    else:
+        lane = tl.arange(0, WARPS * 32) % 4 * 8
+        return tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [x, lane], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _half(word, place: tl.constexpr):
+    """A word's byte as a whole number with its sign, in float16: its bits."""
+    return ((word << (24 - 8 * place)) >> 24).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def halves(word):
+    """Four whole numbers of 8 bits as two pairs of float16.
+
+    1,152 more than a number is 1,024 and the number's bits, but for the sign's, turned over, behind the exponent.
+    """
+    if INTERPRETED:
+        return _half(word, 0) | (_half(word, 1) << 16), _half(word, 2) | (_half(word, 3) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 n, m, k; xor.b32 n, $2, 0x80808080; mov.b32 m, 0x64646464; mov.b32 k, 0x64806480; "
+            "prmt.b32 $0, n, m, 0x4140; prmt.b32 $1, n, m, 0x4342; "
+            "sub.rn.f16x2 $0, $0, k; sub.rn.f16x2 $1, $1, k; }",
+            "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def alternating(a, b):
+    """The bytes of two words by turns: those of the first two of each, then of the others."""
+    if INTERPRETED:
+        first = _byte(a, 0) | (_byte(b, 0) << 8) | (_byte(a, 1) << 16) | (_byte(b, 1) << 24)
+        return first, _byte(a, 2) | (_byte(b, 2) << 8) | (_byte(a, 3) << 16) | (_byte(b, 3) << 24)
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;", "=&r,=&r,r,r", [a, b],
+            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def power(x):
+    """2^x in float32; what is no normal number is 0, which spares three instructions of four."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from minillm.kernels import attention_lanes
 from minillm.kernels.arguments import Pages
-from minillm.kernels.attention_lanes import TOKENS, attend_group
+from minillm.kernels.attention_lanes import TOKENS, attend_group, load_group
 from minillm.kernels.compat import pdl_options, release, wait, wait_for_inputs, wait_then_release
 from minillm.kernels.decode_attention import attend_tile, check_inputs, load_scales, paged_attention
 from minillm.kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
@@ -125,6 +125,9 @@ def _sequence_first_kernel(
     split = tl.program_id(2)
     seq = tl.load(order_ptr + place).to(tl.int64)
     begin = tl.load(tails_ptr + place)
+    if KV_HEADS is not None:
+        first = kv_head * GROUP
+        queries = load_group(q_ptr + seq * q_seq_stride + first * q_head_stride, q_head_stride, GROUP, HEAD_DIM, 1)
     end = tl.load(lens_ptr + seq)
     if SPLITS > 1:
         size = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), SPLITS), TILE) * TILE
@@ -132,13 +135,10 @@ def _sequence_first_kernel(
         end = tl.minimum(begin + size, end)
     result = (max_results + place * SPLITS + split).to(tl.int64) * num_heads
     if KV_HEADS is not None:
-        first = kv_head * GROUP
         attend_group(
-            partial_ptr + (result + first) * HEAD_DIM, lse_ptr + result + first,
-            q_ptr + seq * q_seq_stride + first * q_head_stride,
-            k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr + seq * table_stride,
-            q_head_stride, HEAD_DIM, scale_log2e, kv_head, begin, end, GROUP, HEAD_DIM, BLOCK_SIZE, KV_HEADS,
-            TILE // TOKENS,
+            partial_ptr + (result + first) * HEAD_DIM, lse_ptr + result + first, queries,
+            k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr + seq * table_stride, HEAD_DIM,
+            scale_log2e, kv_head, begin, end, q_ptr.dtype.element_ty, GROUP, HEAD_DIM, BLOCK_SIZE, KV_HEADS, 1,
         )  # fmt: skip
     else:
         rows = tl.arange(0, ROWS)
@@ -254,16 +254,16 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages, **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)
-    by_lanes = attention_lanes.takes(q, pages)
+    by_lanes, registers = attention_lanes.takes(q, pages), None
     if by_lanes:
-        tile, stages, warps = TOKENS.value, 1, 1
+        tile, stages, warps, registers = TOKENS.value, 1, 1, attention_lanes.registers(shape.group)
         k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
     _sequence_first_kernel[(num_kv_heads, num_seqs, splits)](
         partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables, lens, work.order, work.tails,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, max_results,
         ROWS=max(16, triton.next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits,
         KV_HEADS=num_kv_heads if by_lanes else None,
-        **sizes, num_warps=warps, **options,
+        **sizes, num_warps=warps, maxnreg=registers, **options,
     )  # fmt: skip
     # One warp a head; few heads a program while there are few, for then all should be under way.
     heads = min(8, triton.next_power_of_2(num_seqs * num_heads // (8 * shape.num_processors) + 1))
