@@ -25,11 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels import attention_lanes
+from minillm.kernels import attention_lanes, prefix_lanes
 from minillm.kernels.arguments import Pages
 from minillm.kernels.attention_lanes import TOKENS, attend_group, load_group
 from minillm.kernels.compat import pdl_options, release, wait, wait_for_inputs, wait_then_release
 from minillm.kernels.decode_attention import attend_tile, check_inputs, load_scales, paged_attention
+from minillm.kernels.prefix_lanes import attend_rows
 from minillm.kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
@@ -72,7 +73,7 @@ def _chunk_first_kernel(
     counts_ptr, items_ptr, order_ptr, starts_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, num_kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, KV_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_release(PDL)
     num_tasks = tl.load(counts_ptr) * num_kv_heads
@@ -99,14 +100,21 @@ def _chunk_first_kernel(
         row_mask = is_row[:, None] & is_dim[None, :]
         q_offsets = seqs[:, None] * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :]
         q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
-        maximum, total, out = _attend(
-            q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
-            k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim,
-            slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
-        )  # fmt: skip
+        if KV_HEADS is not None:
+            out, lse = attend_rows(
+                q, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, begin, end, scale_log2e,
+                ROWS, HEAD_DIM, BLOCK_SIZE, KV_HEADS,
+            )  # fmt: skip
+        else:
+            maximum, total, out = _attend(
+                q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
+                k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim,
+                slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+            )  # fmt: skip
+            out, lse = out / total[:, None], maximum + tl.log2(total)
         at = results * num_heads + heads
-        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / total[:, None], mask=row_mask)
-        tl.store(lse_ptr + at, maximum + tl.log2(total), mask=is_row)
+        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)
+        tl.store(lse_ptr + at, lse, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -251,7 +259,8 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
         partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables,
         work.counts, work.items, work.order, work.starts,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
-        ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages, **sizes, num_warps=4, **options,
+        ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages,
+        KV_HEADS=num_kv_heads if prefix_lanes.takes(q, pages) else None, **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)
     by_lanes, registers = attention_lanes.takes(q, pages), None

@@ -654,8 +654,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "kernels/prefix_decode_attention.py": [
         ("tail-reads-what-is-shared", "begin = tl.load(tails_ptr + place)", "begin = tl.load(tails_ptr + place) * 0",
          KERNELS + "test_prefix_decode_attention.py::test_a_plan_holds_while_sequences_grow"),
-        ("node-without-its-weight", "tl.store(lse_ptr + at, maximum + tl.log2(total), mask=is_row)",
-         "tl.store(lse_ptr + at, maximum, mask=is_row)",
+        ("node-without-its-weight", "out, lse = out / total[:, None], maximum + tl.log2(total)",
+         "out, lse = out / total[:, None], maximum",
          KERNELS + "test_prefix_decode_attention.py::test_a_plan_holds_while_sequences_grow"),
         ("parts-of-a-node-in-one-place", "+ ordinal\n", "+ ordinal * 0\n", KERNELS + "test_prefix_decode_attention.py"),
     ],

@@ -1,10 +1,11 @@
 """Attention over a cache in 8 bits on a GPU, beside 16 bits: is it right, how long does it take, in which tiles.
 
-PYTHONPATH=. python tests/kernels/kv_tiles.py [SECONDS]
+PYTHONPATH=. python tests/kernels/kv_tiles.py [SECONDS [PART ...]]
 
-Random shapes are compared with the reference in float64. Then both forms are timed by turns, and decode attention by
-lanes with other warps and splits than `decode_attention` chooses. What would begin after so many seconds (95) is left
-out. Kernels are compiled ahead, by several processes.
+Parts: check, decode, prefix, sweep, prefill, stage; by default all. Random shapes are compared with the reference in
+float64. Then both forms are timed by turns, shared blocks with the programs that a plan may choose and beside plain
+decode attention too, and decode attention by lanes with other warps, splits and registers than `decode_attention`
+chooses. What would begin after so many seconds (75) is left out. Kernels are compiled ahead, by several processes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
@@ -29,27 +30,33 @@ from minillm.kernels import (
     LayerCache,
     Pages,
     WorkList,
+    attention_lanes,
     chunked_prefill,
     decode_attention,
     plan_attention,
     reference,
 )
 from minillm.kernels import prefix_decode_attention as prefix_kernels
-from minillm.kernels.prefix_plan import FREE
+from minillm.kernels.prefix_plan import FREE, Costs
 from minillm.kernels.staging import stage
 from minillm.kernels.timing import graph_microseconds
 
 BEGIN = time.time()
 HEADS: tuple[Heads, ...] = ((32, 8, 128), (32, 8, 64), (32, 32, 128))
-DECODE = ((64, 4096), (256, 1024), (8, 8192), (1, 32768), (1, 1024))
+DECODE = ((1, 1024), (1, 32768), (64, 4096), (8, 8192), (256, 1024))
 MORE = (((64, 8, 128), 64, 4096), ((9, 3, 64), 64, 4096), ((14, 2, 64), 64, 4096))
 PREFIX = ((32, 1024, 64), (32, 4096, 64), (256, 1024, 128), (256, 2048, 128), (256, 8192, 128), (256, 8192, 16))
 PREFILL = ((1, 512, 0), (1, 512, 7680), (1, 2048, 0), (1, 2048, 6144), (1, 8192, 0), (16, 512, 0), (1, 256, 3840))
+# Heads, sequences, context, splits.
 SWEEP = (
-    ((32, 8, 128), 64, 4096), ((32, 8, 128), 256, 1024), ((32, 8, 128), 1, 32768), ((32, 8, 128), 1, 1024),
-    ((32, 8, 64), 64, 4096), ((32, 32, 128), 64, 1024),
+    ((32, 8, 128), 1, 1024, (8, 16, 32)), ((32, 8, 128), 8, 8192, (4, 8, 16)), ((32, 8, 128), 64, 4096, (1, 2)),
+    ((32, 8, 128), 256, 1024, (1,)), ((32, 8, 128), 1, 32768, (33, 66, 132)), ((32, 8, 64), 64, 4096, (1,)),
+    ((32, 8, 64), 1, 32768, (66, 132)),
 )  # fmt: skip
-WARPS = (1, 2, 4, 8)
+WARPS, REGISTERS = (1, 2, 4), (None, 128)
+# One item at a time on a multiprocessor, or two.
+PROGRAMS = tuple(Costs(launch=0, tail_loss=0, node_bytes=0, tile=tile) for tile in (0.0, 1e9))
+PARTS = ("check", "decode", "prefix", "sweep", "prefill", "stage")
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -74,8 +81,8 @@ def random_pages(rng: random.Random, lens: list[int], kv_heads: int, dim: int, b
     return cache.pages(torch.tensor(tables, dtype=torch.int32).cuda(), torch.tensor(lens).int().cuda())
 
 
-def check(seed: int) -> str:
-    """Compare all three ops with the reference on one random shape; a line about it, which says WRONG where it is."""
+def check(seed: int, *, prefill: bool) -> str:
+    """Compare all three ops, or two, with the reference on one random shape: a line, which says WRONG where it is."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     heads, kv_heads = rng.choice([(4, 4), (9, 3), (32, 8), (16, 2), (14, 2), (6, 3), (5, 1)])
@@ -111,7 +118,7 @@ def check(seed: int) -> str:
     chunks = [0, 1, *(rng.randint(1, length) for length in lens[2:])]
     starts = torch.tensor([0, *chunks]).cumsum(0).int().cuda()
     q = torch.randn(sum(chunks), heads, dim, device="cuda").to(dtype)
-    for window, capacity in ((None, 700), (150, sum(lens))):
+    for window, capacity in ((None, 700), (150, sum(lens))) if prefill else ():
         exact = reference.prefill_attention(q.double(), wide._replace(window=window), starts, scale)
         got = chunked_prefill.prefill_attention(q, pages._replace(window=window), starts, scale, capacity=capacity)
         found[f"prefill {window} {capacity}"] = error(got, exact)
@@ -121,16 +128,29 @@ def check(seed: int) -> str:
     return f"{said}{about}: {len(found)} checks, the largest error {found[worst]:.1e} ({worst})"
 
 
-def compile_decode(heads: Heads, warps: int, splits: tuple[int, ...], in_8_bits: bool) -> None:
-    decode_attention.LANES_WARPS = warps
-    case = paged_attention(heads, 2, 512, in_8_bits=in_8_bits)
-    for each in splits:
-        decode_attention.paged_attention(*case.inputs[0], num_splits=each)
+def set_lanes(warps: int, registers: int | None) -> None:
+    """Let decode attention in 8 bits have so many warps and registers, whatever else it would choose."""
+    decode_attention.lanes_tiling = lambda part: (32 * min(warps, 2), warps)
+    attention_lanes.registers = lambda group: registers  # type: ignore[assignment,return-value]
+
+
+def compile_sweep(heads: Heads, warps: int, registers: int | None) -> None:
+    set_lanes(warps, registers)
+    case = paged_attention(heads, 2, 512, in_8_bits=True)
+    for splits in sorted({each for swept, _, _, choices in SWEEP if swept == heads for each in choices}):
+        decode_attention.paged_attention(*case.inputs[0], num_splits=splits)
+
+
+def compile_decode(heads: Heads, sizes: Sequence[tuple[int, ...]], in_8_bits: bool) -> None:
+    for seqs, context in sizes:
+        paged_attention(heads, seqs, context, in_8_bits=in_8_bits).launch()
 
 
 def compile_prefix(heads: Heads, in_8_bits: bool) -> None:
     for size in ((32, 1024, 64), (256, 1024, 128)):  # tails in parts or not
-        prefix_attention(heads, *size, in_8_bits).launch()
+        case = prefix_attention(heads, *size, in_8_bits)
+        case.launch()
+        decode_attention.paged_attention(*case.inputs[0][:3])
 
 
 def compile_prefill(heads: Heads, in_8_bits: bool) -> None:
@@ -140,18 +160,23 @@ def compile_prefill(heads: Heads, in_8_bits: bool) -> None:
             chunked_prefill.prefill_attention(q, pages, starts, scale, capacity=capacity)
 
 
-def tasks() -> Iterator[Callable[[], str | None]]:
+def tasks(parts: set[str]) -> Iterator[Callable[[], str | None]]:
     """What is checked, and compiled ahead: what takes longest first."""
-    for seed in range(6):
-        yield partial(check, seed)
+    for seed in range(6) if "check" in parts else ():
+        yield partial(check, seed, prefill="prefill" in parts)
     for heads, in_8_bits in product((HEADS[0], HEADS[2]), (True, False)):
-        yield partial(compile_prefill, heads, in_8_bits)
-        yield partial(compile_prefix, heads, in_8_bits)
-    for heads, in_8_bits in product((*HEADS, *(each[0] for each in MORE)), (True, False)):
-        yield partial(compile_decode, heads, 4, (1, 8, 16, 66), in_8_bits)
-    for heads, warps in product(HEADS, WARPS):
-        if warps != 4:
-            yield partial(compile_decode, heads, warps, (1, 2, 8, 16, 32, 66, 132), True)
+        if "prefill" in parts:
+            yield partial(compile_prefill, heads, in_8_bits)
+        if "prefix" in parts:
+            yield partial(compile_prefix, heads, in_8_bits)
+    if "decode" in parts:
+        for heads, in_8_bits in product(HEADS, (True, False)):
+            yield partial(compile_decode, heads, DECODE, in_8_bits)
+        for (heads, *size), in_8_bits in product(MORE, (True, False)):
+            yield partial(compile_decode, heads, (tuple(size),), in_8_bits)
+    if "sweep" in parts:
+        for heads, warps, registers in product(sorted({each[0] for each in SWEEP}), WARPS, REGISTERS):
+            yield partial(compile_sweep, heads, warps, registers)
 
 
 def run_task(task: Callable[[], str | None]) -> str | None:
@@ -174,20 +199,7 @@ def by_turns(*launches: Callable[[int], object], count: int = 8) -> list[float]:
     return [statistics.median(each) for each in zip(*times, strict=True)]
 
 
-def main() -> None:
-    limit = float(sys.argv[1]) if len(sys.argv) > 1 else 95.0
-    workers = min(12, os.cpu_count() or 1)
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for said in pool.imap_unordered(run_task, list(tasks()), chunksize=1):
-            if said is not None:
-                print(said, flush=True)
-    bandwidth = read_bandwidth(torch.device("cuda")) * 1e-12
-    print(
-        f"{torch.cuda.get_device_name()}, reads {bandwidth:.2f} TB/s, ready after {time.time() - BEGIN:.0f} s",
-        flush=True,
-    )
-    torch.manual_seed(0)
-
+def show_decode(limit: float) -> None:
     print("\ndecode                             16 bits   8 bits  ratio  8 bits TB/s   error")
     for heads, seqs, context in (*((h, *size) for h in HEADS for size in DECODE), *MORE):
         if late(limit):
@@ -197,6 +209,30 @@ def main() -> None:
         rate = narrow.bytes / b * 1e-6
         print(f"{plain.shape:34} {a:7.1f}  {b:7.1f}  {b / a:5.2f}  {rate:11.2f}  {narrow.error():.1e}", flush=True)
 
+
+def show_prefix(limit: float) -> None:
+    print("\nprefix        16 bits: one item, two, planned, plain;   8 bits: the same   ratio   error to decode")
+    for heads, size in product((HEADS[0], HEADS[2]), PREFIX):
+        if late(limit):
+            break
+        launches, planned = [], []
+        for form in (False, True):
+            cases = [prefix_attention(heads, *size, form, costs=costs) for costs in (*PROGRAMS, FREE)]
+            planned.append(cases[2])
+            launches += [case.launch for case in cases]
+            # Plain decode attention of so many shared bytes takes long: few launches tell enough.
+            launches.append(partial(plain_decode, cases[2]))
+        times = by_turns(*launches, count=4)
+        said = "  ".join(f"{each:7.1f}" for each in times)
+        ratio = times[6] / times[2]
+        print(f"{planned[0].shape:26} {said}  {ratio:5.2f}  {planned[1].error():.1e}", flush=True)
+
+
+def plain_decode(case: Case, i: int) -> Tensor:
+    return decode_attention.paged_attention(*case.inputs[i % len(case.inputs)][:3])
+
+
+def show_prefill(limit: float) -> None:
     print("\nprefill                            16 bits   8 bits  ratio   error   in 8 bits, nothing unpacked ahead")
     for heads, size in product((HEADS[0], HEADS[2]), PREFILL):
         if late(limit):
@@ -206,39 +242,58 @@ def main() -> None:
         a, b, c = by_turns(plain.launch, narrow.launch, lambda _: packed(), count=4)  # noqa: B023
         print(f"{plain.shape:34} {a:7.1f}  {b:7.1f}  {b / a:5.2f}  {narrow.error():.1e}  {c:7.1f}", flush=True)
 
-    print("\nprefix                             16 bits   8 bits  ratio  error to decode")
-    for heads, size in product((HEADS[0], HEADS[2]), PREFIX):
-        if late(limit):
-            break
-        plain, narrow = (prefix_attention(heads, *size, form) for form in (False, True))
-        a, b = by_turns(plain.launch, narrow.launch)
-        print(f"{plain.shape:34} {a:7.1f}  {b:7.1f}  {b / a:5.2f}  {narrow.error():.1e}", flush=True)
 
+def show_stage(limit: float) -> None:
     print("\nto unpack a context alone")
     for heads, tokens in product((HEADS[0], HEADS[2]), (1024, 8192)):
+        if late(limit):
+            break
         q, pages, starts, _ = prefill_attention(heads, 1, tokens, 0, True).inputs[0]
         (a,) = by_turns(lambda _: stage(pages, starts, q.dtype, tokens))  # noqa: B023
         print(f"{heads} {tokens}: {a:.1f} us", flush=True)
 
-    print("\ndecode in 8 bits by warps (1, 2, 4, 8) and splits")
-    chosen = decode_attention.LANES_WARPS
-    for heads, seqs, context in SWEEP:
+
+def show_sweep(limit: float) -> None:
+    print(f"\ndecode in 8 bits by splits, and warps {WARPS} x registers {REGISTERS}")
+    for heads, seqs, context, choices in SWEEP:
         case = paged_attention(heads, seqs, context, in_8_bits=True)
-        usual = decode_attention.num_splits_for(seqs, heads[1], context, torch.device("cuda"))
-        for splits in sorted({max(1, usual // 2), usual, 2 * usual}):
+        for splits in choices:
             if late(limit):
                 break
             times = []
-            for warps in WARPS:
-                decode_attention.LANES_WARPS = warps
+            for warps, registers in product(WARPS, REGISTERS):
+                set_lanes(warps, registers)
 
                 def launch(i: int, case: Case = case, splits: int = splits) -> Tensor:
                     return decode_attention.paged_attention(*case.inputs[i % len(case.inputs)], num_splits=splits)
 
-                times.append(graph_microseconds(launch, 8, 7))
+                times.append(graph_microseconds(launch, 8, 5))
             said = "  ".join(f"{each:7.1f}" for each in times)
-            print(f"{case.shape:34} {splits:4} {'*' if splits == usual else ' '} {said}", flush=True)
-    decode_attention.LANES_WARPS = chosen
+            print(f"{case.shape:34} {splits:4} {said}", flush=True)
+
+
+SHOWN = {
+    "decode": show_decode, "prefix": show_prefix, "prefill": show_prefill, "stage": show_stage, "sweep": show_sweep,
+}  # fmt: skip
+
+
+def main() -> None:
+    limit = float(sys.argv[1]) if len(sys.argv) > 1 else 75.0
+    parts = set(sys.argv[2:] or PARTS)
+    workers = min(16, os.cpu_count() or 1)
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        for said in pool.imap_unordered(run_task, list(tasks(parts)), chunksize=1):
+            if said is not None:
+                print(said, flush=True)
+    bandwidth = read_bandwidth(torch.device("cuda")) * 1e-12
+    print(
+        f"{torch.cuda.get_device_name()}, copy {bandwidth:.2f} TB/s, ready after {time.time() - BEGIN:.0f} s",
+        flush=True,
+    )
+    torch.manual_seed(0)
+    for part in PARTS:
+        if part in parts and part in SHOWN:
+            SHOWN[part](limit)
     print(f"\n{time.time() - BEGIN:.0f} s")
 
 
