@@ -17,8 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Pages
-from minillm.kernels.compat import dot
+from minillm.kernels.compat import dot, has_large_shared_memory, has_whole_products
 from minillm.kernels.decode_attention import check_inputs, k_numbers, load_scales, share, v_numbers
+from minillm.kernels.staging import seqs_tile, stage, staged_begin
+
+_LEAST_STAGED = 256  # tokens of a chunk, on average, for which unpacking pays
 
 
 @triton.jit
@@ -43,8 +46,11 @@ def _fold_masked(
 ):  # fmt: skip
     """Fold a tile of tokens into the running softmax of queries that do not all see all of it."""
     valid = seen < end
-    blocks = tl.load(table_ptr + seen // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
-    slots = blocks * BLOCK_SIZE + seen % BLOCK_SIZE
+    if BLOCK_SIZE is None:
+        slots = seen.to(tl.int64)
+    else:
+        blocks = tl.load(table_ptr + seen // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
+        slots = blocks * BLOCK_SIZE + seen % BLOCK_SIZE
     offsets = slots[:, None] * slot_stride + dims[None, :]
     mask = valid[:, None] & is_dim[None, :]
     k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
@@ -74,13 +80,14 @@ def _fold_masked(
 
 
 # Not compiled anew for tables of another width, nor for chunks that begin elsewhere in the batch.
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "tables_ptr", "lens_ptr"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "tables_ptr", "lens_ptr", "capacity"])
 def _prefill_attention_kernel(
     out_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,
     q_token_stride, q_head_stride, table_stride, slot_stride, out_token_stride, out_head_stride, scale_log2e, num_seqs,
+    capacity,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SEQS_TILE: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     number = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -90,6 +97,10 @@ def _prefill_attention_kernel(
     begin = tl.load(cu_seqlens_ptr + chunk)
     length = tl.load(cu_seqlens_ptr + chunk + 1) - begin
     context = tl.load(lens_ptr + chunk)
+    if REST or BLOCK_SIZE is None:
+        staged = staged_begin(lens_ptr, chunk, num_seqs, SEQS_TILE)
+        if (staged + context <= capacity) == REST:
+            return
     row0 = tile_number * ROWS
     rows = row0 + tl.arange(0, ROWS)
     positions = context - length + rows  # of the queries within their sequence
@@ -103,6 +114,9 @@ def _prefill_attention_kernel(
     kv_head = head // GROUP
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
     v_ptr = v_cache_ptr + kv_head * HEAD_DIM
+    if BLOCK_SIZE is None:
+        k_ptr += staged.to(tl.int64) * slot_stride
+        v_ptr += staged.to(tl.int64) * slot_stride
     table_ptr = tables_ptr + chunk.to(tl.int64) * table_stride
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -124,8 +138,11 @@ def _prefill_attention_kernel(
             )  # fmt: skip
     for position in tl.range(unmasked_begin, unmasked_end, TILE, num_stages=STAGES):
         seen = position + columns
-        blocks = tl.load(table_ptr + seen // BLOCK_SIZE).to(tl.int64)
-        slots = blocks * BLOCK_SIZE + seen % BLOCK_SIZE
+        if BLOCK_SIZE is None:
+            slots = seen.to(tl.int64)
+        else:
+            blocks = tl.load(table_ptr + seen // BLOCK_SIZE).to(tl.int64)
+            slots = blocks * BLOCK_SIZE + seen % BLOCK_SIZE
         offsets = slots[:, None] * slot_stride + dims[None, :]
         k = tl.load(k_ptr + offsets, mask=is_dim[None, :], other=0.0)
         if k_scales_ptr is not None:
@@ -156,28 +173,60 @@ def _prefill_attention_kernel(
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=row_mask)
 
 
-def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float) -> Tensor:
-    """See `reference.prefill_attention`; arguments as in `decode_attention.paged_attention`, else ValueError."""
+def prefill_attention(
+    q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale: float, *, capacity: int | None = None
+) -> Tensor:
+    """See `reference.prefill_attention`; arguments as in `decode_attention.paged_attention`, else ValueError.
+
+    ``capacity`` is how many tokens of contexts in 8 bits are unpacked at most (`capacity_for`).
+    """
     num_tokens, num_heads, head_dim = q.shape
-    k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
-    num_seqs = lens.shape[0]
-    _, block_size, num_kv_heads, _ = k_cache.shape
+    num_seqs, num_kv_heads = pages.lens.shape[0], pages.k.shape[2]
     check_inputs(q, pages, num_seqs)
     if cu_seqlens.shape != (num_seqs + 1,):
         raise ValueError(f"cu_seqlens must have {num_seqs + 1} entries, not {tuple(cu_seqlens.shape)}")
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
-    if num_tokens:
-        dim_tile = max(16, triton.next_power_of_2(head_dim))
+    if not num_tokens:
+        return out
+    if capacity is None:
+        capacity = capacity_for(q, pages)
+    dim_tile = max(16, triton.next_power_of_2(head_dim))
+
+    def launch(pages: Pages, block_size: int | None, *, rest: bool) -> None:
+        k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
         rows, tile, stages, warps = _tiling(dim_tile, q.element_size(), num_tokens // num_seqs, k_scales is not None)
+        if block_size is None:
+            # Triton holds as many stages as it is told to, and one less where it has to look up block ids in front.
+            stages = min(stages, 2)
+            tile = tile if has_large_shared_memory(q.device) else min(tile, 64)
         _prefill_attention_kernel[(num_heads, num_tokens // rows + num_seqs)](
             out, q, k_cache, v_cache, k_scales, v_scales, tables, lens, cu_seqlens,
             q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim, out.stride(0), out.stride(1),
-            softmax_scale * 1.4426950408889634, num_seqs,
+            softmax_scale * 1.4426950408889634, num_seqs, capacity,
             GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_SIZE=block_size,
-            ROWS=rows, TILE=tile, SEQS_TILE=max(256, triton.next_power_of_2(num_seqs)), STAGES=stages,
-            WINDOW=window, num_warps=warps,
+            ROWS=rows, TILE=tile, SEQS_TILE=seqs_tile(num_seqs), STAGES=stages,
+            WINDOW=window, REST=rest, num_warps=warps,
         )  # fmt: skip
+
+    if capacity:
+        k, v = stage(pages, cu_seqlens, q.dtype, capacity)
+        launch(pages._replace(k=k, v=v, k_scales=None, v_scales=None), None, rest=False)
+    if capacity < num_seqs * pages.tables.shape[1] * pages.k.shape[1]:
+        launch(pages, pages.k.shape[1], rest=capacity > 0)
     return out
+
+
+def capacity_for(q: Tensor, pages: Pages) -> int:
+    """The tokens of contexts in 8 bits that should be unpacked at most: 0 where it does not pay.
+
+    By shapes alone: as many as the longest context that the tables have room for, and as the chunks of the step.
+    """
+    num_seqs = pages.lens.shape[0]
+    takes = pages.k_scales is not None and q.element_size() == 2 and has_whole_products(q.device)
+    if not takes or q.shape[0] < _LEAST_STAGED * num_seqs:
+        return 0
+    longest = pages.tables.shape[1] * pages.k.shape[1]
+    return min(num_seqs * longest, max(longest, q.shape[0]))
 
 
 def _tiling(dim_tile: int, element_size: int, average_chunk: int, in_8_bits: bool) -> tuple[int, int, int, int]:

@@ -138,6 +138,16 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and _capability(device.index or 0) >= (8, 9)
 
 
+def has_whole_products(device: torch.device) -> bool:
+    """Whether a GPU's matrix unit multiplies 16 by 32 whole numbers of 8 bits (8.0); the interpreter does."""
+    return device.type != "cuda" or _capability(device.index or 0) >= (8, 0)
+
+
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program may have more than 224 KiB of shared memory, as on data centres' GPUs from 9.0 on."""
+    return device.type == "cuda" and (9, 0) <= _capability(device.index or 0) < (12, 0)
+
+
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)

@@ -24,7 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels import attention_lanes
 from minillm.kernels.arguments import Pages, check_scales
+from minillm.kernels.attention_lanes import TOKENS, attend_group, load_group
 from minillm.kernels.compat import INTERPRETED, dot, pdl_options, wait_for_inputs
 
 
@@ -97,6 +99,17 @@ def attend_tile(
     return new_maximum, total, out
 
 
+@triton.jit
+def _part(context, split, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first token of a part of what is seen of a context, and the one behind its last."""
+    seen = context
+    if WINDOW is not None:
+        seen = tl.minimum(context, WINDOW)
+    size = tl.cdiv(tl.cdiv(seen, num_splits), TILE) * TILE
+    start = context - seen + split * size
+    return start, tl.minimum(start + size, context)
+
+
 @triton.jit(do_not_specialize=["num_splits", "table_stride"])
 def _paged_attention_kernel(
     out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr,
@@ -111,15 +124,9 @@ def _paged_attention_kernel(
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     context = tl.load(lens_ptr + seq)
-    if WINDOW is None:
-        part = tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE
-        start = split * part
-    else:
-        part = tl.cdiv(tl.cdiv(tl.minimum(context, WINDOW), num_splits), TILE) * TILE
-        start = tl.maximum(context - WINDOW, 0) + split * part
+    start, end = _part(context, split, num_splits, TILE, WINDOW)
     if start >= context and split > 0:
         return
-    end = tl.minimum(start + part, context)
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM_TILE)
@@ -155,6 +162,35 @@ def _paged_attention_kernel(
     if PARTIAL:
         at = seq * lse_seq_stride + split * lse_split_stride + heads
         tl.store(lse_ptr + at, maximum + tl.log2(divisor), mask=is_row)  # base 2
+
+
+@triton.jit(do_not_specialize=["num_splits", "table_stride"])
+def _lanes_attention_kernel(
+    out_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr,
+    q_seq_stride, q_head_stride, table_stride,
+    out_seq_stride, out_head_stride, out_split_stride, lse_seq_stride, lse_split_stride, scale_log2e, num_splits,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, WARPS: tl.constexpr, PARTIAL: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """`_paged_attention_kernel` for a cache in 8 bits, by `minillm.kernels.attention_lanes`."""
+    wait_for_inputs(PDL)
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    queries = load_group(
+        q_ptr + seq * q_seq_stride + kv_head * GROUP * q_head_stride, q_head_stride, GROUP, HEAD_DIM, WARPS
+    )
+    context = tl.load(lens_ptr + seq)
+    start, end = _part(context, split, num_splits, TILE, WINDOW)
+    if start >= context and split > 0:
+        return
+    out_ptr += seq * out_seq_stride + kv_head * GROUP * out_head_stride + split * out_split_stride
+    lse_ptr += seq * lse_seq_stride + split * lse_split_stride + kv_head * GROUP
+    attend_group(
+        out_ptr, lse_ptr if PARTIAL else None, queries, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr,
+        tables_ptr + seq * table_stride, out_head_stride, scale_log2e, kv_head, start, end,
+        q_ptr.dtype.element_ty, GROUP, HEAD_DIM, BLOCK_SIZE, KV_HEADS, WARPS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -195,12 +231,15 @@ def _num_multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device) -> int:
-    """The number of parts that each context is cut into: enough programs to fill the chip, by shapes alone."""
+def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device, least: int = 64) -> int:
+    """The number of parts that each context is cut into: enough programs to fill the chip, by shapes alone.
+
+    A part has ``least`` tokens at least.
+    """
     processors = _num_multiprocessors(device.index or 0) if device.type == "cuda" else 4
     programs = max(1, num_seqs * num_kv_heads)
     # Four programs a multiprocessor; `minillm bench kernels --op paged_attention` measured 1 to 16.
-    return max(1, min(processors * 4 // programs, -(-max_context // 64)))
+    return max(1, min(processors * 4 // programs, -(-max_context // least)))
 
 
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
@@ -217,21 +256,35 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
     if not num_seqs:
         return out
     group = num_heads // num_kv_heads
+    by_lanes = attention_lanes.takes(q, pages)
+    longest = tables.shape[1] * block_size
+    longest = min(longest, window or longest)
     if num_splits is None:
-        longest = tables.shape[1] * block_size
-        num_splits = num_splits_for(num_seqs, num_kv_heads, min(longest, window or longest), q.device)
+        num_splits = num_splits_for(num_seqs, num_kv_heads, longest, q.device, TOKENS.value if by_lanes else 64)
     dim_tile = max(16, triton.next_power_of_2(head_dim))
     tile, stages, warps = tiling(dim_tile, q.element_size(), k_scales is not None)
+    if by_lanes:
+        tile, warps = lanes_tiling(-(-longest // num_splits))
     pdl = pdl_options(q.device)
     target, partial_lse, strides = out, out, (out.stride(0), out.stride(1), 0, 0, 0)
     if num_splits > 1:
         target = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
         strides = (target.stride(0), target.stride(2), target.stride(1), num_splits * num_heads, num_heads)
-    _paged_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
+    scale = softmax_scale * 1.4426950408889634
+    grid = (num_kv_heads, num_seqs, num_splits)
+    if by_lanes:
+        _lanes_attention_kernel[grid](
+            target, partial_lse, q, k_cache.view(torch.int32), v_cache.view(torch.int32), k_scales, v_scales,
+            tables, lens, q.stride(0), q.stride(1), tables.stride(0), *strides, scale, num_splits,
+            GROUP=group, HEAD_DIM=head_dim, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=tile, WARPS=warps,
+            PARTIAL=num_splits > 1, WINDOW=window, num_warps=warps, maxnreg=attention_lanes.registers(group), **pdl,
+        )  # fmt: skip
+    else:
+        _paged_attention_kernel[grid](
         target, partial_lse, q, k_cache, v_cache, k_scales, v_scales, tables, lens,
         q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim,
-        *strides, softmax_scale * 1.4426950408889634, num_splits,
+        *strides, scale, num_splits,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
         BLOCK_SIZE=block_size, TILE=tile, STAGES=stages, PARTIAL=num_splits > 1,
         WINDOW=window, num_warps=warps, **pdl,
@@ -243,6 +296,16 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
             WINDOW=window, num_warps=4, **pdl,
         )  # fmt: skip
     return out
+
+
+def lanes_tiling(part: int) -> tuple[int, int]:
+    """What a part of a context is a multiple of, in tokens, and warps, where a part may have so many tokens.
+
+    A warp has 32 tokens at a time. One warp has no other to merge with; contexts that are short although their tables
+    are wide should not lie in a few programs, where the chip has more.
+    """
+    warps = min(4, triton.next_power_of_2(-(-part // TOKENS.value)))
+    return TOKENS.value * min(warps, 2), warps
 
 
 def tiling(dim_tile: int, element_size: int, in_8_bits: bool) -> tuple[int, int, int]:

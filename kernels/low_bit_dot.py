@@ -77,7 +77,7 @@ def _load_groups(
 
 
 @triton.jit
-def _joined(values, COUNT: tl.constexpr):
+def joined(values, COUNT: tl.constexpr):
     """A power of two of tensors ``[lanes]`` as one, ``[lanes, 2, 2, …]``, in their order."""
     HALF: tl.constexpr = COUNT // 2
     pairs = ()
@@ -86,7 +86,7 @@ def _joined(values, COUNT: tl.constexpr):
     if HALF == 1:
         return pairs[0]
     else:
-        return _joined(pairs, HALF)
+        return joined(pairs, HALF)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def _weights(
     pairs = ()
     for word in tl.static_range(4):
         pairs = pairs + eight_weights(groups, factors, word, BITS, SCALES, ZERO, TABLE, CODES, ROWS * 4)
-    words = tl.reshape(_joined(pairs, 16), [ROWS // (16 * WARPS), 2, WARPS, 8, 4, 16])
+    words = tl.reshape(joined(pairs, 16), [ROWS // (16 * WARPS), 2, WARPS, 8, 4, 16])
     words = tl.reshape(tl.permute(words, (0, 2, 1, 3, 5, 4)), [ROWS, 64])
     first = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     second = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)

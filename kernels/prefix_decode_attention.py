@@ -25,9 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels import attention_lanes, prefix_lanes
 from minillm.kernels.arguments import Pages
+from minillm.kernels.attention_lanes import TOKENS, attend_group, load_group
 from minillm.kernels.compat import pdl_options, release, wait, wait_for_inputs, wait_then_release
 from minillm.kernels.decode_attention import attend_tile, check_inputs, load_scales, paged_attention
+from minillm.kernels.prefix_lanes import attend_rows
 from minillm.kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
@@ -70,7 +73,7 @@ def _chunk_first_kernel(
     counts_ptr, items_ptr, order_ptr, starts_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, num_kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, KV_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_release(PDL)
     num_tasks = tl.load(counts_ptr) * num_kv_heads
@@ -97,14 +100,21 @@ def _chunk_first_kernel(
         row_mask = is_row[:, None] & is_dim[None, :]
         q_offsets = seqs[:, None] * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :]
         q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
-        maximum, total, out = _attend(
-            q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
-            k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim,
-            slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
-        )  # fmt: skip
+        if KV_HEADS is not None:
+            out, lse = attend_rows(
+                q, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, begin, end, scale_log2e,
+                ROWS, HEAD_DIM, BLOCK_SIZE, KV_HEADS,
+            )  # fmt: skip
+        else:
+            maximum, total, out = _attend(
+                q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
+                k_scales_ptr, v_scales_ptr, kv_head, table_ptr, begin, end, dims, is_dim,
+                slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+            )  # fmt: skip
+            out, lse = out / total[:, None], maximum + tl.log2(total)
         at = results * num_heads + heads
-        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / total[:, None], mask=row_mask)
-        tl.store(lse_ptr + at, maximum + tl.log2(total), mask=is_row)
+        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)
+        tl.store(lse_ptr + at, lse, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -113,7 +123,8 @@ def _sequence_first_kernel(
     lens_ptr, order_ptr, tails_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, max_results,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, KV_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # All that is read here was there before the first phase began: that one waits before it lets this in.
     release(PDL)
@@ -122,27 +133,40 @@ def _sequence_first_kernel(
     split = tl.program_id(2)
     seq = tl.load(order_ptr + place).to(tl.int64)
     begin = tl.load(tails_ptr + place)
+    if KV_HEADS is not None:
+        first = kv_head * GROUP
+        queries = load_group(q_ptr + seq * q_seq_stride + first * q_head_stride, q_head_stride, GROUP, HEAD_DIM, 1)
     end = tl.load(lens_ptr + seq)
     if SPLITS > 1:
         size = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), SPLITS), TILE) * TILE
         begin += split * size
         end = tl.minimum(begin + size, end)
-    rows = tl.arange(0, ROWS)
-    is_row = rows < GROUP
-    heads = kv_head * GROUP + rows
-    dims = tl.arange(0, DIM_TILE)
-    is_dim = dims < HEAD_DIM
-    row_mask = is_row[:, None] & is_dim[None, :]
-    q = tl.load(q_ptr + seq * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :], mask=row_mask, other=0.0)
-    maximum, total, out = _attend(
-        q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
-        k_scales_ptr, v_scales_ptr, kv_head, tables_ptr + seq * table_stride, begin, end, dims, is_dim,
-        slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
-    )  # fmt: skip
-    divisor = tl.where(total > 0, total, 1.0)  # an empty context, or part of a tail, gives zero
-    at = (max_results + place * SPLITS + split).to(tl.int64) * num_heads + heads
-    tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / divisor[:, None], mask=row_mask)
-    tl.store(lse_ptr + at, maximum + tl.log2(divisor), mask=is_row)
+    result = (max_results + place * SPLITS + split).to(tl.int64) * num_heads
+    if KV_HEADS is not None:
+        attend_group(
+            partial_ptr + (result + first) * HEAD_DIM, lse_ptr + result + first, queries,
+            k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr + seq * table_stride, HEAD_DIM,
+            scale_log2e, kv_head, begin, end, q_ptr.dtype.element_ty, GROUP, HEAD_DIM, BLOCK_SIZE, KV_HEADS, 1,
+        )  # fmt: skip
+    else:
+        rows = tl.arange(0, ROWS)
+        is_row = rows < GROUP
+        heads = kv_head * GROUP + rows
+        dims = tl.arange(0, DIM_TILE)
+        is_dim = dims < HEAD_DIM
+        row_mask = is_row[:, None] & is_dim[None, :]
+        q = tl.load(
+            q_ptr + seq * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :], mask=row_mask, other=0.0
+        )
+        maximum, total, out = _attend(
+            q, k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM,
+            k_scales_ptr, v_scales_ptr, kv_head, tables_ptr + seq * table_stride, begin, end, dims, is_dim,
+            slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
+        )  # fmt: skip
+        divisor = tl.where(total > 0, total, 1.0)  # an empty context, or part of a tail, gives zero
+        at = result + heads
+        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out / divisor[:, None], mask=row_mask)
+        tl.store(lse_ptr + at, maximum + tl.log2(divisor), mask=is_row)
     # A tail that waited would keep another from its place. One program does, so that this kernel ends behind the first.
     last = (kv_head == tl.num_programs(0) - 1) & (place == tl.num_programs(1) - 1) & (split == SPLITS - 1)
     if last:
@@ -235,14 +259,20 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
         partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables,
         work.counts, work.items, work.order, work.starts,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
-        ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages, **sizes, num_warps=4, **options,
+        ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages,
+        KV_HEADS=num_kv_heads if prefix_lanes.takes(q, pages) else None, **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)
+    by_lanes, registers = attention_lanes.takes(q, pages), None
+    if by_lanes:
+        tile, stages, warps, registers = TOKENS.value, 1, 1, attention_lanes.registers(shape.group)
+        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
     _sequence_first_kernel[(num_kv_heads, num_seqs, splits)](
         partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables, lens, work.order, work.tails,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, max_results,
         ROWS=max(16, triton.next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits,
-        **sizes, num_warps=warps, **options,
+        KV_HEADS=num_kv_heads if by_lanes else None,
+        **sizes, num_warps=warps, maxnreg=registers, **options,
     )  # fmt: skip
     # One warp a head; few heads a program while there are few, for then all should be under way.
     heads = min(8, triton.next_power_of_2(num_seqs * num_heads // (8 * shape.num_processors) + 1))

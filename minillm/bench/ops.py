@@ -20,7 +20,7 @@ from minillm.kernels import (
     plan_attention,
     reference,
 )
-from minillm.kernels.prefix_plan import FREE
+from minillm.kernels.prefix_plan import FREE, Costs
 from minillm.kernels.timing import copies_for_cold_l2
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -152,7 +152,14 @@ def paged_attention(
 
 
 def prefix_attention(
-    shape: Heads, seqs: int, prefix: int, tail: int, in_8_bits: bool = False, *, planned_tail: int | None = None
+    shape: Heads,
+    seqs: int,
+    prefix: int,
+    tail: int,
+    in_8_bits: bool = False,
+    *,
+    planned_tail: int | None = None,
+    costs: Costs = FREE,
 ) -> Case:
     """``seqs`` sequences of ``prefix`` shared and ``tail`` own tokens; with a plan for ``planned_tail`` own ones."""
     heads, kv_heads, dim = shape
@@ -168,7 +175,7 @@ def prefix_attention(
     row = kv_row_bytes(dim, 1 if in_8_bits else DTYPE.itemsize)
     attention = AttentionShape(heads, kv_heads, dim, DTYPE.itemsize, chip.multi_processor_count, row)
     then = prefix + (tail if planned_tail is None else planned_tail)
-    plan = plan_attention(tables[0].tolist(), [then] * seqs, _BLOCK_SIZE, attention, costs=FREE)
+    plan = plan_attention(tables[0].tolist(), [then] * seqs, _BLOCK_SIZE, attention, costs=costs)
     assert plan is not None
     work = WorkList.allocate(seqs, attention, DEVICE)
     work.fill(plan)
@@ -182,7 +189,7 @@ def prefix_attention(
     return Case("prefix_attention", name, inputs, moved, 4 * seqs * (prefix + tail) * heads * dim, check=check)
 
 
-def _prefill_attention(shape: Heads, n: int, chunk: int, cached: int, in_8_bits: bool = False) -> Case:
+def prefill_attention(shape: Heads, n: int, chunk: int, cached: int, in_8_bits: bool = False) -> Case:
     heads, kv_heads, dim = shape
     context, scale = chunk + cached, dim**-0.5
     blocks = -(-context // _BLOCK_SIZE)
@@ -286,7 +293,7 @@ OPS: dict[str, tuple[Callable[..., Case], Iterable[tuple[Any, ...]]]] = {
         [(heads, *size, form) for heads in _HEADS for size in _PREFIX for form in _FORMS],
     ),
     "prefill_attention": (
-        _prefill_attention,
+        prefill_attention,
         [(heads, *size, form) for heads in _HEADS for size in _PREFILL for form in _FORMS],
     ),
     **{op: (_move_blocks, ((op,),)) for op in ("block_copy", "gather_blocks", "scatter_blocks")},

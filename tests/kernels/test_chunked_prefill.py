@@ -36,6 +36,7 @@ def check_prefill(
     seed: int = 2,
     window: int | None = None,
     in_8_bits: bool = False,
+    capacity: int | None = None,
 ) -> None:
     """Compare with the reference; ``chunks`` lists (tokens of the chunk, tokens cached before it)."""
     num_heads, kv_heads, head_dim = heads
@@ -46,7 +47,8 @@ def check_prefill(
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     q = randn(sum(counts), num_heads + 2, head_dim, dtype=dtype)[:, 1:-1]
     exact = reference.prefill_attention(q.double(), in_float64(pool), starts, head_dim**-0.5)
-    assert relative_error(prefill_attention(q, pool, starts, head_dim**-0.5), exact) < TOLERANCE[dtype]
+    out = prefill_attention(q, pool, starts, head_dim**-0.5, capacity=capacity)
+    assert relative_error(out, exact) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("in_8_bits", [False, True])
@@ -69,6 +71,17 @@ def test_prefill_attention_in_a_window(dtype: torch.dtype, window: int, in_8_bit
     check_prefill(dtype, (4, 2, 64), 16, chunks, window=window, in_8_bits=in_8_bits)
     if ON_GPU:
         check_prefill(dtype, (4, 2, 128), 16, chunks, window=20 * window, in_8_bits=in_8_bits)
+
+
+@pytest.mark.parametrize("capacity", [1, 45, 46, 150, 500])
+@pytest.mark.parametrize("window", [None, 1, 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prefill_attention_of_contexts_that_are_unpacked_as_far_as_there_is_room(
+    dtype: torch.dtype, window: int | None, capacity: int
+) -> None:
+    chunks = [(5, 0), (16, 24), (0, 9), (66, 1), (1, 40)]  # 45 tokens of context before the third chunk
+    heads = (6, 2, 80) if window is None else (4, 2, 64)
+    check_prefill(dtype, heads, 4, chunks, window=window, in_8_bits=True, capacity=capacity)
 
 
 def test_tokens_in_front_of_every_window_are_not_read() -> None:

@@ -1,0 +1,172 @@
+"""Products of whole numbers of 8 bits by lanes: instructions of the matrix unit, each with a plain twin.
+
+A tensor has one element for each of the program's threads. Lane 4r + t of a warp, r below 8 and t below 4, is what
+NVIDIA's manual of PTX calls group r, thread t, and has the parts of matrices that it says there.
+"""
+
+# ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
+import triton
+import triton.language as tl
+
+from minillm.kernels.compat import INTERPRETED
+
+
+@triton.jit
+def _products(a, b, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
+    """The plain twin's part of ``mma``: rows by columns, of two words of each lane, of columns 2t and 2t + 1."""
+    shifts = (24 - tl.arange(0, 4) * 8)[None, None, :]
+    a = (tl.join(a[0], a[1])[:, :, None] << shifts) >> 24
+    b = (tl.join(b[0], b[1])[:, :, None] << shifts) >> 24
+    if UNSIGNED:
+        b = b & 255
+    products = tl.reshape(a, [WARPS, 8, 1, 32]) * tl.reshape(b, [WARPS, 1, 8, 32])
+    return tl.split(tl.reshape(tl.sum(products, 3), [WARPS * 32, 2]))
+
+
+@triton.jit
+def mma(upper, lower, b, c, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
+    """Sums of 32 products of whole numbers added to ``c``: rows r and r + 8, columns 2t and 2t + 1, for lane 4r + t.
+
+    ``upper`` and ``lower`` are two words of rows r and r + 8, ``b`` of column r, whose bytes have signs or not.
+    """
+    if INTERPRETED:
+        d0, d1 = _products(upper, b, UNSIGNED, WARPS)
+        d2, d3 = _products(lower, b, UNSIGNED, WARPS)
+        return c[0] + d0, c[1] + d1, c[2] + d2, c[3] + d3
+    else:
+        code: tl.constexpr = (
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 " if UNSIGNED else
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            code + "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};", "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+            [upper[0], lower[0], upper[1], lower[1], b[0], b[1], c[0], c[1], c[2], c[3]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def turned(words, WARPS: tl.constexpr):
+    """Eight rows of eight halves of words, transposed: lane 4r + t has columns 2t and 2t + 1 of row r."""
+    if INTERPRETED:
+        halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
+        halves = tl.permute(tl.reshape(halves, [WARPS, 8, 8]), [0, 2, 1])
+        low, high = tl.split(tl.reshape(halves, [WARPS * 32, 2]))
+        return low | (high << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _byte(word, place: tl.constexpr):
+    return (word >> (8 * place)) & 255
+
+
+@triton.jit
+def by_number(a, b, c, d):
+    """Four words of four bytes transposed: word i has byte i of each."""
+    if INTERPRETED:
+        result = ()
+        for i in tl.static_range(4):
+            result = result + (_byte(a, i) | (_byte(b, i) << 8) | (_byte(c, i) << 16) | (_byte(d, i) << 24),)
+        return result
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 p, q, r, s; prmt.b32 p, $4, $5, 0x5140; prmt.b32 q, $6, $7, 0x5140; "
+            "prmt.b32 r, $4, $5, 0x7362; prmt.b32 s, $6, $7, 0x7362; "
+            "prmt.b32 $0, p, q, 0x5410; prmt.b32 $1, p, q, 0x7632; "
+            "prmt.b32 $2, r, s, 0x5410; prmt.b32 $3, r, s, 0x7632; }",
+            "=&r,=&r,=&r,=&r,r,r,r,r", [a, b, c, d],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def two_digits(a, b):
+    """Two numbers below 2^16 as a word: the higher bytes of both, then the lower."""
+    if INTERPRETED:
+        return _byte(a, 1) | (_byte(b, 1) << 8) | (_byte(a, 0) << 16) | (_byte(b, 0) << 24)
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x4051;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def bytes_at(a, b, c, d, place):
+    """The byte at ``place``, 0 or 1, of each of four words, as a word."""
+    if INTERPRETED:
+        shift = place * 8
+        return (
+            ((a >> shift) & 255)
+            | (((b >> shift) & 255) << 8)
+            | (((c >> shift) & 255) << 16)
+            | (((d >> shift) & 255) << 24)
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 p, q; prmt.b32 p, $1, $2, $5; prmt.b32 q, $3, $4, $5; prmt.b32 $0, p, q, 0x5410; }",
+            "=r,r,r,r,r,r", [a, b, c, d, 0x40 + place * 0x11], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def of_eights(x, WARPS: tl.constexpr):
+    """What the eight lanes from 8t on of a warp have, all the same, for lane 4r + t."""
+    if INTERPRETED:
+        x = tl.max(tl.reshape(x, [WARPS, 1, 4, 8]), 3)
+        return tl.reshape(tl.broadcast_to(x, [WARPS, 8, 4]), [WARPS * 32])
+    else:
+        lane = tl.arange(0, WARPS * 32) % 4 * 8
+        return tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [x, lane], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _half(word, place: tl.constexpr):
+    """A word's byte as a whole number with its sign, in float16: its bits."""
+    return ((word << (24 - 8 * place)) >> 24).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def halves(word):
+    """Four whole numbers of 8 bits as two pairs of float16.
+
+    1,152 more than a number is 1,024 and the number's bits, but for the sign's, turned over, behind the exponent.
+    """
+    if INTERPRETED:
+        return _half(word, 0) | (_half(word, 1) << 16), _half(word, 2) | (_half(word, 3) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 n, m, k; xor.b32 n, $2, 0x80808080; mov.b32 m, 0x64646464; mov.b32 k, 0x64806480; "
+            "prmt.b32 $0, n, m, 0x4140; prmt.b32 $1, n, m, 0x4342; "
+            "sub.rn.f16x2 $0, $0, k; sub.rn.f16x2 $1, $1, k; }",
+            "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def alternating(a, b):
+    """The bytes of two words by turns: those of the first two of each, then of the others."""
+    if INTERPRETED:
+        first = _byte(a, 0) | (_byte(b, 0) << 8) | (_byte(a, 1) << 16) | (_byte(b, 1) << 24)
+        return first, _byte(a, 2) | (_byte(b, 2) << 8) | (_byte(a, 3) << 16) | (_byte(b, 3) << 24)
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;", "=&r,=&r,r,r", [a, b],
+            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def power(x):
+    """2^x in float32; what is no normal number is 0, which spares three instructions of four."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )

@@ -1,0 +1,87 @@
+"""Contexts of a cache in 8 bits in 16 bits, one after another, for attention that reads each number many times.
+
+A chunk of a prompt multiplies a token's K and V by each of its queries: to unpack them for every tile of queries takes
+longer than the products. So they are unpacked once. Bytes: 1 in and 2 out for each number, and the scales.
+
+Grid: (tiles of a context's rows, sequences, K and V). A context lies behind those of the sequences in front of it. One
+that would end beyond the scratch is left out; who reads the scratch finds that out as it is found out here.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minillm.kernels.arguments import Pages
+
+_ROWS = 64  # of a program: tokens times kv heads
+_LARGEST_TILE = tl.constexpr(128)  # tokens that attention reads at a time
+
+
+@triton.jit
+def staged_begin(lens_ptr, seq, num_seqs, SEQS_TILE: tl.constexpr):
+    """The place in the scratch of the first token of sequence ``seq``."""
+    seqs = tl.arange(0, SEQS_TILE)
+    return tl.sum(tl.load(lens_ptr + seqs, mask=(seqs < num_seqs) & (seqs < seq), other=0), 0)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "tables_ptr", "lens_ptr", "capacity"])
+def _stage_kernel(
+    k_out_ptr, v_out_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, lens_ptr, cu_seqlens_ptr,
+    table_stride, num_seqs, capacity,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, SEQS_TILE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(1)
+    context = tl.load(lens_ptr + seq)
+    first = tl.program_id(0) * ROWS
+    if first >= context * KV_HEADS:
+        return
+    if WINDOW is not None:  # the first query's first tile begins a tile before its window at the earliest
+        chunk = tl.load(cu_seqlens_ptr + seq + 1) - tl.load(cu_seqlens_ptr + seq)
+        if (first + ROWS) // KV_HEADS < context - chunk - WINDOW - _LARGEST_TILE:
+            return
+    begin = staged_begin(lens_ptr, seq, num_seqs, SEQS_TILE)
+    if begin + context > capacity:
+        return
+    rows = first + tl.arange(0, ROWS)
+    tokens, heads = rows // KV_HEADS, rows % KV_HEADS
+    is_row = tokens < context
+    blocks = tl.load(tables_ptr + seq.to(tl.int64) * table_stride + tokens // BLOCK_SIZE, mask=is_row, other=0)
+    blocks = blocks.to(tl.int64)
+    dims = tl.arange(0, DIM_TILE)
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    at = (((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + heads) * HEAD_DIM)[:, None] + dims[None, :]
+    scales_at = (blocks * KV_HEADS + heads) * BLOCK_SIZE + tokens % BLOCK_SIZE
+    out_at = ((begin.to(tl.int64) * KV_HEADS + rows) * HEAD_DIM)[:, None] + dims[None, :]
+    if tl.program_id(2) == 0:
+        scales = tl.load(k_scales_ptr + scales_at, mask=is_row, other=0.0)
+        numbers = tl.load(k_cache_ptr + at, mask=mask, other=0).to(tl.float32) * scales[:, None]
+        tl.store(k_out_ptr + out_at, numbers.to(k_out_ptr.dtype.element_ty), mask=mask)
+    else:
+        scales = tl.load(v_scales_ptr + scales_at, mask=is_row, other=0.0)
+        numbers = tl.load(v_cache_ptr + at, mask=mask, other=0).to(tl.float32) * scales[:, None]
+        tl.store(v_out_ptr + out_at, numbers.to(v_out_ptr.dtype.element_ty), mask=mask)
+
+
+def stage(pages: Pages, cu_seqlens: Tensor, dtype: torch.dtype, capacity: int) -> tuple[Tensor, Tensor]:
+    """K and V of the contexts in ``dtype``, ``[capacity, kv_heads, head_dim]``, those that fit, one behind another.
+
+    ``cu_seqlens`` as in `reference.prefill_attention`; tokens that no query's window reaches may be left out.
+    """
+    k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    num_seqs = lens.shape[0]
+    k, v = (k_cache.new_empty(capacity, num_kv_heads, head_dim, dtype=dtype) for _ in "kv")
+    longest = min(capacity, tables.shape[1] * block_size)
+    _stage_kernel[(triton.cdiv(longest * num_kv_heads, _ROWS), num_seqs, 2)](
+        k, v, k_cache, v_cache, k_scales, v_scales, tables, lens, cu_seqlens, tables.stride(0), num_seqs, capacity,
+        KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size,
+        ROWS=_ROWS, SEQS_TILE=seqs_tile(num_seqs), WINDOW=window, num_warps=4,
+    )  # fmt: skip
+    return k, v
+
+
+def seqs_tile(num_seqs: int) -> int:
+    """The tile in which a program looks for its sequence."""
+    return max(256, triton.next_power_of_2(num_seqs))
