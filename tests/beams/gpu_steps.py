@@ -1,7 +1,8 @@
 """Beam steps against sample steps on a GPU, kernel by kernel, and a wide search: ``python tests/beams/gpu_steps.py``.
 
-Random weights of the 135m shape, 32 rows of 8 prompts: milliseconds a step by turns, then where a step's time goes (torch's profiler): launches, their grids, and microseconds. At last 64 prompts at
-width 16, with a line each second, and the stack where a step takes longer than 15. It ends within 85 s.
+Random weights of the 135m shape, 32 rows of 8 prompts: milliseconds a step by turns, then where a step's time goes
+(torch's profiler): launches, their grids, and microseconds. At last 64 prompts at width 16, with a line each second, and
+the stack where a step takes longer than 15. It ends within 85 s.
 """
 
 from __future__ import annotations
@@ -100,9 +101,8 @@ def main() -> None:
                 found[kind].append(seconds)
             if turn == 3:
                 rows = traced(engine)
-                say(
-                    f"{kind}: {sum(us for us, *_ in rows):.0f} us of kernels, {sum(n for _, n, *_ in rows):.0f} launches"
-                )
+                took, launched = sum(us for us, *_ in rows), sum(count for _, count, *_ in rows)
+                say(f"{kind}: {took:.0f} us of kernels, {launched:.0f} launches a step")
                 for us, launches, name, grid in rows[:18]:
                     print(f"    {us:8.1f} us {launches:6.1f}  {name:44} {grid}")
             end(engine)
