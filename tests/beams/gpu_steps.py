@@ -1,8 +1,8 @@
 """Beam steps against sample steps on a GPU, kernel by kernel, and a wide search: ``python tests/beams/gpu_steps.py``.
 
 Random weights of the 135m shape, 32 rows of 8 prompts: milliseconds a step by turns, then where a step's time goes
-(torch's profiler): launches, their grids, and microseconds. At last 64 prompts at width 16, with a line each second, and the
-stack where a step takes longer than 15. It ends within 85 s.
+(torch's profiler): launches, their grids, and microseconds. At last 64 prompts at width 16, with a line each second,
+and the stack where a step takes longer than 15. It ends within 85 s.
 """
 
 from __future__ import annotations
