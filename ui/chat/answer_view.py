@@ -106,7 +106,11 @@ class AnswerView(Growing, Vertical):
             await self._part.append_text(text, lines_ahead)
 
     def update_summary(self) -> None:
-        update_in_place(self._summary, Content(summary(self.answer)))
+        words = summary(self.answer)
+        # Not below the lines that the text has taken ahead, which would be a hole.
+        part = None if isinstance(self._part, ReasoningView) else self._part
+        is_shown = part is not None and self.answer.is_open and part.say_below(words)
+        update_in_place(self._summary, Content("" if is_shown else words))
 
 
 def reading(answer: Answer) -> str:

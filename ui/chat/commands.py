@@ -228,7 +228,9 @@ async def choose_model(talk: Talk, name: str) -> None:
     if name:
         talk.app.choose_model(name)
     else:
-        _ask(talk, ModelScreen(talk.app.settings.model), talk.app.choose_model)
+        use = None if talk.pool is None else talk.pool.use
+        dialog = ModelScreen(talk.app.settings.model, 0 if use is None else use.total)
+        _ask(talk, dialog, talk.app.choose_model)
 
 
 @command("reload", "load the model again", "ctrl+r")

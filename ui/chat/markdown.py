@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, lru_cache
+from typing import cast
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
@@ -18,10 +19,11 @@ from markdown_it.token import Token
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 from rich.cells import cell_len
-from textual.app import ComposeResult
+from textual.app import ComposeResult, RenderResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.css.query import NoMatches
+from textual.css.styles import RulesMap
 from textual.highlight import HighlightTheme, highlight
 from textual.widget import AwaitMount, Widget
 from textual.widgets import Label, Markdown, Static
@@ -116,11 +118,29 @@ def _known_language(name: str) -> str:
 
 
 class Paragraph(Growing, MarkdownParagraph):
-    """A paragraph that grows where it stands."""
+    """A paragraph that grows where it stands. In lines that it has taken ahead it can show what stands below it."""
+
+    _below = ""
 
     def set_content(self, content: Content) -> None:
         keep_content(self, content)
+        self._below = ""
         update_in_place(self, content, self.parent.lines_ahead if isinstance(self.parent, ModelMarkdown) else 0)
+
+    def say_below(self, text: str) -> bool:
+        """Show a line below the text, until there is more text; False where no line was taken ahead for it."""
+        room, width = self.styles.min_height, self.content_size.width
+        is_free = room is not None and width and self.visual.get_height(cast(RulesMap, self.styles), width) < room.value
+        if bool(is_free) or self._below:
+            self._below = text if is_free else ""
+            self.refresh()
+        return bool(is_free)
+
+    def render(self) -> RenderResult:
+        visual = super().render()
+        if not self._below or not isinstance(visual, Content):
+            return visual
+        return Content.assemble(visual, "\n", (self._below, "$text-muted"))
 
 
 class GrowingList(Becoming, MarkdownBlock):
@@ -250,8 +270,7 @@ class ModelMarkdown(Growing, Markdown):
         last = self._last_block
         if last is before:
             return
-        if before is not None:
-            settle(before)
+        self._settle(before)
         if lines_ahead and isinstance(last, Paragraph):
             last.styles.min_height = 1 + lines_ahead  # with the layout that a new block costs anyway
 
@@ -266,9 +285,19 @@ class ModelMarkdown(Growing, Markdown):
             widgets[0].add_class(_FIRST, update=False)
         return super().mount(*widgets, before=before, after=after)
 
+    def say_below(self, text: str) -> bool:
+        """Show a line below the last paragraph, in one that it has taken ahead; False where there is none."""
+        last = self._last_block
+        return isinstance(last, Paragraph) and last.say_below(text)
+
     def end(self) -> None:
-        if self._last_block is not None:
-            settle(self._last_block)
+        self._settle(self._last_block)
+
+    def _settle(self, block: Widget | None) -> None:
+        if isinstance(block, Paragraph):
+            block.say_below("")
+        if block is not None:
+            settle(block)
 
     @property
     def _last_block(self) -> Widget | None:
