@@ -46,14 +46,19 @@ class Dialog(ModalScreen[Result]):
     ]
 
     def __init__(self, title: str, hint: str | Content, *parts: Widget, scrolls: bool = False) -> None:
+        """``scrolls``: the parts may be longer than the screen; the hint stands in the frame then."""
         super().__init__()
-        self._box = (VerticalScroll if scrolls else Vertical)(*parts, Static(hint, classes="hint"), classes="dialog")
-        self._box.border_title = title
+        self._box = (
+            VerticalScroll(*parts, classes="dialog")
+            if scrolls
+            else Vertical(*parts, Static(hint, classes="hint"), classes="dialog")
+        )
+        self._box.border_title, self._box.border_subtitle = title, hint if scrolls else ""
 
     def compose(self) -> ComposeResult:
         yield self._box
 
-    def on_show(self) -> None:
+    def on_mount(self) -> None:
         self.app.clear_notifications()  # what was said before would lie above the dialog
 
     def say(self, problem: object) -> None:

@@ -109,8 +109,9 @@ class AnswerView(Growing, Vertical):
         words = summary(self.answer)
         # Not below the lines that the text has taken ahead, which would be a hole.
         part = None if isinstance(self._part, ReasoningView) else self._part
-        is_shown = part is not None and self.answer.is_open and part.say_below(words)
-        update_in_place(self._summary, Content("" if is_shown else words))
+        ahead = part.say_below(words) if part is not None and self.answer.is_open else 0
+        self.block_marks.num_blank = ahead
+        update_in_place(self._summary, Content("" if ahead else words))
 
 
 def reading(answer: Answer) -> str:

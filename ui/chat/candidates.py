@@ -64,7 +64,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
         else:
             shown = Content(f"… {text}")
         update_in_place(self._text, shown)
-        self.border_title = f"{self.index + 1}{' · Enter accepts it · Escape goes back' if self.is_maximized else ''}"
+        self.border_title = f"{self.index + 1}{' · Enter accepts it · Esc back' if self.is_maximized else ''}"
         self.border_subtitle = candidate_facts(candidate, self.size.width)
 
     def on_resize(self) -> None:
@@ -105,7 +105,7 @@ def candidate_facts(candidate: Candidate, width: int) -> str:
         words.append("✓" if candidate.finish_reason == "stop" else candidate.finish_reason)
     if candidate.logprob is not None:
         words.append(f"log p {candidate.logprob:.1f}")
-    while len(words) > 1 and sum(len(word) + 3 for word in words) > width:
+    while len(words) > 1 and sum(len(word) + 3 for word in words) - 3 > width - 2:  # the frame has two on either side
         words.pop()
     return " · ".join(words)
 

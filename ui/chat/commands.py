@@ -202,6 +202,8 @@ async def show_probabilities(talk: Talk, _: str) -> None:
     from minillm.ui.dialogs import ProbabilityScreen
 
     turn = _turn(talk)
+    if turn.answer.candidates:
+        raise UsageError("choose an answer first: the probabilities are those of one")
     if not turn.answer.tokens:
         raise UsageError("the probabilities of this answer are not known: beams and saved answers have none")
     _ask(talk, ProbabilityScreen(turn.answer.tokens), lambda fork: talk.call_later(talk.fork, turn, fork))

@@ -127,14 +127,16 @@ class Paragraph(Growing, MarkdownParagraph):
         self._below = ""
         update_in_place(self, content, self.parent.lines_ahead if isinstance(self.parent, ModelMarkdown) else 0)
 
-    def say_below(self, text: str) -> bool:
-        """Show a line below the text, until there is more text; False where no line was taken ahead for it."""
+    def say_below(self, text: str) -> int:
+        """Show a line below the text, until there is more. Returns the lines that are ahead; 0: it is not shown."""
         room, width = self.styles.min_height, self.content_size.width
-        is_free = room is not None and width and self.visual.get_height(cast(RulesMap, self.styles), width) < room.value
-        if bool(is_free) or self._below:
-            self._below = text if is_free else ""
+        ahead = 0
+        if room is not None and width:
+            ahead = max(0, int(room.value) - self.visual.get_height(cast(RulesMap, self.styles), width))
+        if ahead or self._below:
+            self._below = text if ahead else ""
             self.refresh()
-        return bool(is_free)
+        return ahead
 
     def render(self) -> RenderResult:
         visual = super().render()
@@ -285,10 +287,10 @@ class ModelMarkdown(Growing, Markdown):
             widgets[0].add_class(_FIRST, update=False)
         return super().mount(*widgets, before=before, after=after)
 
-    def say_below(self, text: str) -> bool:
-        """Show a line below the last paragraph, in one that it has taken ahead; False where there is none."""
+    def say_below(self, text: str) -> int:
+        """Show a line below the last paragraph, in one that it has taken ahead. Returns how many it has; 0: none."""
         last = self._last_block
-        return isinstance(last, Paragraph) and last.say_below(text)
+        return last.say_below(text) if isinstance(last, Paragraph) else 0
 
     def end(self) -> None:
         self._settle(self._last_block)
