@@ -314,7 +314,7 @@ class Talk(Vertical):
         self._choice = self.conversation.accept(turn, index)
         self.send(Keep(turn.answer.request_id, index))
         await self._show_anew(turn)
-        self.notify(f"{index + 1} is the answer; the others are branches beside it (Alt+← →), Alt+U undoes it")
+        self.notify(f"{index + 1} is the answer · Alt+← → shows the others, Alt+U undoes it")
 
     async def undo(self) -> None:
         """Have the candidates of the last choice to choose from again.
