@@ -99,8 +99,7 @@ async def test_what_stands_below_a_growing_paragraph_is_shown_in_a_line_that_it_
     async with app.run_test(size=(40, 60)) as pilot:
         markdown = app.query_one(ModelMarkdown)
         await markdown.append_text("A word", 3)
-        await pilot.pause()
-        assert markdown.say_below("1 token") == 3
+        assert markdown.say_below("1 token") == 3, "before it has its place, too"
         await pilot.pause()
         lines = [line.rstrip() for line in seen(pilot).splitlines()]
         assert lines[:3] == ["A word", "1 token", ""]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, lru_cache
-from typing import cast
+from typing import TypeGuard, cast
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
@@ -24,6 +24,7 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.css.query import NoMatches
 from textual.css.styles import RulesMap
+from textual.dom import DOMNode
 from textual.highlight import HighlightTheme, highlight
 from textual.widget import AwaitMount, Widget
 from textual.widgets import Label, Markdown, Static
@@ -117,6 +118,10 @@ def _known_language(name: str) -> str:
     return name
 
 
+def is_placed(widget: DOMNode) -> TypeGuard[Widget]:
+    return isinstance(widget, Widget) and widget.content_size.width > 0
+
+
 class Paragraph(Growing, MarkdownParagraph):
     """A paragraph that grows where it stands. In lines that it has taken ahead it can show what stands below it."""
 
@@ -129,8 +134,9 @@ class Paragraph(Growing, MarkdownParagraph):
 
     def say_below(self, text: str) -> int:
         """Show a line below the text, until there is more. Returns the lines that are ahead; 0: it is not shown."""
-        room, width = self.styles.min_height, self.content_size.width
-        ahead = 0
+        room, ahead = self.styles.min_height, 0
+        # A new paragraph has no place yet: it will be as wide as what it stands in, or about.
+        width = next((each.content_size.width for each in self.ancestors_with_self if is_placed(each)), 0)
         if room is not None and width:
             ahead = max(0, int(room.value) - self.visual.get_height(cast(RulesMap, self.styles), width))
         if ahead or self._below:
