@@ -4,6 +4,7 @@ A colour that is too near to its ground is blended towards white or black, as li
 has only 256 colours. Contrast is that of WCAG 2.1, https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
@@ -20,6 +21,9 @@ from minillm.user_config import THEMES
 LEAST_TEXT, LEAST_FRAME = 4.5, 1.5  # contrast of text, of frames and marks
 _LEAST_FOREGROUND = 8.0  # so that less of it is still text
 _SPARE = 0.15  # for roundings by the terminal
+_GREY, _HUE = 0.1, 1000.0  # saturation below which a colour is a grey; the weight of a hue beside parts of 255
+_STEPS = (0, 95, 135, 175, 215, 255)
+_CUBE = [Color(r, g, b) for r, g, b in itertools.product(_STEPS, repeat=3) if not r == g == b]  # of the 256 colours
 
 # Colours have meaning: blue is owned and alive, violet is shared, amber warns, red failed.
 _COLOURS = {
@@ -33,7 +37,7 @@ _COLOURS = {
     "surface": ("#171c22", "#f3f1eb"),
     "panel": ("#1f262e", "#e8e5dd"),
 }  # dark, light
-_MEANINGS = ("primary", "secondary", "accent", "success", "warning", "error")
+_MEANINGS = ("primary", "secondary", "success", "warning", "error")
 
 
 def _own(name: str, *, dark: bool) -> Theme:
@@ -141,17 +145,32 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
     def text(colour: Color, least: float = LEAST_TEXT, on: Sequence[Color] = grounds) -> str:
         return readable(colour, on, goal, least, kinds).hex
 
+    def telling(colour: Color) -> str:
+        """A colour that tells sequences apart. It never lies on a panel: the less it is blended the more it differs."""
+        if kinds != {"256"} or colour.hsl.s <= _GREY:
+            return text(colour, on=grounds[:2])
+        found = nearest_in_cube(colour, grounds[:2], taken)
+        taken.add(found)
+        return found.hex
+
+    taken: set[Color] = set()
+
     foreground = Color.parse(text(Color.parse(shades["foreground"]), _LEAST_FOREGROUND))
-    # Those that tell sequences apart never lie on a panel: the less they are blended the more they differ.
-    colours = {name: text(Color.parse(shades[name]), on=grounds[:2]) for name in _MEANINGS}
+    if shades["secondary"] in (shades["error"], shades["primary"]):  # what is shared would look like an answer's own
+        shades["secondary"] = shades["accent"]
+    colours = {name: telling(Color.parse(shades[name])) for name in _MEANINGS}
+    colours["accent"] = (
+        colours["primary"] if shades["accent"] == shades["primary"] else telling(Color.parse(shades["accent"]))
+    )
     parsed = {name: Color.parse(each) for name, each in colours.items()}
     dim = text(ground.blend(foreground, 0.7))
-    strands = [parsed[name] for name in ("primary", "success", "warning", "error")]
+    names = ("primary", "success", "warning", "error")
+    own, strands = [colours[name] for name in names], [parsed[name] for name in names]
     between = [one.blend(other, 0.5) for one, other in zip(strands, [*strands[1:], parsed["secondary"]], strict=True)]
     variables = {
         **theme.variables,
         **{f"text-{name}": text(colour) for name, colour in parsed.items()},
-        **{f"strand-{number}": text(each, on=grounds[:2]) for number, each in enumerate([*strands, *between])},
+        **{f"strand-{number}": each for number, each in enumerate([*own, *map(telling, between)])},
         "text": foreground.hex, "text-muted": dim, "text-disabled": dim, "dim": dim,
         "frame": text(ground.blend(foreground, 0.3), LEAST_FRAME),
         "footer-key-foreground": colours["primary"], "footer-background": ground.hex, "footer-foreground": dim,
@@ -172,6 +191,19 @@ def readable(colour: Color, grounds: Sequence[Color], goal: Color, least: float,
         if all(contrast(show(blended), show(ground)) >= least + _SPARE for ground in grounds for show in shows):
             return blended
     return goal
+
+
+def nearest_in_cube(colour: Color, grounds: Sequence[Color], taken: Set[Color]) -> Color:
+    """The most like one of the 256 colours that is no grey, legible, and not taken; its hue counts most."""
+
+    def unlikeness(other: Color) -> float:
+        turn = abs(colour.hsl.h - other.hsl.h)
+        distance = sum((one - two) ** 2 for one, two in zip(colour.rgb, other.rgb, strict=True))
+        return distance + (_HUE * min(turn, 1 - turn)) ** 2
+
+    least = LEAST_TEXT + _SPARE
+    legible = (each for each in _CUBE if each not in taken and all(contrast(each, on) >= least for on in grounds))
+    return min(legible, key=unlikeness)
 
 
 @cache

@@ -141,6 +141,20 @@ def test_with_256_colours_the_grounds_are_greys_that_differ(name: str) -> None:
     assert all(ground.r == ground.g == ground.b for ground in grounds)
 
 
+@pytest.mark.parametrize("name", THEMES)
+@pytest.mark.parametrize("kind", ["truecolor", "256"])
+def test_what_is_shared_and_four_answers_have_colours_that_differ(kind: str, name: str) -> None:
+    theme = for_terminal(find_theme(name), kind)
+    parts = (theme.primary, theme.secondary, theme.success, theme.warning, theme.error)
+    colours = [Color.parse(str(each)) for each in parts]
+    shown = [in_256_colours(each) if kind == "256" else each for each in colours]
+    assert len(set(shown)) == 5
+    strands = [theme.variables[f"strand-{number}"] for number in range(4)]
+    assert strands == [theme.primary, theme.success, theme.warning, theme.error], "cards, strands and maps agree"
+    if kind == "256":
+        assert shown == colours, "nothing is left to be rounded"
+
+
 def test_in_another_terminal_colours_are_legible_with_256_of_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def least() -> float:
         theme = for_terminal(find_theme("nord"), "truecolor")
