@@ -436,6 +436,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("nan-is-a-number", "if not low <= plain <= high or", "if plain < low or plain > high or", PARAMS),
     ],
     # --- from logits to tokens ----------------------------------------------------------------------------------------
+    "minillm/runner/pool_size.py": [
+        ("table-of-the-measured-step-too-short", "-(-max(num_tokens, longest) // 16)", "-(-num_tokens // 16)",
+         BUDGET + "test_the_step_that_is_measured_unpacks_as_much_as_any"),
+    ],
     "minillm/runner/penalties.py": [
         ("prompt-pays-for-its-tokens", "torch.tensor(sequence.output_token_ids, device=device)",
          "torch.tensor(sequence.token_ids, device=device)",
@@ -931,7 +935,11 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          BUDGET + "test_the_parts_add_up_to_no_more_than_there_is"),
         ("loading-for-free", "max(weights.loading, steps + least * per_token)", "steps + least * per_token",
          BUDGET + "test_a_cpu_needs_room_while_it_loads"),
-        ("whole-cache-on-each-rank", "* heads // shape.kv_heads", "", BUDGET + "test_ranks_share_the_cache"),
+        ("whole-cache-on-each-rank", "kv_bytes * -(-shape.kv_heads // self.config.tensor_parallel_size)",
+         "kv_bytes * shape.kv_heads", BUDGET + "test_ranks_share_the_cache"),
+        ("unpacks-for-free", "num_tokens * 3 * intermediate * element, unpacked)",
+         "num_tokens * 3 * intermediate * element, 0)",
+         BUDGET + "test_a_context_in_8_bits_that_a_prompt_unpacks_has_room_on_a_gpu"),
         ("layers-take-no-time", "self.on_gpu * shape.layers", "0 * shape.layers",
          BUDGET + "test_tokens_per_second_go_by_the_bytes_of_a_token"),
     ],
