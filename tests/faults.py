@@ -1018,6 +1018,14 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("slow-grammar-taken", "if done.returncode < 0:", "if False:",
          "tests/grammar/test_grammar.py::test_what_cannot_be_obeyed_is_refused_by_name"),
     ],
+    "minillm/service/conversations.py": [
+        ("pace-of-no-work", "if self._pause and self.engine.has_work:", "if self._pause:",
+         "tests/service/test_conversations.py::test_a_slow_pace_hears_commands_at_once"),
+    ],
+    "ui/chat/tour.py": [
+        ("question-not-drawn-yet-is-answered", "or asked is None or asked.answer.is_open", "or asked is None",
+         "tests/ui/test_tour.py::test_the_tour_forks_copies_frees_and_gives_the_settings_back"),
+    ],
     "minillm/progress.py": [
         ("gib-for-all", 'for unit in ("B", "KiB", "MiB"):', 'for unit in ("B", "KiB"):',
          "tests/ui/test_data.py::test_numbers_for_people"),

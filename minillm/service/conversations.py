@@ -123,7 +123,7 @@ class Conversations:
 
     def step(self) -> None:
         """Compute one step, if there is work and the pace allows, and send its results."""
-        if self._pause:
+        if self._pause and self.engine.has_work:  # the first step of a question is due at once
             wait = self._next_step - time.monotonic()
             time.sleep(max(0.0, min(wait, _A_MOMENT)))
             if wait > _A_MOMENT:

@@ -226,6 +226,8 @@ async def test_a_slow_pace_hears_commands_at_once(tmp_path: Path, tiny_model: Pa
         running.send(Pace(50))  # the next step would be due in a minute and a half
         assert (await running.find(Finished)).finish_reason == "length"
         running.send(Pace(0.01))
+        running.send(Inspect(0))
+        await running.find(BlockFacts)  # the process has heard the pace, and had nothing to do
         running.send(Generate("b", "c", turns("hello"), GREEDY))
         await running.find(Started, lambda event: event.request_id == "b")
         running.send(Abort("b"))

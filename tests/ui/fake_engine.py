@@ -9,6 +9,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from itertools import repeat
 
 from msgspec.structs import asdict, replace
 
@@ -111,6 +113,8 @@ def answer(command: Generate) -> None:
         stream(name, [repr(command.thinks)])
     elif word == "slow":
         stream(name, ["word "] * 400, pause=0.02)
+    elif word == "endless":
+        stream(name, repeat("word "), pause=0.02)
     elif word == "never":
         while name not in _aborted:
             time.sleep(0.01)
@@ -163,8 +167,9 @@ def choices() -> list[TokenChoice]:
     return [TokenChoice("a\x1b[31m", -0.05, ["a\x1b[31m", "b"], [-0.05, -3.0])]
 
 
-def stream(name: str, pieces: list[str], pause: float = 0.0) -> None:
+def stream(name: str, pieces: Iterable[str], pause: float = 0.0) -> None:
     send(Started(name, 20, 4, 0.05))
+    number = 0
     for number, piece in enumerate(pieces, 1):
         if name in _aborted:
             send(Finished(name, 0, "abort", number, 50.0, 20 + number))
@@ -172,7 +177,7 @@ def stream(name: str, pieces: list[str], pause: float = 0.0) -> None:
         picture(name, "running", 20 + min(number, 400))
         send(TextDelta(name, 0, piece, 1, choices()))
         time.sleep(pause)
-    send(Finished(name, 0, "stop", len(pieces), 50.0, 20 + len(pieces)))
+    send(Finished(name, 0, "stop", number, 50.0, 20 + number))
 
 
 def load(command: Load) -> bool:

@@ -153,7 +153,7 @@ async def test_a_question_waits_for_the_answer_before_it() -> None:
 
 async def test_escape_takes_a_waiting_question_back_before_it_stops_the_answer() -> None:
     async with chat() as pilot:
-        await say(pilot, "slow")
+        await say(pilot, "endless")
         await until(pilot, lambda: "word" in seen(pilot))
         await say(pilot, "echo two")
         await say(pilot, "echo three")

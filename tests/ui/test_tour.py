@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from driving import ask, chat, notes, say, screen, seen, until
 
 from minillm.ui.chat import tour
+from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.transcript import Transcript
 
 pytestmark = pytest.mark.anyio
 
@@ -23,6 +27,14 @@ async def test_the_welcome_stays_until_the_first_question() -> None:
 
 async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tour, "QUESTION", "echo three")
+    show_path = Transcript.show_path
+
+    async def show_slowly(self: Transcript, conversation: Conversation) -> None:
+        """On a slow machine the tour looks while its question is being drawn."""
+        await asyncio.sleep(0.2)
+        await show_path(self, conversation)
+
+    monkeypatch.setattr(Transcript, "show_path", show_slowly)
     async with chat(size=(140, 40)) as pilot:
         before = screen(pilot).app.settings
         await ask(pilot, "echo old")
@@ -33,7 +45,7 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
         said = [note for note in notes(pilot) if "tour ·" in note]
         assert [note.split()[3].strip(":") for note in said] == ["what", "fork", "copy", "each", "free"]
         turn = talk.conversation.turns[0]
-        assert len(talk.conversation.siblings(turn)) == 3, "three answers, one of them accepted"
+        await until(pilot, lambda: len(talk.conversation.siblings(turn)) == 3)  # one of them accepted
         await until(pilot, lambda: screen(pilot).app.settings is before)
         assert len(talk.store.list()) == 2, "the conversation of before is kept"
 

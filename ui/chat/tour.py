@@ -41,7 +41,8 @@ async def _play(talk: Talk) -> None:
         return 0 if talk.pool is None else talk.pool.counts.num_copies
 
     def is_answering() -> bool:
-        return talk.run is not None or talk.conversation.leaf is None
+        asked = talk.conversation.leaf  # open, too, until its turn has been drawn and the run begins
+        return talk.run is not None or asked is None or asked.answer.is_open
 
     async def until(condition: Callable[[], bool]) -> None:
         end = time.monotonic() + _LONGEST
