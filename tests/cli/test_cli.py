@@ -23,6 +23,7 @@ import pytest
 import tokenizers
 import torch
 
+from minillm.bench import form_steps, host
 from minillm.cli.main import main
 from minillm.text.safe import clean
 
@@ -434,7 +435,10 @@ def test_beams_come_best_first_with_their_scores(tiny_model: Path) -> None:
     assert "temperature" in wrong.stderr
 
 
-def test_bench_host_prints_figures() -> None:
+def test_bench_host_prints_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (host, form_steps):
+        monkeypatch.setattr(module, "_STEPS", 4)
+    monkeypatch.setattr(form_steps, "_WARM_UP", 4)
     result = minillm("bench", "host", "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)

@@ -25,7 +25,7 @@ from minillm.params import BeamSearchParams, SamplingParams
 from minillm.runner.runner import Runner
 from minillm.text.tokenizer import Tokenizer
 
-SMALL = 200
+SMALL = 120
 REQUESTS = int(os.environ.get("MINILLM_SPECULATED_REQUESTS", SMALL))
 WORDS = ("one", "two", " three", " and", "\n", "a", "b", " c")
 GRAMMARS = [
@@ -274,7 +274,7 @@ def test_a_step_that_fails_takes_its_own_requests_only(
     rng = random.Random(where)
     _, tokenizer, eos = parts
     broken = whole = 0
-    for number in range(12):
+    for number in range(8):
         requests = looping(tokenizer) if number % 2 else some_requests(rng, tokenizer, eos)
         arrivals = [rng.randint(0, 12) for _ in requests]
         expected = play(engine(parts, num_blocks=512), requests, arrivals, {})
