@@ -5,8 +5,11 @@ On a GPU the tests run there, over more and larger shapes; elsewhere in Triton's
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterable
 from math import nan
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -28,6 +31,21 @@ drawn = settings(
 )
 dtypes = st.sampled_from(DTYPES)
 long = 5000 if ON_GPU else 70
+
+
+def combined(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Every combination of some choices on a GPU. In the interpreter fewer: any two choices meet in one of them."""
+    lists = [list(each) for each in choices]
+    every = list(itertools.product(*(range(len(each)) for each in lists)))
+    taken, met = (every, set[Any]()) if ON_GPU else ([], set[Any]())
+
+    def meeting(case: tuple[int, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(case), 2)) - met
+
+    while not ON_GPU and meeting(most := max(every, key=lambda case: len(meeting(case)))):
+        taken.append(most)
+        met |= meeting(most)
+    return [tuple(each[at] for each, at in zip(lists, case, strict=True)) for case in sorted(taken)]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,6 +12,7 @@ from shapes import (
     HEADS,
     ON_GPU,
     TOLERANCE,
+    combined,
     drawn,
     dtypes,
     in_float64,
@@ -51,9 +52,7 @@ def check_prefill(
     assert relative_error(out, exact) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("in_8_bits", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("dtype", "heads", "in_8_bits"), combined(DTYPES, HEADS, [False, True]))
 def test_prefill_attention_of_mixed_chunks(dtype: torch.dtype, heads: tuple[int, int, int], in_8_bits: bool) -> None:
     chunks = [(1, 0), (5, 0), (16, 24), (0, 9), (66, 1), (1, 40)]
     chunks += [(1000, 0), (130, 3000), (4095, 0)] if ON_GPU else []
@@ -61,9 +60,7 @@ def test_prefill_attention_of_mixed_chunks(dtype: torch.dtype, heads: tuple[int,
         check_prefill(dtype, heads, block_size, chunks, in_8_bits=in_8_bits)
 
 
-@pytest.mark.parametrize("in_8_bits", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 64, 150])
+@pytest.mark.parametrize(("dtype", "window", "in_8_bits"), combined(DTYPES, [1, 2, 31, 32, 33, 64, 150], [False, True]))
 def test_prefill_attention_in_a_window(dtype: torch.dtype, window: int, in_8_bits: bool) -> None:
     """Windows and chunks around the tiles: 32 queries and 32 tokens in float32, 64 of both in 16 bits."""
     chunks = [(5, 0), (64, 97), (0, 9), (150, 0), (1, 140), (33, 63)]
@@ -73,9 +70,10 @@ def test_prefill_attention_in_a_window(dtype: torch.dtype, window: int, in_8_bit
         check_prefill(dtype, (4, 2, 128), 16, chunks, window=20 * window, in_8_bits=in_8_bits)
 
 
-@pytest.mark.parametrize("capacity", [1, 45, 46, 150, 500])
-@pytest.mark.parametrize("window", [None, 1, 33])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "window", "capacity"),
+    combined([torch.bfloat16, torch.float16], [None, 1, 33], [1, 45, 46, 150, 500]),
+)
 def test_prefill_attention_of_contexts_that_are_unpacked_as_far_as_there_is_room(
     dtype: torch.dtype, window: int | None, capacity: int
 ) -> None:

@@ -14,6 +14,7 @@ from shapes import (
     HEADS,
     ON_GPU,
     TOLERANCE,
+    combined,
     drawn,
     dtypes,
     in_float64,
@@ -53,9 +54,7 @@ def check_decode(
     assert not out[pool.lens == 0].any(), "an empty context gives zeros"
 
 
-@pytest.mark.parametrize("in_8_bits", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("dtype", "heads", "in_8_bits"), combined(DTYPES, HEADS, [False, True]))
 def test_paged_attention_at_the_edges_of_blocks(
     dtype: torch.dtype, heads: tuple[int, int, int], in_8_bits: bool
 ) -> None:
@@ -65,9 +64,7 @@ def test_paged_attention_at_the_edges_of_blocks(
         check_decode(dtype, heads, block_size, lengths, in_8_bits=in_8_bits)
 
 
-@pytest.mark.parametrize("in_8_bits", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [1, 16, 33])
+@pytest.mark.parametrize(("dtype", "window", "in_8_bits"), combined(DTYPES, [1, 16, 33], [False, True]))
 def test_paged_attention_in_a_window(dtype: torch.dtype, window: int, in_8_bits: bool) -> None:
     lengths = [1, window, window + 1, 0, 2 * window - 1, 70]
     lengths += [4095] if ON_GPU else []

@@ -12,6 +12,7 @@ from shapes import (
     DEVICE,
     ON_GPU,
     TOLERANCE,
+    combined,
     forked_tables,
     in_float64,
     make_pool,
@@ -301,9 +302,10 @@ def check_tree(
     assert relative_error(prefix_attention(q, pages, scale, work), exact) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("block_size", [1, 2, 16, 256 if ON_GPU else 64])
-@pytest.mark.parametrize("shared", [1, 200])  # tokens, of one tile or of several, the last of them not full
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "shared"),  # shared tokens: of one tile or of several, the last of them not full
+    combined([64, 128], [1, 2, 16, 256 if ON_GPU else 64], [1, 200]),
+)
 def test_nodes_in_8_bits_of_any_length(head_dim: int, block_size: int, shared: int) -> None:
     dtype = (torch.bfloat16, torch.float16)[block_size % 3 % 2]
     common = list(range(-(-shared // block_size)))

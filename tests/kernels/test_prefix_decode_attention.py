@@ -11,6 +11,7 @@ from shapes import (
     DTYPES,
     ON_GPU,
     TOLERANCE,
+    combined,
     forked_tables,
     in_float64,
     randn,
@@ -66,25 +67,26 @@ def check_against_reference(
     return plan
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("num_seqs", "num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [
-        (9, 8, 2, 32, 4),
-        (7, 3, 3, 24, 1),
-        (8, 6, 2, 16, 16),
-        (6, 8, 1, 16, 2),
-        *([(70, 32, 8, 128, 16), (40, 32, 32, 128, 1), (90, 9, 3, 64, 256), (33, 8, 1, 80, 64)] if ON_GPU else []),
-    ],
-)
-@pytest.mark.parametrize(
-    ("processors", "in_8_bits"),  # nothing is split, or much
-    [(1, False), (132, False), (1, True), (132, True)] if ON_GPU else [(1, False), (16, False), (4, True)],
+    ("dtype", "heads", "splitting"),
+    combined(
+        DTYPES,
+        # sequences, heads, key heads, their size, and that of a block
+        [
+            (9, 8, 2, 32, 4),
+            (7, 3, 3, 24, 1),
+            (8, 6, 2, 16, 16),
+            (6, 8, 1, 16, 2),
+            *([(70, 32, 8, 128, 16), (40, 32, 32, 128, 1), (90, 9, 3, 64, 256), (33, 8, 1, 80, 64)] if ON_GPU else []),
+        ],
+        # processors, and whether the cache is in 8 bits: nothing is split, or much
+        [(1, False), (132, False), (1, True), (132, True)] if ON_GPU else [(1, False), (16, False), (4, True)],
+    ),
 )
 def test_prefix_attention(
-    dtype: torch.dtype, num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
-    processors: int, in_8_bits: bool,
-) -> None:  # fmt: skip
+    dtype: torch.dtype, heads: tuple[int, int, int, int, int], splitting: tuple[int, bool]
+) -> None:
+    (num_seqs, num_heads, num_kv_heads, head_dim, block_size), (processors, in_8_bits) = heads, splitting
     shape = shape_of(num_heads, num_kv_heads, head_dim, dtype, processors)
     for seed in range(3 if ON_GPU else 1):
         tables, lens = forked_tables(num_seqs, block_size, 2000 if ON_GPU else 70, random.Random(seed))
