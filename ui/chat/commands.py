@@ -81,6 +81,7 @@ async def compact(talk: Talk, what: str) -> None:
     if what == "undo":
         undo_summary(talk.conversation)
         talk.save()
+        talk.refresh_status()
         talk.notify("the model is told the whole conversation again")
     elif what:
         raise UsageError(f"/compact has no {what!r}; it may be /compact or /compact undo")

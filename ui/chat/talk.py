@@ -361,7 +361,7 @@ class Talk(Vertical):
             activity=_activity(self.engine.phase, self.run, answer) if self.compaction is None else "summing up",
             tokens_per_second=answer.tokens_per_second,
             time_to_first_token=answer.time_to_first_token,
-            context_used=answer.num_known_tokens,
+            context_used=self.conversation.num_known_tokens,
             context_size=loaded.max_model_len if loaded is not None else 0,
             blocks_used=pool.used_blocks if pool is not None else 0,
             blocks_total=pool.num_blocks if pool is not None else 0,
