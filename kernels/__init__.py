@@ -32,7 +32,7 @@ from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, p
 from minillm.kernels.reference import log_probabilities
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
-    from minillm.kernels import gpu, low_bit_linear, matvec, small_matmul
+    from minillm.kernels import gpu, low_bit_linear, matvec
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -155,10 +155,6 @@ def _is_for_matvec(x: Tensor, weight: LinearWeight) -> bool:
     return x.is_cuda and matvec.takes(x.shape[0], weight.weight)
 
 
-def _is_small(x: Tensor, weight: LinearWeight) -> bool:
-    return x.is_cuda and small_matmul.takes(x, weight.weight)
-
-
 def embedding(token_ids: Tensor, table: Tensor | LowBit, dtype: torch.dtype) -> Tensor:
     """Rows ``[tokens, hidden]`` of ``table [vocab, hidden]``, in ``dtype``, a tensor's own."""
     if isinstance(table, Tensor):
@@ -190,8 +186,6 @@ def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight
         return low_bit_linear.linear(x, weight.parts, weight.bias, out, (norm_weight, eps))
     if _is_for_matvec(x, weight):
         return matvec.norm_matvec(x, norm_weight, eps, weight.weight, weight.bias, out)
-    if _is_small(x, weight):
-        return small_matmul.norm_matmul(x, norm_weight, eps, weight.weight, weight.bias, out)
     return linear(rms_norm(x, norm_weight, eps), weight, out)
 
 
@@ -201,8 +195,6 @@ def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Linear
         return low_bit_linear.gated_linear(x, weight.parts, weight.bias, (norm_weight, eps))
     if _is_for_matvec(x, weight):
         return matvec.norm_gated_matvec(x, norm_weight, eps, weight.weight, weight.bias)
-    if _is_small(x, weight):
-        return small_matmul.norm_gated_matmul(x, norm_weight, eps, weight.weight, weight.bias)
     return silu_mul(linear(rms_norm(x, norm_weight, eps), weight))
 
 
@@ -215,7 +207,5 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         return residual.add_(weight.packed.apply(x)) if add_to is None else add_to(residual, x)
     if _is_for_matvec(x, weight):
         return matvec.matvec_add(x, weight.weight, weight.bias, residual)
-    if _is_small(x, weight):
-        return small_matmul.matmul_add(x, weight.weight, weight.bias, residual)
     residual.addmm_(x, weight.weight.t())  # the addition costs nothing there
     return residual if weight.bias is None else residual.add_(weight.bias)

@@ -808,14 +808,6 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("triton-gate-and-up-swapped", "silu = (gate * tl.sigmoid(gate))",
          "silu = (gate * tl.sigmoid(up.to(tl.float32)))", KERNELS + "test_activation.py"),
     ],
-    "kernels/small_matmul.py": [
-        ("triton-small-norm-of-all-lanes", "tl.rsqrt(squares / num_columns + eps)",
-         "tl.rsqrt(squares / COLUMNS + eps)", KERNELS + "test_small_matmul.py::test_small_products"),
-        ("triton-small-bias-of-the-gate", "tl.load(bias_ptr + num_rows + rows,", "tl.load(bias_ptr + rows,",
-         KERNELS + "test_small_matmul.py::test_small_products"),
-        ("triton-small-addition-lost", "    if ADD:\n", "    if False:\n",
-         KERNELS + "test_small_matmul.py::test_small_products"),
-    ],
     "kernels/matvec.py": [
         ("triton-matvec-norm", "axis=0 if TOKENS == 1 else 2) / num_columns + eps",
          "axis=0 if TOKENS == 1 else 2) / COLUMNS + eps",

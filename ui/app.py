@@ -145,12 +145,12 @@ class ChatApp(EngineApp):
     def action_command_palette(self) -> None:
         from minillm.ui.dialogs import Palette
 
-        if not any(isinstance(each, Palette) for each in self.screen_stack):  # help may lie above it
+        if self.screen is self.chat:  # a dialog has no commands
             self.push_screen(Palette(id="--command-palette"))
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
         """The palette's commands: all slash commands; one that needs an argument is put into the prompt."""
-        for command in COMMANDS.values() if isinstance(screen, ChatScreen) else ():
+        for command in COMMANDS.values():
             title = command.name.capitalize() + (f"  {command.shown_key}" if command.shown_key else "")
             if command.needs_argument:
                 title = f"{command.name.capitalize()} {command.argument} …"

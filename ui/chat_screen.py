@@ -62,6 +62,7 @@ class ChatScreen(BearsRemovals, Screen[None]):
         self._phase = EngineState().phase
         self._memory = Drawing(self, self._draw_memory, share=0.008, longest=3.0)
         self._interrupted_at = -_GRACE
+        self._last_copier = ""  # the request that copied a block last
         self._earlier_names: dict[str, str] = {}  # of requests, those of conversations before this one included
 
     def compose(self) -> ComposeResult:
@@ -102,12 +103,21 @@ class ChatScreen(BearsRemovals, Screen[None]):
         if isinstance(event, CacheChanged | Stepped | MemoryUse):
             self.panel.take(event)
             self._memory.soon()
+            if isinstance(event, CacheChanged):
+                self._show_first_copy(event)
         elif isinstance(event, BlockFacts):
             self.panel.show_facts(event)
         else:
             if isinstance(event, EngineState):
                 self._take_state(event)
             self.talk.post_message(EngineEvent(event))
+
+    def _show_first_copy(self, event: CacheChanged) -> None:
+        """Draw the first copy on write of each answer at once: beside a model on these cores it would be seen late."""
+        copier = next((entry.owner for entry in event.log if entry.kind == "copy"), self._last_copier)
+        if copier != self._last_copier:
+            self._last_copier = copier
+            self._memory.at_once()
 
     def show_pool(self, pool: Pool | None) -> None:
         self.pool = self.talk.pool = pool
@@ -132,7 +142,9 @@ class ChatScreen(BearsRemovals, Screen[None]):
         return beams[index].score if index < len(beams) else None
 
     def name_of(self, owner: str, index: int) -> str:
-        """A sequence's name for people: ``turn 2 · 3`` is the third candidate of the second turn."""
+        """A sequence's name for people: ``turn 2 · 3`` is the third candidate of the second turn. A negative ``index``
+        stands for all of them.
+        """
         summing = self.talk.compaction
         if summing is not None and summing.request_id == owner:
             return "the summary"
@@ -141,9 +153,10 @@ class ChatScreen(BearsRemovals, Screen[None]):
             known = owner if owner in (SYSTEM_PROMPT, FILES) else self._earlier_names.get(owner)
             return known or name_of_stranger(owner)
         self._earlier_names[owner] = name
-        pool = self.pool
-        several = pool is not None and any(table.owner == owner and table.index for table in pool.tables.values())
-        return f"{name} · {index + 1}" if several else name
+        several = self.pool is not None and len(self.pool.tables_of(owner)) > 1
+        if not several and (leaf := self.talk.conversation.leaf) is not None and leaf.answer.request_id == owner:
+            several = bool(leaf.answer.candidates)
+        return f"{name} · {index + 1}" if several and index >= 0 else name
 
     def action_command(self, name: str, argument: str = "") -> None:
         """Run a slash command, after all that the talk was told before. Keys act in the app's task, or in the prompt's,

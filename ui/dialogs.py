@@ -1,10 +1,12 @@
 """The dialogs above the chat. Escape closes them and changes nothing."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -29,6 +31,9 @@ from minillm.ui.numbers import bar, plural
 from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
 from minillm.ui.textual_internals import Options, PatientPalette, SteadyTextArea
 
+if TYPE_CHECKING:
+    from minillm.weights.manifest import ModelEntry
+
 Result = TypeVar("Result")
 
 
@@ -41,12 +46,20 @@ class Dialog(ModalScreen[Result]):
     ]
 
     def __init__(self, title: str, hint: str | Content, *parts: Widget, scrolls: bool = False) -> None:
+        """``scrolls``: the parts may be longer than the screen; the hint stands in the frame then."""
         super().__init__()
-        self._box = (VerticalScroll if scrolls else Vertical)(*parts, Static(hint, classes="hint"), classes="dialog")
-        self._box.border_title = title
+        self._box = (
+            VerticalScroll(*parts, classes="dialog")
+            if scrolls
+            else Vertical(*parts, Static(hint, classes="hint"), classes="dialog")
+        )
+        self._box.border_title, self._box.border_subtitle = title, hint if scrolls else ""
 
     def compose(self) -> ComposeResult:
         yield self._box
+
+    def on_mount(self) -> None:
+        self.app.clear_notifications()  # what was said before would lie above the dialog
 
     def say(self, problem: object) -> None:
         self.query_one(".problem", Static).update(Content(clean_line(str(problem), 300)))
@@ -130,8 +143,9 @@ class SamplingScreen(Dialog[Settings]):
 class ModelScreen(Dialog[str]):
     """Gives back a name of the manifest, or a path. A model that is not here yet will be downloaded."""
 
-    def __init__(self, current: str) -> None:
-        self._current = current
+    def __init__(self, current: str, gpu: int = 0) -> None:
+        """``gpu``: the bytes of the GPU that the engine runs on, 0 where it runs on none."""
+        self._current, self._gpu = current, gpu
         self._options = Options()
         self._input = Input(placeholder="or a name, a directory, a .gguf file", compact=True)
         hint = "Enter loads it; the conversation stays · Escape closes"
@@ -151,13 +165,26 @@ class ModelScreen(Dialog[str]):
         for name, entry in entries.items():
             here = any(find_downloaded(form.name) for form in entry.all_forms())
             state = "downloaded" if here else "gated" if entry.gated else ""
-            facts = f"{clean_line(entry.parameters, 8):>6}  {size(entry.size):>8}  {clean_line(entry.license, 20):<20}"
+            state = f"{self._fit(entry):<12} {state:<11}"
+            facts = f"{clean_line(entry.parameters, 8):>6}  {size(entry.size):>8}"
             mark, bold = "▸ " if name == self._current else "  ", f"{clean_line(name, 40):<{width}}"
-            line = Content.assemble(mark, (bold, "bold"), "  ", (f"{facts} {state}", "$text-muted"))
+            licence = clean_line(entry.license, 20)
+            line = Content.assemble(mark, (bold, "bold"), "  ", (f"{facts}  {state} {licence}", "$text-muted"))
             self._options.add_option(Option(line, id=name))
         if self._current in entries:
             self._options.highlighted = list(entries).index(self._current)
         self._options.focus()
+
+    def _fit(self, entry: ModelEntry) -> str:
+        """Whether this machine can hold a model, and in which form."""
+        from minillm import system
+        from minillm.fit.forms import sized_entry, where_it_fits
+
+        memory = system.memory()[1]
+        fits = {form.form: where_it_fits(sized_entry(form), self._gpu, memory) for form in entry.all_forms()}
+        if fits.get(entry.form) in ("GPU", "CPU"):
+            return f"fits the {fits[entry.form]}"
+        return next((f"as {form}" for form, where in fits.items() if where in ("GPU", "CPU")), "too large")
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option_id)

@@ -110,6 +110,12 @@ class Drawing:
             wait = self._drawn_at + self.interval - time.monotonic()
             self._timer = self._widget.set_timer(max(0.01, wait), self._run)
 
+    def at_once(self) -> None:
+        """There is news that will not wait; it may not come often."""
+        if self._timer is not None:
+            self._timer.stop()
+        self._timer = self._widget.set_timer(0.01, self._run)
+
     async def _run(self) -> None:
         self._timer, self._drawn_at = None, time.monotonic()
         began = time.process_time()

@@ -21,7 +21,7 @@ from minillm.text.safe import clean_line
 from minillm.ui.kept import Keeper, Kept
 from minillm.ui.settings import Settings
 from minillm.ui.textual_internals import QuietApp
-from minillm.ui.themes import find_theme, in_sixteen_colours
+from minillm.ui.themes import find_theme, for_terminal
 
 Phase = Literal["off", "loading", "ready", "failed", "crashed"]
 
@@ -183,7 +183,6 @@ class EngineApp(QuietApp):
         self._try_to(lambda keeper: keeper.write_theme(name))
 
     def _use_theme(self, theme: Theme) -> None:
-        if self.console.color_system == "standard":
-            theme = in_sixteen_colours(theme)
+        theme = for_terminal(theme, self.console.color_system, without_colour=self.no_color)
         self.register_theme(theme)
         self.theme = theme.name

@@ -1,7 +1,10 @@
 """The help: what works where the keyboard is, then all keys, then all commands."""
 
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 
+from rich.cells import cell_len
+from textual import events
 from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Input, Static
@@ -120,11 +123,36 @@ class HelpScreen(Dialog[None]):
         usages = {command.usage: command.summary for command in commands.values()}
         name, keys_there = here
         first = {} if name == "the prompt" or not keys_there else {f"Here: {name}": keys_there}
-        lines = []
-        for title, keys in {**first, **KEYS, "Commands": usages}.items():
-            lines.append(Content.styled(title, "bold $text-primary"))
-            for key, meaning in keys.items():
-                shown = f"  {key.format_map(keys_of):<25} "
-                lines.append(Content.assemble((shown, "$foreground"), (meaning.format_map(keys_of), "$text-muted")))
-            lines.append(Content(""))
-        super().__init__("keys", "Escape closes", Static(Content("\n").join(lines)), scrolls=True)
+        parts = {
+            title: {key.format_map(keys_of): meaning.format_map(keys_of) for key, meaning in keys.items()}
+            for title, keys in {**first, **KEYS, "Commands": usages}.items()
+        }
+        super().__init__("keys", "Escape closes", KeyTable(parts), scrolls=True)
+
+
+class KeyTable(Static):
+    """Keys and their meanings below titles, in two columns."""
+
+    def __init__(self, parts: Mapping[str, Mapping[str, str]]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.update(key_lines(self._parts, event.size.width))
+
+
+def key_lines(parts: Mapping[str, Mapping[str, str]], width: int) -> Content:
+    """The table in lines of so many columns; a meaning that is broken stays in its column, if that is wide enough."""
+    first = 28 if width >= 60 else 4
+    lines: list[Content] = []
+    for title, keys in parts.items():
+        lines.append(Content.styled(title, "bold $text-primary"))
+        for key, meaning in keys.items():
+            head = f"  {key:<{first - 3}} " if cell_len(key) < first - 2 else f"  {key} "
+            begin, *more = wrap(meaning, max(10, width - cell_len(head))) if cell_len(head) <= first else [""]
+            if not begin:  # the key has a line of its own
+                more = wrap(meaning, max(10, width - first))
+            lines.append(Content.assemble((head, "$foreground"), (begin, "$text-muted")))
+            lines += [Content.styled(" " * first + line, "$text-muted") for line in more]
+        lines.append(Content(""))
+    return Content("\n").join(lines)

@@ -21,6 +21,7 @@ LETTERS = {
     "undo": "u", "copy": "y", "probabilities": "p", "select-previous": "k", "select-next": "j", "pool": "1",
     "tables": "2", "strands": "3", "events": "4", "memory": "5", "steps": "6", "expand": "v", "quit": "q",
 }  # of the menu, by action  # fmt: skip
+_TWO_COLUMNS = 78  # columns of a screen on which two of the menu stand side by side
 _ARROWS = {"up": "↑", "down": "↓", "left": "←", "right": "→"}
 _KEY = re.compile(r"(?:(?:ctrl|alt|shift|super|meta)\+)*[a-z0-9_]+")
 _TYPED = re.compile(r"(?:shift\+)?(?:[a-z0-9]|[a-z]+_[a-z_]+|space|minus|plus|slash|comma|period)")
@@ -99,13 +100,18 @@ class KeyMenu(Dialog[str]):
     def __init__(self, keys: Mapping[str, Sequence[str]]) -> None:
         """``keys``: those of each action."""
         self._names = {letter: name for name, letter in LETTERS.items()}
-        cells = [
+        self._cells = [
             Content.assemble(f"  {letter}  ", (f"{name:<18}", "bold"), (f"{shown_keys(keys[name]):<12}", "$text-muted"))
             for letter, name in self._names.items()
         ]
-        half = -(-len(cells) // 2)
-        rows = [Content("").join(cells[at::half]) for at in range(half)]
-        super().__init__("actions", "A letter does it · Escape closes", Static(Content("\n").join(rows)))
+        self._table = Static()
+        super().__init__("actions", "A letter does it · Escape closes", self._table, scrolls=True)
+
+    def on_resize(self, event: events.Resize) -> None:
+        columns = 2 if event.size.width >= _TWO_COLUMNS else 1
+        height = -(-len(self._cells) // columns)
+        rows = [Content("").join(self._cells[at::height]) for at in range(height)]
+        self._table.update(Content("\n").join(rows))
 
     def on_key(self, event: events.Key) -> None:
         if (name := self._names.get(event.character or "")) is not None:

@@ -44,5 +44,6 @@ async def take(target: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m minillm.ui.screenshot FILE.svg")
-    os.environ["TERM"] = "xterm-256color"  # whatever terminal this runs in: with fewer colours every theme is another
+    # Whatever terminal this runs in: with fewer colours every theme is another.
+    os.environ |= {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
     asyncio.run(take(Path(sys.argv[1])))

@@ -4,8 +4,9 @@ A colour that is too near to its ground is blended towards white or black, as li
 has only 256 colours. Contrast is that of WCAG 2.1, https://www.w3.org/TR/WCAG21/#dfn-contrast-ratio.
 """
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -20,6 +21,9 @@ from minillm.user_config import THEMES
 LEAST_TEXT, LEAST_FRAME = 4.5, 1.5  # contrast of text, of frames and marks
 _LEAST_FOREGROUND = 8.0  # so that less of it is still text
 _SPARE = 0.15  # for roundings by the terminal
+_GREY, _HUE = 0.1, 1000.0  # saturation below which a colour is a grey; the weight of a hue beside parts of 255
+_STEPS = (0, 95, 135, 175, 215, 255)
+_CUBE = [Color(r, g, b) for r, g, b in itertools.product(_STEPS, repeat=3) if not r == g == b]  # of the 256 colours
 
 # Colours have meaning: blue is owned and alive, violet is shared, amber warns, red failed.
 _COLOURS = {
@@ -33,7 +37,7 @@ _COLOURS = {
     "surface": ("#171c22", "#f3f1eb"),
     "panel": ("#1f262e", "#e8e5dd"),
 }  # dark, light
-_MEANINGS = ("primary", "secondary", "accent", "success", "warning", "error")
+_MEANINGS = ("primary", "secondary", "success", "warning", "error")
 
 
 def _own(name: str, *, dark: bool) -> Theme:
@@ -43,14 +47,14 @@ def _own(name: str, *, dark: bool) -> Theme:
 
 @cache
 def find_theme(name: str = "") -> Theme:
-    """The theme of this name, legible; without a name, light or dark by the terminal's background.
+    """The theme of this name; without a name, light or dark by the terminal's background.
 
     Raises:
         UsageError: there is no such theme.
     """
     name = name or terminal_background()
     if name in ("dark", "light"):
-        return legible(_own(f"minillm-{name}", dark=name == "dark"))
+        return _own(f"minillm-{name}", dark=name == "dark")
     if name not in THEMES:
         near = get_close_matches(name, THEMES, 1)
         raise UsageError(
@@ -58,7 +62,7 @@ def find_theme(name: str = "") -> Theme:
         )
     from textual.theme import BUILTIN_THEMES  # here, for most starts need none of them
 
-    return legible(BUILTIN_THEMES[name])
+    return BUILTIN_THEMES[name]
 
 
 # Each is one of the 16 colours of old terminals: nothing is rounded, and no text to its own ground.
@@ -79,7 +83,49 @@ def in_sixteen_colours(theme: Theme) -> Theme:
     """The theme of a terminal with 16 colours that stands for another one: dark or light, as that is."""
     colours: dict[str, Any] = {part: shades[0 if theme.dark else 1] for part, shades in _SIXTEEN.items()}
     name = f"minillm-16-{'dark' if theme.dark else 'light'}"
-    return legible(Theme(name, accent=colours["primary"], dark=theme.dark, **colours))
+    return Theme(name, accent=colours["primary"], dark=theme.dark, **colours)
+
+
+def for_terminal(theme: Theme, colours: str | None, *, without_colour: bool = False) -> Theme:
+    """The theme as a terminal can show it, legible. ``colours``: the terminal's kind, as Rich names it."""
+    if colours == "standard":
+        theme = in_sixteen_colours(theme)
+    elif colours == "256":
+        theme = in_grey_grounds(theme)
+    if without_colour:
+        theme = in_greys(theme)
+    # A terminal in a terminal may have told of more colours than the outer one has.
+    nested = os.environ.get("TERM", "").startswith(("tmux", "screen"))
+    return legible(theme, {"256"} if colours == "256" else {"truecolor", "256"} if nested else {"truecolor"})
+
+
+_GREYS = [Color(grey, grey, grey) for grey in (0, *range(8, 239, 10), 255)]  # of the 256 colours, from dark to pale
+
+
+def _colours_of(theme: Theme) -> dict[str, Color]:
+    """The colours of a theme; Textual derives those that it does not name."""
+    shades = theme.to_color_system().generate()
+    return {name: Color.parse(shades[name]) for name in (*_COLOURS, "accent")}
+
+
+def in_grey_grounds(theme: Theme) -> Theme:
+    """The theme with grounds that are greys of the 256 colours, each another one. Their nearest colours would all be
+    black, and those of pale ones lemon.
+    """
+    colours = _colours_of(theme)
+    before, found = -1 if theme.dark else len(_GREYS), dict[str, str]()
+    for name in ("background", "surface", "panel"):
+        ground = colours[name]
+        nearest = min(range(len(_GREYS)), key=lambda at: abs(_luminance(_GREYS[at]) - _luminance(ground)))
+        before = max(nearest, before + 1) if theme.dark else min(nearest, before - 1)
+        found[name] = _GREYS[before].hex
+    return replace(theme, **found)  # type: ignore[arg-type]
+
+
+def in_greys(theme: Theme) -> Theme:
+    """The theme without colours. Textual takes them away itself, but not from grounds that no widget fills."""
+    greys: dict[str, Any] = {name: colour.monochrome.hex for name, colour in _colours_of(theme).items()}
+    return replace(theme, **greys)
 
 
 def terminal_background() -> str:
@@ -87,28 +133,46 @@ def terminal_background() -> str:
     return "light" if os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15") else "dark"
 
 
-def legible(theme: Theme) -> Theme:
-    """The theme with colours of enough contrast, and with our own names of them: see ``app.tcss``."""
+def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
+    """The theme with colours of enough contrast, and with our own names of them: see ``app.tcss``. ``kinds``: of the
+    terminals that have to show them so, "truecolor" and "256".
+    """
     shades = {name: str(shade) for name, shade in theme.to_color_system().generate().items()}
     grounds = [Color.parse(shades[name]) for name in ("background", "surface", "panel")]
     ground = grounds[0]
     goal = Color(255, 255, 255) if theme.dark else Color(0, 0, 0)
 
-    def text(colour: Color, least: float = LEAST_TEXT) -> str:
-        return readable(colour, grounds, goal, least).hex
+    def text(colour: Color, least: float = LEAST_TEXT, on: Sequence[Color] = grounds) -> str:
+        return readable(colour, on, goal, least, kinds).hex
+
+    def telling(colour: Color) -> str:
+        """A colour that tells sequences apart. It never lies on a panel: the less it is blended the more it differs."""
+        if kinds != {"256"} or colour.hsl.s <= _GREY:
+            return text(colour, on=grounds[:2])
+        found = nearest_in_cube(colour, grounds[:2], taken)
+        taken.add(found)
+        return found.hex
+
+    taken: set[Color] = set()
 
     foreground = Color.parse(text(Color.parse(shades["foreground"]), _LEAST_FOREGROUND))
-    colours = {name: text(Color.parse(shades[name])) for name in _MEANINGS}
+    if shades["secondary"] in (shades["error"], shades["primary"]):  # what is shared would look like an answer's own
+        shades["secondary"] = shades["accent"]
+    colours = {name: telling(Color.parse(shades[name])) for name in _MEANINGS}
+    colours["accent"] = (
+        colours["primary"] if shades["accent"] == shades["primary"] else telling(Color.parse(shades["accent"]))
+    )
     parsed = {name: Color.parse(each) for name, each in colours.items()}
     dim = text(ground.blend(foreground, 0.7))
-    strands = [parsed[name] for name in ("primary", "success", "warning", "error")]
+    names = ("primary", "success", "warning", "error")
+    own, strands = [colours[name] for name in names], [parsed[name] for name in names]
     between = [one.blend(other, 0.5) for one, other in zip(strands, [*strands[1:], parsed["secondary"]], strict=True)]
     variables = {
         **theme.variables,
-        **{f"text-{name}": colour for name, colour in colours.items()},
-        **{f"strand-{number}": text(each) for number, each in enumerate([*strands, *between])},
+        **{f"text-{name}": text(colour) for name, colour in parsed.items()},
+        **{f"strand-{number}": each for number, each in enumerate([*own, *map(telling, between)])},
         "text": foreground.hex, "text-muted": dim, "text-disabled": dim, "dim": dim,
-        "frame": readable(ground.blend(foreground, 0.3), grounds, goal, LEAST_FRAME).hex,
+        "frame": text(ground.blend(foreground, 0.3), LEAST_FRAME),
         "footer-key-foreground": colours["primary"], "footer-background": ground.hex, "footer-foreground": dim,
     }  # fmt: skip
     return replace(
@@ -117,17 +181,29 @@ def legible(theme: Theme) -> Theme:
     )  # fmt: skip
 
 
-def readable(colour: Color, grounds: Sequence[Color], goal: Color, least: float) -> Color:
-    """The colour, blended towards ``goal`` until its contrast on all grounds is ``least``, or nothing is left of it."""
+def readable(colour: Color, grounds: Sequence[Color], goal: Color, least: float, kinds: Set[str]) -> Color:
+    """The colour, blended towards ``goal`` until its contrast on all grounds is ``least``, or nothing is left of it.
+    ``kinds``: see `legible`.
+    """
+    shows = [_SHOWN[kind] for kind in kinds]
     for step in range(21):
         blended = colour.blend(goal, step / 20)
-        if all(contrast(*pair) >= least + _SPARE for ground in grounds for pair in _shown(blended, ground)):
+        if all(contrast(show(blended), show(ground)) >= least + _SPARE for ground in grounds for show in shows):
             return blended
     return goal
 
 
-def _shown(colour: Color, ground: Color) -> list[tuple[Color, Color]]:
-    return [(colour, ground), (in_256_colours(colour), in_256_colours(ground))]
+def nearest_in_cube(colour: Color, grounds: Sequence[Color], taken: Set[Color]) -> Color:
+    """The most like one of the 256 colours that is no grey, legible, and not taken; its hue counts most."""
+
+    def unlikeness(other: Color) -> float:
+        turn = abs(colour.hsl.h - other.hsl.h)
+        distance = sum((one - two) ** 2 for one, two in zip(colour.rgb, other.rgb, strict=True))
+        return distance + (_HUE * min(turn, 1 - turn)) ** 2
+
+    least = LEAST_TEXT + _SPARE
+    legible = (each for each in _CUBE if each not in taken and all(contrast(each, on) >= least for on in grounds))
+    return min(legible, key=unlikeness)
 
 
 @cache
@@ -138,6 +214,9 @@ def in_256_colours(colour: Color) -> Color:
 
     nearest = RichColour.from_rgb(*colour.rgb).downgrade(ColorSystem.EIGHT_BIT).get_truecolor()
     return Color(*nearest)
+
+
+_SHOWN: dict[str, Callable[[Color], Color]] = {"truecolor": lambda colour: colour, "256": in_256_colours}
 
 
 def contrast(one: Color, other: Color) -> float:

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from minillm import system
-from minillm.config import EngineConfig
 from minillm.errors import WeightsError
-from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget
-from minillm.fit.forms import sized, sized_entry
+from minillm.fit.forms import sized, sized_entry, where_it_fits
 from minillm.progress import loading_bar, say, size
 from minillm.system import import_torch
 from minillm.text.safe import clean_line
@@ -94,16 +92,12 @@ def rm(arguments: argparse.Namespace) -> int:
 
 
 def _fits(entry: ModelEntry | None, files: ModelFiles | None, gpu: int, memory: int) -> str:
-    """Where a model would fit if nothing else ran; "?" where too little is known of it."""
+    """See `where_it_fits`."""
     try:
         model = sized_entry(entry) if entry else sized(files.name, files.path) if files else None
     except WeightsError:
         model = None
-    if model is None:
-        return "?"
-    on_gpu = Budget(max(0, gpu - GPU_PROCESS_BYTES), gpu, True, 2, EngineConfig())
-    on_cpu = Budget(max(0, memory - CPU_PROCESS_BYTES), memory, False, 4, EngineConfig())
-    return "GPU" if model.fit(on_gpu).fits else "CPU" if model.fit(on_cpu).fits else "no"
+    return where_it_fits(model, gpu, memory)
 
 
 def _row(entry: ModelEntry, files: ModelFiles | None) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from minillm.config import EngineConfig
 from minillm.errors import WeightsError
-from minillm.fit.budget import Budget, Fit
+from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
 from minillm.fit.weights import PACKED, QUANTIZED, Weights, expected_tensors, is_plain_matrix, weights_in_memory
 from minillm.model.config import ModelConfig
 from minillm.weights.files import find_downloaded
@@ -74,6 +75,18 @@ def sized_entry(entry: ModelEntry) -> Sized | None:
     if entry.shape is None or not entry.size:
         return None
     return Sized(entry.name, expected_tensors(entry.shape, entry.size), entry.shape, entry.size, path is not None)
+
+
+def where_it_fits(model: Sized | None, gpu: int, memory: int) -> str:
+    """Where a model would fit if nothing else ran: "GPU", "CPU" or "no"; "?" where too little is known of it.
+
+    ``gpu`` and ``memory`` are the bytes that this machine has in all, 0 where there is no GPU.
+    """
+    if model is None:
+        return "?"
+    on_gpu = Budget(max(0, gpu - GPU_PROCESS_BYTES), gpu, True, 2, EngineConfig())
+    on_cpu = Budget(max(0, memory - CPU_PROCESS_BYTES), memory, False, 4, EngineConfig())
+    return "GPU" if model.fit(on_gpu).fits else "CPU" if model.fit(on_cpu).fits else "no"
 
 
 def sized_forms(entry: ModelEntry) -> list[Sized]:

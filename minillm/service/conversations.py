@@ -20,6 +20,8 @@ from minillm.service.cache_view import Owner
 from minillm.service.file_pins import FilePins
 from minillm.service.telling import Answer, Teller, by_score
 
+_A_MOMENT = 0.05  # seconds of a slow pace after which commands are heard
+
 
 @dataclass
 class Conversations:
@@ -66,6 +68,7 @@ class Conversations:
                     self.send(messages.Notice(f"the system prompt is not pinned: {error}"))
             case messages.Pace(steps_per_second):
                 self._pause = 1 / steps_per_second if steps_per_second > 0 else 0.0
+                self._next_step = min(self._next_step, time.monotonic() + self._pause)
             case messages.Report(every):
                 self.teller.set_interval(every)
             case messages.Inspect(block) if 0 <= block < self.engine.cache.num_blocks:
@@ -119,9 +122,12 @@ class Conversations:
         return max(sequences, key=lambda sequence: shared_length(sequence, token_ids), default=None)
 
     def step(self) -> None:
-        """Compute one step, if there is work, and send its results."""
+        """Compute one step, if there is work and the pace allows, and send its results."""
         if self._pause:
-            time.sleep(max(0.0, min(self._pause, self._next_step - time.monotonic())))
+            wait = self._next_step - time.monotonic()
+            time.sleep(max(0.0, min(wait, _A_MOMENT)))
+            if wait > _A_MOMENT:
+                return
             self._next_step = time.monotonic() + self._pause
         try:
             deltas = self.engine.step()
@@ -205,13 +211,18 @@ class Conversations:
         kept.sequences, kept.places = [best], {best.seq_id: index}
 
     def _keep_those_of_answers(self, answer: Answer) -> None:
-        """Of a search that has ended, keep the beams that its answers come of; each goes by the best one of those."""
+        """Of a search that has ended, keep the beams that its answers come of; each goes by the answer that has most of
+        its tokens, the best one of those.
+        """
         spared: dict[int, Sequence] = {}
+        most: dict[int, int] = {}  # tokens in common with the answer that a beam goes by
         for place, output in enumerate(answer.outputs):
             if answer.sequences:
                 nearest = _nearest_to(output.token_ids, answer.sequences)
-                answer.places.setdefault(nearest.seq_id, place)
                 spared[nearest.seq_id] = nearest
+                common = common_length(nearest.output_token_ids, output.token_ids)
+                if common > most.get(nearest.seq_id, -1):
+                    most[nearest.seq_id], answer.places[nearest.seq_id] = common, place
         for sequence in answer.sequences:
             if sequence.seq_id not in spared:
                 held.release(self._driver, sequence)

@@ -1,8 +1,8 @@
 """Beam steps against sample steps on a GPU, kernel by kernel, and a wide search: ``python tests/beams/gpu_steps.py``.
 
-Random weights of the 135m shape, 32 rows of 8 prompts: milliseconds a step by turns, with small products fused and by
-cuBLAS, then where a step's time goes (torch's profiler): launches, their grids, and microseconds. At last 64 prompts at
-width 16, with a line each second, and the stack where a step takes longer than 15. It ends within 85 s.
+Random weights of the 135m shape, 32 rows of 8 prompts: milliseconds a step by turns, then where a step's time goes
+(torch's profiler): launches, their grids, and microseconds. At last 64 prompts at width 16, with a line each second,
+and the stack where a step takes longer than 15. It ends within 85 s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from minillm.kernels import small_matmul
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams, SamplingParams
 
@@ -93,32 +92,23 @@ def traced(engine: Any) -> list[tuple[float, float, str, str]]:
 def main() -> None:
     llm = LLM("smollm2-135m", load_format="dummy", max_model_len=2048, pool_tokens=200_000)
     engine: Any = llm.engine
-    products: Any = small_matmul
-    fused = products.takes
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
-    ways: dict[str, Any] = {"fused": fused, "cuBLAS": lambda x, weight: False}
+    found = defaultdict[str, list[float]](list)
     kinds: dict[str, Any] = {"samples": SAMPLES, "beams": BEAMS}
     for turn in range(4):  # the first one compiles
-        for way, takes in ways.items():
-            products.takes = takes
-            engine.runner._forwards.clear()
-            for kind, params in kinds.items():
-                seconds = steps(engine, params)
-                if turn == 0:
-                    say(f"compiled: {kind}, {way}")
-                else:
-                    found[kind, way].append(seconds)
-                if turn == 3:
-                    rows = traced(engine)
-                    say(f"{kind}, {way}: {sum(us for us, *_ in rows):.0f} us of kernels, "
-                        f"{sum(n for _, n, *_ in rows):.0f} launches a step")  # fmt: skip
-                    for us, launches, name, grid in rows[:18]:
-                        print(f"    {us:8.1f} us {launches:6.1f}  {name:44} {grid}")
-                end(engine)
-    for (kind, way), times in found.items():
-        all_of_them = ", ".join(f"{1e3 * each:.3f}" for each in times)
-        say(f"{kind}, {way}: {1e3 * statistics.median(times):.3f} ms a step ({all_of_them})")
-    products.takes = fused
+        for kind, params in kinds.items():
+            seconds = steps(engine, params)
+            if turn:
+                found[kind].append(seconds)
+            if turn == 3:
+                rows = traced(engine)
+                took, launched = sum(us for us, *_ in rows), sum(count for _, count, *_ in rows)
+                say(f"{kind}: {took:.0f} us of kernels, {launched:.0f} launches a step")
+                for us, launches, name, grid in rows[:18]:
+                    print(f"    {us:8.1f} us {launches:6.1f}  {name:44} {grid}")
+            end(engine)
+    for kind, times in found.items():
+        each = ", ".join(f"{1e3 * one:.3f}" for one in times)
+        say(f"{kind}: {1e3 * statistics.median(times):.3f} ms a step ({each})")
     wide(engine)
 
 

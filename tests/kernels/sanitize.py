@@ -28,7 +28,6 @@ from minillm.kernels import (
     norm,
     rotary,
     sampling,
-    small_matmul,
     top_k,
 )
 from minillm.kernels import low_bit_linear as few_bits
@@ -83,11 +82,6 @@ def main() -> None:
             matvec.norm_gated_matvec(few, weight, 1e-5, randn(2 * 91, 577, dtype=dtype))
             matvec.matvec(few, randn(90, 577, dtype=dtype))
             matvec.matvec_add(few, randn(90, 577, dtype=dtype), None, residual)
-        if dtype != torch.float32:
-            few, residual = x[:3].contiguous(), randn(3, 90, dtype=dtype)
-            small_matmul.norm_matmul(few, weight, 1e-5, randn(91, 577, dtype=dtype), randn(91, dtype=dtype))
-            small_matmul.norm_gated_matmul(few, weight, 1e-5, randn(2 * 91, 577, dtype=dtype))
-            small_matmul.matmul_add(few, randn(90, 577, dtype=dtype), None, residual)
         cache = randn(2, 2, 5, 4, 3, 64, dtype=dtype)
         blocks.block_copy(cache, torch.tensor([[0, 4], [1, 2]], device=DEVICE))
         ids, staging = torch.tensor([3, 1], device=DEVICE), torch.zeros(2, 2, 2, 4, 3, 64, dtype=dtype, device=DEVICE)

@@ -41,6 +41,7 @@ from minillm.service.messages import (
     LogEntry,
     MemoryUse,
     Notice,
+    Pace,
     Pin,
     Report,
     RequestFailed,
@@ -217,6 +218,21 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
+async def test_a_slow_pace_hears_commands_at_once(tmp_path: Path, tiny_model: Path) -> None:
+    async with engine(tmp_path, str(tiny_model)) as running:
+        running.send(Pace(0.01))
+        running.send(Generate("a", "c", turns("hello"), GREEDY))
+        await running.find(Started)
+        running.send(Pace(50))  # the next step would be due in a minute and a half
+        assert (await running.find(Finished)).finish_reason == "length"
+        running.send(Pace(0.01))
+        running.send(Generate("b", "c", turns("hello"), GREEDY))
+        await running.find(Started, lambda event: event.request_id == "b")
+        running.send(Abort("b"))
+        running.send(Pace(0))
+        assert (await running.find(Finished, lambda event: event.request_id == "b")).finish_reason == "abort"
+
+
 async def test_a_branch_begins_at_any_earlier_answer(tmp_path: Path, tiny_model: Path) -> None:
     async with engine(tmp_path, str(tiny_model)) as running:
         running.send(question("a", "hello"))
@@ -287,8 +303,9 @@ def test_a_beam_goes_by_its_place_among_the_answers(stop: tuple[str, ...], tiny_
     assert bool(num_ended) == bool(stop)
     stayed = [(owner.index, owner.sequence.output_token_ids) for owner in conversations.own().values()]
     answers = [each.token_ids for each in conversations.kept["a"].outputs]
-    assert 0 in dict(stayed)
     for place, token_ids in stayed:
+        own = [common_length(answer, token_ids) for answer in answers]
+        assert place == own.index(max(own)), "it goes by the answer that has most of its tokens"
         others = [common_length(answers[place], ids) for _, ids in stayed]
         assert common_length(answers[place], token_ids) == max(others), "no other beam is nearer to that answer"
     if not stop:

@@ -16,7 +16,7 @@ def new_pool(num_blocks: int = 128, num_host_blocks: int = 32) -> Pool:
 
 def name(owner: str, index: int) -> str:
     """The chat's name for a sequence."""
-    return owner if owner in ("system prompt", "turn 1") else f"{owner} · {index + 1}"
+    return owner if owner in ("system prompt", "turn 1") or index < 0 else f"{owner} · {index + 1}"
 
 
 def table(seq_id: int, owner: str, index: int, state: str, num_tokens: int, blocks: list[int]) -> TableView:

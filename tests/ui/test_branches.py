@@ -11,14 +11,15 @@ from driving import answered, ask, chat, notes, say, screen, seen, until
 from textual import events
 from textual.widgets import Collapsible, Input, OptionList, Static
 
-from minillm.service.messages import TokenChoice
+from minillm.service.messages import CacheChanged, LogEntry, TokenChoice
 from minillm.ui.chat.answer_view import AnswerView
-from minillm.ui.chat.candidates import CandidateCard, CandidatesView
-from minillm.ui.chat.conversation import Answer
+from minillm.ui.chat.candidates import CandidateCard, CandidatesView, candidate_facts
+from minillm.ui.chat.conversation import Answer, Candidate
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.transcript import Transcript
-from minillm.ui.dialogs import ProbabilityScreen, SessionsScreen
+from minillm.ui.dialogs import ProbabilityScreen, SamplingScreen, SessionsScreen
+from minillm.ui.engine_app import EngineEvent
 
 pytestmark = pytest.mark.anyio
 
@@ -145,6 +146,97 @@ async def test_space_shows_a_card_on_the_whole_screen_and_escape_leaves_it() -> 
         await pilot.press("escape")
         await until(pilot, lambda: card.size.width < 100)
         assert screen(pilot).talk.conversation.turns[0].answer.candidates, "nothing was accepted"
+
+
+async def test_on_the_whole_screen_a_card_has_all_of_its_text_and_says_how_to_leave() -> None:
+    async with chat(beams={"beam_width": 2}, size=(100, 30)) as pilot:
+        turn = await ask(pilot, "search")
+        for number, candidate in enumerate(turn.answer.candidates):
+            candidate.text = f"These are words that both begin with, and {number}"
+        view = screen(pilot).query_one(CandidatesView)
+        await view.flush()
+        await until(pilot, lambda: "all begin: These are words" in seen(pilot))
+        await pilot.press("tab", "space")
+        await until(pilot, lambda: "Esc back" in seen(pilot))
+        assert "These are words that both begin with, and 0" in seen(pilot)
+        await pilot.press("escape")
+        await until(pilot, lambda: "all begin" in seen(pilot) and "Esc back" not in seen(pilot))
+
+
+def test_of_a_cards_facts_those_are_shown_that_have_room() -> None:
+    beam = Candidate("x", 1234, "stop", -0.5417, -66.1)
+    assert candidate_facts(beam, 80) == "score -0.542 · 1,234 tokens · ✓ · log p -66.1"
+    assert candidate_facts(beam, 33) == "score -0.542 · 1,234 tokens · ✓"
+    assert candidate_facts(beam, 20) == "score -0.542"
+    assert candidate_facts(beam, 3) == "score -0.542"
+
+
+async def test_the_first_copy_of_an_answer_is_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with chat() as pilot:
+        drawn: list[str] = []
+        monkeypatch.setattr(screen(pilot)._memory, "at_once", lambda: drawn.append("at once"))
+        for owner in ("a", "a", "b"):
+            log = [LogEntry(1.0, "allocate", 1, owner, [3]), LogEntry(1.0, "copy", 1, owner, [3, 4])]
+            screen(pilot).post_message(EngineEvent(CacheChanged(log=log)))
+        await until(pilot, lambda: drawn == ["at once"] * 2)
+
+
+async def test_a_sequence_is_called_as_its_card_and_once_it_is_accepted_as_its_turn() -> None:
+    async with chat(sampling={"n": 3}) as pilot:
+        turn = await ask(pilot, "choose")
+        owner = turn.answer.request_id
+        assert screen(pilot).name_of(owner, 2) == "turn 1 · 3"
+        assert screen(pilot).name_of(owner, -1) == "turn 1"
+        await say(pilot, "/accept 3")
+        await until(pilot, lambda: not turn.answer.candidates)
+        assert screen(pilot).name_of(owner, 2) == "turn 1c"
+
+
+async def test_a_question_that_waits_comes_back_where_one_has_to_choose_first() -> None:
+    async with chat(sampling={"n": 5}) as pilot:
+        await say(pilot, "choose")
+        await until(pilot, lambda: "sample4 sample4" in seen(pilot))
+        await say(pilot, "echo next")
+        await until(pilot, lambda: "1 question will be asked next" in seen(pilot))
+        screen(pilot).talk.run.stop()  # type: ignore[union-attr]
+        await until(pilot, lambda: screen(pilot).query_one(PromptInput).text == "echo next")
+        assert any("choose an answer first" in note.message for note in pilot.app._notifications)
+
+
+async def test_where_branches_begin_is_said_right_above_the_question() -> None:
+    async with chat() as pilot:
+        first = await ask(pilot, "echo one")
+        await pilot.press("alt+r")
+        await answered(pilot, first)
+        lines = seen(pilot).splitlines()
+        [marked] = [number for number, line in enumerate(lines) if "2/2" in line]
+        assert "echo one" in lines[marked + 1]
+
+
+async def test_dialogs_are_not_covered_by_what_was_said_before_and_have_no_commands() -> None:
+    async with chat() as pilot:
+        await say(pilot, "/modle")
+        await until(pilot, lambda: len(pilot.app._notifications) == 1)
+        await pilot.press("f3")
+        await until(pilot, lambda: "repetition_penalty" in seen(pilot) and not pilot.app._notifications)
+        await pilot.press("ctrl+p")
+        await pilot.pause()
+        assert isinstance(pilot.app.screen, SamplingScreen)
+
+
+async def test_models_say_whether_they_fit_on_one_line_each() -> None:
+    async with chat(size=(80, 24)) as pilot:
+        await pilot.press("f2")
+        await until(pilot, lambda: "smollm2-360m" in seen(pilot))
+        [line] = [line for line in seen(pilot).splitlines() if "smollm2-135m " in line and "257 MiB" in line]
+        assert "fits the CPU" in line
+
+
+async def test_at_80_columns_the_probabilities_leave_room_for_their_keys() -> None:
+    async with chat(size=(80, 24)) as pilot:
+        await ask(pilot, "echo " + "many words\n" * 60)
+        await pilot.press("alt+p")
+        await until(pilot, lambda: "go on from there" in seen(pilot) and "▸" in seen(pilot))
 
 
 async def test_candidates_are_there_again_when_the_conversation_is_opened(tmp_path: Path) -> None:

@@ -31,6 +31,21 @@ def test_shared_blocks_are_thick_and_one_that_is_being_filled_is_dashed() -> Non
     assert gutter(pool(other), answer(is_open=True), 6).plain == "┣\n┃\n┣\n┃\n├\n╎"
 
 
+def test_the_colours_are_those_of_the_strands() -> None:
+    third = Pool(16, 4, 1024)
+    third.apply(
+        CacheChanged([TableView(1, "r", 2, "idle", 17, [0, 1, 2, 3, 4]), TableView(2, "s", 0, "idle", 12, [0, 1, 2])])
+    )
+    drawn = gutter(third, answer(), 3)
+    assert [span.style for span in drawn.spans] == ["$secondary", "$strand-2", "$strand-2"]
+
+
+def test_lines_that_an_answer_has_taken_ahead_belong_to_no_block() -> None:
+    shown = Gutter(answer())
+    shown.pool, shown.num_blank = pool(), 3
+    assert shown._make(1, 9).plain == "├\n│\n├\n│\n├\n│"
+
+
 def test_more_blocks_than_rows_and_rows_than_blocks() -> None:
     assert gutter(pool(), answer(), 1).plain == "├"
     assert gutter(pool(), answer(), 7).plain.count("├") == 3

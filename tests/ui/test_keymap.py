@@ -69,6 +69,17 @@ async def test_the_menu_does_everything_by_letters() -> None:
 
 
 @pytest.mark.anyio
+async def test_the_menu_fits_and_scrolls_on_a_small_screen() -> None:
+    async with chat(size=(40, 12)) as pilot:
+        await pilot.press("ctrl+g")
+        await until(pilot, lambda: "A letter does it" in seen(pilot) and "h  help" in seen(pilot))
+        for words in ("f  find              Ctrl+F", "n  new               Ctrl+N"):
+            assert words in seen(pilot)
+        await pilot.press(*["down"] * 40)
+        await until(pilot, lambda: "q  quit" in seen(pilot))
+
+
+@pytest.mark.anyio
 async def test_the_help_and_the_menu_show_the_keys_that_are_bound() -> None:
     keymap = {
         "stop": "f14", "select-next": "ctrl+alt+n", "expand": "f15", "scroll-home": "f16", "branch-next": "f17",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from driving import seen
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 from textual.css.stylesheet import Stylesheet
@@ -17,7 +18,7 @@ from textual.widgets import Static
 
 from minillm.ui.app import ChatApp
 from minillm.ui.chat.markdown import ModelMarkdown
-from minillm.ui.themes import find_theme
+from minillm.ui.themes import find_theme, for_terminal
 
 TEXTS = {
     "paragraphs": "One line that is rather long, so that it is broken at the end.\n\nAnother *one*.\nA third.",
@@ -36,7 +37,7 @@ class Shown(App[None]):
     CSS_PATH = ChatApp.CSS_PATH
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        return find_theme("dark").variables
+        return for_terminal(find_theme("dark"), "truecolor").variables
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():
@@ -90,6 +91,25 @@ async def test_lines_ahead_are_there_before_they_are_needed_and_go_with_the_para
         markdown.end()
         await pilot.pause()
         assert [block.content_size.height for block in markdown.children] == [5, 1]
+
+
+@pytest.mark.anyio
+async def test_what_stands_below_a_growing_paragraph_is_shown_in_a_line_that_it_has_taken_ahead() -> None:
+    app = Shown()
+    async with app.run_test(size=(40, 60)) as pilot:
+        markdown = app.query_one(ModelMarkdown)
+        await markdown.append_text("A word", 3)
+        assert markdown.say_below("1 token") == 3, "before it has its place, too"
+        await pilot.pause()
+        lines = [line.rstrip() for line in seen(pilot).splitlines()]
+        assert lines[:3] == ["A word", "1 token", ""]
+        await markdown.append_text(" and many more words until there are" * 4, 3)
+        assert markdown.say_below("9 tokens") == 0, "all lines are full"
+        await markdown.append_text("\n\n- an item", 3)
+        await pilot.pause()
+        assert markdown.say_below("9 tokens") == 0, "a list takes none ahead"
+        assert "token" not in seen(pilot)
+        assert [block.content_size.height for block in markdown.children] == [4, 1]
 
 
 @pytest.mark.anyio

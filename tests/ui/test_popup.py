@@ -14,7 +14,7 @@ from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.files import LONGEST_FILE, best_matches, files_below, holds_file, with_files
 from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
-from minillm.ui.help import HelpScreen
+from minillm.ui.help import HelpScreen, key_lines
 
 
 @pytest.fixture
@@ -129,6 +129,18 @@ async def test_help_begins_with_the_place_that_has_the_keyboard() -> None:
         await pilot.press("f1")
         await until(pilot, lambda: "Here: a line of text" in seen(pilot))
         assert "Save" in seen(pilot)
+
+
+def test_a_meaning_that_is_broken_stays_in_its_column() -> None:
+    parts = {
+        "Part": {"Alt+E": "edit the question and ask again, as a branch", "/preset [save|delete] [NAME]": "sampling"}
+    }
+    wide = key_lines(parts, 70).plain.splitlines()
+    assert wide[1] == "  Alt+E                     edit the question and ask again, as a"
+    assert wide[2] == " " * 28 + "branch"
+    assert wide[3:5] == ["  /preset [save|delete] [NAME] ", " " * 28 + "sampling"], "a long key has a line of its own"
+    narrow = key_lines(parts, 30).plain.splitlines()
+    assert narrow[1:4] == ["  Alt+E ", "    edit the question and ask", "    again, as a branch"]
 
 
 @pytest.mark.anyio

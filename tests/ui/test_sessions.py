@@ -58,6 +58,7 @@ def test_titles_are_kept_listed_and_searched(tmp_path: Path) -> None:
     assert titles[1].startswith("word word")
     assert titles[1].endswith("word …")
     assert len(titles[1]) <= LONGEST_TITLE + 2
+    assert talk("What is in @a.txt\n\n```a.txt\nits text\n```", "x").shown_title == "What is in @a.txt"
     assert len(store.list("virtual pages")) == 1
     assert store.load(store.path_of(named)).title == named.title
     old = json.loads(store.path_of(named).read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from minillm.errors import UsageError
 from minillm.service.messages import MemoryUse, TokenChoice
 from minillm.ui.dialogs import ProbabilityScreen
 from minillm.ui.help import HelpScreen
-from minillm.ui.themes import LEAST_FRAME, LEAST_TEXT, contrast, find_theme, in_256_colours, readable
+from minillm.ui.themes import LEAST_FRAME, LEAST_TEXT, contrast, find_theme, for_terminal, in_256_colours, readable
 from minillm.user_config import THEMES
 
 pytestmark = pytest.mark.anyio
@@ -49,17 +50,18 @@ def words_of(pilot: Pilot[Any]) -> Iterator[tuple[str, Color, Color]]:
 
 
 async def faint(pilot: Pilot[Any], where: str) -> list[str]:
-    """What cannot be read in some theme."""
-    found = []
-    for name in THEMES:
-        screen(pilot).app.set_theme(name)
+    """What cannot be read in some theme, on a terminal with all colours or with 256."""
+    found, app = [], screen(pilot).app
+    for kind, name in itertools.product(("truecolor", "256"), THEMES):
+        theme = for_terminal(find_theme(name), kind)
+        app.register_theme(theme)
+        app.theme = theme.name
         await pilot.pause()
-        for text, ink, ground in words_of(pilot):
-            least = LEAST_FRAME if is_mark(text) else LEAST_TEXT
-            pairs = (ink, ground), (in_256_colours(ink), in_256_colours(ground))
-            measured = min(contrast(*pair) for pair in pairs)
-            if measured < least:
-                found.append(f"{where}, {name}: {text[:30]!r} {ink.hex} on {ground.hex}: {measured:.2f}")
+        for text, *colours in words_of(pilot):
+            ink, ground = map(in_256_colours, colours) if kind == "256" else colours
+            measured = contrast(ink, ground)
+            if measured < (LEAST_FRAME if is_mark(text) else LEAST_TEXT):
+                found.append(f"{where}, {name}, {kind}: {text[:30]!r} {ink.hex} on {ground.hex}: {measured:.2f}")
     return found
 
 
@@ -131,6 +133,48 @@ def test_the_terminal_says_light_or_dark(monkeypatch: pytest.MonkeyPatch) -> Non
         assert find_theme().dark == is_dark
 
 
+@pytest.mark.parametrize("name", THEMES)
+def test_with_256_colours_the_grounds_are_greys_that_differ(name: str) -> None:
+    theme = for_terminal(find_theme(name), "256")
+    grounds = [in_256_colours(Color.parse(each)) for each in (theme.background, theme.surface, theme.panel)]
+    assert len(set(grounds)) == 3
+    assert all(ground.r == ground.g == ground.b for ground in grounds)
+
+
+@pytest.mark.parametrize("name", THEMES)
+@pytest.mark.parametrize("kind", ["truecolor", "256"])
+def test_what_is_shared_and_four_answers_have_colours_that_differ(kind: str, name: str) -> None:
+    theme = for_terminal(find_theme(name), kind)
+    parts = (theme.primary, theme.secondary, theme.success, theme.warning, theme.error)
+    colours = [Color.parse(str(each)) for each in parts]
+    shown = [in_256_colours(each) if kind == "256" else each for each in colours]
+    assert len(set(shown)) == 5
+    strands = [theme.variables[f"strand-{number}"] for number in range(4)]
+    assert strands == [theme.primary, theme.success, theme.warning, theme.error], "cards, strands and maps agree"
+    if kind == "256":
+        assert shown == colours, "nothing is left to be rounded"
+
+
+def test_in_another_terminal_colours_are_legible_with_256_of_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def least() -> float:
+        theme = for_terminal(find_theme("nord"), "truecolor")
+        ink, ground = (in_256_colours(Color.parse(each)) for each in (theme.primary, str(theme.surface)))
+        return contrast(ink, ground)
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert least() < LEAST_TEXT
+    monkeypatch.setenv("TERM", "tmux-256color")
+    assert least() > LEAST_TEXT
+
+
+@pytest.mark.parametrize("name", ["nord", "light"])
+@pytest.mark.parametrize("kind", ["truecolor", "256", "standard"])
+def test_without_colour_the_theme_is_grey(name: str, kind: str) -> None:
+    theme = for_terminal(find_theme(name), kind, without_colour=True)
+    for colour in (theme.background, theme.surface, theme.panel, theme.foreground, theme.primary, theme.error):
+        assert len(set(Color.parse(str(colour)).rgb)) == 1
+
+
 def test_contrast_is_that_of_wcag() -> None:
     black, white, grey = Color(0, 0, 0), Color(255, 255, 255), Color(118, 118, 118)
     assert contrast(black, white) == contrast(white, black) == pytest.approx(21)
@@ -140,6 +184,6 @@ def test_contrast_is_that_of_wcag() -> None:
 
 def test_a_colour_moves_no_further_than_it_must() -> None:
     ground, white = Color(0, 0, 0), Color(255, 255, 255)
-    assert readable(Color(200, 200, 200), [ground], white, 4.5) == Color(200, 200, 200)
-    moved = readable(Color(40, 40, 40), [ground], white, 4.5)
+    assert readable(Color(200, 200, 200), [ground], white, 4.5, {"256"}) == Color(200, 200, 200)
+    moved = readable(Color(40, 40, 40), [ground], white, 4.5, {"truecolor"})
     assert 4.5 < contrast(moved, ground) < 7

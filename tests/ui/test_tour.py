@@ -29,9 +29,9 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
         talk = screen(pilot).talk
         monkeypatch.setattr(tour, "_READING", 0.05)
         await say(pilot, "/tour")
-        await until(pilot, lambda: any("tour: free" in note for note in notes(pilot)))
-        said = [note for note in notes(pilot) if "tour:" in note]
-        assert [note.split()[2].strip(":") for note in said] == ["what", "fork", "copy", "free"]
+        await until(pilot, lambda: any("tour · free" in note for note in notes(pilot)))
+        said = [note for note in notes(pilot) if "tour ·" in note]
+        assert [note.split()[3].strip(":") for note in said] == ["what", "fork", "copy", "each", "free"]
         turn = talk.conversation.turns[0]
         assert len(talk.conversation.siblings(turn)) == 3, "three answers, one of them accepted"
         await until(pilot, lambda: screen(pilot).app.settings is before)

@@ -106,7 +106,12 @@ class AnswerView(Growing, Vertical):
             await self._part.append_text(text, lines_ahead)
 
     def update_summary(self) -> None:
-        update_in_place(self._summary, Content(summary(self.answer)))
+        words = summary(self.answer)
+        # Not below the lines that the text has taken ahead, which would be a hole.
+        part = None if isinstance(self._part, ReasoningView) else self._part
+        ahead = part.say_below(words) if part is not None and self.answer.is_open else 0
+        self.block_marks.num_blank = ahead
+        update_in_place(self._summary, Content("" if ahead else words))
 
 
 def reading(answer: Answer) -> str:

@@ -36,6 +36,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
         self.index = index
         self.border_title = str(index + 1)
         self._text = Static(Content("…"))
+        self._candidate, self._num_common = Candidate(), 0  # as they were shown last
 
     def compose(self) -> ComposeResult:
         yield self._text
@@ -53,9 +54,21 @@ class CandidateCard(VerticalScroll, can_focus=True):
 
     def show(self, candidate: Candidate, num_common: int) -> None:
         """Show the text without its first ``num_common`` characters, which are shown above all cards."""
-        text = text_of(candidate)[num_common:]
-        update_in_place(self._text, Content(f"… {text}" if num_common else text))
-        self.border_subtitle = candidate_facts(candidate)
+        self._candidate, self._num_common = candidate, num_common
+        whole = text_of(candidate)
+        common, text = whole[:num_common], whole[num_common:]
+        if not num_common:
+            shown = Content(text)
+        elif self.is_maximized:  # the line above all cards is not seen
+            shown = Content.assemble((common, "$text-muted"), text)
+        else:
+            shown = Content(f"… {text}")
+        update_in_place(self._text, shown)
+        self.border_title = f"{self.index + 1}{' · Enter accepts it · Esc back' if self.is_maximized else ''}"
+        self.border_subtitle = candidate_facts(candidate, self.size.width)
+
+    def on_resize(self) -> None:
+        self.show(self._candidate, self._num_common)
 
     def on_click(self, event: events.Click) -> None:
         if event.chain == 2:
@@ -84,14 +97,16 @@ def num_common(texts: Sequence[str]) -> int:
     return length if len(texts) > 1 and length >= _LEAST_COMMON else 0
 
 
-def candidate_facts(candidate: Candidate) -> str:
-    """``score -0.54 · 23 tokens · log p -12.3``: the first ones stay where there is little room."""
+def candidate_facts(candidate: Candidate, width: int) -> str:
+    """``score -0.54 · 23 tokens · log p -12.3``: as many of them as a card of so many columns has room for."""
     words = [] if candidate.score is None else [f"score {candidate.score:.3f}"]
     words.append(plural(candidate.num_tokens, "token"))
     if candidate.finish_reason is not None:
         words.append("✓" if candidate.finish_reason == "stop" else candidate.finish_reason)
     if candidate.logprob is not None:
         words.append(f"log p {candidate.logprob:.1f}")
+    while len(words) > 1 and sum(len(word) + 3 for word in words) - 3 > width - 2:  # the frame has two on either side
+        words.pop()
     return " · ".join(words)
 
 

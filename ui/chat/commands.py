@@ -202,6 +202,8 @@ async def show_probabilities(talk: Talk, _: str) -> None:
     from minillm.ui.dialogs import ProbabilityScreen
 
     turn = _turn(talk)
+    if turn.answer.candidates:
+        raise UsageError("choose an answer first: the probabilities are those of one")
     if not turn.answer.tokens:
         raise UsageError("the probabilities of this answer are not known: beams and saved answers have none")
     _ask(talk, ProbabilityScreen(turn.answer.tokens), lambda fork: talk.call_later(talk.fork, turn, fork))
@@ -228,7 +230,9 @@ async def choose_model(talk: Talk, name: str) -> None:
     if name:
         talk.app.choose_model(name)
     else:
-        _ask(talk, ModelScreen(talk.app.settings.model), talk.app.choose_model)
+        use = None if talk.pool is None else talk.pool.use
+        dialog = ModelScreen(talk.app.settings.model, 0 if use is None else use.total)
+        _ask(talk, dialog, talk.app.choose_model)
 
 
 @command("reload", "load the model again", "ctrl+r")

@@ -101,7 +101,7 @@ class Choice:
 
 def shown_title(title: str, question: str) -> str:
     """A title, or the first words of a first question in its place; clean, on one line."""
-    words = clean_line(title.strip() or question, 10 * LONGEST_TITLE)
+    words = clean_line(title.strip() or question.strip().partition("\n\n")[0], 10 * LONGEST_TITLE)
     if len(words) <= LONGEST_TITLE:
         return words
     return (words[:LONGEST_TITLE].rpartition(" ")[0] or words[: LONGEST_TITLE - 1]) + " …"

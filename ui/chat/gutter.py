@@ -6,11 +6,11 @@ from textual.content import Content
 
 from minillm.ui.chat.conversation import Answer
 from minillm.ui.drawing import Drawn
-from minillm.ui.memory.pool import BlockState, Pool
+from minillm.ui.memory.pool import NUM_COLOURS, BlockState, Pool
 from minillm.ui.textual_internals import Growing
 
-# The line of a block, its first row, and its look: told by shape first, then by colour.
-_SHARED, _OWN, _FILLING = ("┃", "┣", "$text-accent"), ("│", "├", "$text-muted"), ("╎", "├", "$text-warning")
+# The line of a block and its first row: told by shape first, then by the colours that the strands have.
+_SHARED, _OWN, _FILLING = ("┃", "┣"), ("│", "├"), ("╎", "├")
 _LOOKS = {BlockState.SHARED: _SHARED, BlockState.PINNED: _SHARED, BlockState.CACHED: _SHARED, BlockState.OWNED: _OWN}
 
 
@@ -18,8 +18,9 @@ class Gutter(Growing, Drawn):
     """One mark for each block of an answer, from its first token's block down; empty where the blocks are gone."""
 
     def __init__(self, answer: Answer) -> None:
-        super().__init__(lambda width, height: gutter(self.pool, answer, height))
+        super().__init__(lambda width, height: gutter(self.pool, answer, max(1, height - self.num_blank)))
         self.pool: Pool | None = None
+        self.num_blank = 0  # lines below the answer that belong to no block: it has taken them ahead
 
     def show(self, pool: Pool | None) -> None:
         """Show the blocks as the pool has them now."""
@@ -44,6 +45,7 @@ def gutter(pool: Pool | None, answer: Answer, height: int) -> Content:
     rows = [row * len(looks) // height for row in range(height)]
     parts = []
     for number, group in groupby(rows):
-        line, begin, look = looks[number]
+        line, begin = looks[number]
+        look = "$secondary" if looks[number] is _SHARED else f"$strand-{table.index % NUM_COLOURS}"
         parts += [(begin, look), *((line, look) for _ in list(group)[1:])]
     return Content("\n").join(Content.styled(mark, look) for mark, look in parts)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, lru_cache
+from typing import TypeGuard, cast
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
@@ -18,10 +19,12 @@ from markdown_it.token import Token
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 from rich.cells import cell_len
-from textual.app import ComposeResult
+from textual.app import ComposeResult, RenderResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.css.query import NoMatches
+from textual.css.styles import RulesMap
+from textual.dom import DOMNode
 from textual.highlight import HighlightTheme, highlight
 from textual.widget import AwaitMount, Widget
 from textual.widgets import Label, Markdown, Static
@@ -115,12 +118,37 @@ def _known_language(name: str) -> str:
     return name
 
 
+def is_placed(widget: DOMNode) -> TypeGuard[Widget]:
+    return isinstance(widget, Widget) and widget.content_size.width > 0
+
+
 class Paragraph(Growing, MarkdownParagraph):
-    """A paragraph that grows where it stands."""
+    """A paragraph that grows where it stands. In lines that it has taken ahead it can show what stands below it."""
+
+    _below = ""
 
     def set_content(self, content: Content) -> None:
         keep_content(self, content)
+        self._below = ""
         update_in_place(self, content, self.parent.lines_ahead if isinstance(self.parent, ModelMarkdown) else 0)
+
+    def say_below(self, text: str) -> int:
+        """Show a line below the text, until there is more. Returns the lines that are ahead; 0: it is not shown."""
+        room, ahead = self.styles.min_height, 0
+        # A new paragraph has no place yet: it will be as wide as what it stands in, or about.
+        width = next((each.content_size.width for each in self.ancestors_with_self if is_placed(each)), 0)
+        if room is not None and width:
+            ahead = max(0, int(room.value) - self.visual.get_height(cast(RulesMap, self.styles), width))
+        if ahead or self._below:
+            self._below = text if ahead else ""
+            self.refresh()
+        return ahead
+
+    def render(self) -> RenderResult:
+        visual = super().render()
+        if not self._below or not isinstance(visual, Content):
+            return visual
+        return Content.assemble(visual, "\n", (self._below, "$text-muted"))
 
 
 class GrowingList(Becoming, MarkdownBlock):
@@ -250,8 +278,7 @@ class ModelMarkdown(Growing, Markdown):
         last = self._last_block
         if last is before:
             return
-        if before is not None:
-            settle(before)
+        self._settle(before)
         if lines_ahead and isinstance(last, Paragraph):
             last.styles.min_height = 1 + lines_ahead  # with the layout that a new block costs anyway
 
@@ -266,9 +293,19 @@ class ModelMarkdown(Growing, Markdown):
             widgets[0].add_class(_FIRST, update=False)
         return super().mount(*widgets, before=before, after=after)
 
+    def say_below(self, text: str) -> int:
+        """Show a line below the last paragraph, in one that it has taken ahead. Returns how many it has; 0: none."""
+        last = self._last_block
+        return last.say_below(text) if isinstance(last, Paragraph) else 0
+
     def end(self) -> None:
-        if self._last_block is not None:
-            settle(self._last_block)
+        self._settle(self._last_block)
+
+    def _settle(self, block: Widget | None) -> None:
+        if isinstance(block, Paragraph):
+            block.say_below("")
+        if block is not None:
+            settle(block)
 
     @property
     def _last_block(self) -> Widget | None:

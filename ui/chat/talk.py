@@ -66,6 +66,7 @@ class Talk(Vertical):
         self.engine = EngineState()  # as far as this widget has heard
         self.pool: Pool | None = None
         self._waiting: list[str] = []  # questions that are asked when this answer has ended, or the model is loaded
+        self.is_paced = False  # the model computes slowly, for people to watch: drawing takes nothing from it
         self.num_waiting = 0  # commands that keys have called, and that have not run yet
         self._text = Drawing(self, self._draw, share=0.014, longest=1.0)
         self._saved_at = 0.0
@@ -295,8 +296,8 @@ class Talk(Vertical):
             await self.transcript.add_note(ending.error, "error")
         if ending.reason in ("stop", "length") and not run.answer.candidates:
             await self._ask_waiting()
-        else:
-            self.take_back()
+        elif self.take_back() and run.answer.candidates:
+            self.notify("choose an answer first; Enter takes the first one and asks")
 
     async def _warn_if_full(self, answer: Answer) -> None:
         loaded = self.engine.loaded
@@ -313,7 +314,7 @@ class Talk(Vertical):
         self._choice = self.conversation.accept(turn, index)
         self.send(Keep(turn.answer.request_id, index))
         await self._show_anew(turn)
-        self.notify(f"{index + 1} is the answer; the others are branches beside it (Alt+← →), Alt+U undoes it")
+        self.notify(f"{index + 1} is the answer · Alt+← → shows the others, Alt+U undoes it")
 
     async def undo(self) -> None:
         """Have the candidates of the last choice to choose from again.
@@ -345,7 +346,8 @@ class Talk(Vertical):
         """Show the activity. Drawing and reports leave the processor to a model that computes on it."""
         loaded, pool = self.engine.loaded, self.pool
         leaf = self.leaf = self.conversation.leaf
-        self.beside_model = self.run is not None and loaded is not None and loaded.device == "cpu"
+        on_cpu = loaded is not None and loaded.device == "cpu"
+        self.beside_model = self.run is not None and on_cpu and not self.is_paced
         self._text.pace(self.beside_model)
         every = self._text.interval
         if abs(every - self._report_every) > 0.2 * self._report_every:

@@ -1,18 +1,20 @@
 """``/tour``: a fork and copy on write within a minute, in the chat itself, seen in the view of strands."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from minillm.service.messages import Pace
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.talk import Talk
 from minillm.ui.engine_app import EngineApp
-from minillm.ui.numbers import count
+from minillm.ui.numbers import plural
 
 QUESTION = "Name an animal, and say in one sentence why you like it."
 _SAMPLING = {"temperature": 0.9, "max_tokens": 40, "n": 3}
-_STEPS_PER_SECOND = 6.0  # so that people can watch
-_READING = 5.0  # seconds for a line
+_AT_FORK, _STEPS_PER_SECOND = 0.2, 6.0  # of the engine, so that people can watch
+_READING = 6.0  # seconds for a line
 _LONGEST = 90.0  # seconds for the answers, where a machine is slow
 
 
@@ -25,9 +27,11 @@ async def give_tour(talk: Talk) -> None:
     try:
         # Around the watchers: nothing of it is the user's choice.
         app.set_reactive(EngineApp.settings, replace(before, sampling=_SAMPLING, beams={}))
-        talk.send(Pace(_STEPS_PER_SECOND))
+        talk.is_paced = True
+        talk.send(Pace(_AT_FORK))
         await _play(talk)
     finally:
+        talk.is_paced = False
         talk.send(Pace(0))
         app.set_reactive(EngineApp.settings, before)
 
@@ -36,35 +40,47 @@ async def _play(talk: Talk) -> None:
     def copies() -> int:
         return 0 if talk.pool is None else talk.pool.counts.num_copies
 
-    async def tell(text: str) -> None:
-        await talk.transcript.add_note(f"tour: {text}")
-        await asyncio.sleep(_READING)
+    def is_answering() -> bool:
+        return talk.run is not None or talk.conversation.leaf is None
+
+    async def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + _LONGEST
+        while not condition() and is_answering() and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+
+    async def tell(text: str, seconds: float = _READING) -> None:
+        await talk.transcript.add_note(f"tour · {text}", "tour")
+        await asyncio.sleep(seconds)
 
     at_first = copies()
     await tell(
-        "what the model has read stays in memory, in blocks of some words each: a line per block beside this. "
+        "what the model has read stays in memory, in blocks of some words each: one line per block in the strands. "
         "Now one question is asked for three answers."
     )
     talk.prompt.post_message(PromptInput.Submitted(QUESTION))  # the talk asks, in its own task
     await tell(
-        "fork: the question is read once. Its blocks are the thick lines (┃); all three answers go on from there, and "
-        "each has thin lines of its own (│), in the colour of its card."
-    )
-    waited = 0.0
-    while (talk.run is not None or talk.conversation.leaf is None) and waited < _LONGEST:
-        await asyncio.sleep(0.1)
-        waited += 0.1
-    asked = talk.conversation.leaf
-    if asked is None or asked.question != QUESTION or not asked.answer.candidates:
-        return  # it was stopped, or the user has gone elsewhere
-    copied = copies() - at_first
+        "fork: the question is read once. Its blocks are the thick lines (┃): all three answers share them, also the "
+        "last one, in which there is room left.", 0
+    )  # fmt: skip
+    await until(lambda: copies() > at_first)
     await tell(
-        "copy on write: the question ended in the midst of a block, and three answers came to write there. "
-        f"So that block was copied {count(copied)} times, and nothing else: all blocks before it "
-        "are still shared."
+        "copy on write: now each answer writes its first words into that last block. Nobody may write where others "
+        "read, so it is copied (⧉), and nothing else is: all blocks before it are still shared."
+    )
+    talk.send(Pace(_STEPS_PER_SECOND))
+    await until(lambda: False)
+    asked = talk.conversation.leaf
+    if asked is None or asked.question != QUESTION or not asked.answer.candidates or asked.answer.is_open:
+        return  # the user has gone elsewhere
+    if asked.answer.finish_reason == "abort":
+        await tell("it ends here, for the answers were stopped; /tour begins anew.", 0)
+        return
+    await tell(
+        "each answer goes on in blocks of its own, the thin lines (│), in the colour of its card. "
+        f"{plural(copies() - at_first, 'block')} copied; the question is still there only once."
     )
     talk.call_command("accept", "1")
     await tell(
-        "free: one answer was taken. The blocks that only the others held are free again, and the rest stays. That is "
-        "all there is: fork, copy on write, free. Ask on, or try /n 3 and /beams 4; F7 hides this view."
+        "free: one answer was taken. The blocks that only the others held came back, and the rest stays. That is "
+        "all there is: fork, copy on write, free. Ask on, or try /n 3 and /beams 4; F7 hides the strands."
     )

@@ -31,10 +31,10 @@ class Remark:
 
 
 class Note(Static):
-    """A line of the app between the turns. ``kind`` is "info", "warning" or "error"."""
+    """A line of the app between the turns. ``kind`` is "info", "tour", "warning" or "error"."""
 
     def __init__(self, text: str, kind: str = "info") -> None:
-        mark = {"info": "·", "warning": "▲", "error": "✖"}[kind]
+        mark = {"info": "·", "tour": "▶", "warning": "▲", "error": "✖"}[kind]
         super().__init__(Content(f"{mark} {clean_line(text, 1000)}"), classes=f"-{kind}")
 
 

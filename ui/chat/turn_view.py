@@ -53,6 +53,7 @@ class TurnView(Growing, Vertical):
         """``2/3``: the second of three branches; empty where there is only one."""
         self._branch.update(Content(f"‹ {branch} ›  Alt+← →" if branch else ""))
         self._branch.display = bool(branch)
+        self.set_class(bool(branch), "-branches")
 
     async def show_answer(self) -> None:
         """Build the answer's view anew: a candidate has been accepted, or the text goes on."""

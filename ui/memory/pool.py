@@ -58,11 +58,20 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Hit:
+    """How many of a prompt's tokens were there already, and when it was heard of."""
+
+    num_found: int
+    num_tokens: int
+    moment: float
+
+
+@dataclass(frozen=True)
 class Left:
-    """A table that is gone, the blocks that nobody else held, and when it was heard of."""
+    """A table that is gone, when it was heard of, and the first words of the blocks that nobody holds any more."""
 
     table: TableView
-    num_blocks: int
+    words: list[str]
     moment: float
 
 
@@ -86,7 +95,7 @@ class Pool:
     steps: deque[StepReport] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
     words: dict[int, str] = field(default_factory=dict)  # the first ones of each block; not cleaned
     copies: dict[int, Copy] = field(default_factory=dict)  # by the block that was taken
-    hits: dict[int, tuple[int, float]] = field(default_factory=dict)  # by seq_id: tokens that were there, and when
+    hits: dict[int, Hit] = field(default_factory=dict)  # by seq_id
     left: deque[Left] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
     use: MemoryUse | None = None  # of the device
 
@@ -105,19 +114,18 @@ class Pool:
         self._cached.update(event.cached)
         touched, now = {*event.cached, *event.uncached}, time.monotonic()
         self.words.update(event.words)
+        gone = [table for seq_id in event.gone if (table := self.tables.pop(seq_id, None)) is not None]
+        for table in gone:
+            touched.update(self._let_go(table))
+        for change in event.tables:
+            touched.update(self._take_table(change))
+        self._note_left(gone, event.tables, now)
         for entry in event.log:
             if entry.kind == "copy":
                 source, taken = entry.blocks
                 self.copies[taken] = Copy(source, now)
-            elif entry.kind == "hit":
-                self.hits[entry.seq_id] = entry.detail, now
-        for seq_id in event.gone:
-            if (table := self.tables.get(seq_id)) is not None and table.state != "swapped":
-                alone = sum(len(self._holders.get(block, ())) == 1 for block in table.blocks)
-                self.left.append(Left(table, alone, now))
-            touched.update(self._let_go(self.tables.pop(seq_id, None)))
-        for change in event.tables:
-            touched.update(self._take_table(change))
+            elif entry.kind == "hit" and (found := self.tables.get(entry.seq_id)) is not None:
+                self.hits[entry.seq_id] = Hit(entry.detail, found.num_tokens, now)
         figures = replace(self.figures)
         changed = [block for block in touched if 0 <= block < self.num_blocks and self._settle(block, figures)]
         self.figures, self.counts = figures, event.counts
@@ -125,6 +133,16 @@ class Pool:
         self.log.extend(event.log)
         self.num_logged += len(event.log) + event.num_unlogged
         return changed
+
+    def _note_left(self, gone: Iterable[TableView], changes: Iterable[TableView], now: float) -> None:
+        """Note the tables that are gone, but those whose sequence goes on in a table of another number."""
+        go_on = {(change.owner, change.index) for change in changes if change.owner}
+        noted: set[int] = set()
+        for table in gone:
+            if table.state != "swapped" and (table.owner, table.index) not in go_on:
+                freed = [block for block in table.blocks if block not in self._holders and block not in noted]
+                noted.update(freed)
+                self.left.append(Left(table, [self.words.get(block, "") for block in freed], now))
 
     def _take_table(self, change: TableView) -> Iterable[int]:
         """Replace a table; returns the blocks that may look different."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import wrap
+from time import monotonic
 
+from msgspec import structs
 from rich.cells import cell_len
 from textual.content import Content
 
@@ -20,8 +21,12 @@ from minillm.ui.memory.pool import NUM_COLOURS, Left, Memory
 from minillm.ui.numbers import bar, count, plural
 
 _FIRST, _LAST = 2, 4  # blocks of a long run that are drawn
-_TORN, _LEFT = 1.5, 4.0  # seconds for which a copy on write is seen, and a sequence that has gone
+# Seconds for which a copy on write is seen, and a sequence that has gone, of which its words stay for so long.
+_TORN, _LEFT, _WORDS = 3.0, 5.0, 2.5
+_LATE = 4.0  # seconds after which it is too late to show what happened; drawing may wait for 3
 _FOLD, _HEAD = -1, -2  # lines that are no block
+_ALL = -1  # stands for the numbers of all beams of a search
+_MOST_FADING = 4  # sequences that have gone whose blocks are drawn, too
 _GUIDE = (
     ("The model's memory of a text lies in blocks. Here each block is a line, with its first words.", "name"),
     ("│ a block of one answer, in its colour", "strand-0"),
@@ -128,22 +133,35 @@ def strand_lines(lines: Sequence[TreeLine]) -> list[StrandLine]:
         found.append(StrandLine(line, _HEAD))
         swapped = line.table is not None and line.table.state == "swapped"
         blocks = [] if line.node is None or swapped else line.node.blocks
-        places = list(range(len(blocks)))
-        if len(places) > _FIRST + _LAST + 1:
-            places[_FIRST:-_LAST] = [_FOLD]
-        found += [StrandLine(line, place) for place in places]
+        found += [StrandLine(line, place) for place in _few(list(range(len(blocks))))]
     return found
 
 
-def summed(gone: Sequence[Left]) -> list[Left]:
-    """Those that have gone, once by each name: beams come and go at speed."""
+@dataclass(frozen=True)
+class Fading:
+    """A line about a sequence that has gone: its name and what came back, or one of its blocks."""
+
+    left: Left
+    name: str
+    words: str | None = None  # of a block
+
+
+def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
+    """Those that have gone, once by each name; all beams of a search in one, for they come and go at speed."""
     found: dict[tuple[str, int, int], Left] = {}
     for left in gone:
         table = left.table
-        name = (table.owner, table.index, 0 if table.owner else table.seq_id)
+        index = _ALL if searches(table.owner) else table.index
+        name = (table.owner, index, 0 if table.owner else table.seq_id)
         before = found.pop(name, None)
-        found[name] = left if before is None else replace(left, num_blocks=left.num_blocks + before.num_blocks)
+        words = left.words if before is None else [*before.words, *left.words]
+        found[name] = replace(left, table=structs.replace(table, index=index), words=words)
     return list(found.values())
+
+
+def _few(places: list[int]) -> list[int]:
+    """Of many places the first and the last ones, and a fold between them."""
+    return [*places[:_FIRST], _FOLD, *places[-_LAST:]] if len(places) > _FIRST + _LAST + 1 else places
 
 
 class Strands(LineView):
@@ -160,24 +178,62 @@ class Strands(LineView):
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
-        self._lines: list[StrandLine | Left | tuple[str, str]] = []
+        self._lines: list[StrandLine | Fading | tuple[str, str]] = []
         self._shown: str | None = None  # the request whose strands were brought into sight last
         self._fades = False  # a timer runs until something that is shown for a moment goes
+        self._since: dict[tuple[str, int], float] = {}  # since when something that is shown for a moment has been shown
+        self._names: dict[int, str] = {}  # of sequences, by seq_id: as they were called before they went
+
+    def begin_anew(self) -> None:
+        self._since.clear()
+        self._names.clear()
+        super().begin_anew()
 
     def catch_up(self) -> None:
-        pool, now = self.memory.pool, time.monotonic()
+        pool = self.memory.pool
         self._lines = []
         if pool is not None:
-            self._lines += strand_lines(tree_lines(block_trees(list(pool.tables.values()))))
-            self._lines += summed([left for left in pool.left if now - left.moment < _LEFT])
-            moments = [left.moment for left in pool.left] + [copy.moment for copy in pool.copies.values()]
-            if not self._fades and any(now - moment < _LEFT for moment in moments):
+            left = [each for each in pool.left if self._is_new(("left", each.table.seq_id), each.moment, _LEFT)]
+            copies = [each for each in pool.copies if self._is_torn(each)]
+            known = [*pool.tables.values(), *(each.table for each in left)]
+            self._names = {each.seq_id: self._names.get(each.seq_id) or self.memory.table_name(each) for each in known}
+            self._lines += strand_lines(tree_lines(block_trees(in_order(pool.tables.values()))))
+            self._lines += self._fading(left)
+            if not self._fades and (left or copies):
                 self._fades = True
-                self.set_timer(_TORN / 2, self._fade)
+                self.set_timer(_TORN / 4, self._fade)
             if not self._lines:
                 self._lines += _guide(self.scrollable_content_region.width)
         self.set_lines(len(self._lines))
         self._follow_branch()
+
+    def _is_new(self, what: tuple[str, int], heard: float, seconds: float) -> bool:
+        """Whether something is still to be shown that is shown for some seconds. They begin when it is drawn first:
+        beside a model that computes on the same cores that may be long after it was heard of.
+        """
+        now = monotonic()
+        if now - heard >= _LATE + seconds:
+            self._since.pop(what, None)
+            return False
+        return now - self._since.setdefault(what, now if now - heard < _LATE else heard) < seconds
+
+    def _is_torn(self, block: int) -> bool:
+        copy = self.memory.pool.copies.get(block) if self.memory.pool is not None else None
+        return copy is not None and self._is_new(("copy", block), copy.moment, _TORN)
+
+    def _fading(self, gone: Sequence[Left]) -> list[Fading]:
+        """The lines of sequences that have gone: their names, and of a few their blocks, by their words, then dots."""
+        lines = []
+        for number, left in enumerate(summed(gone, lambda owner: self.memory.scores(owner, 0) is not None)):
+            if left.table.index == _ALL:
+                lines.append(Fading(left, f"beams of {self.memory.name(left.table.owner, _ALL)}"))
+                continue
+            lines.append(Fading(left, self._names[left.table.seq_id]))
+            if number < _MOST_FADING:
+                places = _few(list(range(len(left.words))))
+                folded = f"⋮ {plural(len(left.words) - _FIRST - _LAST, 'block')}"
+                lines += [Fading(left, "", folded if at == _FOLD else left.words[at]) for at in places]
+        return lines
 
     def _follow_branch(self) -> None:
         """Bring the current answer's strands into sight, once for each answer that becomes the current one:
@@ -206,8 +262,8 @@ class Strands(LineView):
 
     def line(self, row: int, width: int) -> Parts:
         line = self._lines[row]
-        if isinstance(line, Left):
-            return self._left(line)
+        if isinstance(line, Fading):
+            return self._gone(line, width)
         if isinstance(line, tuple):
             return [line]
         rails = (line.tree.rails, "rail")
@@ -233,9 +289,8 @@ class Strands(LineView):
         text, marks = clean_line(pool.words.get(block, "").replace("\ufffd", "")), list[tuple[str, str]]()
         if pool.filled[block] < pool.block_size:
             marks.append((" " + bar(pool.filled[block] / pool.block_size, 4), kind))
-        copy = pool.copies.get(block)
-        if copy is not None and time.monotonic() - copy.moment < _TORN:
-            marks.append((f" ⧉ {copy.source}→{block}", "torn"))
+        if self._is_torn(block):
+            marks.append((f" ⧉ {pool.copies[block].source}→{block} ", "torn"))
         room = max(4, width - cell_len(rail) - sum(cell_len(mark) for mark, _ in marks))
         return [(rail, kind), (_cut(text or f"block {block}", room), words), *marks]
 
@@ -245,20 +300,25 @@ class Strands(LineView):
         parts = [(self.memory.table_name(table), "name" if swapped else _colour(table))]
         if (score := self.memory.scores(table.owner, table.index)) is not None:
             parts.append((f"  {score:.3f}", _colour(table)))
+        hit = pool.hits.get(table.seq_id)
+        if hit is not None and hit.num_found and self._is_new(("hit", table.seq_id), hit.moment, _LEFT):
+            return [*parts, (f"  {count(hit.num_found)} of {plural(hit.num_tokens, 'token')} were here", "shared")]
         if table.state != "idle":
             parts.append((f" {table.state}", "swapped" if swapped else "fact"))
         own = 0 if node is None else len(node.blocks)
         parts.append((f"  {count(own)} {'on the host' if swapped else 'own'}", "swapped" if swapped else "fact"))
-        found, moment = pool.hits.get(table.seq_id, (0, 0.0))
-        if found and time.monotonic() - moment < _LEFT:
-            parts.append((f"  {count(found)} of {plural(table.num_tokens, 'token')} were here", "shared"))
         return parts
 
-    def _left(self, left: Left) -> Parts:
-        pool = self.memory.pool
+    def _gone(self, line: Fading, width: int) -> Parts:
+        pool, left = self.memory.pool, line.left
         assert pool is not None
-        back = f"{size(left.num_blocks * pool.block_bytes)} came back"
-        return [(f"✕ {self.memory.table_name(left.table)}  {back}", "fact")]
+        if line.words is None:
+            back = f"{size(len(left.words) * pool.block_bytes)} came back"
+            return [(f"✕ {line.name}  {back}", "fact")]
+        words = _cut(clean_line(line.words.replace("\ufffd", "")), max(4, width - 4))
+        if not self._is_new(("words", left.table.seq_id), left.moment, _WORDS):
+            words = "·" * cell_len(words)
+        return [(f"  ╎ {words}", "fact")]
 
     def headline(self, width: int, height: int) -> Content:
         pool = self.memory.pool
@@ -269,8 +329,18 @@ class Strands(LineView):
             return Content("no sequence holds a block")
         num_seqs = sum(1 for table in pool.tables.values() if table.state != "swapped")
         words = f"{plural(used, 'block')} for {plural(num_seqs, 'sequence')}"
-        instead = f"{count(logical)} without sharing: {max(0, logical - used) / max(1, logical):.0%} saved"
+        if logical <= used:
+            return Content(f"{words}, nothing is shared")
+        instead = f"{count(logical)} without sharing: {(logical - used) / logical:.0%} saved"
         return Content(f"{words}, {instead}" if len(words) + len(instead) + 2 <= width else f"{words}\n{instead}")
+
+
+def in_order(tables: Iterable[TableView]) -> list[TableView]:
+    """The tables request by request, and the answers of each by their numbers."""
+    tables, first = list(tables), dict[str | int, int]()
+    for number, table in enumerate(tables):
+        first.setdefault(table.owner or table.seq_id, number)
+    return sorted(tables, key=lambda table: (first[table.owner or table.seq_id], table.index))
 
 
 def _guide(width: int) -> list[tuple[str, str]]:
