@@ -707,7 +707,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          LANES + "test_a_scale_that_is_nan_spoils_the_sequences_that_have_its_token[v_scales-64]"),
         ("lanes-outputs-not-corrected", "out * corrections[tile] + product", "out + product",
          LANES + "test_scores_and_weighted_sums_are_exact_but_for_16_bits_of_the_largest[1-64]"),
-        ("lanes-infinite-query-taken", "tl.where(largest < 1e30, factor", "tl.where(largest < 1e300, factor",
+        ("lanes-infinite-query-taken", "tl.where(largest < 1e30, factor, float(\"nan\"))",
+         "tl.where(largest < 1e30, factor, 0.0)",
          LANES + "test_a_query_that_is_not_finite_spoils_its_own_head_only[inf]"),
     ],
     "kernels/prefix_lanes.py": [
@@ -720,7 +721,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tl.maximum(v_scales, _LEAST)",
          LANES + "test_a_scale_that_is_nan_spoils_the_sequences_that_have_its_token[v_scales-64]"),
         ("node-anchor-never-corrected", "totals *= correction", "totals *= 1",
-         LANES + "test_nodes_in_8_bits_of_any_length[200-16-64]"),
+         LANES + "test_later_tokens_outweigh_those_of_the_tiles_in_front"),
     ],
     "kernels/staging.py": [
         ("context-beyond-the-scratch", "if begin + context > capacity:", "if begin > capacity:",
