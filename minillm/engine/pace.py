@@ -10,6 +10,7 @@ from typing import Protocol
 _FEWEST, _MOST = 3, 8  # guesses at a time that are looked up
 _LARGEST_CREDIT = 2.0
 _LONGEST_PAUSE = 64  # steps
+_LONGEST_GAP = 8  # steps between two searches: so many tokens of a text that repeats itself may come one by one
 _DRAFT_PAUSES = 4, 256  # the shortest and the longest, whose tokens the draft model computes when it is over
 _WORTH = 1.1  # times as fast
 _KEPT = 0.95  # of what a draft model's guesses have taught, from step to step
@@ -23,11 +24,13 @@ class Price:
         step: of a step with guesses.
         each: of each guess, to verify it.
         draft: of each guess, to make it.
+        search: of a step in front of which guesses are looked up, so that it is not computed ahead.
     """
 
     step: float
     each: float
     draft: float = 0.0
+    search: float = 0.0
 
 
 class Pace(Protocol):
@@ -43,18 +46,22 @@ class Pace(Protocol):
         """Whether this step may guess. To be asked once a step."""
 
     def judge(self, num_guessed: int, num_right: int) -> None:
-        """Learn from a step."""
+        """Learn from a step, or with no guess from a search that has found nothing."""
 
 
 @dataclass(slots=True)
 class LookupPace:
-    """Of guesses that are found: as many as were right lately, and fewer and fewer where few are."""
+    """Of guesses that are found: as many as were right lately, and fewer and fewer where few are.
+
+    Where a search costs something, and again and again finds nothing, it is made less and less often.
+    """
 
     price: Price
     count: int = _FEWEST
     credit: float = 0.0  # steps that guesses have saved lately
     pause: int = 0  # steps of the last pause, fewer since something was saved
     left: int = 0
+    gap: int = 0  # steps between the last two searches, since one found something
 
     def is_due(self) -> bool:
         if self.left:
@@ -63,6 +70,11 @@ class LookupPace:
         return True
 
     def judge(self, num_guessed: int, num_right: int) -> None:
+        if not num_guessed:
+            if self.price.search:
+                self.left = self.gap = min(_LONGEST_GAP, max(1, 2 * self.gap))
+            return
+        self.gap = 0
         saved = num_right - self.price.step - self.price.each * num_guessed
         self.credit = min(_LARGEST_CREDIT, self.credit + saved)
         if saved > 0:

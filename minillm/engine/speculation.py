@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -26,8 +26,9 @@ from minillm.runner.sampler import Drawn
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 
 # Measured with the 135m on 2 cores, int8: 0.3, and 0.09 for each guess (with the weights as stored 0.3 and 0.13).
-# A GPU reads its weights once for all rows of a step; the rest is what the host does meanwhile, as estimated.
-_CPU_PRICE, _GPU_PRICE = Price(0.3, 0.12), Price(0.2, 0.02)
+# A GPU reads its weights once for all rows of a step; the rest is what the host does meanwhile, as estimated. A search
+# costs it 0.07 of a step of the 8b (one H200).
+_CPU_PRICE, _GPU_PRICE = Price(0.3, 0.12), Price(0.2, 0.02, search=0.07)
 
 
 class Guesses:
@@ -73,6 +74,8 @@ class Lookups(Guesses):
             self._noted[each.index] = end = len(each.token_ids) - 1  # nothing has followed the last token yet
             self._occurrences.add(each.token_ids, first, end)
         found = self._occurrences.continuation(sequence.token_ids, count)
+        if not found:
+            self.pace(sequence).judge(0, 0)
         return Chunk(group, sequence, 1, True, num_guesses=len(found), draft=found) if found else None
 
 
@@ -87,7 +90,7 @@ class GuessingSamples(Samples):
         super().__init__(requests, runner, seed)
         price = _CPU_PRICE if runner.model.device.type == "cpu" else _GPU_PRICE
         self._kind = Lookups if draft is None else Guesses
-        self._price = Price(price.step, price.each, draft or 0.0)
+        self._price = replace(price, draft=draft or 0.0)
         self.num_verified = self.num_guessed = self.num_right = 0  # sequences' steps with guesses, and guesses, ever
 
     def begin(self, group: SequenceGroup) -> None:

@@ -90,17 +90,22 @@ class Budget:
         memory = weights.memory + weights.copied + self.draft_bytes
         pool = (self.config.num_blocks or 0) * self.config.block_size
         tokens = max(min(self.config.max_model_len or ROOMY_TOKENS, shape.context), pool)
-        steps = self.step_bytes(shape, self.step_tokens(shape, self.available - memory))
+        left = self.available - memory
+        steps = self.step_bytes(shape, self.step_tokens(shape, left), left)
         needed = memory + steps + tokens * (self.kv_bytes_per_token(shape) + self.draft_bytes_per_token)
         return 0 < weights.copied <= self.available * _COPY_SHARE and needed <= self.available
 
-    def step_bytes(self, shape: Shape, num_tokens: int) -> int:
-        """The bytes of the steps beside weights and pool, as estimated: `pool_size.activation_bytes` measures them."""
+    def step_bytes(self, shape: Shape, num_tokens: int, left: int) -> int:
+        """The bytes of the steps beside weights and pool, as estimated: `pool_size.activation_bytes` measures them.
+
+        ``left`` is what the weights leave.
+        """
         ranks, element = self.config.tensor_parallel_size, self.element_size
         heads, intermediate = -(-shape.heads // ranks), -(-shape.intermediate // ranks)
-        width = 4 * shape.hidden + 3 * intermediate + 2 * heads * shape.head_dim
+        width = 4 * shape.hidden + 2 * heads * shape.head_dim
         rows = min(self.config.max_num_seqs, num_tokens) if self.on_gpu else 1
-        activations = num_tokens * width * element
+        unpacked = self.longest_context(shape, left) * self._unpacked_bytes_per_token(shape)
+        activations = num_tokens * width * element + max(num_tokens * 3 * intermediate * element, unpacked)
         logits = rows * shape.vocabulary * (element + 3 * 4)  # and copies in float32
         if not self.on_gpu:
             return activations + logits + _CPU_BYTES
@@ -115,7 +120,9 @@ class Budget:
             return asked
         if not self.on_gpu:
             return max(least, CPU_STEP_TOKENS)
-        fitting = (tokens for tokens in GPU_STEP_TOKENS if self.step_bytes(shape, tokens) <= left * _GPU_STEP_SHARE)
+        fitting = (
+            tokens for tokens in GPU_STEP_TOKENS if self.step_bytes(shape, tokens, left) <= left * _GPU_STEP_SHARE
+        )
         return max(least, next(fitting, GPU_STEP_TOKENS[-1]))
 
     def fit(self, weights: Weights, shape: Shape) -> Fit:
@@ -123,7 +130,7 @@ class Budget:
         copied = weights.copied if self.keeps_copy(weights, shape) else 0
         memory = weights.memory + copied + self.draft_bytes
         left = self.available - memory
-        steps = self.step_bytes(shape, self.step_tokens(shape, left))
+        steps = self.step_bytes(shape, self.step_tokens(shape, left), left)
         per_token = self.kv_bytes_per_token(shape) + self.draft_bytes_per_token
         least = min(self.config.max_model_len or LEAST_TOKENS, shape.context)
         wanted = min(self.config.max_model_len or ROOMY_TOKENS, shape.context)
@@ -141,10 +148,27 @@ class Budget:
         is_roomy = fits and context >= wanted
         return Fit(weights, copied, steps, least * per_token, needed, context if fits else 0, fits, is_roomy)
 
+    def longest_context(self, shape: Shape, left: int) -> int:
+        """The tokens of the longest sequence that can be where the weights leave ``left`` bytes, in whole blocks."""
+        per_token = self.kv_bytes_per_token(shape) + self.draft_bytes_per_token + self._unpacked_bytes_per_token(shape)
+        block, most = self.config.block_size, max(0, left) // per_token
+        if self.config.num_blocks is not None:
+            most = self.config.num_blocks * block
+        elif self.config.pool_tokens is not None:
+            most = min(most, max(self.config.pool_tokens, self.config.max_model_len or 0))
+        return -(-min(self.config.max_model_len or shape.context, most) // block) * block
+
+    def _unpacked_bytes_per_token(self, shape: Shape) -> int:
+        """Bytes of a token that a step with a prompt unpacks: K and V of a layer (`kernels.staging`)."""
+        unpacks = self.on_gpu and self.element_size == 2 and self.config.kv_cache_dtype == "int8"
+        return self._on_a_rank(shape.kv_bytes_per_token(2) // shape.layers, shape) if unpacks else 0
+
     def kv_bytes_per_token(self, shape: Shape) -> int:
         """Bytes of K and V of a token on one rank."""
-        heads = -(-shape.kv_heads // self.config.tensor_parallel_size)
-        return shape.kv_bytes_per_token(self.config.kv_element_size(self.element_size)) * heads // shape.kv_heads
+        return self._on_a_rank(shape.kv_bytes_per_token(self.config.kv_element_size(self.element_size)), shape)
+
+    def _on_a_rank(self, kv_bytes: int, shape: Shape) -> int:
+        return kv_bytes * -(-shape.kv_heads // self.config.tensor_parallel_size) // shape.kv_heads
 
     def tokens_per_second(self, fit: Fit, shape: Shape, bandwidth: float) -> float:
         """Expected at batch 1 in the middle of a conversation: a token reads the weights and half of its context."""

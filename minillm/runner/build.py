@@ -240,14 +240,16 @@ def build_runner(
 
         for each in models:
             choose_tiles(each, TileFile.of(device), ranks, on_progress, on_message)
-    tokens = budget.step_tokens(shape_of(description.config), budget_of(config, device, model.dtype).available)
+    left = budget_of(config, device, model.dtype).available
+    tokens = budget.step_tokens(shape_of(description.config), left)
     if ranks is not None:
         tokens = ranks.least(tokens)
     reserved = 0
     if device.type == "cuda":
         for each in models if ranks is None and not model.rotary.dynamic else []:
             compile_ahead(each, config, longest)
-        reserved = max(activation_bytes(each, tokens, config.max_num_seqs) for each in models)
+        context = budget.longest_context(shape_of(description.config), left)
+        reserved = max(activation_bytes(each, tokens, config.max_num_seqs, context) for each in models)
         reserved += GRAPH_BYTES * len(models) + decode_bytes(model, config.max_num_seqs, longest, config.block_size)
         reserved += 0 if draft is None else decode_bytes(draft, MOST_SEQS, longest, config.block_size)
     per_token = [each.local.kv_bytes_per_token(each.kv_element_size) for each in models]

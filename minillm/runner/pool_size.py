@@ -34,8 +34,11 @@ def budget_of(config: EngineConfig, device: torch.device, dtype: torch.dtype) ->
 
 
 @torch.inference_mode()
-def activation_bytes(model: Llama, num_tokens: int, num_logits: int) -> int:
-    """The bytes that a step of at most so many tokens and sequences takes beside weights and pool, by running one."""
+def activation_bytes(model: Llama, num_tokens: int, num_logits: int, longest: int) -> int:
+    """The bytes that a step of at most so many tokens and sequences takes beside weights and pool, by running one.
+
+    ``longest`` are the tokens of the longest sequence: a cache in 8 bits is unpacked as far as a table is wide.
+    """
     device = model.device
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -45,7 +48,7 @@ def activation_bytes(model: Llama, num_tokens: int, num_logits: int) -> int:
         token_ids=zeros,
         positions=zeros,
         slot_mapping=zeros - 1,
-        block_tables=torch.zeros(1, -(-num_tokens // 16), dtype=torch.int32, device=device),
+        block_tables=torch.zeros(1, -(-max(num_tokens, longest) // 16), dtype=torch.int32, device=device),
         context_lens=starts[1:],
         num_decodes=0,
         cu_seqlens=starts,

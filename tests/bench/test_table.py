@@ -102,7 +102,8 @@ FIELDS = {
     "memory.MemoryResult": "table lengths setting value",
     "memory.SwapResult": "block_size num_tokens swap_out swap_in recompute",
     "host.HostResult": "what microseconds",
-    "forms.FormsResult": "batch_size num_tokens free formed one_formed lost lost_by_one",
+    "forms.FormsResult": "batch_size num_tokens free formed one_formed lost lost_by_one host",
+    "forms.HostPart": "part free one_formed formed",
     "http.HttpResult": "num_streams num_requests own_rate http_rate lost own_first http_first",
     "ui.UiFigures": "first_paint key_median key_p95 open_seconds open_mb drawing_share tokens_per_second_watched "
     "tokens_per_second_held slowdowns slowdown",
@@ -112,7 +113,7 @@ FIELDS = {
 def some(hint: Any) -> Any:
     """A value of a field's type; the type may be a string."""
     written = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-    kinds = {"int": 3, "float": 0.25, "str": "text", "list[KernelShare]": []}
+    kinds = {"int": 3, "float": 0.25, "str": "text", "list[KernelShare]": [], "list[HostPart]": []}
     kinds |= {"tuple[int, int, int]": (1, 2, 3), "tuple[float, ...]": (0.5, 0.25)}
     return kinds.get(written.split(" | ")[0], (0.1, 0.2, 0.3))
 

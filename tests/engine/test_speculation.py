@@ -329,3 +329,31 @@ def test_guesses_that_are_wrong_become_rare_and_right_ones_longer() -> None:
             pace.judge(pace.count, pace.count)
     assert pace.count == 8
     assert pace.pause < 4
+
+
+def test_searches_that_find_nothing_become_rare_where_they_cost_something() -> None:
+    """A step in front of a search is not computed ahead; a search that finds something makes them frequent again."""
+    for price, fewest, most in ((speculation._CPU_PRICE, 100, 100), (speculation._GPU_PRICE, 100 // 9, 100 // 9 + 4)):
+        pace, due = LookupPace(price), 0
+        for _ in range(100):
+            if pace.is_due():
+                due += 1
+                pace.judge(0, 0)
+        assert fewest <= due <= most
+        while not pace.is_due():
+            pass
+        pace.judge(3, 3)
+        assert pace.is_due()
+        pace.judge(0, 0)
+        assert pace.left <= 1
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_rare_searches_change_no_token(model: Llama, monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
+    monkeypatch.setattr(speculation, "_CPU_PRICE", speculation._GPU_PRICE)
+    text = [5, 9, 17, 33, 65, 7, 11]
+    requests = [(text * 3, SamplingParams(max_tokens=60, temperature=t, seed=3, ignore_eos=True)) for t in (0, 0.7)]
+    for each in requests:
+        plain = run(engine_for(model, on_device=on_device), [each])
+        engine = engine_for(model, on_device=on_device, speculate="lookup")
+        assert [o.outputs[0].token_ids for o in run(engine, [each])] == [o.outputs[0].token_ids for o in plain]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from forging import LLAMA_1B, LLAMA_8B
 from minillm.config import EngineConfig
 from minillm.fit.budget import EFFICIENCY, GPU_STEP_TOKENS, Budget
 from minillm.fit.weights import Layout, Weights, expected_tensors, weights_in_memory
+from minillm.kernels import LayerCache
 from minillm.model.config import ModelConfig
+from minillm.model.llama import Batch, Llama
 from minillm.model.rope_config import RopeConfig
-from minillm.runner.pool_size import size_pool
+from minillm.runner.pool_size import activation_bytes, size_pool
 from minillm.weights.shape import Shape
 from minillm.weights.stored import StoredTensor
 
@@ -60,8 +63,71 @@ def test_a_cache_in_8_bits_holds_more_by_what_a_token_takes_less(make: Callable[
     wide, narrow = (make(12, kv_cache_dtype=form, pool_tokens=1 << 30) for form in ("auto", "int8"))
     size = wide.element_size
     assert narrow.kv_bytes_per_token(LLAMA_8B) == LLAMA_8B.kv_bytes_per_token(size) * 132 // (128 * size)
-    few, more = (budget.fit(Q4, LLAMA_8B).context for budget in (wide, narrow))
-    assert more == pytest.approx(min(LLAMA_8B.context, few * 128 * size / 132), rel=0.01)
+    few, more = (budget.fit(Q4, LLAMA_8B) for budget in (wide, narrow))
+    room = few.context * wide.kv_bytes_per_token(LLAMA_8B) + few.steps - more.steps
+    assert more.context == pytest.approx(min(LLAMA_8B.context, room / narrow.kv_bytes_per_token(LLAMA_8B)), abs=64)
+
+
+def test_a_context_in_8_bits_that_a_prompt_unpacks_has_room_on_a_gpu() -> None:
+    """K and V of a layer for the longest sequence there can be, where they are more than the products of a step."""
+    row = LLAMA_8B.kv_bytes_per_token(2) // LLAMA_8B.layers  # 4,096 bytes
+    for left, tokens, options in (
+        (4 * GIB, 4 * GIB // (LLAMA_8B.kv_bytes_per_token(1) + row), {}),  # all that can lie beside what it unpacks to
+        (100 * GIB, LLAMA_8B.context, {}),
+        (100 * GIB, 20_000, {"max_model_len": 20_000}),
+        (100 * GIB, 30_000, {"pool_tokens": 30_000}),
+        (GIB, 40_000, {"num_blocks": 2_500}),
+        (100 * GIB, LLAMA_8B.context, {"tensor_parallel_size": 2}),
+    ):
+        wide, narrow = (gpu(8, kv_cache_dtype=form, **options) for form in ("auto", "int8"))
+        assert tokens <= narrow.longest_context(LLAMA_8B, left) < tokens + 16
+        more = narrow.step_bytes(LLAMA_8B, 512, left) - wide.step_bytes(LLAMA_8B, 512, left)
+        ranks = narrow.config.tensor_parallel_size
+        activations = 512 * (4 * LLAMA_8B.hidden + 2 * LLAMA_8B.heads // ranks * LLAMA_8B.head_dim) * 2
+        logits = 256 * LLAMA_8B.vocabulary * 14
+        unpacked = narrow.longest_context(LLAMA_8B, left) * row // ranks
+        assert more == max(0, activations + unpacked - logits)
+    short = [
+        gpu(8, kv_cache_dtype=form, max_model_len=2000).step_bytes(LLAMA_8B, 8192, GIB) for form in ("auto", "int8")
+    ]
+    assert short[0] == short[1], "the product of a long step takes more, and later"
+    on_cpu = [cpu(8, kv_cache_dtype=form).step_bytes(LLAMA_8B, 512, GIB) for form in ("auto", "int8")]
+    assert on_cpu[0] == on_cpu[1]
+    in_float32 = [replace(gpu(8, kv_cache_dtype=form), element_size=4) for form in ("auto", "int8")]
+    assert len({budget.step_bytes(LLAMA_8B, 512, 100 * GIB) for budget in in_float32}) == 1
+
+
+def test_the_step_that_is_measured_unpacks_as_much_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of any step, of sequences no longer than the longest and of no more tokens, fit where its did."""
+    chunked_prefill = pytest.importorskip("minillm.kernels.chunked_prefill")
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *device: 0)
+    steps: list[Batch] = []
+    cache = LayerCache(
+        *(torch.zeros(1, 16, 1, 64, dtype=torch.int8) for _ in "kv"), *(torch.zeros(1, 1, 16) for _ in "kv")
+    )
+
+    def forward(batch: Batch, pool: object) -> torch.Tensor:
+        steps.append(batch)
+        return torch.zeros(1, 10)
+
+    def unpacked(tokens: int, tables: torch.Tensor, lens: torch.Tensor) -> int:
+        pages = cache.pages(tables, lens)
+        return chunked_prefill.capacity_for(torch.zeros(tokens, 2, 64, dtype=torch.bfloat16), pages)
+
+    model = SimpleNamespace(
+        device=torch.device("cpu"), rotary=SimpleNamespace(dynamic=False), forward=forward,
+        new_kv_cache=lambda *sizes: torch.zeros(1),
+    )  # fmt: skip
+    activation_bytes(cast("Llama", model), 1000, 4, 20_000)
+    (step,) = steps
+    measured = unpacked(len(step.token_ids), step.block_tables, step.context_lens)
+    assert measured >= 20_000
+    for lengths, tokens in (([20_000], 1000), ([20_000], 300), ([512, 20_000, 100], 1000), ([300] * 3, 1000)):
+        width = -(-max(lengths) // 16)
+        assert (
+            0 < unpacked(tokens, torch.zeros(len(lengths), width, dtype=torch.int32), torch.tensor(lengths)) <= measured
+        )
 
 
 def test_a_copy_in_16_bits_is_kept_where_it_is_a_small_part() -> None:
@@ -97,7 +163,7 @@ def test_steps_are_shorter_where_memory_is_short() -> None:
     assert gpu(8, max_num_batched_tokens=3000).step_tokens(LLAMA_8B, 0) == 3000, "asked for is asked for"
     assert gpu(8, max_num_seqs=1500).step_tokens(LLAMA_8B, 0) == 1500
     assert cpu(8).step_tokens(LLAMA_8B, 0) == 512
-    assert gpu(8).step_bytes(LLAMA_8B, 512) < gpu(8).step_bytes(LLAMA_8B, 8192) < 4 * GIB
+    assert gpu(8).step_bytes(LLAMA_8B, 512, GIB) < gpu(8).step_bytes(LLAMA_8B, 8192, GIB) < 4 * GIB
 
 
 def test_a_context_that_is_asked_for_must_fit() -> None:
