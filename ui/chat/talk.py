@@ -170,7 +170,7 @@ class Talk(Vertical):
             self.prompt.put_back(message.text)
             return
         if self.run is not None or self.compaction is not None or self.engine.phase == "loading":
-            self._set_waiting([*self._waiting, text])
+            self.ask_later(text)
         elif not self.can_ask():
             self.prompt.put_back(message.text)
         else:
@@ -187,12 +187,19 @@ class Talk(Vertical):
         words = f"{plural(len(questions), 'question')} will be asked next · Esc takes it back"
         self.prompt.border_subtitle = words if questions else ""
 
+    def ask_later(self, text: str) -> None:
+        """Ask this when the answer has ended, or the model is loaded. It may be a command."""
+        self._set_waiting([*self._waiting, text])
+
     async def _ask_waiting(self) -> None:
         """Ask the next of the questions that were typed too early."""
         if self._waiting:
             question, *others = self._waiting
             self._set_waiting(others)
-            await self._ask(question)
+            if is_command(question):
+                await self.run_command(self.commands.parse(question)[0].name)
+            else:
+                await self._ask(question)
 
     def take_back(self) -> bool:
         """Put the questions that wait back into the prompt; False where none does."""
