@@ -28,6 +28,7 @@ from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import count, duration, plural
 
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
+_FAR = 3  # lines below the screen that a reader is told of
 _LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores
 LONG_ANSWER = 10.0  # seconds after which a user is called: one may have turned to something else
 _NOTES = {
@@ -86,6 +87,7 @@ class Talk(Vertical):
     def on_mount(self) -> None:
         self.prompt.focus()
         self.watch(self.app, "settings", self._pin_system)
+        self.watch(self.transcript, "scroll_y", self._say_what_comes, init=False)
 
     def watch_editing(self, turn: Turn | None) -> None:
         self.prompt.border_title = "" if turn is None else "editing · Enter asks it as a branch · Esc leaves it"
@@ -184,8 +186,13 @@ class Talk(Vertical):
 
     def _set_waiting(self, questions: list[str]) -> None:
         self._waiting = questions
-        words = f"{plural(len(questions), 'question')} will be asked next · Esc takes it back"
-        self.prompt.border_subtitle = words if questions else ""
+        self._say_what_comes()
+
+    def _say_what_comes(self, *_: object) -> None:
+        """Below the prompt: how many questions wait; or, to a reader who has scrolled up, that the text goes on."""
+        far = self.transcript.max_scroll_y - self.transcript.scroll_offset.y > _FAR
+        words = f"{plural(len(self._waiting), 'question')} will be asked next · Esc takes it back"
+        self.prompt.border_subtitle = words if self._waiting else "more below ↓ Ctrl+End" if far else ""
 
     def ask_later(self, text: str) -> None:
         """Ask this when the answer has ended, or the model is loaded. It may be a command."""
@@ -373,6 +380,7 @@ class Talk(Vertical):
             blocks_used=pool.used_blocks if pool is not None else 0,
             blocks_total=pool.num_blocks if pool is not None else 0,
         )
+        self._say_what_comes()
 
     @on(TextArea.Changed)
     def _offer(self, message: TextArea.Changed) -> None:
