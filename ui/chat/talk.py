@@ -87,7 +87,8 @@ class Talk(Vertical):
     def on_mount(self) -> None:
         self.prompt.focus()
         self.watch(self.app, "settings", self._pin_system)
-        self.watch(self.transcript, "scroll_y", self._say_what_comes, init=False)
+        for each in ("scroll_y", "virtual_size", "container_size"):
+            self.watch(self.transcript, each, self._say_what_comes, init=False)
 
     def watch_editing(self, turn: Turn | None) -> None:
         self.prompt.border_title = "" if turn is None else "editing · Enter asks it as a branch · Esc leaves it"
@@ -380,7 +381,6 @@ class Talk(Vertical):
             blocks_used=pool.used_blocks if pool is not None else 0,
             blocks_total=pool.num_blocks if pool is not None else 0,
         )
-        self._say_what_comes()
 
     @on(TextArea.Changed)
     def _offer(self, message: TextArea.Changed) -> None:
