@@ -83,6 +83,10 @@ class Palette(PatientPalette):
         if not self.is_active:
             event.prevent_default()  # it has closed: the screen below would close, too, and the command would run again
 
+    def dismiss(self, result: None = None) -> AwaitComplete:
+        """Close once: the second Escape or click beside it of two in a moment finds it closed, and does nothing."""
+        return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
+
 
 class SystemScreen(Dialog[str]):
     """Gives back the new system prompt; the next answer is computed with it, and its blocks are pinned."""

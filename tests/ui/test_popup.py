@@ -24,6 +24,7 @@ from minillm.ui.chat.files import (
 from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.turn_view import Question
+from minillm.ui.dialogs import Palette
 from minillm.ui.help import HelpScreen, key_lines
 
 
@@ -240,3 +241,17 @@ async def test_where_there_is_no_room_beside_the_talk_a_view_takes_the_screen() 
         await until(pilot, lambda: "Ask something" not in seen(pilot))
         await pilot.press("escape")
         await until(pilot, lambda: "Ask something" in seen(pilot))
+
+
+@pytest.mark.anyio
+async def test_two_clicks_beside_the_palette_close_it_alone() -> None:
+    async with chat() as pilot:
+        await pilot.press("ctrl+p")
+        await until(pilot, lambda: isinstance(pilot.app.screen, Palette))
+        palette = pilot.app.screen
+        assert isinstance(palette, Palette)
+        await palette.dismiss()
+        palette.dismiss()
+        await pilot.pause()
+        assert pilot.app.screen is screen(pilot)
+        assert await ask(pilot, "echo on")
