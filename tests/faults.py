@@ -63,6 +63,7 @@ PARAMS = "tests/test_params.py"
 LINE = "tests/parallel/test_tensor_parallel.py::"
 SHARED = "tests/parallel/test_data_parallel.py::"
 KERNELS = "tests/kernels/"
+LANES = "tests/kernels/test_lanes.py::"
 EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
 EIGHT_BITS_WRITTEN = "tests/kernels/test_rotary.py::test_rows_are_rounded_as_the_reference_rounds_them"
 GUESSES = "tests/engine/test_speculation.py::"
@@ -687,6 +688,50 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("prefill-head-group", "kv_head = head // GROUP", "kv_head = head % (tl.num_programs(0) // GROUP)",
          KERNELS + "test_chunked_prefill.py"),
     ],
+    "kernels/lane_products.py": [
+        ("digits-are-all-signed", "if UNSIGNED:\n        b = b & 255", "if False:\n        pass",
+         LANES + "test_instructions_do_what_their_manual_says",
+         LANES + "test_scores_and_weighted_sums_are_exact_but_for_16_bits_of_the_largest[1-64]"),
+        ("turned-by-words", "tl.permute(tl.reshape(halves, [WARPS, 8, 8]), [0, 2, 1])",
+         "tl.reshape(halves, [WARPS, 8, 8])", LANES + "test_instructions_do_what_their_manual_says"),
+    ],
+    "kernels/attention_lanes.py": [
+        ("lanes-higher-digit-cut-off", "tl.where(is_higher, _WHOLE + 128.0, _WHOLE)", "_WHOLE",
+         LANES + "test_scores_and_weighted_sums_are_exact_but_for_16_bits_of_the_largest[1-64]"),
+        ("lanes-one-digit-of-weights", "(sums[2 * row] * 256 + sums[2 * row + 1]).to(tl.float32)",
+         "(sums[2 * row] * 256).to(tl.float32)",
+         LANES + "test_scores_and_weighted_sums_are_exact_but_for_16_bits_of_the_largest[1-64]"),
+        ("lanes-in-front-of-the-window", "(k_tokens + i >= start) & (k_tokens + i < end)", "k_tokens + i < end",
+         LANES + "test_scores_and_weighted_sums_are_exact_but_for_16_bits_of_the_largest[1-64]"),
+        ("lanes-nan-of-v-unseen", "(now_k_scales[i] + 0.0 * now_v_scales[i])", "now_k_scales[i]",
+         LANES + "test_a_scale_that_is_nan_spoils_the_sequences_that_have_its_token[v_scales-64]"),
+        ("lanes-outputs-not-corrected", "out * corrections[tile] + product", "out + product",
+         LANES + "test_scores_and_weighted_sums_are_exact_but_for_16_bits_of_the_largest[1-64]"),
+        ("lanes-infinite-query-taken", "tl.where(largest < 1e30, factor, float(\"nan\"))",
+         "tl.where(largest < 1e30, factor, 0.0)",
+         LANES + "test_a_query_that_is_not_finite_spoils_its_own_head_only[inf]"),
+    ],
+    "kernels/prefix_lanes.py": [
+        ("node-weights-with-v-in-the-sum", "weights * _by_rows(inverse)", "weights",
+         LANES + "test_nodes_in_8_bits_of_any_length[1-16-64]"),
+        ("node-weights-hold-v", "* _by_rows(scale) + _by_rows(bias)",
+         "* _by_rows(scale) + tl.where(_by_rows(valid), 0.0, float('-inf'))",
+         LANES + "test_values_of_any_size_are_weighed[10000.0-64]"),
+        ("node-nan-of-v-unseen", "tl.maximum(v_scales, _LEAST, propagate_nan=tl.PropagateNan.ALL)",
+         "tl.maximum(v_scales, _LEAST)",
+         LANES + "test_a_scale_that_is_nan_spoils_the_sequences_that_have_its_token[v_scales-64]"),
+        ("node-anchor-never-corrected", "totals *= correction", "totals *= 1",
+         LANES + "test_later_tokens_outweigh_those_of_the_tiles_in_front"),
+    ],
+    "kernels/staging.py": [
+        ("context-beyond-the-scratch", "if begin + context > capacity:", "if begin > capacity:",
+         LANES + "test_a_context_is_unpacked_if_it_ends_in_the_scratch_and_read_as_it_is_if_not"),
+        ("context-that-fits-left-out", "if begin + context > capacity:", "if begin + context >= capacity:",
+         LANES + "test_a_context_is_unpacked_if_it_ends_in_the_scratch_and_read_as_it_is_if_not"),
+        ("window-unpacked-too-late", "context - chunk - WINDOW - _LARGEST_TILE", "context - WINDOW + _LARGEST_TILE",
+         KERNELS + "test_chunked_prefill.py::"
+         "test_prefill_attention_of_contexts_that_are_unpacked_as_far_as_there_is_room"),
+    ],
     "kernels/prefix_decode_attention.py": [
         ("tail-reads-what-is-shared", "begin = tl.load(tails_ptr + place)", "begin = tl.load(tails_ptr + place) * 0",
          KERNELS + "test_prefix_decode_attention.py::test_a_plan_holds_while_sequences_grow"),
@@ -1023,7 +1068,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tests/service/test_conversations.py::test_a_slow_pace_hears_commands_at_once"),
     ],
     "ui/chat/tour.py": [
-        ("question-not-drawn-yet-is-answered", "or asked is None or asked.answer.is_open", "or asked is None",
+        ("question-not-waited-for", "await until(is_asked)", "pass",
          "tests/ui/test_tour.py::test_the_tour_forks_copies_frees_and_gives_the_settings_back"),
     ],
     "minillm/progress.py": [

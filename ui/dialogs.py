@@ -83,6 +83,10 @@ class Palette(PatientPalette):
         if not self.is_active:
             event.prevent_default()  # it has closed: the screen below would close, too, and the command would run again
 
+    def dismiss(self, result: None = None) -> AwaitComplete:
+        """Close once: the second Escape or click beside it of two in a moment finds it closed, and does nothing."""
+        return super().dismiss(result) if self.is_active else AwaitComplete.nothing()
+
 
 class SystemScreen(Dialog[str]):
     """Gives back the new system prompt; the next answer is computed with it, and its blocks are pinned."""
@@ -300,6 +304,9 @@ class ProbabilityScreen(Dialog[Fork]):
     def on_mount(self) -> None:
         self._go_to(0)
 
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._show)  # with bars for this width
+
     def _go_to(self, place: int) -> None:
         self._cursor = max(0, min(len(self._tokens) - 1, place))
         said = self._tokens[self._cursor]
@@ -338,9 +345,10 @@ class ProbabilityScreen(Dialog[Fork]):
         self._text.update(Content.assemble(*zip(texts, looks, strict=True)))
         token = self._tokens[self._cursor]
         lines = [Content(f"token {self._cursor + 1} of {len(self._tokens)} · log p {token.logprob:.2f}")]
+        room = max(0, min(20, self._area.size.width - 30))  # cells beside the mark, the token and its figure
         for number, each in enumerate(_alternatives(token)):
             chance = math.exp(each.logprob)
-            figures = f"{chance:>7.1%} {bar(chance, 20)}"
+            figures = f"{chance:>7.1%} {bar(chance, room)}"
             looks_of = "bold" if each.text == token.text else ""
             mark = "▸" if number == self._chosen else " "
             lines.append(Content.assemble((mark, "$text-accent"), (_visible(each.text), looks_of), figures))
@@ -348,7 +356,8 @@ class ProbabilityScreen(Dialog[Fork]):
         # Roughly where the cursor's line is: as far down as its share of the characters before it.
         width = max(1, self._area.size.width)
         line = sum(1 + len(each) // width for each in "".join(texts[: self._cursor]).split("\n")) - 1
-        self._area.scroll_to_region(Region(0, max(0, line - 1), 1, 3), animate=False)
+        lines_shown = max(1, min(3, self._area.size.height))
+        self._area.scroll_to_region(Region(0, max(0, line - lines_shown // 2), 1, lines_shown), animate=False)
 
 
 def _alternatives(token: TokenChoice) -> list[TokenChoice]:

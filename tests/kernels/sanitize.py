@@ -44,7 +44,7 @@ def main() -> None:
         x, weight = randn(3, 577, dtype=dtype), randn(577, dtype=dtype)
         norm.rms_norm(x, weight, 1e-5)
         activation.silu_mul(randn(3, 2 * 333, dtype=dtype))
-        for heads, kv_heads, dim, block_size in ((9, 3, 64, 16), (6, 1, 80, 1), (4, 4, 128, 4)):
+        for heads, kv_heads, dim, block_size in ((9, 3, 64, 16), (6, 1, 80, 1), (4, 4, 128, 4), (8, 1, 128, 1)):
             pool = make_pool([1, 37, 0, 130], kv_heads, dim, dtype, block_size)
             q = randn(4, heads, dim, dtype=dtype)
             levels = rounded(pool)
@@ -66,6 +66,8 @@ def main() -> None:
             for window in (None, 1, 33):
                 for each in (pool, levels):
                     prefill_attention(chunk, each._replace(window=window), starts, 0.1)
+                for capacity in (38, 168):  # of contexts of 168 tokens: some are unpacked, or all
+                    prefill_attention(chunk, levels._replace(window=window), starts, 0.1, capacity=capacity)
             k, v = randn(4, kv_heads, dim, dtype=dtype), randn(4, kv_heads, dim, dtype=dtype)
             angles = randn(4, dim // 2)
             slots = torch.tensor([0, -1, 5, 3], device=DEVICE)

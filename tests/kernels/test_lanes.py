@@ -286,7 +286,7 @@ def pool_of(tables: list[list[int]], lens: list[int], block_size: int, kv_heads:
 
 def check_tree(
     tables: list[list[int]], lens: list[int], block_size: int, heads: tuple[int, int, int], dtype: torch.dtype,
-    processors: int = 1, v_growth: float = 1.0,
+    processors: int = 1, v_growth: float | Tensor = 1.0,
 ) -> None:  # fmt: skip
     pages = pool_of(tables, lens, block_size, *heads[1:])
     assert pages.v_scales is not None
@@ -331,6 +331,13 @@ def test_values_of_any_size_are_weighed(head_dim: int, v_growth: float) -> None:
     """V up to a million, where float16 ends at 65,504: the weights, which are in float16 there, hold no scale."""
     tables = [[*range(20), 20 + i] for i in range(3)]
     check_tree(tables, [83, 81, 84], 4, (4, 2, head_dim), torch.bfloat16, v_growth=v_growth)
+
+
+def test_later_tokens_outweigh_those_of_the_tiles_in_front() -> None:
+    """Sums so far are corrected where a later tile's maximum, which V's scales are part of, is far above."""
+    tables = [[*range(20), 20 + i] for i in range(3)]
+    growth = torch.where(torch.arange(23, device=DEVICE) < 16, 1.0, 1e4)[:, None, None]  # from the second tile on
+    check_tree(tables, [83, 81, 84], 4, (4, 2, 64), torch.bfloat16, v_growth=growth)
 
 
 # --- contexts that a prompt unpacks -----------------------------------------------------------------------------------

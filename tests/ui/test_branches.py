@@ -394,6 +394,19 @@ async def test_a_token_without_a_text_and_a_part_of_a_character_are_no_forks() -
             assert words in str(pilot.app.screen.query_one(".problem", Static).render())
 
 
+async def test_all_alternatives_of_a_token_are_seen_in_a_short_terminal() -> None:
+    words = [f"word{number}" for number in range(30)]
+    tops = (["first", "second", "third", "fourth", "fifth"], [-1.0, -1.1, -2.0, -3.0, -4.0])
+    async with chat(size=(40, 12)) as pilot:
+        pilot.app.push_screen(ProbabilityScreen([TokenChoice(word, -5.0, *tops) for word in words]))
+        await until(pilot, lambda: isinstance(pilot.app.screen, ProbabilityScreen))
+        await pilot.press(*["right"] * 15)
+        await until(pilot, lambda: "token 16 of 30" in seen(pilot))
+        text = seen(pilot)
+        assert all(each in text for each in [*tops[0], "word15"]), text
+        assert "36.8%" in text
+
+
 async def test_a_conversation_is_saved_as_it_grows_and_resumed(tmp_path: Path) -> None:
     store = SessionStore(tmp_path)
     async with chat(store=store) as pilot:

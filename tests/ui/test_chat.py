@@ -139,6 +139,18 @@ async def test_a_failed_request_gives_the_question_back_with_the_reason() -> Non
         assert (await ask(pilot, "echo on")).answer.text
 
 
+async def test_a_reader_who_has_scrolled_up_is_told_that_the_text_goes_on() -> None:
+    async with chat(size=(80, 24)) as pilot:
+        await say(pilot, "slow")
+        await until(pilot, lambda: screen(pilot).talk.transcript.max_scroll_y > 12)
+        assert "more below" not in seen(pilot)
+        await pilot.press("pageup")
+        await until(pilot, lambda: "more below ↓ Ctrl+End" in seen(pilot))
+        await pilot.press("ctrl+end")
+        await until(pilot, lambda: "more below" not in seen(pilot))
+        await pilot.press("escape")
+
+
 async def test_a_question_waits_for_the_answer_before_it() -> None:
     async with chat() as pilot:
         await say(pilot, "slow")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from driving import ask, chat, notes, say, screen, until
 
 from minillm.errors import UsageError
 from minillm.service.messages import Command
+from minillm.ui.bars import StatusBar
 from minillm.ui.chat.compact import Compaction, second_half, undo
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.export import to_json
@@ -62,6 +64,13 @@ async def test_tokens_that_come_back_are_said_and_a_second_summary_holds_the_fir
             turn.answer.num_prompt_tokens = 700
         await say(pilot, "/compact")
         await until(pilot, lambda: "tokens of the context came back" in notes(pilot)[-1])
+        came_back = int(re.search(r"about ([\d,]+) tokens", notes(pilot)[-1])[1].replace(",", ""))  # type: ignore[index]
+        bar, last = screen(pilot).query_one(StatusBar), talk.conversation.turns[-1].answer
+        assert 0 < came_back == last.num_context_tokens - bar.status.context_used
+        await say(pilot, "/compact undo")
+        await until(pilot, lambda: bar.status.context_used == last.num_context_tokens)
+        await say(pilot, "/compact")
+        await until(pilot, lambda: bar.status.context_used == last.num_context_tokens - came_back)
         await ask(pilot, "echo four")
         await say(pilot, "/compact")
         await until(pilot, lambda: sum(bool(turn.summary) for turn in talk.conversation.turns) == 2)

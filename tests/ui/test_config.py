@@ -206,6 +206,16 @@ def test_commands_are_found_by_their_beginning() -> None:
             COMMANDS.parse(line)
 
 
+def test_names_of_other_chats_are_known_where_no_command_begins_so() -> None:
+    for line, name in (("/rename a b", "title"), ("/exit", "quit"), ("/clear", "new"), ("/save x.md", "export")):
+        command, argument = COMMANDS.parse(line)
+        assert (command.name, argument) == (name, line.partition(" ")[2])
+        assert COMMANDS.completions(line[:4]) == [command]
+    assert "export" not in [command.name for command in COMMANDS.completions("/s")]
+    names = [name for command in COMMANDS.values() for name in (command.name, *command.also)]
+    assert len(names) == len(set(names))
+
+
 def test_completions_while_a_command_is_typed() -> None:
     assert [command.name for command in COMMANDS.completions("/ste")] == ["steps"]
     assert len(COMMANDS.completions("/")) == len([*COMMANDS])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import FAKE, answered, screen, until
+from driving import FAKE, answered, notes, screen, until
 from textual.drivers.headless_driver import HeadlessDriver
 
 from minillm.ui.app import ChatApp
@@ -23,6 +23,13 @@ async def test_it_is_sent_when_the_model_is_ready(tmp_path: Path) -> None:
     async with app.run_test() as pilot:
         assert (await answered(pilot, None)).answer.text == "at once"
         assert screen(pilot).query_one(PromptInput).text == ""
+
+
+async def test_a_tour_begins_when_the_model_is_ready(tmp_path: Path) -> None:
+    app = ChatApp(Settings("fake"), SessionStore(tmp_path), question="/tour", **OPTIONS)
+    async with app.run_test() as pilot:
+        await until(pilot, lambda: any("tour ·" in note for note in notes(pilot)))
+        screen(pilot).talk.workers.cancel_group(screen(pilot).talk, "tour")
 
 
 async def test_it_is_not_lost_where_the_model_does_not_load(tmp_path: Path) -> None:

@@ -11,9 +11,20 @@ from textual.geometry import Region
 
 from minillm.errors import UsageError
 from minillm.ui.chat.candidates import CandidateCard
-from minillm.ui.chat.files import LONGEST_FILE, best_matches, files_below, holds_file, with_files
+from minillm.ui.chat.files import (
+    LONGEST_FILE,
+    best_matches,
+    files_below,
+    folded_files,
+    holds_file,
+    is_path,
+    paths_begun,
+    with_files,
+)
 from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.turn_view import Question
+from minillm.ui.dialogs import Palette
 from minillm.ui.help import HelpScreen, key_lines
 
 
@@ -46,6 +57,9 @@ def test_a_files_text_follows_the_question_in_a_fence(folder: Path) -> None:
     assert holds_file(asked)
     assert not holds_file("Compare @notes.md, and\n\n```py\nx\n```"), "a fence of no file that is named"
     assert with_files(asked, folder) == asked, "an edited question has it already"
+    folded, marks = folded_files(f"{asked}\n\n```py\nx\n```")
+    assert folded.endswith("\n\n[notes.md: 16 B, 1 line]\n\n[my file.txt: 19 B, 1 line]\n\n```py\nx\n```")
+    assert marks["[notes.md: 16 B, 1 line]"] == "```notes.md\ntext of notes.md\n```"
     (folder / "fence.md").write_text("```py\nx\n```\n")
     assert with_files("@fence.md", folder).endswith("\n\n````fence.md\n```py\nx\n```\n````")
 
@@ -80,6 +94,53 @@ async def test_a_file_is_chosen_in_the_popup_and_sent(folder: Path) -> None:
         await say(pilot, "see @large")
         await until(pilot, lambda: prompt.text == "see @large")
         assert len(screen(pilot).talk.conversation.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("letters", "expected"),
+    [
+        ("{}/s", ["{}/src/"]),
+        ("{}/src/", ["{}/src/deep/", "{}/src/heron_map.py"]),
+        ("{}/.h", ["{}/.hidden"]),
+        ("{}/none/", []),
+        ("./src/h", ["./src/heron_map.py"]),
+        ("../{name}/n", ["../{name}/node_modules/", "../{name}/notes.md"]),
+        ("~/my", ["~/my file.txt"]),
+        ("~nobody/", []),
+    ],
+)
+def test_paths_out_of_the_folder_are_found_by_their_beginning(
+    letters: str, expected: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    given, *names = (each.format(folder, name=folder.name) for each in (letters, *expected))
+    assert is_path(given)
+    assert paths_begun(given, folder) == names
+
+
+@pytest.mark.anyio
+async def test_a_path_is_chosen_part_by_part_and_its_text_stays_folded(folder: Path) -> None:
+    (folder / "a place").mkdir()
+    text = "".join(f"line {number} of many\n" for number in range(400))
+    (folder / "a place" / "long.txt").write_text(text)
+    async with chat(size=(120, 30)) as pilot:
+        talk, popup = screen(pilot).talk, screen(pilot).query_one(Popup)
+        await pilot.press(*"think @./a")
+        await until(pilot, lambda: popup.display and "./a place/" in seen(pilot))
+        await pilot.press("tab")
+        await until(pilot, lambda: popup.display and "long.txt" in seen(pilot))
+        await pilot.press("tab")
+        assert talk.prompt.text == 'think @"./a place/long.txt" '
+        await pilot.press("enter")
+        await until(pilot, lambda: talk.conversation.num_answers == 1)
+        question = talk.conversation.turns[0].question
+        assert text.strip() in question, "the model reads all of it"
+        await until(pilot, lambda: "[./a place/long.txt: 6.5 KiB, 400 lines]" in seen(pilot))
+        assert "line 7 of many" not in str(screen(pilot).query_one(Question).render())
+        await until(pilot, lambda: talk.run is None)
+        await pilot.press("alt+e")
+        assert talk.prompt.text == 'think @"./a place/long.txt"\n\n[./a place/long.txt: 6.5 KiB, 400 lines]'
+        assert talk.prompt.full_text == question
 
 
 @pytest.mark.anyio
@@ -180,3 +241,17 @@ async def test_where_there_is_no_room_beside_the_talk_a_view_takes_the_screen() 
         await until(pilot, lambda: "Ask something" not in seen(pilot))
         await pilot.press("escape")
         await until(pilot, lambda: "Ask something" in seen(pilot))
+
+
+@pytest.mark.anyio
+async def test_two_clicks_beside_the_palette_close_it_alone() -> None:
+    async with chat() as pilot:
+        await pilot.press("ctrl+p")
+        await until(pilot, lambda: isinstance(pilot.app.screen, Palette))
+        palette = pilot.app.screen
+        assert isinstance(palette, Palette)
+        await palette.dismiss()
+        palette.dismiss()
+        await pilot.pause()
+        assert pilot.app.screen is screen(pilot)
+        assert await ask(pilot, "echo on")

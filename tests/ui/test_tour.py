@@ -9,7 +9,7 @@ from driving import ask, chat, notes, say, screen, seen, until
 
 from minillm.ui.chat import tour
 from minillm.ui.chat.conversation import Conversation
-from minillm.ui.chat.transcript import Transcript
+from minillm.ui.chat.transcript import Remark, Transcript
 
 pytestmark = pytest.mark.anyio
 
@@ -45,9 +45,27 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
         said = [note for note in notes(pilot) if "tour ·" in note]
         assert [note.split()[3].strip(":") for note in said] == ["what", "fork", "copy", "each", "free"]
         turn = talk.conversation.turns[0]
+        below = talk.transcript.items[talk.transcript.items.index(turn) + 1 :]
+        told = [item.text.split()[2].strip(":") for item in below if isinstance(item, Remark)]
+        assert told == ["fork", "copy", "each", "free"], "what is told of the question stands below it"
         await until(pilot, lambda: len(talk.conversation.siblings(turn)) == 3)  # one of them accepted
         await until(pilot, lambda: screen(pilot).app.settings is before)
         assert len(talk.store.list()) == 2, "the conversation of before is kept"
+
+
+@pytest.mark.parametrize("size", [(40, 12), (80, 24)])
+async def test_a_memory_view_that_hides_the_talk_tells_it(
+    size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tour, "QUESTION", "echo three")
+    async with chat(size=size) as pilot:
+        await say(pilot, "/tour")
+        await until(pilot, lambda: screen(pilot).memory_view == "strands")
+        if not screen(pilot).has_class("-expanded"):
+            await pilot.press("alt+v")
+        await until(pilot, lambda: "read stays in memory" in " ".join(seen(pilot).split()))
+        screen(pilot).talk.workers.cancel_group(screen(pilot).talk, "tour")
+        await until(pilot, lambda: not screen(pilot).query(".caption"))
 
 
 async def test_a_stopped_tour_gives_the_settings_back(monkeypatch: pytest.MonkeyPatch) -> None:

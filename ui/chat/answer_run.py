@@ -14,6 +14,7 @@ from minillm.ui.chat.transcript import Transcript
 from minillm.ui.numbers import count, plural
 from minillm.ui.settings import Settings
 
+_LEAST_TIMED = 0.3  # seconds that tell a rate
 _ROOM = 256  # tokens that should be left for an answer, or the oldest turns are dropped
 
 
@@ -179,7 +180,7 @@ class AnswerRun:
         view, answer = self.view, self.answer
         elapsed = time.monotonic() - self._first_token_at
         new = answer.num_output_tokens - self._num_before
-        if new > 1 and elapsed > 0 and answer.is_open:
+        if new > 1 and elapsed > _LEAST_TIMED and answer.is_open:
             answer.tokens_per_second = (new - 1) / elapsed
         if view is not None:
             await view.flush(lines_ahead)

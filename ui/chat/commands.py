@@ -36,13 +36,16 @@ async def show_help(talk: Talk, _: str) -> None:
         talk.app.push_screen(HelpScreen(COMMANDS, keys_here(talk.app.screen), keys))
 
 
-@command("new", "begin a new conversation; the old one is kept on disk", "ctrl+n", label="New")
+@command("new", "begin a new conversation; the old one is kept on disk", "ctrl+n", label="New", also=("clear", "reset"))
 async def begin_anew(talk: Talk, _: str) -> None:
     talk.save()
     await talk.open_conversation(Conversation())
 
 
-@command("sessions", "saved conversations: search, resume, delete", "ctrl+o", argument="[words]", label="Open")
+@command(
+    "sessions", "saved conversations: search, resume, delete", "ctrl+o", argument="[words]", label="Open",
+    also=("open", "load", "resume", "history"),
+)  # fmt: skip
 async def list_sessions(talk: Talk, words: str) -> None:
     from minillm.ui.dialogs import SessionsScreen
 
@@ -63,12 +66,12 @@ async def list_sessions(talk: Talk, words: str) -> None:
     talk.app.push_screen(SessionsScreen(talk.store, words), chosen)
 
 
-@command("find", "search in the conversation", "ctrl+f", argument="[words]")
+@command("find", "search in the conversation", "ctrl+f", argument="[words]", also=("search",))
 async def find(talk: Talk, words: str) -> None:
     talk.search.open(words)
 
 
-@command("title", "name the conversation, for the list of Ctrl+O", argument="TEXT")
+@command("title", "name the conversation, for the list of Ctrl+O", argument="TEXT", also=("rename",))
 async def name_conversation(talk: Talk, text: str) -> None:
     talk.conversation.title = text
     talk.save()
@@ -81,6 +84,7 @@ async def compact(talk: Talk, what: str) -> None:
     if what == "undo":
         undo_summary(talk.conversation)
         talk.save()
+        talk.refresh_status()
         talk.notify("the model is told the whole conversation again")
     elif what:
         raise UsageError(f"/compact has no {what!r}; it may be /compact or /compact undo")
@@ -90,7 +94,7 @@ async def compact(talk: Talk, what: str) -> None:
         talk.refresh_status()
 
 
-@command("export", "write the conversation to a file, .md or .json", argument="FILE")
+@command("export", "write the conversation to a file, .md or .json", argument="FILE", also=("save",))
 async def write_to_file(talk: Talk, name: str) -> None:
     if talk.conversation.leaf is None:
         raise UsageError("there is nothing to export yet")
@@ -122,7 +126,7 @@ async def edit(talk: Talk, _: str) -> None:
     talk.prompt.focus()
 
 
-@command("regenerate", "another answer to the selected question, as a branch", "alt+r")
+@command("regenerate", "another answer to the selected question, as a branch", "alt+r", also=("retry",))
 async def regenerate(talk: Talk, _: str) -> None:
     turn = _turn(talk)
     if talk.can_ask():
@@ -317,13 +321,15 @@ async def tour(talk: Talk, _: str) -> None:
     from minillm.ui.chat.tour import give_tour
 
     _check_idle(talk)
-    if talk.can_ask():
+    if talk.engine.phase == "loading":
+        talk.ask_later("/tour")
+    elif talk.can_ask():
         if getattr(talk.screen, "memory_view", "") != "strands":
             await talk.run_action("screen.view('strands')")
         await begin_anew(talk, "")
         talk.run_worker(give_tour(talk), group="tour", exclusive=True)
 
 
-@command("quit", "leave the chat", "ctrl+q", label="Quit", scope="everywhere")
+@command("quit", "leave the chat", "ctrl+q", label="Quit", scope="everywhere", also=("exit", "bye"))
 async def leave(talk: Talk, _: str) -> None:
     talk.app.exit()

@@ -85,6 +85,7 @@ class Compaction:
         for turn in turns:  # their blocks begin with what is no longer told
             self.send(messages.Drop(turn.answer.request_id))
         told = "the first turn is" if len(older) == 1 else f"the first {len(older)} turns are"
+        self.conversation.shortened = {turns[-1].answer.request_id: came_back}
         words = f"{told} told to the model as a summary from now on"
         if came_back > 0:
             words += f": about {plural(came_back, 'token')} of the context came back"
@@ -117,3 +118,4 @@ def undo(conversation: Conversation) -> None:
     if turn is None:
         raise UsageError("there is no summary here: /compact makes one")
     turn.summary = ""
+    conversation.shortened = {}

@@ -119,6 +119,15 @@ class Conversation:
     leaf: Turn | None = None  # the last turn that is shown
     num_dropped: int = 0  # oldest turns of the path that the model is no longer told
     title: str = ""  # that the user gave it; not cleaned for a terminal
+    shortened: dict[str, int] = field(default_factory=dict)  # request -> tokens that a summary has taken away since
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens of the context up to the last answer, as far as it is computed; a summary may have made it shorter."""
+        if self.leaf is None:
+            return 0
+        answer = self.leaf.answer
+        return max(0, answer.num_known_tokens - self.shortened.get(answer.request_id, 0))
 
     @property
     def shown_title(self) -> str:

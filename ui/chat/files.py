@@ -1,5 +1,6 @@
-"""``@file`` in a question: names of files below a folder, found by some of their letters, and their text."""
+"""``@file`` in a question: names of files, found by some of their letters or by their path, and their text."""
 
+import itertools
 import os
 import re
 import time
@@ -10,13 +11,15 @@ from minillm.errors import UsageError
 from minillm.progress import size
 from minillm.system import expanded
 from minillm.text.safe import clean_line
+from minillm.ui.numbers import plural
 
 LONGEST_FILE = 64 << 10  # bytes of text in a question
 _MOST_FILES, _LONGEST_WALK = 20_000, 0.3  # that are offered; seconds for looking
 _SKIPPED = {"node_modules", "__pycache__", "venv", "target", "dist", "build"}  # folders nobody means
 _MENTION = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
 _FENCE = re.compile(r"^`{3,}([^`\n]+)$", re.MULTILINE)
-_BEGUN = re.compile(r'(?<!\S)@("?)([^"\s]*)$')
+_FENCED = re.compile(r"^(`{3,})([^`\n]+)\n(.*?)\n?^\1$", re.MULTILINE | re.DOTALL)
+_BEGUN = re.compile(r'(?<!\S)@(?:"([^"\n]*)|([^"\s]*))$')
 _TRAILING = ",.;:!?)]}'"  # of a sentence, not of a name
 
 
@@ -40,6 +43,22 @@ def files_below(folder: Path) -> list[str]:
                     found.append(os.path.join(each, entry.name))
         folders = deeper
     return found[:_MOST_FILES]
+
+
+def is_path(letters: str) -> bool:
+    """Whether what is typed of a name begins as a path out of the folder does: ``/``, ``~/``, ``./``, ``../``."""
+    return letters.startswith(("/", "./", "../")) or (letters.startswith("~") and "/" in letters)
+
+
+def paths_begun(letters: str, folder: Path) -> list[str]:
+    """The paths that begin so, sorted, folders with a slash behind them; hidden ones where a dot is typed."""
+    head, _, begun = letters.rpartition("/")
+    try:
+        entries = list(itertools.islice(os.scandir(folder / expanded(f"{head}/", "@")), _MOST_FILES))
+    except (UsageError, OSError):
+        return []
+    shown = [entry for entry in entries if entry.name.startswith(begun) and (begun or entry.name[0] != ".")]
+    return sorted(f"{head}/{entry.name}{'/' * entry.is_dir()}" for entry in shown)
 
 
 def best_matches(names: Sequence[str], letters: str, most: int) -> list[str]:
@@ -69,7 +88,7 @@ def _score(name: str, letters: str) -> int | None:
 def begun_mention(line: str) -> tuple[int, str] | None:
     """Where an ``@name`` begins that a line ends with, and the letters that are typed of it."""
     found = _BEGUN.search(line)
-    return None if found is None else (found.start(), found.group(2))
+    return None if found is None else (found.start(), found.group(1) or found.group(2) or "")
 
 
 def mention(name: str) -> str:
@@ -95,8 +114,28 @@ def with_files(question: str, folder: Path) -> str:
 
 def holds_file(question: str) -> bool:
     """Whether a file that the question names stands behind it; see `with_files`."""
-    names = {name.rstrip(_TRAILING) for pair in _MENTION.findall(question) for name in pair if name}
+    names = _names_in(question)
     return any(found[1].rstrip(_TRAILING) in names for found in _FENCE.finditer(question))
+
+
+def folded_files(question: str) -> tuple[str, dict[str, str]]:
+    """The question as people are shown it, with a mark for every file that it names, and what each mark stands for."""
+    names, marks = _names_in(question), dict[str, str]()
+
+    def folded(found: re.Match[str]) -> str:
+        _, name, text = found.groups()
+        if name.rstrip(_TRAILING) not in names:
+            return found[0]
+        lines = plural(text.count("\n") + 1, "line")
+        mark = f"[{name}: {size(len(text.encode('utf-8', 'replace')))}, {lines}]"
+        marks[mark] = found[0]
+        return mark
+
+    return (_FENCED.sub(folded, question) if names else question), marks
+
+
+def _names_in(question: str) -> set[str]:
+    return {name.rstrip(_TRAILING) for pair in _MENTION.findall(question) for name in pair if name}
 
 
 def _mentioned(question: str, folder: Path) -> Iterator[tuple[str, Path]]:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from minillm.text.safe import clean
 from minillm.ui.chat.candidates import num_common, text_of
 from minillm.ui.chat.conversation import Answer, Turn
 from minillm.ui.chat.reasoning import ReasoningSplitter
-from minillm.ui.chat.turn_view import shortened
+from minillm.ui.chat.turn_view import shown_question
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def pattern_of(words: str) -> re.Pattern[str]:
 
 def texts_of(turn: Turn) -> list[str]:
     """The texts of a turn as they are on the screen, from the top: without Markdown's marks."""
-    question, candidates = shortened(clean(turn.question)), [text_of(each) for each in turn.answer.candidates]
+    question, candidates = shown_question(turn.question), [text_of(each) for each in turn.answer.candidates]
     if candidates:
         common = num_common(candidates)
         return [question, *(text[common:] for text in candidates)]

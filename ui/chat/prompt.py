@@ -11,7 +11,7 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.timer import Timer
 
-from minillm.ui.chat.files import begun_mention, best_matches, files_below, mention
+from minillm.ui.chat.files import begun_mention, best_matches, files_below, folded_files, is_path, mention, paths_begun
 from minillm.ui.chat.popup import Completion, Popup
 from minillm.ui.chat.slash import CommandTable
 from minillm.ui.engine_app import CommandAsked
@@ -59,7 +59,7 @@ class PromptInput(SteadyTextArea):
     def full_text(self) -> str:
         """The text with every paste in its place."""
         text = self.text
-        for mark, held in self._held.items():
+        for mark, held in reversed(self._held.items()):  # a paste may hold the marks of files
             text = text.replace(mark, held)
         return text
 
@@ -89,10 +89,15 @@ class PromptInput(SteadyTextArea):
         begun = begun_mention(self.document.get_line(row)[:column])
         if begun is None:
             return []
-        if self._files is None:
-            self._files = files_below(Path.cwd())
-        names = best_matches(self._files, begun[1], _MOST_OFFERED)
-        return [Completion((row, begun[0]), mention(name) + " ", name) for name in names]
+        start, letters = begun
+        if is_path(letters):
+            names = paths_begun(letters, Path.cwd())[:_MOST_OFFERED]
+        else:
+            if self._files is None:
+                self._files = files_below(Path.cwd())
+            names = best_matches(self._files, letters, _MOST_OFFERED)
+        texts = [mention(name) + " " if name[-1] != "/" else mention(name).removesuffix('"') for name in names]
+        return [Completion((row, start), text, name) for text, name in zip(texts, names, strict=True)]
 
     def offer(self) -> None:
         """Show the completions of the text as it stands, but of one that was brought back."""
@@ -149,7 +154,9 @@ class PromptInput(SteadyTextArea):
         self.move_cursor(self.document.end)
 
     def _stand_in(self, text: str) -> str:
-        """``text``, or a mark for it if it is long."""
+        """``text``, with a mark for each file that it holds, or a mark for it if it is long even so."""
+        text, files = folded_files(text)
+        self._held.update(files)
         if len(text) <= _LONGEST_PASTE and text.count("\n") < _MOST_PASTED_LINES:
             return text
         lines = plural(text.count("\n") + 1, "line")

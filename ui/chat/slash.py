@@ -27,6 +27,7 @@ class SlashCommand:
     keys: Mapping[str, str] = field(default_factory=dict)  # each with the argument that it stands for
     shown_key: str = ""  # how people are told
     label: str = ""  # in the line of keys; empty: not there
+    also: tuple[str, ...] = ()  # names that other chats have for it
     scope: Scope = "chat"  # where its keys act: in the chat, there and named last, or in dialogs, too
 
     @property
@@ -71,8 +72,8 @@ class CommandTable(dict[str, SlashCommand]):
             UsageError: there is none of that name, or it lacks its argument; names the nearest.
         """
         name, _, argument = text.removeprefix("/").strip().partition(" ")
-        begun = [command for command in self.values() if command.name.startswith(name.lower())] if name else []
-        exact = [command for command in begun if command.name == name.lower()]
+        begun = self._begun(name) if name else []
+        exact = [command for command in begun if name.lower() in (command.name, *command.also)]
         if exact or len(begun) == 1:
             command = (exact or begun)[0]
             if command.needs_argument and not argument.strip():
@@ -87,7 +88,13 @@ class CommandTable(dict[str, SlashCommand]):
         """The commands that a half-typed line may become; none once its name is complete and an argument begins."""
         if not text.startswith("/") or " " in text or "\n" in text:
             return []
-        return [command for command in self.values() if command.name.startswith(text[1:].lower())]
+        return self._begun(text[1:])
+
+    def _begun(self, name: str) -> list[SlashCommand]:
+        """The commands whose names begin so; where none does, those whose other names do."""
+        name = name.lower()
+        found = [command for command in self.values() if command.name.startswith(name)]
+        return found or [each for each in self.values() if any(other.startswith(name) for other in each.also)]
 
 
 def is_command(text: str) -> bool:

@@ -28,6 +28,7 @@ from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import count, duration, plural
 
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
+_FAR = 3  # lines below the screen that a reader is told of
 _LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores
 LONG_ANSWER = 10.0  # seconds after which a user is called: one may have turned to something else
 _NOTES = {
@@ -86,6 +87,8 @@ class Talk(Vertical):
     def on_mount(self) -> None:
         self.prompt.focus()
         self.watch(self.app, "settings", self._pin_system)
+        for each in ("scroll_y", "virtual_size", "container_size"):
+            self.watch(self.transcript, each, self._say_what_comes, init=False)
 
     def watch_editing(self, turn: Turn | None) -> None:
         self.prompt.border_title = "" if turn is None else "editing · Enter asks it as a branch · Esc leaves it"
@@ -170,7 +173,7 @@ class Talk(Vertical):
             self.prompt.put_back(message.text)
             return
         if self.run is not None or self.compaction is not None or self.engine.phase == "loading":
-            self._set_waiting([*self._waiting, text])
+            self.ask_later(text)
         elif not self.can_ask():
             self.prompt.put_back(message.text)
         else:
@@ -184,15 +187,27 @@ class Talk(Vertical):
 
     def _set_waiting(self, questions: list[str]) -> None:
         self._waiting = questions
-        words = f"{plural(len(questions), 'question')} will be asked next · Esc takes it back"
-        self.prompt.border_subtitle = words if questions else ""
+        self._say_what_comes()
+
+    def _say_what_comes(self, *_: object) -> None:
+        """Below the prompt: how many questions wait; or, to a reader who has scrolled up, that the text goes on."""
+        far = self.transcript.max_scroll_y - self.transcript.scroll_offset.y > _FAR
+        words = f"{plural(len(self._waiting), 'question')} will be asked next · Esc takes it back"
+        self.prompt.border_subtitle = words if self._waiting else "more below ↓ Ctrl+End" if far else ""
+
+    def ask_later(self, text: str) -> None:
+        """Ask this when the answer has ended, or the model is loaded. It may be a command."""
+        self._set_waiting([*self._waiting, text])
 
     async def _ask_waiting(self) -> None:
         """Ask the next of the questions that were typed too early."""
         if self._waiting:
             question, *others = self._waiting
             self._set_waiting(others)
-            await self._ask(question)
+            if is_command(question):
+                await self.run_command(self.commands.parse(question)[0].name)
+            else:
+                await self._ask(question)
 
     def take_back(self) -> bool:
         """Put the questions that wait back into the prompt; False where none does."""
@@ -361,7 +376,7 @@ class Talk(Vertical):
             activity=_activity(self.engine.phase, self.run, answer) if self.compaction is None else "summing up",
             tokens_per_second=answer.tokens_per_second,
             time_to_first_token=answer.time_to_first_token,
-            context_used=answer.num_known_tokens,
+            context_used=self.conversation.num_known_tokens,
             context_size=loaded.max_model_len if loaded is not None else 0,
             blocks_used=pool.used_blocks if pool is not None else 0,
             blocks_total=pool.num_blocks if pool is not None else 0,

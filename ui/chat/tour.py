@@ -5,10 +5,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from textual.content import Content
+from textual.widgets import Static
+
 from minillm.service.messages import Pace
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.talk import Talk
 from minillm.ui.engine_app import EngineApp
+from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.numbers import plural
 
 QUESTION = "Name an animal, and say in one sentence why you like it."
@@ -24,32 +28,40 @@ async def give_tour(talk: Talk) -> None:
     """
     app = talk.app
     before = app.settings
+    caption = Static(classes="caption")  # the sentences, for a memory view that hides the talk
     try:
+        await talk.screen.query_one(MemoryPanel).mount(caption, after=0)
         # Around the watchers: nothing of it is the user's choice.
         app.set_reactive(EngineApp.settings, replace(before, sampling=_SAMPLING, beams={}))
         talk.is_paced = True
         talk.send(Pace(_AT_FORK))
-        await _play(talk)
+        await _play(talk, caption)
     finally:
+        if caption.is_attached:
+            caption.remove()
         talk.is_paced = False
         talk.send(Pace(0))
         app.set_reactive(EngineApp.settings, before)
 
 
-async def _play(talk: Talk) -> None:
+async def _play(talk: Talk, caption: Static) -> None:
     def copies() -> int:
         return 0 if talk.pool is None else talk.pool.counts.num_copies
 
     def is_answering() -> bool:
-        asked = talk.conversation.leaf  # open, too, until its turn has been drawn and the run begins
-        return talk.run is not None or asked is None or asked.answer.is_open
+        return talk.run is not None
+
+    def is_asked() -> bool:
+        leaf = talk.conversation.leaf
+        return is_answering() or (leaf is not None and not leaf.answer.is_open)
 
     async def until(condition: Callable[[], bool]) -> None:
         end = time.monotonic() + _LONGEST
-        while not condition() and is_answering() and time.monotonic() < end:
+        while not condition() and time.monotonic() < end:
             await asyncio.sleep(0.05)
 
     async def tell(text: str, seconds: float = _READING) -> None:
+        caption.update(Content(text))
         await talk.transcript.add_note(f"tour · {text}", "tour")
         await asyncio.sleep(seconds)
 
@@ -59,17 +71,18 @@ async def _play(talk: Talk) -> None:
         "Now one question is asked for three answers."
     )
     talk.prompt.post_message(PromptInput.Submitted(QUESTION))  # the talk asks, in its own task
+    await until(is_asked)  # the question stands in the transcript then, and what is told of it below
     await tell(
         "fork: the question is read once. Its blocks are the thick lines (┃): all three answers share them, also the "
         "last one, in which there is room left.", 0
     )  # fmt: skip
-    await until(lambda: copies() > at_first)
+    await until(lambda: copies() > at_first or not is_answering())
     await tell(
         "copy on write: now each answer writes its first words into that last block. Nobody may write where others "
         "read, so it is copied (⧉), and nothing else is: all blocks before it are still shared."
     )
     talk.send(Pace(_STEPS_PER_SECOND))
-    await until(lambda: False)
+    await until(lambda: not is_answering())
     asked = talk.conversation.leaf
     if asked is None or asked.question != QUESTION or not asked.answer.candidates or asked.answer.is_open:
         return  # the user has gone elsewhere

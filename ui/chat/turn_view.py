@@ -12,6 +12,7 @@ from minillm.text.safe import clean
 from minillm.ui.chat.answer_view import AnswerView
 from minillm.ui.chat.candidates import CandidatesView
 from minillm.ui.chat.conversation import Turn
+from minillm.ui.chat.files import folded_files
 from minillm.ui.textual_internals import Growing
 
 _MOST_SHOWN = 4000  # characters of a question; a pasted book is not laid out again at every resize
@@ -27,9 +28,14 @@ def shortened(text: str) -> str:
     return f"{shown}\n… {size(len(text) - len(shown))} more"
 
 
+def shown_question(question: str) -> str:
+    """A question as it stands on the screen: clean, not too long, with the name of a file in place of its text."""
+    return shortened(folded_files(clean(question))[0])
+
+
 class Question(Static):
     def __init__(self, text: str) -> None:
-        super().__init__(Content(shortened(clean(text))))
+        super().__init__(Content(shown_question(text)))
 
 
 class TurnView(Growing, Vertical):
@@ -70,5 +76,5 @@ def lines_of(turn: Turn, width: int) -> int:
     """About how many lines a turn takes on a screen of so many columns."""
     answer = turn.answer
     text = "\n".join([answer.text, *(f"\n\n{each.text}" for each in answer.candidates)])
-    lines = [*shortened(turn.question).split("\n"), *text.split("\n")]
+    lines = [*shown_question(turn.question).split("\n"), *text.split("\n")]
     return 4 + sum(1 + len(line) // width for line in lines)
