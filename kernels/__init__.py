@@ -7,7 +7,7 @@ Each public op has one contract, stated in `minillm.kernels.reference`. The devi
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from minillm.kernels.arguments import (
 from minillm.kernels.cpu import HostPlan
 from minillm.kernels.low_bit import FP8, LowBit, dequantise
 from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
-from minillm.kernels.reference import log_probabilities
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
     from minillm.kernels import gpu, low_bit_linear, matvec
@@ -59,6 +58,7 @@ gather_blocks = _op(reference.gather_blocks)
 scatter_blocks = _op(reference.scatter_blocks)
 sample = _op(reference.sample)
 sample_with_logprobs = _op(reference.sample_with_logprobs)
+log_probabilities = _op(reference.log_probabilities)
 top_log_probabilities = _op(reference.top_log_probabilities)
 begin_decode = _op(reference.begin_decode)
 penalise = _op(reference.penalise)
@@ -209,3 +209,21 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         return matvec.matvec_add(x, weight.weight, weight.bias, residual)
     residual.addmm_(x, weight.weight.t())  # the addition costs nothing there
     return residual if weight.bias is None else residual.add_(weight.bias)
+
+
+class Ops(NamedTuple):
+    """The ops of a model that compute sums over more than a token's row: products and attention.
+
+    There are two sets. `FASTEST` chooses how to add by how many tokens there are, so a token's last digits depend on
+    those beside it. `minillm.kernels.invariant.OPS` adds in one order, on a GPU.
+    """
+
+    linear: Callable[..., Tensor]
+    norm_linear: Callable[..., Tensor]
+    norm_gated_linear: Callable[..., Tensor]
+    linear_add: Callable[..., Tensor]
+    paged_attention: Callable[..., Tensor]
+    prefill_attention: Callable[..., Tensor]
+
+
+FASTEST = Ops(linear, norm_linear, norm_gated_linear, linear_add, paged_attention, prefill_attention)

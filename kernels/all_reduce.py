@@ -47,11 +47,15 @@ class Exchange:
         """The most words of 4 bytes in one sum, in two shots those of a slice."""
         return self.sums.shape[0] * WORDS
 
+    @property
+    def most_bytes(self) -> int:
+        """Of one sum."""
+        return 4 * self.capacity * (1 if self.shots == 1 else self.inboxes.numel())
+
     def takes(self, x: Tensor) -> bool:
         """Whether `all_reduce` can add up tensors like ``x``: whole words, and not too many."""
-        slices = 1 if self.shots == 1 else self.inboxes.numel()
         size = x.numel() * x.itemsize
-        return x.dtype in _DTYPES and x.is_contiguous() and size % 4 == 0 and 0 < size <= 4 * self.capacity * slices
+        return x.dtype in _DTYPES and x.is_contiguous() and size % 4 == 0 and 0 < size <= self.most_bytes
 
 
 def inbox_words(ranks: int, capacity: int, shots: int = 1) -> int:

@@ -25,7 +25,7 @@ _LEAST_STAGED = 256  # tokens of a chunk, on average, for which unpacking pays
 
 
 @triton.jit
-def _find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE: tl.constexpr):
+def find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE: tl.constexpr):
     """Which chunk tile ``number`` belongs to, and which of its tiles it is; chunk ``num_seqs`` for surplus programs."""
     seqs = tl.arange(0, SEQS_TILE)
     is_seq = seqs < num_seqs
@@ -91,7 +91,7 @@ def _prefill_attention_kernel(
 ):  # fmt: skip
     head = tl.program_id(0)
     number = tl.num_programs(1) - 1 - tl.program_id(1)
-    chunk, tile_number = _find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS, SEQS_TILE)
+    chunk, tile_number = find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS, SEQS_TILE)
     if chunk >= num_seqs:
         return
     begin = tl.load(cu_seqlens_ptr + chunk)

@@ -10,5 +10,5 @@ from minillm.kernels.masks import mask_logits
 from minillm.kernels.norm import rms_norm
 from minillm.kernels.prefix_decode_attention import prefix_attention
 from minillm.kernels.rotary import rotary_write_kv
-from minillm.kernels.sampling import sample, sample_with_logprobs
+from minillm.kernels.sampling import log_probabilities, sample, sample_with_logprobs
 from minillm.kernels.top_k import top_log_probabilities

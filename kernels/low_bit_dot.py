@@ -248,7 +248,7 @@ def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
         parts = 1 if gated or programs * 2 > _PROGRAMS else 2 if programs * 4 > _PROGRAMS else 4
         is_wide = layout.bits == 8 or (layout.bits, layout.scales) == (5, "super")  # three turns do not fit
         return Tile(128, 256, parts, 8, 2 if is_wide else 3)
-    parts = 1 if gated or features >= 12288 else 4
+    parts = parts_for(features, gated)
     if tokens > 64:
         return Tile(128, 128, parts, 8, 3)
     if tokens > 32 and parts == 1:
@@ -256,3 +256,8 @@ def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:
     # Three programs of three stages have room where two of four have.
     stages = 3 if tokens > 32 and triton.cdiv(features, 64) * parts > 2 * _PROGRAMS else 4
     return Tile(64, 32 if tokens <= 32 else 64, parts, 4, stages)
+
+
+def parts_for(features: int, gated: bool) -> int:
+    """The parts of the input where a few tokens are multiplied; by the matrix alone."""
+    return 1 if gated or features >= 12288 else 4

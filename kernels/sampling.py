@@ -152,3 +152,32 @@ def sample_with_logprobs(logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor
             **scratch.tiles, ROW_TILE=PIECE, num_warps=8, **pdl_options(logits.device),
         )  # fmt: skip
     return tokens, logprobs
+
+
+@triton.jit
+def _log_probability_kernel(
+    logprobs_ptr, parts_ptr, logits_ptr, tokens_ptr, row_stride, num_pieces,
+    PIECES_TILE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    _ptr, _is_piece, _maxima, _maximum, anchor, total = read_parts(parts_ptr, row, num_pieces, PIECES_TILE, PARTS)
+    x = tl.load(logits_ptr + row * row_stride + tl.load(tokens_ptr + row)).to(tl.float32)
+    tl.store(logprobs_ptr + row, x - (anchor + tl.log(total)))
+
+
+def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """See `reference.log_probabilities`: the bits are those of `sample_with_logprobs`; logits as there.
+
+    Grid of the second launch: (rows). It merges what the scan found of the row's pieces.
+    """
+    rows, _vocab = check_logits(logits)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        scratch = scan(logits, None)
+        _log_probability_kernel[(rows,)](
+            logprobs, scratch.parts, logits, token_ids, logits.stride(0), scratch.counts[0],
+            PIECES_TILE=scratch.tiles["PIECES_TILE"], PARTS=scratch.tiles["PARTS"],
+            num_warps=8, **pdl_options(logits.device),
+        )  # fmt: skip
+    return logprobs

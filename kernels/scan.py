@@ -128,6 +128,10 @@ class Scratch(NamedTuple):
     counts: tuple[int, int]  # pieces, groups
     tiles: dict[str, int]
 
+    @property
+    def parts(self) -> Tensor:
+        return self.tensors[3]
+
 
 def scan(logits: Tensor, inputs: SamplingInputs | None) -> Scratch:
     """Launch the scan of ``logits [rows, vocab]``; without ``inputs`` for the most probable tokens, and no draw."""

@@ -78,6 +78,11 @@ class EngineConfig:
     enable_prefix_attention: bool = flag(
         True, help="read blocks that decoding sequences share once for all of them, on a GPU and where that is faster"
     )
+    deterministic: bool = flag(
+        False,
+        help="on a GPU, give a request the same bits whatever runs beside it, however its prompt is cut, and whatever "
+        "was cached, preempted or guessed",
+    )
     preemption: str = choice(
         "swap", ("swap", "recompute"),
         help="when blocks run out, move a request's blocks to the host (or compute them again where the host is full), "

@@ -64,6 +64,7 @@ LINE = "tests/parallel/test_tensor_parallel.py::"
 SHARED = "tests/parallel/test_data_parallel.py::"
 KERNELS = "tests/kernels/"
 LANES = "tests/kernels/test_lanes.py::"
+INVARIANT = "tests/kernels/test_invariant_"
 EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
 EIGHT_BITS_WRITTEN = "tests/kernels/test_rotary.py::test_rows_are_rounded_as_the_reference_rounds_them"
 GUESSES = "tests/engine/test_speculation.py::"
@@ -687,6 +688,23 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "seen_begin = 0", KERNELS + "test_chunked_prefill.py::test_tokens_in_front_of_every_window_are_not_read"),
         ("prefill-head-group", "kv_head = head // GROUP", "kv_head = head % (tl.num_programs(0) // GROUP)",
          KERNELS + "test_chunked_prefill.py"),
+    ],
+    "kernels/invariant_linear.py": [
+        ("invariant-up-is-gate", "up_total = dot(tl.trans(up_weights), tl.trans(x), up_total)",
+         "up_total = dot(tl.trans(weights), tl.trans(x), up_total)", INVARIANT + "linear.py"),
+        ("invariant-tail-of-columns", "EVEN=columns % depth == 0", "EVEN=True", INVARIANT + "linear.py"),
+        ("invariant-last-group-of-tiles", "height = tl.minimum(down - group * GROUP, GROUP)", "height = GROUP",
+         INVARIANT + "linear.py::test_many_tiles_of_one_program"),
+    ],
+    "kernels/invariant_attention.py": [
+        ("invariant-segments-not-joined", "total, out * factor[:, None] + part_out", "total, out + part_out",
+         INVARIANT + "attention.py"),
+        ("invariant-part-joined-twice", "is_there = segment + i + one < end", "is_there = segment + i + one <= end",
+         INVARIANT + "attention.py"),
+        ("invariant-in-front-of-the-window", "(tokens >= seen_begin) & (tokens < end)", "tokens < end",
+         INVARIANT + "attention.py"),
+        ("invariant-future-seen", "& (seen[None, :] <= positions[:, None])", "& (seen[None, :] < 2 + positions[:, None])",
+         INVARIANT + "attention.py"),
     ],
     "kernels/lane_products.py": [
         ("digits-are-all-signed", "if UNSIGNED:\n        b = b & 255", "if False:\n        pass",

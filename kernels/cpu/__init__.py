@@ -19,6 +19,7 @@ from minillm.kernels.reference import (
     end_decode,
     fork_rows,
     gather_blocks,
+    log_probabilities,
     penalise,
     scatter_blocks,
 )

@@ -81,12 +81,13 @@ def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count:
     """``(log-probabilities, token ids)`` ``[rows, count]`` of each beam's best next tokens, as penalties and grammar
     leave them.
     """
+    values, ids = kernels.top_log_probabilities(logits, count)
     pairs = [(step.group, sequence) for step, sequence in owners]
-    if not any(needs_processing(*pair) for pair in pairs):
-        return kernels.top_log_probabilities(logits, count)
-    log_probs = logits.float().log_softmax(-1)
-    process_logits(log_probs, pairs)
-    return log_probs.topk(count)
+    if rows := [row for row, pair in enumerate(pairs) if needs_processing(*pair)]:
+        log_probs = logits[rows].float().log_softmax(-1)
+        process_logits(log_probs, [pairs[row] for row in rows])
+        values[rows], ids[rows] = log_probs.topk(count)
+    return values, ids
 
 
 def _diverse(step: BeamStep, values: list[list[float]], ids: list[list[int]]) -> list[list[Candidate]]:

@@ -21,7 +21,18 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.kernels import HeadNorms, HostPlan, KVCache, LayerCache, LinearWeight, LowBit, Places, WorkList
+from minillm.kernels import (
+    FASTEST,
+    HeadNorms,
+    HostPlan,
+    KVCache,
+    LayerCache,
+    LinearWeight,
+    LowBit,
+    Ops,
+    Places,
+    WorkList,
+)
 from minillm.model.config import ModelConfig
 from minillm.model.rope import RotaryTable
 
@@ -87,6 +98,7 @@ class Llama:
     head: LinearWeight  # [vocab, hidden]
     rotary: RotaryTable
     kv_in_8_bits: bool = field(default=False, kw_only=True)  # K and V as whole numbers with scales: `LayerCache`
+    ops: Ops = field(default=FASTEST, kw_only=True)
 
     @property
     def device(self) -> torch.device:
@@ -145,10 +157,10 @@ class Llama:
         steps = self._steps(batch, kv_cache.layers[0])
         x = self._embed(batch.token_ids)  # [num_tokens, hidden]
         for layer, cache in zip(self.layers, kv_cache.layers, strict=True):
-            qkv = kernels.norm_linear(x, layer.input_norm, eps, layer.qkv)  # [num_tokens, (heads + 2 kv) * head_dim]
+            qkv = self.ops.norm_linear(x, layer.input_norm, eps, layer.qkv)  # [num_tokens, (heads + 2 kv) * head_dim]
             attended = self._attention(qkv, cache, batch, layer, *steps[layer.attention])  # [.., heads * head_dim]
             x = self._linear_add(attended, layer.o, x)
-            gated = kernels.norm_gated_linear(x, layer.post_attention_norm, eps, layer.gate_up)  # [.., intermediate]
+            gated = self.ops.norm_gated_linear(x, layer.post_attention_norm, eps, layer.gate_up)  # [.., intermediate]
             x = self._linear_add(gated, layer.down, x)
         return x
 
@@ -161,10 +173,10 @@ class Llama:
 
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         """``residual + linear(x, weight)``, in place where that is possible."""
-        return kernels.linear_add(x, weight, residual)
+        return self.ops.linear_add(x, weight, residual)
 
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
-        return kernels.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
+        return self.ops.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)
 
     def _steps(self, batch: Batch, cache: LayerCache) -> dict[Attention, tuple[Places, HostPlan | None]]:
         """For each kind of attention, the angles and slots of the tokens, and the plan; ``cache`` is any layer's."""
@@ -188,11 +200,11 @@ class Llama:
         if n:
             pages = cache.pages(*batch.decodes, layer.attention.window)
             if batch.shared is None:
-                outputs.append(kernels.paged_attention(q[:n], pages, scale, plan))
+                outputs.append(self.ops.paged_attention(q[:n], pages, scale, plan))
             else:
                 outputs.append(kernels.prefix_attention(q[:n], pages, scale, batch.shared))
         if n < q.shape[0]:
             pages = cache.pages(*batch.chunks, layer.attention.window)
-            outputs.append(kernels.prefill_attention(q[n:], pages, batch.cu_seqlens, scale))
+            outputs.append(self.ops.prefill_attention(q[n:], pages, batch.cu_seqlens, scale))
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [num_tokens, num_heads, head_dim]
         return attended.flatten(1)

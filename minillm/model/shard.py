@@ -143,7 +143,7 @@ class ShardedLlama(Llama):
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         """Rank 0 adds the residual."""
         first = self.ranks.rank == 0
-        return self.ranks.all_reduce(kernels.linear_add(x, weight, residual) if first else kernels.linear(x, weight))
+        return self.ranks.all_reduce(self.ops.linear_add(x, weight, residual) if first else self.ops.linear(x, weight))
 
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
         """On rank 0 ``[num_logits, vocab]``, on the others their ``[num_logits, vocab of the shard]``."""

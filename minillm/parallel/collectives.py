@@ -44,16 +44,36 @@ class Ranks:
         self.rank, self.size, self.device = rank, size, device
         self._group = _new_group(store, rank, size, device, host)
         self._sums: PeerSums | None = None
+        self._in_order = False
         if device.type == "cuda":
             sums = _new_peer_sums(store, rank, size, device)
             self._sums = sums if self.least(int(sums is not None)) else None  # all ranks or none
 
+    def keep_order(self) -> None:
+        """From now on, add in the order of ranks, whatever the size; all ranks say so."""
+        self._in_order = True
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, in place, the same bits on each."""
+        if self._in_order:
+            return self._all_reduce_in_order(x)
         exchange = None if self._sums is None else self._sums.exchange_for(x)
         if exchange is not None:
             return all_reduce(x, exchange)
         _run(self._group.allreduce, [x], AllreduceOptions())
+        return x
+
+    def _all_reduce_in_order(self, x: Tensor) -> Tensor:
+        """Piece by piece where the ranks reach each other's memory; elsewhere every rank gets all parts."""
+        if self._sums is None:
+            total = torch.zeros_like(x, dtype=torch.float32)
+            for part in self.all_gather(x):
+                total += part
+            return x.copy_(total)
+        for piece in x.view(-1).split(self._sums.most_bytes // x.itemsize):
+            exchange = self._sums.exchange_for(piece)
+            assert exchange is not None, f"no exchange takes {tuple(piece.shape)} {piece.dtype}"
+            all_reduce(piece, exchange)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -163,6 +183,11 @@ class PeerSums:
     stream: torch.cuda.Stream  # for a word to it
     inbox: Tensor
     peers: list[PeerMemory]  # the other ranks' inboxes
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a tensor that can be added up."""
+        return max(exchange.most_bytes for exchange in self.exchanges)
 
     def exchange_for(self, x: Tensor) -> Exchange | None:
         return next((exchange for exchange in self.exchanges if exchange.takes(x)), None)

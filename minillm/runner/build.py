@@ -118,7 +118,10 @@ def describe_draft(
     kind = _ROUNDED.get(kind, kind) if random else kind
     if kind not in QUANTIZED:
         name, kind = config.draft, ""
-    own = replace(config, speculate="off", quantize=None, weights="stored", load_format="dummy" if random else "auto")
+    own = replace(
+        config, speculate="off", quantize=None, weights="stored", load_format="dummy" if random else "auto",
+        deterministic=False,  # which guess is made changes no token
+    )  # fmt: skip
     if device.type == "cuda":
         own = replace(own, quantize=kind or None)
     elif kind in ("", "int8") and choose_dtype(config, device) == torch.float32:
@@ -167,6 +170,8 @@ def load_weights(
         )
     if config.quantize is not None and device.type != "cuda":
         raise UsageError(f"quantize {config.quantize} needs a GPU; a CPU has products of 8 bits: --weights int8")
+    if config.deterministic and device.type != "cuda":
+        raise UsageError("deterministic needs a GPU: leave it out")
     budget = budget_of(config, device, dtype)
     if draft is not None:
         budget = draft.beside(budget)
@@ -206,12 +211,19 @@ def _load(
             on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
         )
         in_memory = Weights(model.weight_bytes, model.weight_bytes, copied=model.copied_bytes)
-        keeps_copy = budget.keeps_copy(in_memory, shape_of(description.config))
+        # With a promise of the same bits the memory that happens to be free must not choose the product.
+        keeps_copy = not config.deterministic and budget.keeps_copy(in_memory, shape_of(description.config))
         if keeps_copy if ranks is None else ranks.least(keeps_copy):
             for linear in model.linears:
                 linear.keep_copy(model.dtype)
         if config.kv_cache_dtype == "int8":
             model = replace(model, kv_in_8_bits=True)
+        if config.deterministic:
+            from minillm.kernels.invariant import OPS  # not at the top: it imports Triton
+
+            model = replace(model, ops=OPS)
+            if ranks is not None:
+                ranks.keep_order()
         if in_8_bits:
             settle(model, longest)
     return model
@@ -308,7 +320,7 @@ def _new_runner(model: Llama, config: EngineConfig, limits: Limits, ranks: Ranks
         max_num_seqs=config.max_num_seqs,
         max_model_len=limits.max_model_len,
         graphs=device.type == "cuda" and not config.enforce_eager,
-        sharing=Costs() if config.enable_prefix_attention and even and whole else None,
+        sharing=Costs() if config.enable_prefix_attention and not config.deterministic and even and whole else None,
     )
 
 

@@ -90,6 +90,16 @@ def _sum_on_rank(rank: int, size: int, port: int) -> None:
             wrong += not torch.allclose(got.double(), exact, rtol=1e-2, atol=1e-2)
         if rank == 0:
             print(f"{size} ranks: {wrong} of {taken} sums in {name} are wrong", flush=True)
+    x, in_order = part(0, rank, 5_000_000, torch.bfloat16), torch.zeros(5_000_000, device=device)
+    for of in range(size):
+        in_order += part(0, of, 5_000_000, torch.bfloat16)
+    ranks.keep_order()
+    same = torch.equal(ranks.all_reduce(x.clone()), in_order.bfloat16())
+    ranks._sums = None
+    same_by_all = torch.equal(ranks.all_reduce(x.clone()), in_order.bfloat16())
+    ranks._sums, ranks._in_order = sums, False
+    if rank == 0:
+        print(f"{size} ranks: sums in their order, piece by piece {same}, by gathering {same_by_all}", flush=True)
     for kilobytes in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
         x = torch.zeros(512 * kilobytes, device=device, dtype=torch.bfloat16)
         taking = [exchange for exchange in sums.exchanges if exchange.takes(x)]

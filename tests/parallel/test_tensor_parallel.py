@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,24 @@ def team(
         line.close()
         for thread in threads:
             thread.join()
+
+
+@pytest.mark.parametrize(
+    ("parts", "total"), [((1e8, -1e8, 1.0), 1.0), ((1e8, 1.0, -1e8), 0.0), ((1.0, 1e8, -1e8), 0.0)]
+)
+def test_sums_keep_the_order_of_ranks(parts: tuple[float, ...], total: float) -> None:
+    """In float32 the order decides whether the 1 is lost."""
+    store = torch.distributed.HashStore()
+
+    def add(rank: int) -> list[list[float]]:
+        ranks = Ranks(store, rank, len(parts), CPU, "127.0.0.1")
+        ranks.keep_order()
+        x = torch.full((5, 2), parts[rank])
+        assert ranks.all_reduce(x) is x
+        return x.tolist()
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        assert list(pool.map(add, range(len(parts)))) == [[[total, total]] * 5] * len(parts)
 
 
 def mixed(rng: random.Random, vocab: int, count: int) -> list[tuple[list[int], Params]]:

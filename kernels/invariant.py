@@ -1,0 +1,119 @@
+"""Ops whose result for a token has the same bits whatever is computed beside it: see `Ops`.
+
+Products are `minillm.kernels.invariant_linear`'s, attention `minillm.kernels.invariant_attention`'s; norms, rotary and
+the sampler compute row by row in any case. A norm is no part of a product here: its sum of squares would be added in
+the order of the product's tile. Low-bit matrices go through `minillm.kernels.low_bit_dot` for any number of tokens,
+with as many parts of the input as the matrix's shape says. Where that kernel refuses, they are unpacked, a part of the
+rows at a time.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from minillm.kernels import LinearWeight, Ops
+from minillm.kernels import invariant_attention as attention
+from minillm.kernels import low_bit_dot as dot
+from minillm.kernels.activation import silu_mul
+from minillm.kernels.arguments import Pages
+from minillm.kernels.compat import INTERPRETED
+from minillm.kernels.cpu import HostPlan
+from minillm.kernels.invariant_linear import product
+from minillm.kernels.low_bit import FP8, LowBit
+from minillm.kernels.low_bit_matmul import halve_activations
+from minillm.kernels.low_bit_unpack import dequantise
+from minillm.kernels.norm import rms_norm
+
+Norm = tuple[Tensor, float]  # weight, eps
+_MOST_BY_DOT = 256  # tokens at a time
+_UNPACKED = 1 << 26  # weights at a time
+
+
+def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
+    """See `minillm.kernels.linear`."""
+    return _compute(x, weight, _target(x, weight, out), None)
+
+
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
+    """See `minillm.kernels.norm_linear`."""
+    return _compute(x, weight, _target(x, weight, out), (norm_weight, eps))
+
+
+def norm_gated_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: LinearWeight) -> Tensor:
+    """See `minillm.kernels.norm_gated_linear`."""
+    if weight.parts and (len(weight.parts) > 1 or not _is_for_dot(x, weight.parts)):
+        return silu_mul(norm_linear(x, norm_weight, eps, weight))
+    return _compute(x, weight, x.new_empty(x.shape[0], weight.out_features // 2), (norm_weight, eps), gated=True)
+
+
+def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
+    """See `minillm.kernels.linear_add`."""
+    return _compute(x, weight, residual, None, add=True)
+
+
+def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:
+    """See `minillm.kernels.paged_attention`."""
+    return attention.paged_attention(q, pages, softmax_scale)
+
+
+def _target(x: Tensor, weight: LinearWeight, out: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.out_features) if out is None else out
+
+
+def _compute(
+    x: Tensor, weight: LinearWeight, out: Tensor, norm: Norm | None, *, gated: bool = False, add: bool = False
+) -> Tensor:
+    if not x.shape[0]:
+        return out
+    if weight.parts and _is_for_dot(x, weight.parts):
+        return _by_dot(x, weight, out, norm, gated=gated, add=add)
+    x = x if norm is None else rms_norm(x, *norm)
+    if not weight.parts:
+        return product(x, weight.weight, weight.bias, out, gated=gated, add=add)
+    if weight.parts[0].order is not None:  # which all have
+        x = x[:, weight.parts[0].order]
+    for part, bias, columns in _columns(weight, out):
+        _unpacked(x, part, bias, columns, add=add)
+    return out
+
+
+def _is_for_dot(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
+    has_unit = INTERPRETED.value or (x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9)
+    return has_unit and x.element_size() == 2 and all(part.layout != FP8 for part in parts)
+
+
+def _by_dot(x: Tensor, weight: LinearWeight, out: Tensor, norm: Norm | None, *, gated: bool, add: bool) -> Tensor:
+    for some, target in zip(x.split(_MOST_BY_DOT), out.split(_MOST_BY_DOT), strict=True):
+        halves = halve_activations(some, norm, weight.parts[0].order, by_eights=False)
+        for part, bias, columns in _columns(weight, target):
+            tile = dot.tile_for(part.layout, some.shape[0], part.shape[0], gated)
+            tile = tile._replace(parts=dot.parts_for(part.shape[0], gated))
+            dot.product(halves, part, bias, columns, gated=gated, add=add, tile=tile)
+    return out
+
+
+def _columns(weight: LinearWeight, out: Tensor) -> Iterator[tuple[LowBit, Tensor | None, Tensor]]:
+    """Each part with its elements of the bias and its columns of the output; with a gate there is one part."""
+    if len(weight.parts) == 1:
+        yield weight.parts[0], weight.bias, out
+        return
+    start = 0
+    for part in weight.parts:
+        end = start + part.shape[0]
+        yield part, None if weight.bias is None else weight.bias[start:end], out[:, start:end]
+        start = end
+
+
+def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
+    num_rows, features = matrix.shape
+    rows = min(max(1, _UNPACKED // features), num_rows)
+    scratch = x.new_empty(rows, features)
+    for start in range(0, num_rows, rows):
+        end = min(start + rows, num_rows)
+        slab = matrix if end - start == num_rows else matrix.rows(slice(start, end))
+        weights = dequantise(slab, scratch[: end - start])
+        product(x, weights, None if bias is None else bias[start:end], out[:, start:end], add=add)
+
+
+OPS = Ops(linear, norm_linear, norm_gated_linear, linear_add, paged_attention, attention.prefill_attention)

@@ -1,0 +1,234 @@
+"""Linear layers whose result for a token has the same bits whatever other tokens are computed beside it.
+
+A sum of floats depends on its order. So every element is one chain: the input's columns from first to last, by the
+matrix unit, sixteen (of float32: one) at a time, in float32. Tiles decide only which elements a program computes, not
+in which order: so they may differ by the number of tokens. No library's product is called, and no sum is split.
+(He et al. 2025, "Defeating Nondeterminism in LLM Inference".)
+
+Bytes: the weight, once for each TOKENS tokens, and the tokens. FLOPs: 2 x tokens x weights.
+
+- ``_few_kernel``, grid (rows of the weight / ROWS, tokens / TOKENS): pieces of the weight are called into the L2 before
+  the kernel in front has ended, for they do not depend on it. Up to eight tokens are the matrix unit's second operand,
+  which may be as narrow.
+- ``_many_kernel``, grid (multiprocessors): tiles come by the tensor copy engine; a program computes one after another,
+  eight rows of tiles at a time, so that what they share stays in the L2.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minillm.kernels.compat import INTERPRETED, dot, has_large_shared_memory, pdl_options, wait_for_inputs
+
+_PROGRAMS_IN_INTERPRETER = 2
+_PROCESSORS = 132  # of an H100 or H200
+_FULL = 90  # programs that are enough for it
+
+
+@triton.jit
+def _store(
+    out_ptr, bias_ptr, total, up_total, tokens, rows, num_tokens, num_rows, out_stride,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of the result ``[tokens, rows]``, or its gated product, or add it to what is there."""
+    is_row = rows < num_rows
+    mask = (tokens < num_tokens)[:, None] & is_row[None, :]
+    if BIAS:
+        total += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            up_total += tl.load(bias_ptr + num_rows + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+        total = total * tl.sigmoid(total) * up_total
+    at = out_ptr + tokens.to(tl.int64)[:, None] * out_stride + rows[None, :]
+    if ADD:
+        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _call(ptr, rows, last_row, num_columns, COLUMNS: tl.constexpr):
+    """Call the first COLUMNS columns of some rows into the L2, by lines of 128 bytes."""
+    at = tl.minimum(rows, last_row).to(tl.int64)[:, None] * num_columns + tl.arange(0, COLUMNS // 64)[None, :] * 64
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr + at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _few_kernel(
+    out_ptr, x_ptr, weight_ptr, bias_ptr, num_tokens, num_rows, num_columns, x_stride, out_stride,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    lanes = tl.arange(0, COLUMNS)
+    is_row = rows < num_rows
+    is_token = tokens < num_tokens
+    up_ptr = weight_ptr + tl.cast(num_rows, tl.int64) * num_columns
+    if PDL and AHEAD > 0:
+        _call(weight_ptr, rows, num_rows - 1, num_columns, AHEAD)
+        if GATED:
+            _call(up_ptr, rows, num_rows - 1, num_columns, AHEAD)
+    wait_for_inputs(PDL)
+    x_at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + lanes[None, :]
+    weight_at = rows.to(tl.int64)[None, :] * num_columns + lanes[:, None]
+    IS_SMALL: tl.constexpr = TOKENS < 16  # than the matrix unit's first operand: then the weight is that
+    if IS_SMALL:
+        total, up_total = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
+    else:
+        total, up_total = tl.zeros([TOKENS, ROWS], tl.float32), tl.zeros([TOKENS, ROWS], tl.float32)
+    for start in tl.range(0, num_columns, COLUMNS, num_stages=STAGES):
+        if EVEN:
+            x_mask, weight_mask = is_token[:, None], is_row[None, :]
+        else:
+            is_column = start + lanes < num_columns
+            x_mask, weight_mask = is_token[:, None] & is_column[None, :], is_row[None, :] & is_column[:, None]
+        x = tl.load(x_at + start, mask=x_mask, other=0.0)
+        weights = tl.load(weight_ptr + weight_at + start, mask=weight_mask, other=0.0)
+        total = dot(tl.trans(weights), tl.trans(x), total) if IS_SMALL else dot(x, weights, total)
+        if GATED:
+            up_weights = tl.load(up_ptr + weight_at + start, mask=weight_mask, other=0.0)
+            up_total = dot(tl.trans(up_weights), tl.trans(x), up_total) if IS_SMALL else dot(x, up_weights, up_total)
+    if IS_SMALL:
+        total, up_total = tl.trans(total), tl.trans(up_total)
+    _store(
+        out_ptr, bias_ptr, total, up_total, tokens, rows, num_tokens, num_rows, out_stride, GATED, ADD, BIAS
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _many_kernel(
+    out_ptr, x_tiles, weight_tiles, bias_ptr, num_tokens, num_rows, num_columns, out_stride,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    across, down = tl.cdiv(num_rows, ROWS), tl.cdiv(num_tokens, TOKENS)
+    for tile in tl.range(tl.program_id(0), across * down, tl.num_programs(0)):
+        group = tile // (GROUP * across)
+        height = tl.minimum(down - group * GROUP, GROUP)
+        first_token = (group * GROUP + tile % (GROUP * across) % height) * TOKENS
+        first_row = tile % (GROUP * across) // height * ROWS
+        total = tl.zeros([TOKENS, ROWS], tl.float32)
+        up_total = tl.zeros([TOKENS, ROWS], tl.float32)
+        for start in tl.range(0, num_columns, COLUMNS, num_stages=STAGES):
+            x = x_tiles.load([first_token, start])
+            total = dot(x, weight_tiles.load([first_row, start]).T, total)
+            if GATED:
+                up_total = dot(x, weight_tiles.load([num_rows + first_row, start]).T, up_total)
+        tokens = first_token + tl.arange(0, TOKENS)
+        rows = first_row + tl.arange(0, ROWS)
+        _store(
+            out_ptr, bias_ptr, total, up_total, tokens, rows, num_tokens, num_rows, out_stride, GATED, ADD, BIAS
+        )  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """How a product is cut; `few` says by which kernel."""
+
+    few: bool
+    tokens: int
+    rows: int  # of the weight; with a gate so many of each half
+    columns: int  # of the input at a time
+    warps: int
+    stages: int
+    ahead: int = 0  # columns that are called into the L2
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool = False,
+    add: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """``x @ weight.T + bias``, written to ``out [tokens, out]``, or added to it.
+
+    ``gated``: the weight is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``. Rows of ``x``
+    and ``out`` may lie apart; the weight is contiguous. Raises ValueError where a shape or layout is wrong.
+    """
+    (tokens, columns), features = x.shape, weight.shape[0]
+    num_rows = features // 2 if gated else features
+    fits = weight.shape[1] == columns and out.shape == (tokens, num_rows) and weight.is_contiguous()
+    if not fits or x.stride(1) != 1 or out.stride(1) != 1 or not x.dtype == weight.dtype == out.dtype:
+        raise ValueError(
+            f"a product of {weight.dtype} {tuple(weight.shape)} takes such [tokens, {weight.shape[1]}] in whole rows, "
+            f"not {x.dtype} {tuple(x.shape)} for {out.dtype} {tuple(out.shape)}"
+        )
+    if not tokens:
+        return out
+    few, width, rows, depth, warps, stages, ahead = tile or tile_for(x, features, gated=gated)
+    options = pdl_options(x.device)
+    shared = {"GATED": gated, "ADD": add, "BIAS": bias is not None}
+    bias = x if bias is None else bias
+    if few:
+        _few_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(tokens, width))](
+            out, x, weight, bias, tokens, num_rows, columns, x.stride(0), out.stride(0),
+            **shared, EVEN=columns % depth == 0, AHEAD=min(ahead, (1 << columns.bit_length() - 1) // 64 * 64),
+            TOKENS=width, ROWS=rows, COLUMNS=depth, STAGES=stages, num_warps=warps, **options,
+        )  # fmt: skip
+    else:
+        programs = min(triton.cdiv(num_rows, rows) * triton.cdiv(tokens, width), _multiprocessors(x.device))
+        _many_kernel[(programs,)](
+            out, _tiles_of(x, width, depth), _tiles_of(weight, rows, depth), bias,
+            tokens, num_rows, columns, out.stride(0),
+            **shared, TOKENS=width, ROWS=rows, COLUMNS=depth, STAGES=stages, GROUP=8, num_warps=warps, **options,
+        )  # fmt: skip
+    return out
+
+
+def _tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return _PROGRAMS_IN_INTERPRETER if device.type == "cpu" else _processors_of(device.index or 0)
+
+
+@functools.cache
+def _processors_of(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def tile_for(x: Tensor, features: int, *, gated: bool) -> Tile:
+    """The tile of a product of ``x [tokens, in]`` and ``features`` rows; see `Tile`. Measured on an H100."""
+    tokens, columns = x.shape
+    rows = features // 2 if gated else features
+    if INTERPRETED.value:
+        return Tile(True, 16, 16, 32, 4, 2)
+    if x.element_size() == 4:  # no matrix unit
+        return Tile(True, 32, 32, 32, 4, 2)
+    if not has_large_shared_memory(x.device):
+        return Tile(True, 16, 16, 256, 2, 4) if tokens <= 16 else Tile(True, 64, 32 if gated else 64, 64, 4, 3)
+    if tokens <= 8:
+        programs = triton.cdiv(rows, 16)  # three of four stages have room on a multiprocessor, or two of five
+        return Tile(True, 8, 16, 512, 2, 4 if 2 * _PROCESSORS < programs <= 3 * _PROCESSORS else 5, ahead=1024)
+    if tokens <= 16:
+        if gated:
+            return Tile(True, 16, 32, 256, 4, 4, ahead=512)
+        is_large = columns >= 8192 or features >= 1 << 15
+        return Tile(True, 16, 16, 512, 2, 4, ahead=1024) if is_large else Tile(True, 16, 16, 256, 2, 5, ahead=1024)
+    has_engine = columns % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0  # what it asks for
+    if not has_engine or (gated and tokens <= 64):
+        return Tile(True, 64, 64, 128, 4, 4 if gated else 3, ahead=512)
+    if tokens <= 64 and features >= 1 << 15:
+        return Tile(False, 64, 128, 128, 4, 3)
+    if tokens <= 64:
+        return Tile(False, 64, 32 if features <= 4096 else 64, 128, 4, 4)
+    down = triton.cdiv(tokens, 128)
+    if gated:
+        return Tile(False, 128, 128, 64, 8, 4 if down <= 2 else 3)
+    for width in (256, 128):
+        if down * triton.cdiv(rows, width) >= _FULL:
+            return Tile(False, 128, width, 64, 8, 3 if width == 256 else 4)
+    return Tile(False, 128, 64, 128, 4, 4)
