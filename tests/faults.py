@@ -703,7 +703,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          INVARIANT + "attention.py"),
         ("invariant-in-front-of-the-window", "(tokens >= seen_begin) & (tokens < end)", "tokens < end",
          INVARIANT + "attention.py"),
-        ("invariant-future-seen", "& (seen[None, :] <= positions[:, None])", "& (seen[None, :] < 2 + positions[:, None])",
+        ("invariant-future-seen", "(seen[None, :] <= positions[:, None])", "(seen[None, :] < 2 + positions[:, None])",
          INVARIANT + "attention.py"),
     ],
     "kernels/lane_products.py": [
