@@ -16,10 +16,11 @@ from textual import events
 from textual._xterm_parser import XTermParser
 from textual.app import App, ComposeResult
 from textual.command import CommandList, CommandPalette
+from textual.css.query import NoMatches
 from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Offset, Size
 from textual.scroll_view import ScrollView
-from textual.widget import Widget
+from textual.widget import MountError, Widget
 from textual.widgets import OptionList, TextArea
 from textual.worker import WorkerFailed
 
@@ -70,6 +71,11 @@ class QuietApp(App[None]):
             self._has_titled = False
             self._driver.write(_TITLE_BEFORE)
             self._driver.flush()
+
+    def _handle_exception(self, error: Exception) -> None:
+        # From `exit` on Textual mounts nothing, and widgets go, while others still take what was said before.
+        if not (self._exit and isinstance(error, MountError | NoMatches)):
+            super()._handle_exception(error)
 
     def _fatal_error(self) -> None:
         # Textual would print a traceback with all local variables.
