@@ -117,6 +117,19 @@ class BearsRemovals:
         return (None, None) if is_removed else (widget, offset)
 
 
+class AsLargeAsTerminal:
+    """Mixed into a screen: it has the terminal's present size, whatever an older event says.
+
+    A screen that is laid out tells itself its size. Where two sizes wait in its queue during a `batch_update`, each
+    brings the other back when it has been taken, without end, and nothing else in the app would run.
+    """
+
+    app: App[Any]
+
+    async def _on_resize(self, event: events.Resize) -> None:
+        event.size = self.app.size
+
+
 class KeepsPlace:
     """Mixed into a container that scrolls: it can keep one of its children where it is while others come and go.
 
@@ -219,7 +232,7 @@ class _Commands(CommandList, Options, can_focus=False):
     """The palette's list."""
 
 
-class PatientPalette(CommandPalette):
+class PatientPalette(AsLargeAsTerminal, CommandPalette):
     """A command palette that can be paged while its list has no lines yet, until the next layout, and clicked at."""
 
     def compose(self) -> ComposeResult:

@@ -12,6 +12,7 @@ from driving import ask, chat, notes, say, screen, seen, until
 from textual import events
 from textual._compositor import Compositor, ReflowResult
 from textual.geometry import Size
+from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 
@@ -514,6 +515,34 @@ async def test_beside_a_model_the_screen_is_drawn_no_more_often_than_its_share_a
         drawing.pace(False)  # waiting text need not wait longer
         assert drawing.interval == 0.1
         await until(pilot, lambda: len(drawn) == 5)
+
+
+@pytest.mark.parametrize("name", ["", "system", "palette"])
+async def test_sizes_that_come_late_do_not_keep_the_app_busy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sizes in a screen's queue, with something between them: each would bring back the other, for ever."""
+    resized, sizes = Screen._screen_resized, []
+
+    def counted(of: Screen, size: Size) -> None:
+        sizes.append(size)
+        assert len(sizes) < 100, sizes
+        resized(of, size)
+
+    monkeypatch.setattr(Screen, "_screen_resized", counted)
+    async with chat(size=(130, 40)) as pilot:
+        if name == "palette":
+            await pilot.press("ctrl+p")
+        elif name:
+            await say(pilot, f"/{name}")
+        top, now = pilot.app.screen, pilot.app.size
+        assert (top is screen(pilot)) == (not name)
+        with pilot.app.batch_update():  # as while parts of a conversation are mounted
+            for size in (Size(40, 10), now):
+                top.post_message(events.Resize(size, size))
+                top.call_later(lambda: None)
+            await asyncio.sleep(0.1)
+        await pilot.pause()
+        assert [each.size for each in pilot.app.screen_stack] == [now] * len(pilot.app.screen_stack)
+        assert screen(pilot).has_class("-wide")
 
 
 async def test_the_app_ends_after_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
