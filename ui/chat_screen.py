@@ -20,7 +20,7 @@ from minillm.ui.engine_app import EngineApp, EngineEvent, EngineState
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
 from minillm.ui.settings import Settings
-from minillm.ui.textual_internals import BearsRemovals
+from minillm.ui.textual_internals import AsLargeAsTerminal, BearsRemovals
 
 _SCROLLS = {"pageup": "page_up", "pagedown": "page_down", "ctrl+up": "up", "ctrl+down": "down", "ctrl+home": "home",
             "ctrl+end": "end"}  # fmt: skip
@@ -40,7 +40,7 @@ def name_of_stranger(owner: str) -> str:
     return f"{known[kind]} {number[:4]}" if dash and kind in known else "another"
 
 
-class ChatScreen(BearsRemovals, Screen[None]):
+class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
     """Takes keys, and hands the engine's events to the talk or to the memory."""
 
     app = getters.app(EngineApp)

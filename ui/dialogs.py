@@ -29,7 +29,7 @@ from minillm.ui.chat.conversation import Fork
 from minillm.ui.chat.sessions import SessionStore, SessionSummary
 from minillm.ui.numbers import bar, plural
 from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
-from minillm.ui.textual_internals import Options, PatientPalette, SteadyTextArea
+from minillm.ui.textual_internals import AsLargeAsTerminal, Options, PatientPalette, SteadyTextArea
 
 if TYPE_CHECKING:
     from minillm.weights.manifest import ModelEntry
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Dialog(ModalScreen[Result]):
+class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
     """A box in the middle; it gives back its result, or None."""
 
     BINDINGS = [  # noqa: RUF012

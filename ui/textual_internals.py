@@ -16,10 +16,11 @@ from textual import events
 from textual._xterm_parser import XTermParser
 from textual.app import App, ComposeResult
 from textual.command import CommandList, CommandPalette
+from textual.css.query import NoMatches
 from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Offset, Size
 from textual.scroll_view import ScrollView
-from textual.widget import Widget
+from textual.widget import MountError, Widget
 from textual.widgets import OptionList, TextArea
 from textual.worker import WorkerFailed
 
@@ -71,6 +72,11 @@ class QuietApp(App[None]):
             self._driver.write(_TITLE_BEFORE)
             self._driver.flush()
 
+    def _handle_exception(self, error: Exception) -> None:
+        # From `exit` on Textual mounts nothing, and widgets go, while others still take what was said before.
+        if not (self._exit and isinstance(error, MountError | NoMatches)):
+            super()._handle_exception(error)
+
     def _fatal_error(self) -> None:
         # Textual would print a traceback with all local variables.
         self._close_messages_no_wait()
@@ -109,6 +115,19 @@ class BearsRemovals:
         widget, offset = super().get_widget_and_offset_at(x, y)  # type: ignore[misc]
         is_removed = widget is not None and widget is not self and widget.parent is None
         return (None, None) if is_removed else (widget, offset)
+
+
+class AsLargeAsTerminal:
+    """Mixed into a screen: it has the terminal's present size, whatever an older event says.
+
+    A screen that is laid out tells itself its size. Where two sizes wait in its queue during a `batch_update`, each
+    brings the other back when it has been taken, without end, and nothing else in the app would run.
+    """
+
+    app: App[Any]
+
+    async def _on_resize(self, event: events.Resize) -> None:
+        event.size = self.app.size
 
 
 class KeepsPlace:
@@ -213,7 +232,7 @@ class _Commands(CommandList, Options, can_focus=False):
     """The palette's list."""
 
 
-class PatientPalette(CommandPalette):
+class PatientPalette(AsLargeAsTerminal, CommandPalette):
     """A command palette that can be paged while its list has no lines yet, until the next layout, and clicked at."""
 
     def compose(self) -> ComposeResult:

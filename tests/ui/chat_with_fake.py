@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import telling
+
 from minillm.cli.main import main
 from minillm.ui import app as chat_app
 from minillm.ui.settings import Settings
@@ -21,7 +23,7 @@ class Breakable(chat_app.ChatApp):
 
 def run() -> int:
     app = Breakable(Settings(sys.argv[1] if len(sys.argv) > 1 else "fake"), engine_command=FAKE)
-    code = chat_app.run(app)
+    code = telling.run(app)
     assert "torch" not in sys.modules, "the app's process must not import torch"
     return code
 

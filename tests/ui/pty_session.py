@@ -32,6 +32,32 @@ MODES = {
 }
 
 
+def children(process: int) -> list[int]:
+    """The ids of a process's children; none where it has ended."""
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return []
+
+
+def waited_for_processor(process: int) -> float:
+    """The seconds in which a process's first thread could have run, and another one ran; 0 where it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def process_facts(process: int) -> str:
+    """A process's state, its processor time, and the kernel's function in which it sleeps."""
+    try:
+        command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[-80:]
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        sleeps = Path(f"/proc/{process}/wchan").read_text()
+    except OSError:
+        return f"process {process} has ended"
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return f"process {process} ({command}) is {fields[0]} in {sleeps or '?'} after {seconds:.1f} s of processor"
+
+
 class Session:
     """A running program; `output` is everything it has written so far."""
 
@@ -66,6 +92,13 @@ class Session:
             assert time.monotonic() < end, f"{text!r} did not come; the last was {self.output[-600:]!r}"
             self.read(0.05)
 
+    def wait_for_keys_taken(self) -> None:
+        """Wait until the program has the terminal to itself, or has ended: before, Ctrl+Q does not reach it."""
+        patience = self._patience(60)
+        while self.process.poll() is None and termios.tcgetattr(self._slave)[0] & termios.IXON:
+            assert next(patience), f"it does not take the terminal; {self._story()}"
+            self.read(0.05)
+
     def type(self, text: str) -> None:
         self.type_bytes(text.encode())
 
@@ -80,15 +113,37 @@ class Session:
             self.process.send_signal(signal.SIGWINCH)
 
     def end(self, seconds: float = 15) -> int:
-        """Wait for the program's end, without a message from Python; returns the exit code as a shell does."""
-        deadline = time.monotonic() + seconds
+        """Wait for the program's end, without a message from Python; returns the exit code as a shell does.
+
+        Time in which it waits for a processor does not count: on a loaded machine it needs longer for the same.
+        """
+        patience = self._patience(seconds)
         while self.process.poll() is None:
-            assert time.monotonic() < deadline, f"it does not end; the last was {self.output[-600:]!r}"
+            assert next(patience), f"it does not end; {self._story()}"
             self.read(0.05)
         self.read(0.2)
         assert b"Exception ignored" not in self.output, self.output[-2000:]
         code = self.process.returncode
         return code if code >= 0 else 128 - code
+
+    def _patience(self, seconds: float) -> Iterator[bool]:
+        """Whether the program has run or slept for less than so many seconds since the first look."""
+        began, starved = time.monotonic(), waited_for_processor(self.process.pid)
+        while True:
+            yield time.monotonic() - began - max(0.0, waited_for_processor(self.process.pid) - starved) < seconds
+
+    def _story(self) -> str:
+        """What was written last; which keys wait; the program and its children; and what `telling.py` tells."""
+        shown = self.output[-600:]
+        waiting = struct.unpack("i", fcntl.ioctl(self._slave, termios.FIONREAD, b"\0" * 4))[0]
+        processes = [self.process.pid, *children(self.process.pid)]
+        facts = [f"{waiting} bytes of keys wait", *map(process_facts, processes)]
+        before = len(self.output)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)  # kills a program that has nothing to tell, which is lost anyway
+        self.read(2)
+        told = self.output[before:].decode("utf-8", "replace")
+        return f"the last was {shown!r}; {'; '.join(facts)}; it told:\n{told}"
 
     def modes_left_on(self) -> list[str]:
         """The modes that were last switched on, and "raw" if the line discipline has changed."""

@@ -5,28 +5,34 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from driving import ask, chat, notes, say, screen, seen, until
 from textual import events
 from textual._compositor import Compositor, ReflowResult
 from textual.geometry import Size
+from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 
 from minillm.service.client import EngineProcess
+from minillm.service.messages import Finished, TextDelta
 from minillm.ui.bars import KeyBar, StatusBar
 from minillm.ui.chat.answer_view import AnswerView
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.chat.turn_view import Question
 from minillm.ui.chat_screen import ChatScreen
 from minillm.ui.dialogs import ModelScreen, SamplingScreen, SystemScreen
 from minillm.ui.drawing import Drawing
+from minillm.ui.engine_app import EngineEvent
 from minillm.ui.help import HelpScreen
 from minillm.ui.memory.line_view import LineView
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool_map import PoolMap
+from minillm.ui.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
@@ -511,6 +517,34 @@ async def test_beside_a_model_the_screen_is_drawn_no_more_often_than_its_share_a
         await until(pilot, lambda: len(drawn) == 5)
 
 
+@pytest.mark.parametrize("name", ["", "system", "palette"])
+async def test_sizes_that_come_late_do_not_keep_the_app_busy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sizes in a screen's queue, with something between them: each would bring back the other, for ever."""
+    resized, sizes = Screen._screen_resized, []
+
+    def counted(of: Screen, size: Size) -> None:
+        sizes.append(size)
+        assert len(sizes) < 100, sizes
+        resized(of, size)
+
+    monkeypatch.setattr(Screen, "_screen_resized", counted)
+    async with chat(size=(130, 40)) as pilot:
+        if name == "palette":
+            await pilot.press("ctrl+p")
+        elif name:
+            await say(pilot, f"/{name}")
+        top, now = pilot.app.screen, pilot.app.size
+        assert (top is screen(pilot)) == (not name)
+        with pilot.app.batch_update():  # as while parts of a conversation are mounted
+            for size in (Size(40, 10), now):
+                top.post_message(events.Resize(size, size))
+                top.call_later(lambda: None)
+            await asyncio.sleep(0.1)
+        await pilot.pause()
+        assert [each.size for each in pilot.app.screen_stack] == [now] * len(pilot.app.screen_stack)
+        assert screen(pilot).has_class("-wide")
+
+
 async def test_the_app_ends_after_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The app waits even for a slow engine: asyncio prints a complaint if a process outlives the event loop."""
     stop, codes = EngineProcess.stop, []
@@ -524,3 +558,28 @@ async def test_the_app_ends_after_its_engine(monkeypatch: pytest.MonkeyPatch) ->
     async with chat() as pilot:
         pilot.app.exit()
     assert -signal.SIGKILL in codes
+
+
+@pytest.mark.parametrize("what", ["answer", "dialog", "conversation"])
+async def test_what_is_still_to_come_when_the_app_is_left_is_no_defect(what: str, tmp_path: Path) -> None:
+    """The screen takes no widget any more. The last words are on disk."""
+    store = SessionStore(tmp_path)
+    async with chat(store=store) as pilot:
+        await ask(pilot, "hello")
+        await say(pilot, "never")
+        talk = screen(pilot).talk
+        await until(pilot, lambda: talk.run is not None)
+        request = talk.conversation.turns[-1].answer.request_id
+        if what == "answer":
+            talk.post_message(EngineEvent(TextDelta(request, 0, "the last words", 3)))
+            talk.post_message(EngineEvent(Finished(request, 0, "stop", 3, 50.0, 23)))
+        elif what == "conversation":
+            talk.call_command("new", "")
+        pilot.app.exit()
+        if what == "dialog":
+            pilot.app.push_screen(SamplingScreen(Settings("fake")))
+        await asyncio.sleep(0.1)  # all that was asked for is done by the tasks of the app
+    assert pilot.app.return_code == 0
+    if what == "answer":
+        [saved] = store.list()
+        assert store.load(saved.path).turns[-1].answer.text == "the last words"

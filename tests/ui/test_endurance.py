@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pty_session import Session, session
+from pty_session import Session, children, session
 from test_random_keys import something
 
 from minillm.ui.chat.sessions import SessionStore
@@ -51,12 +51,6 @@ def type_slowly(running: Session, data: bytes) -> None:
         if select.select([], [running._master], [], 0.05)[1]:
             data = data[os.write(running._master, data[:512]) :]
         assert time.monotonic() < deadline, "it takes no keys any more"
-
-
-def children(process: int) -> list[int]:
-    with suppress(OSError):
-        return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-    return []
 
 
 def ends(process: int, seconds: float) -> bool:

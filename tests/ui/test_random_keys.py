@@ -12,6 +12,7 @@ from pty_session import CHAT, Session, session
 
 from minillm.ui.chat.commands import COMMANDS
 
+TELLING = str(Path(__file__).with_name("telling.py"))
 SESSIONS = int(os.environ.get("SOAK_SESSIONS", "60"))
 FUNCTION_KEYS = ["\x1bOP", "\x1bOQ", "\x1bOR", "\x1bOS", *(f"\x1b[{n}~" for n in (15, 17, 18, 19, 20, 21, 23))]
 ARROWS = [f"\x1b[{modifier}{key}" for modifier in ("", "1;2", "1;3", "1;5") for key in "ABCDHF"]
@@ -63,10 +64,11 @@ def test_random_keys(engine: str, tiny_model: Path, tmp_path: Path) -> None:
     for seed in range(SESSIONS):
         rng = random.Random(seed)
         options = ("--device", "cpu", "--num-blocks", "40", "--max-tokens", str(rng.choice([8, 60])))
-        real = (sys.executable, "-m", "minillm", "chat", "--model", str(tiny_model), *options)
+        real = (sys.executable, TELLING, "chat", "--model", str(tiny_model), *options)
         environment = {"MINILLM_DATA": str(tmp_path), "MINILLM_CONFIG": str(tmp_path / "none.toml")}
         with session(real if engine == "real" else CHAT, size=rng.choice(SIZES), environment=environment) as running:
             typed = type_at_random(running, rng)
+            running.wait_for_keys_taken()
             if running.process.poll() is None:
                 for key in ("\x1b[27u", "\x1b[27u", "\x11"):
                     running.type(key)

@@ -191,6 +191,28 @@ def test_a_key_in_the_midst_of_a_question(keys: str) -> None:
         assert b"error" not in running.output
 
 
+def test_an_app_that_does_not_end_tells_what_it_does() -> None:
+    """For the tests: what stands in the message of one that fails."""
+    with session() as running:
+        running.wait_for("ready")
+        running.type("never\r")
+        running.wait_for("reading the prompt")
+        running.type("and this\r")
+        running.wait_for("will be asked next")
+        with pytest.raises(AssertionError) as failed:
+            running.end(0.1)
+        told = str(failed.value)
+        for fact in (
+            "it does not end",
+            "0 bytes of keys wait",
+            "fake_engine.py",
+            "'and this'",
+            "engine: ready",
+            "goes on",
+        ):
+            assert fact in told, (fact, told)
+
+
 def test_control_c_stops_the_answer_and_then_quits() -> None:
     with session() as running:
         start(running)

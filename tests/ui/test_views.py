@@ -800,6 +800,15 @@ def test_the_chart_of_a_pool_that_is_hardly_filled_is_true_to_scale() -> None:
     assert figures_text(pool, 42, 40)[-1].endswith(("o", "~")), "what is used is seen, however little it is"
 
 
+def test_the_curves_of_the_kinds_have_one_scale() -> None:
+    """A slot that is wasted is not drawn as high as a hundred that are used."""
+    pool = Pool(2048, 16, 4096)
+    pool.apply(CacheChanged([table(1, "turn 1", 0, "idle", 111, [0, 4, 8, 12, 16, 20, 24])]))
+    lines = [line for line in figures_text(pool, 42, 40) if line.split()[-1:] != ["bytes"]]
+    newest = {line.split()[0]: line[8:22][-1] for line in lines[:5]}
+    assert newest == {"used": "█", "shared": " ", "waste": "▁", "cached": " ", "free": "█"}
+
+
 @pytest.mark.anyio
 async def test_steps_show_what_they_did_and_where_their_time_went() -> None:
     async with panel_of(view="steps") as (pilot, panel, _):

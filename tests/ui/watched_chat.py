@@ -13,6 +13,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import telling
+
 from minillm.cli.main import main
 from minillm.errors import MinillmError
 from minillm.system import resident_bytes
@@ -131,7 +133,7 @@ def run() -> int:
         engine_command=ENGINES["fake" if model == "fake" else "checked"],
     )
     app.seen = Path(log)
-    return chat_app.run(app)
+    return telling.run(app)
 
 
 if __name__ == "__main__":

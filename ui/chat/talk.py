@@ -11,10 +11,11 @@ from textual.widgets import TextArea
 
 from minillm.errors import MinillmError, UsageError
 from minillm.service.messages import Command, Forget, Keep, Notice, Pin, Report
-from minillm.ui.bars import FULL, LoadingBar, Status, StatusBar
+from minillm.ui.bars import FULL, LoadingBar, StatusBar
 from minillm.ui.chat.answer_run import AnswerRun, Ending
 from minillm.ui.chat.compact import Compaction
 from minillm.ui.chat.conversation import Answer, Candidate, Choice, Conversation, Fork, Turn
+from minillm.ui.chat.engine_words import notes_of, status_of
 from minillm.ui.chat.files import with_files
 from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
@@ -23,19 +24,14 @@ from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.drawing import Drawing
-from minillm.ui.engine_app import CommandAsked, EngineApp, EngineCommand, EngineEvent, EngineState, Phase
+from minillm.ui.engine_app import CommandAsked, EngineApp, EngineCommand, EngineEvent, EngineState
 from minillm.ui.memory.pool import Pool
-from minillm.ui.numbers import count, duration, plural
+from minillm.ui.numbers import count, plural
 
 _SAVE_INTERVAL = 2.0  # seconds between two saves while an answer grows
 _FAR = 3  # lines below the screen that a reader is told of
 _LINES_AHEAD = 6  # of a growing paragraph, where the model computes on the same cores
 LONG_ANSWER = 10.0  # seconds after which a user is called: one may have turned to something else
-_NOTES = {
-    "failed": (" (F2 chooses a model, /reload tries again)", "error"),
-    "crashed": (" (/reload restarts it; the conversation is kept)", "error"),
-    "off": ("loading was cancelled (/reload loads again, F2 chooses a model)", "warning"),
-}  # the rest of a note that begins with the error, by the engine's phase
 
 
 class Talk(Vertical):
@@ -105,19 +101,13 @@ class Talk(Vertical):
             self.compaction = None
             if self.run is not None:
                 await self._end(Ending("lost"))
+        for text, kind in notes_of(state):
+            await self.transcript.add_note(text, kind)
         if state.loaded is not None:
-            loaded = state.loaded
             self._report_every = 0.0
-            source = f" from {loaded.source}" if loaded.source else ""
-            await self.transcript.add_note(f"{loaded.model}{source}, ready in {duration(loaded.seconds)}")
-            if not loaded.has_chat_template:
-                text = "this model has no chat template, so it cannot chat (F2: another)"
-                await self.transcript.add_note(text, "warning")
             self._pin_system()
             await self._ask_waiting()
-        elif state.phase in _NOTES:
-            text, kind = _NOTES[state.phase]
-            await self.transcript.add_note(state.error + text, kind)
+        elif state.phase != "loading":
             self.take_back()
         self.refresh_status()
 
@@ -359,7 +349,7 @@ class Talk(Vertical):
 
     def refresh_status(self) -> None:
         """Show the activity. Drawing and reports leave the processor to a model that computes on it."""
-        loaded, pool = self.engine.loaded, self.pool
+        loaded = self.engine.loaded
         leaf = self.leaf = self.conversation.leaf
         on_cpu = loaded is not None and loaded.device == "cpu"
         self.beside_model = self.run is not None and on_cpu and not self.is_paced
@@ -368,18 +358,11 @@ class Talk(Vertical):
         if abs(every - self._report_every) > 0.2 * self._report_every:
             self._report_every = every
             self.send(Report(every))
-        answer = leaf.answer if leaf is not None else Answer("")
-        self.prompt.num_picks = len(answer.candidates)
+        self.prompt.num_picks = len(leaf.answer.candidates) if leaf is not None else 0
         # A cursor that blinks beside the model would cost two drawings a second.
         self.prompt.cursor_blink = self.run is None
-        self.query_one(StatusBar).status = Status(
-            activity=_activity(self.engine.phase, self.run, answer) if self.compaction is None else "summing up",
-            tokens_per_second=answer.tokens_per_second,
-            time_to_first_token=answer.time_to_first_token,
-            context_used=self.conversation.num_known_tokens,
-            context_size=loaded.max_model_len if loaded is not None else 0,
-            blocks_used=pool.used_blocks if pool is not None else 0,
-            blocks_total=pool.num_blocks if pool is not None else 0,
+        self.query_one(StatusBar).status = status_of(
+            self.engine, self.run, self.conversation, self.pool, sums_up=self.compaction is not None
         )
 
     @on(TextArea.Changed)
@@ -410,11 +393,3 @@ class Talk(Vertical):
                 self.prompt.remember(turn.question)
         self.prompt.focus()
         self.refresh_status()
-
-
-def _activity(phase: Phase, run: AnswerRun | None, answer: Answer) -> str:
-    if phase != "ready":
-        return {"loading": "loading", "off": "no model"}.get(phase, "failed")
-    if run is None or run.is_stopping:
-        return "ready" if run is None else "stopping"
-    return "reading" if answer.time_to_first_token is None else "generating"

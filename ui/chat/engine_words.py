@@ -1,0 +1,52 @@
+"""How the talk tells the engine's state: in notes between the turns, and in the status bar."""
+
+from minillm.ui.bars import Status
+from minillm.ui.chat.answer_run import AnswerRun
+from minillm.ui.chat.conversation import Answer, Conversation
+from minillm.ui.engine_app import EngineState
+from minillm.ui.memory.pool import Pool
+from minillm.ui.numbers import duration
+
+_ADVICE = {
+    "failed": (" (F2 chooses a model, /reload tries again)", "error"),
+    "crashed": (" (/reload restarts it; the conversation is kept)", "error"),
+    "off": ("loading was cancelled (/reload loads again, F2 chooses a model)", "warning"),
+}  # the rest of a note that begins with the error, and its kind, by the engine's phase
+
+
+def notes_of(engine: EngineState) -> list[tuple[str, str]]:
+    """The notes that belong to a phase which the engine has come to: text and kind of each, see `Note`."""
+    if (loaded := engine.loaded) is not None:
+        source = f" from {loaded.source}" if loaded.source else ""
+        notes = [(f"{loaded.model}{source}, ready in {duration(loaded.seconds)}", "info")]
+        if not loaded.has_chat_template:
+            notes.append(("this model has no chat template, so it cannot chat (F2: another)", "warning"))
+        return notes
+    if engine.phase in _ADVICE:
+        advice, kind = _ADVICE[engine.phase]
+        return [(engine.error + advice, kind)]
+    return []
+
+
+def status_of(
+    engine: EngineState, run: AnswerRun | None, conversation: Conversation, pool: Pool | None, *, sums_up: bool
+) -> Status:
+    """What the status bar shows; ``run`` is the answer that is being given, ``sums_up`` whether a summary is."""
+    answer = conversation.leaf.answer if conversation.leaf is not None else Answer("")
+    return Status(
+        activity="summing up" if sums_up else _activity(engine, run, answer),
+        tokens_per_second=answer.tokens_per_second,
+        time_to_first_token=answer.time_to_first_token,
+        context_used=conversation.num_known_tokens,
+        context_size=engine.loaded.max_model_len if engine.loaded is not None else 0,
+        blocks_used=pool.used_blocks if pool is not None else 0,
+        blocks_total=pool.num_blocks if pool is not None else 0,
+    )
+
+
+def _activity(engine: EngineState, run: AnswerRun | None, answer: Answer) -> str:
+    if engine.phase != "ready":
+        return {"loading": "loading", "off": "no model"}.get(engine.phase, "failed")
+    if run is None or run.is_stopping:
+        return "ready" if run is None else "stopping"
+    return "reading" if answer.time_to_first_token is None else "generating"
