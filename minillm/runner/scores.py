@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minillm import kernels
 from minillm.model.llama import Llama
 from minillm.model.shard import ranks_of
 from minillm.outputs import PromptTokenLogprobs
@@ -75,9 +76,5 @@ def score(model: Llama, hidden: Tensor, chunks: list[ChunkWork], first: int) -> 
 
 def _score_rows(logits: Tensor, targets: Tensor, most: int) -> tuple[Tensor, ...]:
     """See `Scored`; of ``logits [n, vocab]`` float32 and ``targets [n]``."""
-    chosen, total = logits.gather(1, targets[:, None]), logits.logsumexp(-1, keepdim=True)
-    results = (chosen - total)[:, 0], (logits > chosen).sum(-1) + 1
-    if not most:
-        return results
-    values, ids = logits.topk(min(most, logits.shape[1]))
-    return *results, values - total, ids
+    results = kernels.log_probabilities(logits, targets), (logits > logits.gather(1, targets[:, None])).sum(-1) + 1
+    return (*results, *kernels.top_log_probabilities(logits, min(most, logits.shape[1]))) if most else results

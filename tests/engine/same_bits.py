@@ -44,14 +44,15 @@ def requests_of(
         elif kind == 3:
             options |= {"temperature": 0.7, "seed": number, "top_k": 40, "repetition_penalty": 1.1}
         else:
-            options |= {"temperature": 0.0, "frequency_penalty": 0.4, "min_p": 0.02}
+            options |= {"temperature": 0.0, "frequency_penalty": 0.4, "min_p": 0.02, "prompt_logprobs": 1}
         found.append((prompt, SamplingParams(**options, ignore_eos=True)))
     return found
 
 
 def result_of(output: RequestOutput) -> Result:
+    prompt = [(one.token_id, one.logprob, one.top) for one in output.prompt_logprobs or [] if one is not None]
     return [
-        (each.token_ids, [(one.token_id, one.logprob, one.top) for one in each.logprobs or []])
+        (prompt, each.token_ids, [(one.token_id, one.logprob, one.top) for one in each.logprobs or []])
         for each in output.outputs
     ]
 
