@@ -349,9 +349,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("perplexity-counts-the-first-token", "_exp(-total / (len(ids) - 1))", "_exp(-total / len(ids))", SCORE),
     ],
     "minillm/runner/scores.py": [
-        ("best-has-rank-zero", "(logits > chosen).sum(-1) + 1", "(logits > chosen).sum(-1)", SCORES),
+        ("best-has-rank-zero", "targets[:, None])).sum(-1) + 1", "targets[:, None])).sum(-1)", SCORES),
         ("all-chunks-score-the-first-rows", "        first += len(chunk.token_ids)", "        pass", SCORES),
-        ("top-is-no-probability", "values - total, ids", "values, ids", SCORES),
+        ("top-is-of-the-targets", "kernels.top_log_probabilities(logits,", "kernels.top_log_probabilities(-logits,", SCORES),
     ],
     # --- beams --------------------------------------------------------------------------------------------------------
     "minillm/beams/method.py": [
