@@ -351,7 +351,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/runner/scores.py": [
         ("best-has-rank-zero", "targets[:, None])).sum(-1) + 1", "targets[:, None])).sum(-1)", SCORES),
         ("all-chunks-score-the-first-rows", "        first += len(chunk.token_ids)", "        pass", SCORES),
-        ("top-is-of-the-targets", "kernels.top_log_probabilities(logits,", "kernels.top_log_probabilities(-logits,", SCORES),
+        ("top-is-of-the-targets", "top_log_probabilities(logits,", "top_log_probabilities(-logits,", SCORES),
     ],
     # --- beams --------------------------------------------------------------------------------------------------------
     "minillm/beams/method.py": [
