@@ -143,6 +143,11 @@ def has_whole_products(device: torch.device) -> bool:
     return device.type != "cuda" or _capability(device.index or 0) >= (8, 0)
 
 
+def has_wgmma(device: torch.device) -> bool:
+    """Whether four warps of a GPU use the matrix unit together (9.x); the interpreter does."""
+    return INTERPRETED.value or (device.type == "cuda" and _capability(device.index or 0)[0] == 9)
+
+
 def has_large_shared_memory(device: torch.device) -> bool:
     """Whether a program may have more than 224 KiB of shared memory, as on data centres' GPUs from 9.0 on."""
     return device.type == "cuda" and (9, 0) <= _capability(device.index or 0) < (12, 0)

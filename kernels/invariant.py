@@ -9,7 +9,6 @@ rows at a time.
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from minillm.kernels import LinearWeight, Ops
@@ -17,7 +16,7 @@ from minillm.kernels import invariant_attention as attention
 from minillm.kernels import low_bit_dot as dot
 from minillm.kernels.activation import silu_mul
 from minillm.kernels.arguments import Pages
-from minillm.kernels.compat import INTERPRETED
+from minillm.kernels.compat import has_wgmma
 from minillm.kernels.cpu import HostPlan
 from minillm.kernels.invariant_linear import product
 from minillm.kernels.low_bit import FP8, LowBit
@@ -79,8 +78,7 @@ def _compute(
 
 
 def _is_for_dot(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
-    has_unit = INTERPRETED.value or (x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9)
-    return has_unit and x.element_size() == 2 and all(part.layout != FP8 for part in parts)
+    return has_wgmma(x.device) and x.element_size() == 2 and all(part.layout != FP8 for part in parts)
 
 
 def _by_dot(x: Tensor, weight: LinearWeight, out: Tensor, norm: Norm | None, *, gated: bool, add: bool) -> Tensor:

@@ -24,12 +24,10 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Pages
 from minillm.kernels.chunked_prefill import find_chunk
-from minillm.kernels.compat import INTERPRETED, dot, pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, dot, has_whole_products, pdl_options, wait_for_inputs
 from minillm.kernels.decode_attention import check_inputs, k_numbers, load_scales, num_splits_for, share, v_numbers
 from minillm.kernels.staging import seqs_tile
 
-_TILE = 16 if INTERPRETED.value else 64  # tokens
-# The first eight segments are two tiles long, for a short context to have several, the others eight.
 _COLUMNS = tl.constexpr(16)  # of ones: the fewest that the matrix unit takes
 _JOINED = tl.constexpr(4 if INTERPRETED.value else 32)  # segments whose results are asked for at a time
 
@@ -95,6 +93,7 @@ def _divided(out, total):
     return out / tl.where(total > 0, total, 1.0)
 
 
+# The first eight segments are two tiles long, for a short context to have several, the others eight.
 @triton.jit
 def _segment_of(token, TILE: tl.constexpr):
     """The number of the segment that a token lies in."""
@@ -276,9 +275,10 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
     if not num_seqs:
         return out
     longest = tables.shape[1] * block_size
-    num_segments = _num_segments(longest)
+    tile = tile_of(q.element_size(), head_dim, q.device)
+    num_segments = num_segments_of(longest, tile)
     if num_splits is None:
-        most = min(num_segments, _num_segments(window or longest) + 1)
+        most = min(num_segments, num_segments_of(window or longest, tile) + 1)
         num_splits = num_splits_for(num_seqs, num_kv_heads, most, q.device, 1)
     group, is_partial = num_heads // num_kv_heads, num_splits > 1
     dim_tile, pdl = max(16, triton.next_power_of_2(head_dim)), pdl_options(q.device)
@@ -291,13 +291,13 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim, softmax_scale * 1.4426950408889634,
         num_heads, num_splits, num_segments,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
-        BLOCK_SIZE=block_size, TILE=_TILE, WINDOW=window, PARTIAL=is_partial,
+        BLOCK_SIZE=block_size, TILE=tile, WINDOW=window, PARTIAL=is_partial,
         **_decode_options(q.element_size(), dim_tile), enable_fp_fusion=False, **pdl,
     )  # fmt: skip
     if is_partial:
         _join_kernel[(num_seqs, num_heads)](
             out, parts, sums, lens, num_heads, num_segments,
-            HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=_TILE, WINDOW=window,
+            HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=tile, WINDOW=window,
             num_warps=1, enable_fp_fusion=False, **pdl,
         )  # fmt: skip
     return out
@@ -321,15 +321,34 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
         q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim, softmax_scale * 1.4426950408889634,
         num_heads, num_seqs,
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=dim_tile, BLOCK_SIZE=block_size,
-        ROWS=rows, TILE=_TILE, SEQS_TILE=seqs_tile(num_seqs), WINDOW=window,
+        ROWS=rows, TILE=tile_of(q.element_size(), head_dim, q.device), SEQS_TILE=seqs_tile(num_seqs), WINDOW=window,
         **options, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-def _num_segments(tokens: int) -> int:
+def tile_of(element_size: int, head_dim: int, device: torch.device) -> int:
+    """The tokens of a tile: of queries of a kind on a kind of GPU always the same, and so few that they find room."""
+    if INTERPRETED.value:
+        return 16
+    row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
+    tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
+    return tile if has_whole_products(device) else max(16, tile // 2)
+
+
+def num_segments_of(tokens: int, tile: int) -> int:
     """The segments of a context of so many tokens: see `_segment_of`."""
-    return -(-tokens // (2 * _TILE)) if tokens <= 16 * _TILE else 6 - (-tokens // (8 * _TILE))
+    return -(-tokens // (2 * tile)) if tokens <= 16 * tile else 6 - (-tokens // (8 * tile))
+
+
+def partial_bytes(
+    max_num_seqs: int, max_context: int, num_heads: int, num_kv_heads: int, head_dim: int, element_size: int,
+    device: torch.device,
+) -> int:  # fmt: skip
+    """The most bytes of results of segments, of up to so many sequences: of many sequences none is kept."""
+    segments = num_segments_of(max_context, tile_of(element_size, head_dim, device))
+    seqs = [n for n in range(1, max_num_seqs + 1) if num_splits_for(n, num_kv_heads, segments, device, 1) > 1]
+    return max(seqs, default=0) * segments * num_heads * (head_dim + 2) * 4
 
 
 def _decode_options(element_size: int, dim_tile: int) -> dict[str, int]:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import INTERPRETED, dot, finished, pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, dot, finished, has_wgmma, pdl_options, wait_for_inputs
 from minillm.kernels.low_bit import GROUP, Layout, LowBit
 from minillm.kernels.low_bit_lanes import codes, eight_weights, row_factors
 from minillm.kernels.low_bit_matmul import HalfActivations
@@ -233,7 +233,7 @@ def takes(x: Tensor, matrices: Iterable[LowBit]) -> bool:
     has_8_bits = any(matrix.layout.bits == 8 for matrix in matrices)
     if x.shape[0] not in (_TOKENS_OF_8_BITS if has_8_bits else _TOKENS) or x.dtype.itemsize != 2:
         return False
-    return INTERPRETED.value or (x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 9)
+    return has_wgmma(x.device)
 
 
 def tile_for(layout: Layout, tokens: int, features: int, gated: bool) -> Tile:

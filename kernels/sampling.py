@@ -167,7 +167,7 @@ def _log_probability_kernel(
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """See `reference.log_probabilities`: the bits are those of `sample_with_logprobs`; logits as there.
+    """See `reference.log_probabilities`: the bits are those of `sample_with_logprobs` for logits of one type.
 
     Grid of the second launch: (rows). It merges what the scan found of the row's pieces.
     """

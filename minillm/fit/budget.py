@@ -84,7 +84,12 @@ class Budget:
         return Layout(self.element_size, packs, asked, keeps, in_8_bits)
 
     def keeps_copy(self, weights: Weights, shape: Shape) -> bool:
-        """Whether a copy in 16 bits of low-bit weights is kept beside them: option ``weights``."""
+        """Whether a copy in 16 bits of low-bit weights is kept beside them: option ``weights``.
+
+        Not where the bits are promised: the memory that happens to be free must not choose the product.
+        """
+        if self.config.deterministic:
+            return False
         if self.config.weights != "auto" or not self.on_gpu:
             return self.on_gpu and self.config.weights == "both" and weights.copied > 0
         memory = weights.memory + weights.copied + self.draft_bytes

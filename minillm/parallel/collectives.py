@@ -65,6 +65,8 @@ class Ranks:
 
     def _all_reduce_in_order(self, x: Tensor) -> Tensor:
         """Piece by piece where the ranks reach each other's memory; elsewhere every rank gets all parts."""
+        if not x.numel():
+            return x
         if self._sums is None:
             total = torch.zeros_like(x, dtype=torch.float32)
             for part in self.all_gather(x):
@@ -72,7 +74,8 @@ class Ranks:
             return x.copy_(total)
         for piece in x.view(-1).split(self._sums.most_bytes // x.itemsize):
             exchange = self._sums.exchange_for(piece)
-            assert exchange is not None, f"no exchange takes {tuple(piece.shape)} {piece.dtype}"
+            if exchange is None:
+                raise ValueError(f"sums in order are of whole words, not of {tuple(piece.shape)} {piece.dtype}")
             all_reduce(piece, exchange)
         return x
 

@@ -12,7 +12,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.fit.budget import GRAPH_BYTES, Budget
 from minillm.fit.forms import shape_of
 from minillm.fit.weights import QUANTIZED, Weights, weights_in_memory
-from minillm.kernels import Costs
+from minillm.kernels import FASTEST, Costs
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import TensorSource, load_llama, parameter_shapes
@@ -211,8 +211,7 @@ def _load(
             on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
         )
         in_memory = Weights(model.weight_bytes, model.weight_bytes, copied=model.copied_bytes)
-        # With a promise of the same bits the memory that happens to be free must not choose the product.
-        keeps_copy = not config.deterministic and budget.keeps_copy(in_memory, shape_of(description.config))
+        keeps_copy = budget.keeps_copy(in_memory, shape_of(description.config))
         if keeps_copy if ranks is None else ranks.least(keeps_copy):
             for linear in model.linears:
                 linear.keep_copy(model.dtype)
@@ -251,7 +250,8 @@ def build_runner(
         from minillm.runner.tiles import TileFile, choose_tiles  # not at the top: it imports Triton
 
         for each in models:
-            choose_tiles(each, TileFile.of(device), ranks, on_progress, on_message)
+            if each.ops is FASTEST:  # others have tiles of their own
+                choose_tiles(each, TileFile.of(device), ranks, on_progress, on_message)
     left = budget_of(config, device, model.dtype).available
     tokens = budget.step_tokens(shape_of(description.config), left)
     if ranks is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minillm import kernels
 from minillm.cache import HostMoves
-from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
+from minillm.kernels import FASTEST, AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
 from minillm.model.llama import Batch, Llama
 from minillm.model.shard import ranks_of
 from minillm.runner.device_beams import Chosen, DeviceBeams
@@ -59,10 +59,18 @@ def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size
     """Return the bytes that a `DeviceRunner` keeps on the device beside weights and pool."""
     # Logits, counts of tokens for penalties, block tables twice, and partial results of attention.
     rows, width = _capacity(max_num_seqs), -(-max_model_len // block_size)
-    partial = attention_shape(model).max_results(rows) * model.local.num_heads * (model.local.head_dim + 1) * 4
+    c = model.local
+    partial = attention_shape(model).max_results(rows) * c.num_heads * (c.head_dim + 1) * 4
+    copies = 4
+    if model.ops is not FASTEST:
+        from minillm.kernels.invariant_attention import partial_bytes  # not at the top: it imports Triton
+
+        heads = c.num_heads, c.num_kv_heads, c.head_dim
+        partial = partial_bytes(rows, width * block_size, *heads, model.dtype.itemsize, model.device)
+        copies = 8  # all draws are from float32
     words = 2 * 4 * (Field.TABLE + width)
     bits = 4 * (model.config.vocab_size // 32 + 1)
-    return rows * (model.config.vocab_size * (model.dtype.itemsize + 4 + 4) + bits + words) + partial
+    return rows * (model.config.vocab_size * (model.dtype.itemsize + 4 + copies) + bits + words) + partial
 
 
 class DeviceRunner(Runner):
@@ -228,7 +236,8 @@ class DeviceRunner(Runner):
             self._send(masks, [draw.row for draw in draws])
         penalised = any(group.params.has_penalties for group, _ in owners)
         # Where nobody wants to know log-probabilities, they only tell of NaN.
-        told = (penalised or masked) and any(group.params.logprobs is not None for group, _ in owners)
+        wanted = any(group.params.logprobs is not None for group, _ in owners)
+        told = (penalised or masked) and wanted
         work = partial(self._draw, size, penalised=penalised, masked=masked, told=told)
         tokens, logprobs = self._draws.run((size, penalised, masked, told), work)
         self._books.note_drawn(draws)
@@ -237,13 +246,14 @@ class DeviceRunner(Runner):
         at: slice | Tensor = slice(len(draws))
         if len(draws) != draws[-1].row + 1:  # rows of another method lie between
             at = self._numbers([draw.row for draw in draws], torch.int64)
-        return Drawn(draws, tokens[at], logprobs[at], logits[at], may_run_ahead=_ahead(draws), may_compute_ahead=True)
+        shown = self.as_drawn_from(logits[at]) if wanted else logits[at]
+        return Drawn(draws, tokens[at], logprobs[at], shown, may_run_ahead=_ahead(draws), may_compute_ahead=True)
 
     def _draw_from(self, logits: Tensor, draws: list[Chunk], masks: Masks) -> Drawn:
         """Draw from any rows of logits, one operation after the other."""
         rows = self._books.rows_for(draws, self._decodes)
         self._change(*self._books.take_changes())
-        raw = processed = logits[self._numbers([draw.row for draw in draws], torch.int64)]
+        raw = processed = self.as_drawn_from(logits[self._numbers([draw.row for draw in draws], torch.int64)])
         indices = self._numbers([row.index for row in rows], torch.int32)
         params = [draw.group.params for draw in draws]
         if masks.rows or any(p.has_penalties or p.logit_bias or p.logits_processor is not None for p in params):
@@ -357,7 +367,7 @@ class DeviceRunner(Runner):
         self.model.forward(batch, self.kv_cache, out=self._logits[:size])
 
     def _draw(self, size: int, *, penalised: bool, masked: bool, told: bool) -> tuple[Tensor, Tensor]:
-        inputs, rows, raw = self._inputs.first(size), self._rows[:size], self._logits[:size]
+        inputs, rows, raw = self._inputs.first(size), self._rows[:size], self.as_drawn_from(self._logits[:size])
         logits = raw
         if penalised:
             logits = torch.empty_like(raw, dtype=torch.float32)

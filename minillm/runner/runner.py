@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
+from minillm.kernels import FASTEST
 from minillm.model.llama import Batch, Llama
 from minillm.runner.host_pool import HostPool
 from minillm.runner.sampler import Drawn, sample_tokens
@@ -122,7 +123,7 @@ class Runner:
 
     def draw(self, logits: Tensor, draws: list[Chunk]) -> Drawn:
         """Draw a token for each of ``draws`` from the step's ``logits``."""
-        return sample_tokens(logits, draws)
+        return sample_tokens(self.as_drawn_from(logits), draws)
 
     def draw_guessed(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
         """Draw for what sequences may become: each of ``draws`` has a sequence of its own, which may never be.
@@ -131,7 +132,14 @@ class Runner:
             holders: the sequences that there are. Nothing that the device holds of them is their last token any more.
         """
         self.give_up(holders)
-        return sample_tokens(logits, draws)
+        return sample_tokens(self.as_drawn_from(logits), draws)
+
+    def as_drawn_from(self, logits: Tensor) -> Tensor:
+        """The logits in the type of all draws: in float32 where it must not depend on other requests' penalties.
+
+        A kernel adds up numbers of another type in another order.
+        """
+        return logits if self.model.ops is FASTEST else logits.float()
 
     def forget(self) -> None:
         """Rely no more on anything that the device holds of sequences: a step has failed."""

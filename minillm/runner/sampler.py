@@ -15,6 +15,8 @@ from minillm.runner.to_device import to_device
 from minillm.runner.to_host import ToHost
 from minillm.sequence import Chunk
 
+_MANY = 256  # most probable tokens: up to so many a kernel finds
+
 
 class Drawn:
     """Tokens that the device has drawn, or is about to; `wait` brings them to the host.
@@ -41,26 +43,32 @@ class Drawn:
     ) -> None:
         self.may_run_ahead, self.may_compute_ahead = may_run_ahead, may_compute_ahead
         self._counts = [draw.group.params.logprobs for draw in draws]
-        wanted = [i for i, count in enumerate(self._counts) if count is not None]
-        vocab = logits.shape[-1]
-        most = max((vocab if count < 0 else count for count in self._counts if count is not None), default=0)
-        results = [token_ids, logprobs]
-        if most:
-            index = to_device(wanted, torch.int64, logits.device)
-            results += kernels.top_log_probabilities(logits[index], min(most, vocab))
+        vocab, results = logits.shape[-1], [token_ids, logprobs]
+        # Many are found in another way than a few: nobody's are found so because somebody else wants many.
+        self._listed: list[list[int]] = []
+        for is_many in (False, True):
+            counts = {
+                i: vocab if count < 0 else min(count, vocab)
+                for i, count in enumerate(self._counts)
+                if count and (count < 0 or count > _MANY) == is_many
+            }
+            if counts:
+                index = to_device(list(counts), torch.int64, logits.device)
+                results += kernels.top_log_probabilities(logits[index], max(counts.values()))
+                self._listed.append(list(counts))
         self._results = ToHost(results)
 
     def wait(self) -> tuple[list[int], list[TokenLogprobs | None], list[bool]]:
         """The tokens, their log-probabilities where they are wanted, and whether a token's logits held NaN."""
         token_ids, logprobs, *top = self._results.wait()
+        best: dict[int, tuple[tuple[int, float], ...]] = {}
+        for listed, values, ids in zip(self._listed, top[::2], top[1::2], strict=True):
+            best |= {i: tuple(zip(*pair, strict=True)) for i, *pair in zip(listed, ids, values, strict=True)}
         tokens: list[TokenLogprobs | None] = [None] * len(token_ids)
-        number = 0
         for i, count in enumerate(self._counts):
             if count is not None:
                 end = count if count >= 0 else None
-                pairs = tuple(zip(top[1][number][:end], top[0][number][:end], strict=True)) if top else ()
-                tokens[i] = TokenLogprobs(token_ids[i], logprobs[i], pairs)
-                number += 1
+                tokens[i] = TokenLogprobs(token_ids[i], logprobs[i], best.get(i, ())[:end])
         return token_ids, tokens, [logprob != logprob for logprob in logprobs]
 
 

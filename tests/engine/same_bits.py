@@ -57,8 +57,10 @@ def result_of(output: RequestOutput) -> Result:
     ]
 
 
-def run(shape: str, requests: list[tuple[list[int], Any]], *, alone: bool = False, **config: Any) -> list[Result]:
-    """The results of all requests at once, or of one after another."""
+def run(
+    shape: str, requests: list[tuple[list[int], Any]], *, alone: bool = False, preempted: bool = False, **config: Any
+) -> list[Result]:
+    """The results of all requests at once, or of one after another; ``preempted``: some must be on the way."""
     options: dict[str, Any] = {"load_format": "dummy", "max_model_len": 4096, "enable_tuning": False} | config
     llm = LLM(shape, deterministic=True, **options)
     prompts, params = [prompt for prompt, _ in requests], [each for _, each in requests]
@@ -66,12 +68,12 @@ def run(shape: str, requests: list[tuple[list[int], Any]], *, alone: bool = Fals
         outputs = [llm.generate([prompt], each)[0] for prompt, each in requests]
     else:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    preempted = sum(each.metrics.num_preemptions for each in outputs if each.metrics is not None)
+    count = sum(each.metrics.num_preemptions for each in outputs if each.metrics is not None)
     llm.close()
     del llm
     gc.collect()
     torch.cuda.empty_cache()
-    print(f"    preempted {preempted}", flush=True)
+    assert not preempted or count, "nothing was preempted"
     return [result_of(each) for each in outputs]
 
 
@@ -86,14 +88,17 @@ def ways(shape: str, requests: list[tuple[list[int], Any]], **config: Any) -> bo
     begin = time.monotonic()
     expected = run(shape, requests, alone=True, max_num_seqs=2, enable_prefix_caching=False, **config)
     print(f"  {len(requests)} alone: {time.monotonic() - begin:.0f} s", flush=True)
-    longest = max(len(prompt) for prompt, _ in requests) + 80
-    few = {"num_blocks": longest // 16 + 40 * 16, "max_num_seqs": 64}
+    lengths = [(len(prompt) + each.max_tokens) * each.n for prompt, each in requests]
+    few = {
+        "num_blocks": max(max(lengths), sum(lengths) // 3) // 16 + 8, "max_num_seqs": 64, "admission": "optimistic",
+        "enable_prefix_caching": False, "preempted": True,
+    }  # fmt: skip
     cases: dict[str, dict[str, Any]] = {
         "all at once": {},
         "steps of 600 tokens, 100 sequences": {"max_num_batched_tokens": 600, "max_num_seqs": 100},
-        "chunks of 128": {"prefill_chunk": 256, "max_num_seqs": 128},
-        "few blocks, swap": {**few, "admission": "optimistic"},
-        "few blocks, recompute": {**few, "preemption": "recompute", "admission": "optimistic"},
+        "chunks of 256": {"prefill_chunk": 256, "max_num_seqs": 128},
+        "few blocks, swap": few,
+        "few blocks, recompute": {**few, "preemption": "recompute"},
         "no graphs, no cache": {"enforce_eager": True, "enable_prefix_caching": False, "max_num_seqs": 48},
         "guesses by lookup": {"speculate": "lookup", "max_num_seqs": 3},
         "blocks of 1": {"block_size": 1},

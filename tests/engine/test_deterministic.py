@@ -27,7 +27,7 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral"])
 def test_requests_of_every_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 the tokens are those of the usual ops, in chunks, preempted, and behind shared blocks."""
+    """In float32 the tokens are those of the usual ops, in chunks, preempted, and forked."""
     monkeypatch.setattr(kernels.cpu, "packed_linear", lambda *_: None)  # weights as they lie on a GPU
     sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2}
     if kind == "Mistral":

@@ -10,6 +10,7 @@ from torch import Tensor
 from minillm.kernels import LinearWeight, LowBit
 
 pytest.importorskip("triton")
+from minillm.kernels import invariant
 from minillm.kernels.invariant import OPS
 from minillm.kernels.low_bit import FP8, Layout, expanded, random_matrix
 
@@ -60,6 +61,16 @@ def test_ops_are_those_of_any_weight(kind: str) -> None:
     ):
         assert relative_error(got, expected) < 2 * TOLERANCE[torch.bfloat16]
     assert OPS.linear(x[:0], weight).shape == (0, 96)
+
+
+@pytest.mark.parametrize("rows_at_a_time", [5, 32, 96])
+def test_weights_are_unpacked_a_part_of_the_rows_at_a_time(
+    rows_at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, (weight, _) = randn(3, 256, dtype=torch.bfloat16), weight_of("FP8", 96, 256)
+    whole = OPS.linear(x, weight)
+    monkeypatch.setattr(invariant, "_UNPACKED", rows_at_a_time * 256)
+    assert torch.equal(OPS.linear(x, weight), whole)
 
 
 @pytest.mark.gpu

@@ -10,9 +10,10 @@ from torch import Tensor
 from minillm.kernels import reference
 
 pytest.importorskip("triton")
-from minillm.kernels.invariant_attention import _TILE, paged_attention, prefill_attention
+from minillm.kernels.invariant_attention import paged_attention, prefill_attention, tile_of
 
-BORDER, LONG = 16 * _TILE, 8 * _TILE  # where short segments end, and the tokens of the others
+TILE = tile_of(2, 64, DEVICE)
+BORDER, LONG = 16 * TILE, 8 * TILE  # where short segments end, and the tokens of the others
 WINDOWS = [None, 1, 33, BORDER + 3]
 
 

@@ -37,6 +37,7 @@ def test_sampling_draws_what_the_reference_draws(vocab: int, grid: float | None)
         total += rows
         exact = reference.log_probabilities(logits.double(), tokens)
         assert (logprobs - exact).abs().max() < 1e-4
+        assert torch.equal(sampling.log_probabilities(logits, tokens), logprobs)
         assert ((tokens >= 0) & (tokens < vocab)).all()
         if vocab > 7:
             assert (tokens != 3).all(), "a forbidden token was drawn"
