@@ -39,6 +39,22 @@ def find_chunk(cu_seqlens_ptr, number, num_seqs, ROWS: tl.constexpr, SEQS_TILE: 
 
 
 @triton.jit
+def load_queries(
+    q_ptr, begin, length, context, tile_number, head, q_token_stride, q_head_stride,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of a chunk's queries of one head: they, their places in the batch and in their sequence, and which are
+    there. The chunk begins at ``begin`` in the batch.
+    """
+    rows = tile_number * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, DIM_TILE)
+    mask = (rows < length)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (begin + rows).to(tl.int64)
+    q = tl.load(q_ptr + tokens[:, None] * q_token_stride + head * q_head_stride + dims[None, :], mask=mask, other=0.0)
+    return q, tokens, context - length + rows, mask
+
+
+@triton.jit
 def _fold_masked(
     q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, kv_head, table_ptr, seen, end, positions, dims, is_dim,
     slot_stride, scale_log2e, maximum, total, out,
@@ -101,15 +117,10 @@ def _prefill_attention_kernel(
         staged = staged_begin(lens_ptr, chunk, num_seqs, SEQS_TILE)
         if (staged + context <= capacity) == REST:
             return
-    row0 = tile_number * ROWS
-    rows = row0 + tl.arange(0, ROWS)
-    positions = context - length + rows  # of the queries within their sequence
     dims = tl.arange(0, DIM_TILE)
     is_dim = dims < HEAD_DIM
-    row_mask = (rows < length)[:, None] & is_dim[None, :]
-    tokens = (begin + rows).to(tl.int64)
-    q = tl.load(
-        q_ptr + tokens[:, None] * q_token_stride + head * q_head_stride + dims[None, :], mask=row_mask, other=0.0
+    q, tokens, positions, row_mask = load_queries(
+        q_ptr, begin, length, context, tile_number, head, q_token_stride, q_head_stride, ROWS, HEAD_DIM, DIM_TILE
     )
     kv_head = head // GROUP
     k_ptr = k_cache_ptr + kv_head * HEAD_DIM
@@ -124,7 +135,7 @@ def _prefill_attention_kernel(
     columns = tl.arange(0, TILE)
 
     # Tokens that every query of the tile sees need no comparison; the rest do.
-    first_position = context - length + row0
+    first_position = context - length + tile_number * ROWS
     unmasked_end = (first_position + 1) // TILE * TILE
     unmasked_begin = 0
     if WINDOW is not None:
@@ -182,9 +193,7 @@ def prefill_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, num_kv_heads = pages.lens.shape[0], pages.k.shape[2]
-    check_inputs(q, pages, num_seqs)
-    if cu_seqlens.shape != (num_seqs + 1,):
-        raise ValueError(f"cu_seqlens must have {num_seqs + 1} entries, not {tuple(cu_seqlens.shape)}")
+    check_chunks(q, pages, cu_seqlens)
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if not num_tokens:
         return out
@@ -214,6 +223,14 @@ def prefill_attention(
     if capacity < num_seqs * pages.tables.shape[1] * pages.k.shape[1]:
         launch(pages, pages.k.shape[1], rest=capacity > 0)
     return out
+
+
+def check_chunks(q: Tensor, pages: Pages, cu_seqlens: Tensor) -> None:
+    """Raise ValueError unless queries, caches, tables and the chunks' starts fit together."""
+    num_seqs = pages.lens.shape[0]
+    check_inputs(q, pages, num_seqs)
+    if cu_seqlens.shape != (num_seqs + 1,):
+        raise ValueError(f"cu_seqlens must have {num_seqs + 1} entries, not {tuple(cu_seqlens.shape)}")
 
 
 def capacity_for(q: Tensor, pages: Pages) -> int:

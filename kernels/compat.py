@@ -154,6 +154,12 @@ def has_large_shared_memory(device: torch.device) -> bool:
 
 
 @functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; on a CPU, where all is interpreted, 2."""
+    return torch.cuda.get_device_properties(device.index or 0).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 

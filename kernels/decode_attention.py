@@ -17,8 +17,6 @@ Block ids are widened to 64 bits before they are multiplied. Lanes behind the en
 slots may hold NaN.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +25,7 @@ from torch import Tensor
 from minillm.kernels import attention_lanes
 from minillm.kernels.arguments import Pages, check_scales
 from minillm.kernels.attention_lanes import TOKENS, attend_group, load_group
-from minillm.kernels.compat import INTERPRETED, dot, pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, dot, num_multiprocessors, pdl_options, wait_for_inputs
 
 
 @triton.jit
@@ -226,17 +224,12 @@ def _merge_splits_kernel(
     )
 
 
-@functools.cache
-def _num_multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device, least: int = 64) -> int:
     """The number of parts that each context is cut into: enough programs to fill the chip, by shapes alone.
 
     A part has ``least`` tokens at least.
     """
-    processors = _num_multiprocessors(device.index or 0) if device.type == "cuda" else 4
+    processors = num_multiprocessors(device) if device.type == "cuda" else 4
     programs = max(1, num_seqs * num_kv_heads)
     # Four programs a multiprocessor; `minillm bench kernels --op paged_attention` measured 1 to 16.
     return max(1, min(processors * 4 // programs, -(-max_context // least)))

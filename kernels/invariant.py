@@ -7,8 +7,6 @@ with as many parts of the input as the matrix's shape says. Where that kernel re
 rows at a time.
 """
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from minillm.kernels import LinearWeight, Ops
@@ -20,13 +18,11 @@ from minillm.kernels.compat import has_wgmma
 from minillm.kernels.cpu import HostPlan
 from minillm.kernels.invariant_linear import product
 from minillm.kernels.low_bit import FP8, LowBit
+from minillm.kernels.low_bit_linear import Norm, columns_of, slabs
 from minillm.kernels.low_bit_matmul import halve_activations
-from minillm.kernels.low_bit_unpack import dequantise
 from minillm.kernels.norm import rms_norm
 
-Norm = tuple[Tensor, float]  # weight, eps
 _MOST_BY_DOT = 256  # tokens at a time
-_UNPACKED = 1 << 26  # weights at a time
 
 
 def linear(x: Tensor, weight: LinearWeight, out: Tensor | None = None) -> Tensor:
@@ -72,8 +68,9 @@ def _compute(
         return product(x, weight.weight, weight.bias, out, gated=gated, add=add)
     if weight.parts[0].order is not None:  # which all have
         x = x[:, weight.parts[0].order]
-    for part, bias, columns in _columns(weight, out):
-        _unpacked(x, part, bias, columns, add=add)
+    for part, bias, columns in columns_of(weight.parts, weight.bias, out):
+        for rows, weights in slabs(part, x):
+            product(x, weights, None if bias is None else bias[rows], columns[:, rows], add=add)
     return out
 
 
@@ -84,34 +81,11 @@ def _is_for_dot(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
 def _by_dot(x: Tensor, weight: LinearWeight, out: Tensor, norm: Norm | None, *, gated: bool, add: bool) -> Tensor:
     for some, target in zip(x.split(_MOST_BY_DOT), out.split(_MOST_BY_DOT), strict=True):
         halves = halve_activations(some, norm, weight.parts[0].order, by_eights=False)
-        for part, bias, columns in _columns(weight, target):
+        for part, bias, columns in columns_of(weight.parts, weight.bias, target):
             tile = dot.tile_for(part.layout, some.shape[0], part.shape[0], gated)
             tile = tile._replace(parts=dot.parts_for(part.shape[0], gated))
             dot.product(halves, part, bias, columns, gated=gated, add=add, tile=tile)
     return out
-
-
-def _columns(weight: LinearWeight, out: Tensor) -> Iterator[tuple[LowBit, Tensor | None, Tensor]]:
-    """Each part with its elements of the bias and its columns of the output; with a gate there is one part."""
-    if len(weight.parts) == 1:
-        yield weight.parts[0], weight.bias, out
-        return
-    start = 0
-    for part in weight.parts:
-        end = start + part.shape[0]
-        yield part, None if weight.bias is None else weight.bias[start:end], out[:, start:end]
-        start = end
-
-
-def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
-    num_rows, features = matrix.shape
-    rows = min(max(1, _UNPACKED // features), num_rows)
-    scratch = x.new_empty(rows, features)
-    for start in range(0, num_rows, rows):
-        end = min(start + rows, num_rows)
-        slab = matrix if end - start == num_rows else matrix.rows(slice(start, end))
-        weights = dequantise(slab, scratch[: end - start])
-        product(x, weights, None if bias is None else bias[start:end], out[:, start:end], add=add)
 
 
 OPS = Ops(linear, norm_linear, norm_gated_linear, linear_add, paged_attention, attention.prefill_attention)

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Pages
-from minillm.kernels.chunked_prefill import find_chunk
+from minillm.kernels.chunked_prefill import check_chunks, find_chunk, load_queries
 from minillm.kernels.compat import INTERPRETED, dot, has_whole_products, pdl_options, wait_for_inputs
 from minillm.kernels.decode_attention import check_inputs, k_numbers, load_scales, num_splits_for, share, v_numbers
 from minillm.kernels.staging import seqs_tile
@@ -215,14 +215,10 @@ def _prefill_kernel(
     begin = tl.load(cu_seqlens_ptr + chunk)
     length = tl.load(cu_seqlens_ptr + chunk + 1) - begin
     context = tl.load(lens_ptr + chunk)
-    rows = tile_number * ROWS + tl.arange(0, ROWS)
-    positions = context - length + rows  # of the queries within their sequence
     dims = tl.arange(0, DIM_TILE)
     is_dim = dims < HEAD_DIM
-    row_mask = (rows < length)[:, None] & is_dim[None, :]
-    tokens = (begin + rows).to(tl.int64)
-    q = tl.load(
-        q_ptr + tokens[:, None] * q_token_stride + head * q_head_stride + dims[None, :], mask=row_mask, other=0.0
+    q, tokens, positions, row_mask = load_queries(
+        q_ptr, begin, length, context, tile_number, head, q_token_stride, q_head_stride, ROWS, HEAD_DIM, DIM_TILE
     )
     kv_head = head // GROUP
     k_ptr, v_ptr = k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM
@@ -308,9 +304,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
     num_tokens, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     num_seqs, block_size, num_kv_heads = lens.shape[0], k_cache.shape[1], k_cache.shape[2]
-    check_inputs(q, pages, num_seqs)
-    if cu_seqlens.shape != (num_seqs + 1,):
-        raise ValueError(f"cu_seqlens must have {num_seqs + 1} entries, not {tuple(cu_seqlens.shape)}")
+    check_chunks(q, pages, cu_seqlens)
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if not num_tokens:
         return out

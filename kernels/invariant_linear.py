@@ -14,18 +14,22 @@ Bytes: the weight, once for each TOKENS tokens, and the tokens. FLOPs: 2 x token
   eight rows of tiles at a time, so that what they share stays in the L2.
 """
 
-import functools
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from minillm.kernels.compat import INTERPRETED, dot, has_large_shared_memory, pdl_options, wait_for_inputs
+from minillm.kernels.compat import (
+    INTERPRETED,
+    dot,
+    has_large_shared_memory,
+    num_multiprocessors,
+    pdl_options,
+    wait_for_inputs,
+)
 
-_PROGRAMS_IN_INTERPRETER = 2
 _PROCESSORS = 132  # of an H100 or H200
 _FULL = 90  # programs that are enough for it
 
@@ -178,7 +182,7 @@ def product(
             TOKENS=width, ROWS=rows, COLUMNS=depth, STAGES=stages, num_warps=warps, **options,
         )  # fmt: skip
     else:
-        programs = min(triton.cdiv(num_rows, rows) * triton.cdiv(tokens, width), _multiprocessors(x.device))
+        programs = min(triton.cdiv(num_rows, rows) * triton.cdiv(tokens, width), num_multiprocessors(x.device))
         _many_kernel[(programs,)](
             out, _tiles_of(x, width, depth), _tiles_of(weight, rows, depth), bias,
             tokens, num_rows, columns, out.stride(0),
@@ -189,15 +193,6 @@ def product(
 
 def _tiles_of(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return _PROGRAMS_IN_INTERPRETER if device.type == "cpu" else _processors_of(device.index or 0)
-
-
-@functools.cache
-def _processors_of(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def tile_for(x: Tensor, features: int, *, gated: bool) -> Tile:

@@ -74,7 +74,7 @@ def _compute(
     x = x if norm is None else rms_norm(x, *norm)
     if parts[0].order is not None:  # which all have
         x = x[:, parts[0].order]
-    for part, bias_part, columns in _columns(parts, bias, out):
+    for part, bias_part, columns in columns_of(parts, bias, out):
         _unpacked(x, part, bias_part, columns, add)
     return out
 
@@ -89,7 +89,7 @@ def _multiply(
     several, is_for_dot = len(parts) > 1, dot.takes(x, parts)
     is_for_matvec = x.shape[0] <= matvec.MOST_TOKENS
     halves = None if is_for_matvec else matmul.halve_activations(x, norm, parts[0].order, by_eights=not is_for_dot)
-    for number, (part, bias_part, columns) in enumerate(_columns(parts, bias, out), 1):
+    for number, (part, bias_part, columns) in enumerate(columns_of(parts, bias, out), 1):
         place = number if several else 0
         if halves is None:
             matvec.product(x, part, bias_part, columns, norm, gated=gated, add=add, part=place)
@@ -115,10 +115,10 @@ def _is_fused(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
     return is_short and all(part.tiles.get(bucket(tokens)) != UNPACKED for part in parts)
 
 
-def _columns(
+def columns_of(
     parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
 ) -> Iterator[tuple[LowBit, Tensor | None, Tensor]]:
-    """Each part with its elements of the bias and its columns of the output."""
+    """Each part with its elements of the bias and its columns of the output; with a gate there is one part."""
     start = 0
     for part in parts:
         end = start + part.shape[0]
@@ -130,19 +130,25 @@ def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: 
     """``x @ matrix.T + bias`` in ``out``, or with ``add`` added to it; cuBLAS writes to ``out``'s columns."""
     if add and bias is not None:
         out.add_(bias)
-    num_rows, features = matrix.shape
-    rows = max(1, _UNPACKED // features)
-    scratch = x.new_empty(min(rows, num_rows), features)
-    for start in range(0, num_rows, rows):
-        end = min(start + rows, num_rows)
-        slab = matrix if end - start == num_rows else matrix.rows(slice(start, end))
-        weights, target = dequantise(slab, scratch[: end - start]).t(), out[:, start:end]
+    for rows, weights in slabs(matrix, x):
+        target = out[:, rows]
         if add:
-            torch.addmm(target, x, weights, out=target)
+            torch.addmm(target, x, weights.t(), out=target)
         elif bias is None:
-            torch.mm(x, weights, out=target)
+            torch.mm(x, weights.t(), out=target)
         else:
-            torch.addmm(bias[start:end], x, weights, out=target)
+            torch.addmm(bias[rows], x, weights.t(), out=target)
+
+
+def slabs(matrix: LowBit, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows of the matrix after another, unpacked to numbers of ``x``'s dtype; each until the next is asked for."""
+    num_rows, features = matrix.shape
+    count = min(max(1, _UNPACKED // features), num_rows)
+    scratch = x.new_empty(count, features)
+    for start in range(0, num_rows, count):
+        rows = slice(start, min(start + count, num_rows))
+        slab = matrix if count == num_rows else matrix.rows(rows)
+        yield rows, dequantise(slab, scratch[: rows.stop - start])
 
 
 def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:

@@ -12,14 +12,12 @@ and 52 with the rounding in front.
 """
 
 # ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
-import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import INTERPRETED, begin_part, end_part, pdl_options
+from minillm.kernels.compat import INTERPRETED, begin_part, end_part, num_multiprocessors, pdl_options
 from minillm.kernels.low_bit import GROUP, Layout, LowBit, bucket
 from minillm.kernels.low_bit_tiles import constants_of, dot4, level_bytes, load_factors, load_levels, planes_of
 
@@ -230,7 +228,7 @@ def product(
         tile or matrix.tiles.get(bucket(tokens)) or tile_for(tokens, matrix.layout, groups, num_rows)
     )
     weight, eps = norm or (x, 0.0)
-    _product_kernel[(min(triton.cdiv(num_rows, rows), programs * _processors(out.device)),)](
+    _product_kernel[(min(triton.cdiv(num_rows, rows), programs * num_multiprocessors(out.device)),)](
         out, x, weight, matrix.order, *planes_of(matrix), x if bias is None else bias,
         num_rows, groups, x.stride(0), out.stride(0), eps,
         NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None, TOKENS=tokens,
@@ -238,11 +236,6 @@ def product(
         num_warps=warps, **pdl_options(out.device),
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def tile_for(tokens: int, layout: Layout, groups: int, rows: int) -> Tile:

@@ -108,6 +108,11 @@ class Llama:
     def dtype(self) -> torch.dtype:
         return self.norm.dtype
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether a token's bits do not depend on the batch: see `kernels.Ops`."""
+        return self.ops is not FASTEST
+
     @cached_property
     def local(self) -> ModelConfig:
         """The shape of the part that this object holds and computes."""

@@ -12,7 +12,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.fit.budget import GRAPH_BYTES, Budget
 from minillm.fit.forms import shape_of
 from minillm.fit.weights import QUANTIZED, Weights, weights_in_memory
-from minillm.kernels import FASTEST, Costs
+from minillm.kernels import Costs
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import TensorSource, load_llama, parameter_shapes
@@ -250,7 +250,7 @@ def build_runner(
         from minillm.runner.tiles import TileFile, choose_tiles  # not at the top: it imports Triton
 
         for each in models:
-            if each.ops is FASTEST:  # others have tiles of their own
+            if not each.is_deterministic:  # its products have tiles of their own
                 choose_tiles(each, TileFile.of(device), ranks, on_progress, on_message)
     left = budget_of(config, device, model.dtype).available
     tokens = budget.step_tokens(shape_of(description.config), left)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minillm import kernels
 from minillm.cache import HostMoves
-from minillm.kernels import FASTEST, AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
+from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
 from minillm.model.llama import Batch, Llama
 from minillm.model.shard import ranks_of
 from minillm.runner.device_beams import Chosen, DeviceBeams
@@ -60,17 +60,17 @@ def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size
     # Logits, counts of tokens for penalties, block tables twice, and partial results of attention.
     rows, width = _capacity(max_num_seqs), -(-max_model_len // block_size)
     c = model.local
-    partial = attention_shape(model).max_results(rows) * c.num_heads * (c.head_dim + 1) * 4
-    copies = 4
-    if model.ops is not FASTEST:
+    if model.is_deterministic:
         from minillm.kernels.invariant_attention import partial_bytes  # not at the top: it imports Triton
 
         heads = c.num_heads, c.num_kv_heads, c.head_dim
         partial = partial_bytes(rows, width * block_size, *heads, model.dtype.itemsize, model.device)
-        copies = 8  # all draws are from float32
+        wide = 8  # all draws are from float32
+    else:
+        partial, wide = attention_shape(model).max_results(rows) * c.num_heads * (c.head_dim + 1) * 4, 4
     words = 2 * 4 * (Field.TABLE + width)
     bits = 4 * (model.config.vocab_size // 32 + 1)
-    return rows * (model.config.vocab_size * (model.dtype.itemsize + 4 + copies) + bits + words) + partial
+    return rows * (model.config.vocab_size * (model.dtype.itemsize + 4 + wide) + bits + words) + partial
 
 
 class DeviceRunner(Runner):

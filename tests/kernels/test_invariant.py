@@ -10,7 +10,7 @@ from torch import Tensor
 from minillm.kernels import LinearWeight, LowBit
 
 pytest.importorskip("triton")
-from minillm.kernels import invariant
+from minillm.kernels import low_bit_linear
 from minillm.kernels.invariant import OPS
 from minillm.kernels.low_bit import FP8, Layout, expanded, random_matrix
 
@@ -69,7 +69,7 @@ def test_weights_are_unpacked_a_part_of_the_rows_at_a_time(
 ) -> None:
     x, (weight, _) = randn(3, 256, dtype=torch.bfloat16), weight_of("FP8", 96, 256)
     whole = OPS.linear(x, weight)
-    monkeypatch.setattr(invariant, "_UNPACKED", rows_at_a_time * 256)
+    monkeypatch.setattr(low_bit_linear, "_UNPACKED", rows_at_a_time * 256)
     assert torch.equal(OPS.linear(x, weight), whole)
 
 
