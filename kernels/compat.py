@@ -37,6 +37,18 @@ def finished(sums):
 
 
 @triton.jit
+def plain_operand(numbers):
+    """``numbers``, as an operand that a product adds up in the order in which it takes any others.
+
+    Where Triton sees that an operand was loaded in 8 bits, ``mma`` takes its columns in another order than ``wgmma``.
+    """
+    if INTERPRETED or numbers.dtype == tl.float32:  # whose products go by no matrix unit
+        return numbers
+    else:
+        return tl.inline_asm_elementwise("", "=r,0", [numbers], dtype=numbers.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
 def release(PDL: tl.constexpr):
     """Let the next kernel be brought in (programmatic dependent launch) once all programs say so or have ended."""
     if PDL:

@@ -24,7 +24,14 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Pages
 from minillm.kernels.chunked_prefill import check_chunks, find_chunk, load_queries
-from minillm.kernels.compat import INTERPRETED, dot, has_whole_products, pdl_options, wait_for_inputs
+from minillm.kernels.compat import (
+    INTERPRETED,
+    dot,
+    has_whole_products,
+    pdl_options,
+    plain_operand,
+    wait_for_inputs,
+)
 from minillm.kernels.decode_attention import check_inputs, k_numbers, load_scales, num_splits_for, share, v_numbers
 from minillm.kernels.staging import seqs_tile
 
@@ -47,7 +54,7 @@ def _fold(
     k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
     v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
     if k_scales_ptr is not None:
-        k, v = k_numbers(k, q), v_numbers(v, q)
+        k, v = plain_operand(k_numbers(k, q)), plain_operand(v_numbers(v, q))
     scores = dot(q, tl.trans(k), tl.zeros([ROWS, TILE], tl.float32))
     if k_scales_ptr is not None:
         scores *= load_scales(k_scales_ptr, kv_head, blocks, tokens, valid, slot_stride, HEAD_DIM, BLOCK_SIZE)[None, :]

@@ -172,7 +172,8 @@ def product(
     if not tokens:
         return out
     few, width, rows, depth, warps, stages, ahead = tile or tile_for(x, features, gated=gated)
-    options = pdl_options(x.device)
+    # A gate's product and what it is added to could be contracted in one kernel and not in another.
+    options = {"enable_fp_fusion": not gated, **pdl_options(x.device)}
     shared = {"GATED": gated, "ADD": add, "BIAS": bias is not None}
     bias = x if bias is None else bias
     if few:

@@ -86,7 +86,9 @@ def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count:
     if rows := [row for row, pair in enumerate(pairs) if needs_processing(*pair)]:
         log_probs = logits[rows].float().log_softmax(-1)
         process_logits(log_probs, [pairs[row] for row in rows])
-        values[rows], ids[rows] = log_probs.topk(count)
+        # Found by the same kernel, but not brought to a sum of one. In a row of NaN it finds any numbers.
+        found = kernels.top_log_probabilities(log_probs, count)[1].clamp(0, logits.shape[1] - 1)
+        values[rows], ids[rows] = log_probs.gather(1, found), found
     return values, ids
 
 

@@ -86,6 +86,7 @@ def compare(name: str, expected: list[Result], got: list[Result]) -> bool:
 def ways(shape: str, requests: list[tuple[list[int], Any]], **config: Any) -> bool:
     """All ways of a batch beside each request alone."""
     begin = time.monotonic()
+    config = {"max_model_len": max(len(prompt) + each.max_tokens for prompt, each in requests)} | config
     expected = run(shape, requests, alone=True, max_num_seqs=2, enable_prefix_caching=False, **config)
     print(f"  {len(requests)} alone: {time.monotonic() - begin:.0f} s", flush=True)
     lengths = [(len(prompt) + each.max_tokens) * each.n for prompt, each in requests]

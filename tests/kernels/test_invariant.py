@@ -74,7 +74,7 @@ def test_weights_are_unpacked_a_part_of_the_rows_at_a_time(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1536, 576), (4608, 4096), (960, 14336)])
+@pytest.mark.parametrize("shape", [(1536, 768), (4608, 4096), (960, 14336)])
 @pytest.mark.parametrize("kind", PARTS)
 def test_a_token_has_the_same_bits_among_any_others(kind: str, shape: tuple[int, int]) -> None:
     rows, columns = shape
