@@ -5,6 +5,7 @@ Run as ``python -m minillm.service``. It ends when stdin does, so it never outli
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from minillm.errors import MinillmError
 from minillm.progress import Progress
@@ -20,6 +21,8 @@ from minillm.service.messages import Command, Event, Load, LoadFailed, Loading, 
 
 if TYPE_CHECKING:
     from minillm.service.conversations import Conversations
+
+_UNREAD = 1 << 20  # bytes of events that the app has not read yet
 
 
 def serve(commands: queue.Queue[Command | None], send: Callable[[Event], None]) -> int:
@@ -76,10 +79,22 @@ def _read_commands(commands: queue.Queue[Command | None]) -> None:
     os._exit(0)
 
 
+def _widen(events: BinaryIO) -> None:
+    """Let the engine go on for seconds in which the app is busy, where the system has pipes for that.
+
+    At 64 KiB, their usual size, two seconds of a large pool's pictures would stop it.
+    """
+    with contextlib.suppress(ImportError, AttributeError, OSError):
+        import fcntl
+
+        fcntl.fcntl(events, fcntl.F_SETPIPE_SZ, _UNREAD)
+
+
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the app's to interpret
     events = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # a stray print must not reach the app as an event
+    _widen(events)
 
     def send(event: Event) -> None:
         try:

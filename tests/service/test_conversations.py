@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -117,6 +118,16 @@ async def engine(tmp_path: Path, model: str, **options: object) -> AsyncIterator
     finally:
         await process.stop()
         await listening
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pipes have one size elsewhere")
+async def test_an_app_that_is_busy_for_seconds_does_not_stop_the_engine(tmp_path: Path, tiny_model: Path) -> None:
+    import fcntl
+
+    async with engine(tmp_path, str(tiny_model)) as running:
+        await running.wait_for(Loading)
+        events = running.process._process._transport.get_pipe_transport(1)  # type: ignore[attr-defined]
+        assert fcntl.fcntl(events.get_extra_info("pipe"), fcntl.F_GETPIPE_SZ) >= 1 << 20
 
 
 def question(request: str, text: str, conversation: str = "c", **params: object) -> Generate:
