@@ -33,6 +33,8 @@ _FINER = 2 * _LEVELS  # steps of a remainder's level in one of a level
 _FINER_COLUMNS = 12  # one in so many
 _SMALLEST = 1e-36  # activations below are computed as if they were zero
 _AT_ONCE = 1 << 16  # weights
+# Multiplications, and rows, of products by 4 bits: below, the ops that make two parts of an activation take longer.
+_MOST_BY_4_BITS, _MOST_ROWS_BY_4_BITS = 1 << 24, 16
 _MOST_ROWS = 512
 _KEPT_ROWS = 32
 
@@ -44,7 +46,7 @@ def packed_int8(
 
     It is asked for at the first product, which is computed exactly. The input of that one should be like later ones:
     its large columns get 16 bits. ``stored``: the same weights, if they are held in few bits; those of 4 bits stay so
-    besides, for the products of one row, which are bound by the bytes of the weights.
+    besides, for the products of one row or a few.
     """
     if torch.backends.quantized.engine not in FBGEMM or not hasattr(torch, "_make_per_channel_quantized_tensor"):
         return None
@@ -180,7 +182,11 @@ def _takes_4_bits(parts: tuple[LowBit, ...]) -> bool:
 
 
 def _with_4_bits(other: PackedLinear, parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear:
-    """A linear layer that computes one row from 4 bits, with activations in bfloat16, and more rows by ``other``."""
+    """A linear layer that computes one row, or a few, from 4 bits, with activations in bfloat16; others by ``other``.
+
+    One row is bound by the bytes of the weights. Of more rows it takes longer for each multiplication than products of
+    8 bits, but is a single op.
+    """
     levels = torch.cat([unpack_levels(part) for part in parts])
     scales, level_zeros, offsets = (torch.cat(each) for each in zip(*map(factors, parts), strict=True))
     held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
@@ -188,17 +194,18 @@ def _with_4_bits(other: PackedLinear, parts: tuple[LowBit, ...], bias: Tensor | 
     zeros = offsets + (8 - level_zeros) * scales
     pairs = torch.stack((scales, zeros), 2).transpose(0, 1).bfloat16().contiguous()
     multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    most_rows = max(1, min(_MOST_ROWS_BY_4_BITS, _MOST_BY_4_BITS // levels.numel()))
     apply_other, add_other = other.apply, other.add_to
     assert add_other is not None
 
     def apply(x: Tensor) -> Tensor:
-        if x.shape[0] != 1:
+        if not 1 <= x.shape[0] <= most_rows:
             return apply_other(x)
         product: Tensor = multiply(x.bfloat16(), held, GROUP, pairs).float()
         return product if bias is None else product.add_(bias)
 
     def add_to(residual: Tensor, x: Tensor) -> Tensor:
-        if x.shape[0] != 1:
+        if not 1 <= x.shape[0] <= most_rows:
             return add_other(residual, x)
         residual.add_(multiply(x.bfloat16(), held, GROUP, pairs))
         return residual if bias is None else residual.add_(bias)
