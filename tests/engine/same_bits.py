@@ -129,9 +129,9 @@ def main() -> None:
     good = ways(shape, requests_of(some, 40000, most_tokens=64, longest=1500))
     for form in ("q4_k_m", "q8_0", "fp8"):
         print(form)
-        good &= ways(shape, requests_of(16, 40000, most_tokens=24, longest=700), load_format=f"dummy:{form}")
+        good &= ways(shape, requests_of(20, 40000, most_tokens=40, longest=700), load_format=f"dummy:{form}")
     print("int8 KV")
-    good &= ways(shape, requests_of(16, 40000, most_tokens=24, longest=700), kv_cache_dtype="int8")
+    good &= ways(shape, requests_of(20, 40000, most_tokens=40, longest=700), kv_cache_dtype="int8")
     good &= beams(shape)
     if count:
         begin, requests = time.monotonic(), requests_of(count, 40000, most_tokens=256, longest=300, seed=1)

@@ -61,7 +61,7 @@ def test_requests_of_every_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_same_bits_in_every_batch(config: dict[str, Any]) -> None:
     from same_bits import requests_of, ways
 
-    assert ways("smollm2-135m", requests_of(12, 40000, most_tokens=20, longest=700), **config)
+    assert ways("smollm2-135m", requests_of(20, 40000, most_tokens=40, longest=700), **config)
 
 
 @pytest.mark.gpu
