@@ -67,19 +67,19 @@ async def _play(talk: Talk, caption: Static) -> None:
 
     at_first = copies()
     await tell(
-        "what the model has read stays in memory, in blocks of some words each: one line per block in the strands. "
-        "Now one question is asked for three answers."
+        "what the model has read stays in memory, in blocks of a few words each: one line per block in the strands. "
+        "Now one question is asked for three answers. Nothing is yours to do."
     )
     talk.prompt.post_message(PromptInput.Submitted(QUESTION))  # the talk asks, in its own task
     await until(is_asked)  # the question stands in the transcript then, and what is told of it below
     await tell(
-        "fork: the question is read once. Its blocks are the thick lines (┃): all three answers share them, also the "
-        "last one, in which there is room left.", 0
+        "fork: the question is read once. Its blocks are the thick lines (┃): all three answers share them, even the "
+        "last block, which has room left.", 0
     )  # fmt: skip
     await until(lambda: copies() > at_first or not is_answering())
     await tell(
         "copy on write: now each answer writes its first words into that last block. Nobody may write where others "
-        "read, so it is copied (⧉), and nothing else is: all blocks before it are still shared."
+        "read, so each gets a copy of it (⧉), and the last answer keeps the original. All blocks before it stay shared."
     )
     talk.send(Pace(_STEPS_PER_SECOND))
     await until(lambda: not is_answering())
@@ -91,10 +91,10 @@ async def _play(talk: Talk, caption: Static) -> None:
         return
     await tell(
         "each answer goes on in blocks of its own, the thin lines (│), in the colour of its card. "
-        f"{plural(copies() - at_first, 'block')} copied; the question is still there only once."
+        f"{plural(copies() - at_first, 'block')} copied; the question before that block is still there only once."
     )
     talk.call_command("accept", "1")
     await tell(
-        "free: one answer was taken. The blocks that only the others held came back, and the rest stays. That is "
-        "all there is: fork, copy on write, free. Ask on, or try /n 3 and /beams 4; F7 hides the strands."
+        "free: the tour took the first answer. Blocks that only the others held are free again, and the rest stays. "
+        "That is all there is: fork, copy on write, free. Ask on, or try /n 3 and /beams 4; F7 hides the strands."
     )

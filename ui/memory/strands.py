@@ -31,7 +31,7 @@ _GUIDE = (
     ("The model's memory of a text lies in blocks. Here each block is a line, with its first words.", "name"),
     ("│ a block of one answer, in its colour", "strand-0"),
     ("┃ a block that several answers share: it is stored once", "shared"),
-    ("⧉ copied on write: an answer came to write into a block that others share", "name"),
+    ("⧉ copied on write: an answer was about to write into a block that others share", "name"),
     ("✕ gone, and its blocks with it", "fact"),
     ("/tour shows it in a minute.", "name"),
 )  # where no block is held
