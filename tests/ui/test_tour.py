@@ -42,6 +42,7 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
         monkeypatch.setattr(tour, "_READING", 0.05)
         await say(pilot, "/tour")
         await until(pilot, lambda: any("tour · free" in note for note in notes(pilot)))
+        assert "more below" not in seen(pilot), "all of it is in sight"
         said = [note for note in notes(pilot) if "tour ·" in note]
         assert [note.split()[3].strip(":") for note in said] == ["what", "fork", "copy", "each", "free"]
         turn = talk.conversation.turns[0]

@@ -181,7 +181,8 @@ class Talk(Vertical):
 
     def _say_what_comes(self, *_: object) -> None:
         """Below the prompt: how many questions wait; or, to a reader who has scrolled up, that the text goes on."""
-        far = self.transcript.max_scroll_y - self.transcript.scroll_offset.y > _FAR
+        at = max(0, self.transcript.scroll_offset.y)  # negative where the text is shorter than the screen
+        far = self.transcript.max_scroll_y - at > _FAR
         words = f"{plural(len(self._waiting), 'question')} will be asked next · Esc takes it back"
         self.prompt.border_subtitle = words if self._waiting else "more below ↓ Ctrl+End" if far else ""
 
