@@ -86,12 +86,13 @@ def compare(name: str, expected: list[Result], got: list[Result]) -> bool:
 def ways(shape: str, requests: list[tuple[list[int], Any]], **config: Any) -> bool:
     """All ways of a batch beside each request alone."""
     begin = time.monotonic()
-    config = {"max_model_len": max(len(prompt) + each.max_tokens for prompt, each in requests)} | config
+    lengths = [len(prompt) + each.max_tokens for prompt, each in requests]
+    config = {"max_model_len": max(lengths)} | config
     expected = run(shape, requests, alone=True, max_num_seqs=2, enable_prefix_caching=False, **config)
     print(f"  {len(requests)} alone: {time.monotonic() - begin:.0f} s", flush=True)
-    lengths = [(len(prompt) + each.max_tokens) * each.n for prompt, each in requests]
+    slots = [length * each.n for length, (_, each) in zip(lengths, requests, strict=True)]
     few = {
-        "num_blocks": max(max(lengths), sum(lengths) // 3) // 16 + 8, "max_num_seqs": 64, "admission": "optimistic",
+        "num_blocks": max(max(slots), sum(slots) // 3) // 16 + 8, "max_num_seqs": 64, "admission": "optimistic",
         "enable_prefix_caching": False, "preempted": True,
     }  # fmt: skip
     cases: dict[str, dict[str, Any]] = {
