@@ -151,11 +151,17 @@ class KeepsPlace:
     def give_place_up(self) -> None:
         self._kept = None
 
+    @property
+    def is_held_at_end(self) -> bool:
+        """Whether each layout scrolls to the end. It calls no watcher of ``scroll_y``."""
+        assert isinstance(self, Widget)
+        return self._anchored and not self._anchor_released
+
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
         """See `Widget.arrange`."""
         assert isinstance(self, Widget)
         result: DockArrangeResult = super().arrange(size, optimal)  # type: ignore[misc]
-        if self._kept is not None and not (self._anchored and not self._anchor_released):
+        if self._kept is not None and not self.is_held_at_end:
             child, line = self._kept
             for placement in result.placements:
                 if placement.widget is child:

@@ -96,6 +96,18 @@ async def test_ctrl_home_and_ctrl_end_go_all_the_way() -> None:
         assert transcript.scroll_y == transcript.max_scroll_y
 
 
+async def test_the_end_is_mounted_where_a_layout_scrolls_there_first() -> None:
+    """While the list is held at its end, a layout scrolls it without a word to its watchers."""
+    async with chat(size=(100, 40)) as pilot:
+        transcript = await opened(pilot)
+        await pilot.press("ctrl+home")
+        await until(pilot, lambda: transcript.is_settled and "question 0." in seen(pilot))
+        transcript.refresh(layout=True)
+        transcript.scroll_end(animate=False)
+        await until(pilot, lambda: "answer 299." in seen(pilot))
+        check(transcript)
+
+
 async def test_what_is_in_sight_stays_where_it_is_when_more_is_mounted_above() -> None:
     async with chat(size=(100, 40)) as pilot:
         transcript = await opened(pilot)

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 from textual import events
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
+from textual.geometry import Size
+from textual.layout import DockArrangeResult
 from textual.reactive import var
 from textual.widget import Widget
 
@@ -74,6 +76,12 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
         self._follow()
+
+    def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
+        """See `Widget.arrange`."""
+        if self.is_held_at_end and self.shown.stop < len(self.items):
+            self.call_after_refresh(self._follow)  # nothing else tells that this layout scrolls
+        return super().arrange(size, optimal)
 
     def on_resize(self, event: events.Resize) -> None:
         self._heights.clear()
