@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,6 +125,30 @@ def deferred_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, default)
     if caught:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def no_interrupt_lost() -> Iterator[None]:
+    """Send ctrl-c again where Python drops it, until the block ends.
+
+    The signal may come while a destructor runs, or a callback of a weak reference, as imports have many. Python reports
+    an exception of those as one that it ignores, and goes on.
+    """
+    report = sys.unraisablehook
+
+    def hook(dropped: "sys.UnraisableHookArgs") -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))  # the callback has ended by then
+            again.daemon = True
+            again.start()
+        else:
+            report(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import minillm
 from minillm.cli.options import MODEL_NAMES, Parser, add_model_option, add_model_options, add_sampling_options, option
 from minillm.errors import MinillmError, UsageError, memory_errors
+from minillm.system import no_interrupt_lost
 from minillm.text.safe import clean_line
 from minillm.user_config import THEMES
 
@@ -184,7 +185,8 @@ _WHILE_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF, errno.EI
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code; prints errors that a user can cause as one line."""
     settle_streams()
-    code = _guarded(sys.argv[1:] if argv is None else argv)
+    with no_interrupt_lost():
+        code = _guarded(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

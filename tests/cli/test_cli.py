@@ -375,6 +375,29 @@ def test_ctrl_c_while_loading_is_quiet(tiny_model: Path) -> None:
             assert "Traceback" not in err
 
 
+def test_ctrl_c_that_comes_during_a_destructor_is_not_lost() -> None:
+    """Python ignores what a destructor raises; while modules are imported, that is a part of the time."""
+    code = """
+import signal, time
+from minillm.cli import info, main
+
+class Dropped:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def run(arguments):
+    Dropped()
+    print("goes on", flush=True)
+    time.sleep(60)
+
+info.run = run
+raise SystemExit(main.main(["info"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.stderr == "minillm: stopped\n"
+    assert done.returncode == 130
+
+
 def run_on_terminal(*arguments: str) -> tuple[int, str]:
     """Run with stdin, stdout and stderr on a terminal. Returns the exit code and the output."""
     pid, master = pty.fork()
