@@ -107,7 +107,9 @@ class EngineConfig:
         "model has heads. Under torchrun they are there already",
     )  # fmt: skip
     enforce_eager: bool = flag(
-        False, help="on a GPU, no CUDA graphs: starts sooner, takes less memory, and decodes more slowly"
+        False,
+        help="no CUDA graphs on a GPU, no compiled layers on a CPU: starts sooner, takes less memory, and decodes more "
+        "slowly",
     )
     num_threads: int | None = integer(None, 1, 1024, help="threads on a CPU (default: as many as cores are free)")
     weights: str = choice(

@@ -91,6 +91,13 @@ def processor() -> str:
     return name.strip() or platform.processor() or platform.machine()
 
 
+def processor_features() -> str:
+    """The sets of instructions that the processor has, as far as the system knows them, and its name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    fields = _fields(cpuinfo) if cpuinfo.exists() else {}
+    return f"{processor()} {fields.get('flags') or fields.get('Features') or ''}".strip()
+
+
 def _fields(path: Path) -> dict[str, str]:
     """The lines ``name: value`` of a file."""
     pairs = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)

@@ -21,6 +21,7 @@ class Fault:
 
 
 # fmt: off
+ONE_TOKEN = "tests/model/test_one_token.py::"
 SIZES = "tests/fit/test_sizes.py::"
 BUDGET = "tests/fit/test_budget.py::"
 FITTING = "tests/runner/test_fits.py::"
@@ -1080,6 +1081,26 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/grammar/trial.py": [
         ("slow-grammar-taken", "if done.returncode < 0:", "if False:",
          "tests/grammar/test_grammar.py::test_what_cannot_be_obeyed_is_refused_by_name"),
+    ],
+    "minillm/model/one_token.py": [
+        ("one-token-unturned-k", "keys.index_copy_(0, slot, turn(k)[None])", "keys.index_copy_(0, slot, k[None])",
+         ONE_TOKEN + "test_the_function_computes_as_the_ops_do[groups of two]"),
+        ("one-token-scores-unscaled", "dim) * dim**-0.5", "dim)",
+         ONE_TOKEN + "test_without_roundings_it_is_the_layer_of_the_paper"),
+        ("one-token-window-of-all", "slots[-(kind.window or length) :])", "slots)",
+         ONE_TOKEN + "test_the_function_computes_as_the_ops_do[a window]"),
+        ("one-token-rotary-everywhere", "angles if kind.has_rope else straight", "angles",
+         ONE_TOKEN + "test_the_function_computes_as_the_ops_do[layers without rotary]"),
+        ("one-token-for-any-batch", "batch.num_decodes != 1 or len(batch.token_ids) != 1", "batch.num_decodes != 1",
+         ONE_TOKEN + "test_it_is_for_one_token_of_one_sequence_that_is_not_the_first"),
+        ("one-token-length-of-one", "kind.window or length) >= _FEWEST_SLOTS", "kind.window or length) >= 1",
+         ONE_TOKEN + "test_it_is_for_one_token_of_one_sequence_that_is_not_the_first"),
+    ],
+    "minillm/runner/compiling.py": [
+        ("library-half-written", "done.returncode or not part.exists()", "not part.exists()",
+         "tests/runner/test_compiling.py::test_a_process_that_fails_leaves_nothing"),
+        ("library-of-any-shape", "inspect.getsource(one_token), asdict(shape)]", "inspect.getsource(one_token)]",
+         "tests/runner/test_compiling.py::test_a_second_start_compiles_nothing"),
     ],
     "minillm/service/conversations.py": [
         ("pace-of-no-work", "if self._pause and self.engine.has_work:", "if self._pause:",

@@ -24,6 +24,8 @@ from minillm.load import methods_for
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Batch, Llama
 from minillm.model.loader import load_llama
+from minillm.model.rounded_tensors import RoundedTensors
+from minillm.model.settle import settle
 from minillm.outputs import RequestOutput
 from minillm.runner.device_runner import DeviceRunner
 from minillm.runner.drafter import Drafter
@@ -102,6 +104,26 @@ def ours(model: Any, *, max_positions: int | None = None, dtype: torch.dtype = t
         dtype=dtype,
         max_positions=max_positions or config.max_position_embeddings,
     )
+
+
+def in_4_bits(**changes: Any) -> Llama:
+    """A small random model on a CPU with ``weights="int8"``, whose matrices have 4 bits in its checkpoint."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = hf_model(**{**sizes, "head_dim": 16, "num_hidden_layers": 3, **changes})
+    config = ModelConfig.from_hf(model.config.to_dict())
+    tensors = dict(model.state_dict())
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    loaded = load_llama(
+        RoundedTensors(StateDict(tensors), "int4"),
+        config,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_positions=256,
+        weights="int8",
+    )
+    settle(loaded, 64)
+    return loaded
 
 
 def noisy(model: Any, noise: float, seed: int = 1) -> Llama:

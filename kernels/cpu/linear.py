@@ -22,6 +22,7 @@ class PackedLinear:
     apply: Callable[[Tensor], Tensor]  # x [rows, in] -> x @ weight.T + bias [rows, out], float32
     num_bytes: int  # of the weight
     add_to: Callable[[Tensor, Tensor], Tensor] | None = None  # residual, x -> residual += apply(x)
+    in_4_bits: tuple[Tensor, Tensor] | None = None  # see `low_bit`; of a weight that is held so besides
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:

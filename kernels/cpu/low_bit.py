@@ -210,7 +210,7 @@ def _with_4_bits(other: PackedLinear, parts: tuple[LowBit, ...], bias: Tensor | 
         residual.add_(multiply(x.bfloat16(), held, GROUP, pairs))
         return residual if bias is None else residual.add_(bias)
 
-    return PackedLinear(apply, held.nbytes + pairs.nbytes, add_to)
+    return PackedLinear(apply, held.nbytes + pairs.nbytes, add_to, (held, pairs))
 
 
 @cache

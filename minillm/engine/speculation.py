@@ -29,6 +29,7 @@ from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 # A GPU reads its weights once for all rows of a step; the rest is what the host does meanwhile, as estimated. A search
 # costs it 0.07 of a step of the 8b (one H200).
 _CPU_PRICE, _GPU_PRICE = Price(0.3, 0.12), Price(0.2, 0.02, search=0.07)
+_COMPILED_PRICE = Price(0.35, 0.2)  # where a step of one token is compiled, and one with guesses is not
 
 
 class Guesses:
@@ -88,7 +89,9 @@ class GuessingSamples(Samples):
 
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0, draft: float | None = None) -> None:
         super().__init__(requests, runner, seed)
-        price = _CPU_PRICE if runner.model.device.type == "cpu" else _GPU_PRICE
+        price = _CPU_PRICE if runner.model.one_token is None else _COMPILED_PRICE
+        if runner.model.device.type != "cpu":
+            price = _GPU_PRICE
         self._kind = Lookups if draft is None else Guesses
         self._price = replace(price, draft=draft or 0.0)
         self.num_verified = self.num_guessed = self.num_right = 0  # sequences' steps with guesses, and guesses, ever

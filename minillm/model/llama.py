@@ -15,7 +15,7 @@ share differs in the first line, the additions and the last: `minillm.model.shar
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from minillm.kernels import (
 )
 from minillm.model.config import ModelConfig
 from minillm.model.rope import RotaryTable
+
+if TYPE_CHECKING:
+    from minillm.model.one_token import OneToken
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Llama:
     rotary: RotaryTable
     kv_in_8_bits: bool = field(default=False, kw_only=True)  # K and V as whole numbers with scales: `LayerCache`
     ops: Ops = field(default=FASTEST, kw_only=True)
+    one_token: "OneToken | None" = field(default=None, kw_only=True)  # the layers, compiled for a single token
 
     @property
     def device(self) -> torch.device:
@@ -158,9 +162,11 @@ class Llama:
 
     def hidden(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Write the tokens' K and V; return the last layer's output ``[num_tokens, hidden]``."""
+        x = self._embed(batch.token_ids)  # [num_tokens, hidden]
+        if self.one_token is not None and self.one_token.takes(batch):
+            return self.one_token(x, batch, self.rotary.rows(batch.positions, batch.rope_lengths), kv_cache)
         eps = self.config.rms_norm_eps
         steps = self._steps(batch, kv_cache.layers[0])
-        x = self._embed(batch.token_ids)  # [num_tokens, hidden]
         for layer, cache in zip(self.layers, kv_cache.layers, strict=True):
             qkv = self.ops.norm_linear(x, layer.input_norm, eps, layer.qkv)  # [num_tokens, (heads + 2 kv) * head_dim]
             attended = self._attention(qkv, cache, batch, layer, *steps[layer.attention])  # [.., heads * head_dim]

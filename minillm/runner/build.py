@@ -23,6 +23,7 @@ from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_message, ignore_progress, size
+from minillm.runner.compiling import with_compiled_layers
 from minillm.runner.device_runner import DeviceRunner, decode_bytes
 from minillm.runner.drafter import MOST_SEQS, Drafter
 from minillm.runner.fits import check_fits
@@ -240,6 +241,8 @@ def build_runner(
     drafting = describe_draft(description, config, device, on_progress, on_message)
     model, budget = load_weights(description, config, device, ranks, on_progress, drafting)
     longest = config.max_model_len or description.config.max_position_embeddings
+    if device.type == "cpu" and not config.enforce_eager:
+        model = with_compiled_layers(model, on_progress, on_message)
     models, draft = [model], None
     if drafting is not None:
         own = replace(budget, config=drafting.config)

@@ -1,0 +1,234 @@
+"""A model's layers for one token of one sequence on a CPU, each as one compiled function.
+
+A token of a small model is some 750 ops of PyTorch. While weights stream through the caches each of them takes longer
+than its work, and all together half of a token's time. TorchInductor writes loops for all that lies between two
+products of a layer, and a C++ compiler makes a library of them (AOTInductor), for any layer of the same shape. The
+products are torch's own, of 4 bits.
+
+`Layer` is a layer's arithmetic; that of `minillm.model.llama`, op by op, is its reference.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from minillm.kernels import FASTEST, KVCache, LinearWeight
+from minillm.kernels.low_bit import GROUP
+from minillm.model.llama import Attention, Batch, Llama
+from minillm.model.llama import Layer as Weights
+
+_FEWEST_SLOTS = 2  # a length of 1 would be a constant of the compiled function
+_MOST_SLOTS = 1 << 30
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """All that the compiled function of a layer depends on."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    eps: float
+    biases: tuple[bool, ...]  # of q k v, o, gate and up, down
+    has_head_norms: bool
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of q k v, o, gate and up, down."""
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return [
+            (heads + 2 * kv_heads, self.hidden),
+            (self.hidden, heads),
+            (2 * self.intermediate, self.hidden),
+            (self.hidden, self.intermediate),
+        ]
+
+
+def shape_of(model: Llama) -> LayerShape | None:
+    """The shape of a model's layers; None where they cannot be compiled: not alike, or not of 4 bits on a CPU."""
+    is_plain = type(model) is Llama and model.ops is FASTEST and not model.kv_in_8_bits
+    if not is_plain or model.device.type != "cpu" or model.dtype != torch.float32:
+        return None
+    config = model.config
+    if 2 * model.rotary.cos.shape[1] != config.head_dim:
+        return None
+    biases = {tuple(each.bias is not None for each in _linears(layer)) for layer in model.layers}
+    norms = {layer.head_norms is not None for layer in model.layers}
+    if len(biases) != 1 or len(norms) != 1 or any(_in_4_bits(each) is None for each in _all_linears(model)):
+        return None
+    return LayerShape(
+        hidden=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate_size,
+        eps=config.rms_norm_eps,
+        biases=biases.pop(),
+        has_head_norms=norms.pop(),
+    )
+
+
+def _linears(layer: Weights) -> tuple[LinearWeight, ...]:
+    return layer.qkv, layer.o, layer.gate_up, layer.down
+
+
+def _all_linears(model: Llama) -> list[LinearWeight]:
+    return [linear for layer in model.layers for linear in _linears(layer)]
+
+
+def _in_4_bits(linear: LinearWeight) -> tuple[Tensor, Tensor] | None:
+    return None if linear.packed is None else linear.packed.in_4_bits
+
+
+class Layer(torch.nn.Module):
+    """A layer's arithmetic for one token; its weights are arguments, so that one function serves all layers."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slot: Tensor,
+        slots: Tensor,
+        weights: list[Tensor],
+    ) -> Tensor:
+        """Write the token's K and V, and return the layer's output ``[1, hidden]`` float32.
+
+        Args:
+            x: ``[1, hidden]`` float32.
+            cos, sin: ``[1, head_dim / 2]`` float32, by which q and k are turned.
+            keys, values: ``[all slots, kv heads, head_dim]`` float32, the layer's part of the pool.
+            slot: ``[1]`` int64, where the token's K and V go.
+            slots: ``[tokens in sight]`` int64, where theirs lie, this token's included.
+            weights: as `layer_weights` lists them.
+        """
+        shape, rest, dim = self.shape, iter(weights), self.shape.head_dim
+        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+        qkv_bias, o_bias, gate_up_bias, down_bias = shape.biases
+
+        def norm(rows: Tensor) -> Tensor:
+            return rows * next(rest) * (rows.square().mean(-1, keepdim=True) + shape.eps).rsqrt()
+
+        def linear(row: Tensor, has_bias: bool) -> Tensor:
+            held, pairs = next(rest), next(rest)
+            product = torch.ops.aten._weight_int4pack_mm_for_cpu(row.bfloat16(), held, GROUP, pairs).float()
+            return product + next(rest) if has_bias else product
+
+        def turn(heads: Tensor) -> Tensor:
+            first, second = heads.chunk(2, -1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+        heads = linear(norm(x), qkv_bias).view(-1, dim)
+        q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads))
+        if shape.has_head_norms:
+            q, k = norm(q), norm(k)
+        keys.index_copy_(0, slot, turn(k)[None])
+        values.index_copy_(0, slot, v[None])
+        query = turn(q).view(num_kv_heads, -1, dim) * dim**-0.5
+        # Sums and not products: the loops read K and V where they lie. [tokens in sight, kv heads, heads of each]
+        shares = (query * keys[slots][:, :, None]).sum(-1).softmax(0)
+        attended = (shares[..., None] * values[slots][:, :, None]).sum(0)
+        x = x + linear(attended.view(1, -1), o_bias)
+        gate, up = linear(norm(x), gate_up_bias).chunk(2, -1)
+        return x + linear(functional.silu(gate) * up, down_bias)
+
+
+def layer_weights(layer: Weights) -> list[Tensor]:
+    """A layer's tensors in the order in which `Layer` takes them."""
+    parts: list[list[Tensor]] = []
+    for linear in _linears(layer):
+        in_4_bits = _in_4_bits(linear)
+        assert in_4_bits is not None
+        parts.append([*in_4_bits, *([] if linear.bias is None else [linear.bias])])
+    norms = [] if layer.head_norms is None else [layer.head_norms.q, layer.head_norms.k]
+    return [layer.input_norm, *parts[0], *norms, *parts[1], layer.post_attention_norm, *parts[2], *parts[3]]
+
+
+def compile_layer(shape: LayerShape, path: Path) -> None:
+    """Compile `Layer` of this shape for the processor of this machine, and write the library, a ``.pt2``, to ``path``.
+
+    Takes about ten seconds, some hundred megabytes, and a C++ compiler.
+    """
+    import torch._inductor  # takes a second
+
+    length, pool = torch.export.Dim("length", min=_FEWEST_SLOTS, max=_MOST_SLOTS), torch.export.Dim("pool", min=64)
+    arguments, weights = _example(shape)
+    dynamic: tuple[Any, ...] = ({}, {}, {}, {0: pool}, {0: pool}, {}, {0: length}, [{} for _ in weights])
+    with torch.no_grad():
+        exported = torch.export.export(Layer(shape), (*arguments, weights), dynamic_shapes=dynamic)
+        # Threads as torch has them when the function runs: see `minillm.runner.threads`.
+        options = {"cpp.dynamic_threads": True, "pattern_matcher": False}
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
+
+
+def _example(shape: LayerShape) -> tuple[list[Tensor], list[Tensor]]:
+    """Arguments of `Layer`, and its weights: no value matters but the slots."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator)
+
+    linears = []
+    for (rows, columns), has_bias in zip(shape.matrices, shape.biases, strict=True):
+        levels = torch.zeros(rows, columns, dtype=torch.int32)
+        held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+        linears.append([held, some(columns // GROUP, rows, 2).bfloat16(), *([some(rows)] if has_bias else [])])
+    hidden, dim = shape.hidden, shape.head_dim
+    norms = [some(dim), some(dim)] if shape.has_head_norms else []
+    weights = [some(hidden), *linears[0], *norms, *linears[1], some(hidden), *linears[2], *linears[3]]
+    pool, angles = (128, shape.num_kv_heads, dim), (1, dim // 2)
+    slots = torch.arange(100)
+    facts = [some(1, hidden), some(*angles), some(*angles), some(*pool), some(*pool), slots[-1:].clone(), slots]
+    return facts, weights
+
+
+@dataclass(frozen=True)
+class OneToken:
+    """A model's layers, compiled. ``run`` is the function of one, on the flat list of `Layer`'s arguments."""
+
+    run: Callable[[list[Tensor]], Sequence[Tensor]]
+    layers: list[tuple[Attention, list[Tensor]]]
+
+    @classmethod
+    def load(cls, path: Path, model: Llama) -> "OneToken":
+        """Of a model whose `shape_of` was compiled to ``path``. Raises RuntimeError where that is no such library."""
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+        return cls(loader.run, [(layer.attention, layer_weights(layer)) for layer in model.layers])
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether a batch is one token of one sequence, with another in sight."""
+        if batch.num_decodes != 1 or len(batch.token_ids) != 1 or batch.shared is not None:
+            return False
+        length = int(batch.context_lens[0])
+        return all(min(length, kind.window or length) >= _FEWEST_SLOTS for kind, _ in self.layers)
+
+    def __call__(self, x: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
+        """Compute all layers; see `Llama.hidden`. ``angles`` are `RotaryTable.rows` of the token's position."""
+        length, block_size = int(batch.context_lens[0]), kv_cache.values.shape[3]
+        blocks = batch.block_tables[0, : -(-length // block_size)]
+        slots = torch.add(torch.arange(block_size), blocks[:, None], alpha=block_size).flatten()[:length]
+        straight = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
+        facts = {
+            kind: (angles if kind.has_rope else straight, slots[-(kind.window or length) :])
+            for kind in {kind for kind, _ in self.layers}
+        }
+        num_slots, slot = kv_cache.values.shape[2] * block_size, batch.slot_mapping
+        pool = kv_cache.values.view(len(self.layers), 2, num_slots, *kv_cache.values.shape[4:])
+        for (kind, weights), cache in zip(self.layers, pool, strict=True):
+            (cos, sin), in_sight = facts[kind]
+            keys, values = cache.unbind(0)
+            (x,) = self.run([x, cos, sin, keys, values, slot, in_sight, *weights])
+        return x
