@@ -29,7 +29,7 @@ from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 # A GPU reads its weights once for all rows of a step; the rest is what the host does meanwhile, as estimated. A search
 # costs it 0.07 of a step of the 8b (one H200).
 _CPU_PRICE, _GPU_PRICE = Price(0.3, 0.12), Price(0.2, 0.02, search=0.07)
-_COMPILED_PRICE = Price(0.35, 0.2)  # where a step of one token is compiled, and one with guesses is not
+_COMPILED_PRICE = Price(0.35, 0.2)  # beside a step that `minillm.model.one_token` computes; one with guesses is not
 
 
 class Guesses:

@@ -15,7 +15,7 @@ share differs in the first line, the additions and the last: `minillm.model.shar
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ from minillm.kernels import (
 )
 from minillm.model.config import ModelConfig
 from minillm.model.rope import RotaryTable
-
-if TYPE_CHECKING:
-    from minillm.model.one_token import OneToken
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,16 @@ class Batch:
     def chunks(self) -> tuple[Tensor, Tensor]:
         """``block_tables`` and ``context_lens`` of the sequences that prefill."""
         return self.block_tables[self.num_decodes :], self.context_lens[self.num_decodes :]
+
+
+class CompiledLayers(Protocol):
+    """All layers, compiled for the batches that it takes: see `minillm.model.one_token`."""
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether a batch is one that it can compute."""
+
+    def __call__(self, x: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], kv_cache: KVCache) -> Tensor:
+        """Write the tokens' K and V; return the last layer's output. ``angles`` are `RotaryTable.rows` of the batch."""
 
 
 class Attention(NamedTuple):
@@ -102,7 +109,7 @@ class Llama:
     rotary: RotaryTable
     kv_in_8_bits: bool = field(default=False, kw_only=True)  # K and V as whole numbers with scales: `LayerCache`
     ops: Ops = field(default=FASTEST, kw_only=True)
-    one_token: "OneToken | None" = field(default=None, kw_only=True)  # the layers, compiled for a single token
+    one_token: CompiledLayers | None = field(default=None, kw_only=True)
 
     @property
     def device(self) -> torch.device:

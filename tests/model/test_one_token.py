@@ -62,7 +62,7 @@ def test_without_roundings_it_is_the_layer_of_the_paper(monkeypatch: pytest.Monk
     """Against float64, with products of the same matrices that round nothing."""
     model = in_4_bits(attention_bias=True)
     single, shape = by_torch(model)[0].one_token, shape_of(model)
-    assert single is not None
+    assert isinstance(single, OneToken)
     assert shape is not None
     weights, multiply = single.layers[0][1], torch.ops.aten._weight_int4pack_mm_for_cpu
     matrices: dict[int, Tensor] = {}
@@ -139,7 +139,7 @@ def test_compiled_it_computes_as_torch_does(tmp_path: Path, monkeypatch: pytest.
     faster = compiling.with_compiled_layers(model, lambda each: None, messages.append)
     assert not messages
     compiled = faster.one_token
-    assert compiled is not None
+    assert isinstance(compiled, OneToken)
     layer = Layer(shape)
     for length in (2, 3, 17, 100, 200):
         x, cos, sin, pool, slots = _inputs(model, length)
