@@ -215,9 +215,11 @@ async def test_bad_requests_fail_alone(tmp_path: Path, tiny_model: Path) -> None
         full = await running.wait_for(ContextFull)
         assert isinstance(full, ContextFull)
         assert full.num_tokens >= full.max_model_len
+        running.send(Pace(0.5))  # otherwise the answer may have ended before the next question is read
         running.send(question("c", "hello"))
         running.send(question("d", "hello"))
         refused = await running.wait_for(RequestFailed, 2)
+        running.send(Pace(0))
         assert isinstance(refused, RequestFailed)
         assert "still being generated" in refused.error
         finished = await running.wait_for(Finished)
