@@ -86,16 +86,19 @@ def resident_bytes(process: int | None = None) -> int:
 
 def processor() -> str:
     """The processor's name, as far as the system knows it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    name = _fields(cpuinfo).get("model name", "") if cpuinfo.exists() else ""
-    return name.strip() or platform.processor() or platform.machine()
+    return _cpuinfo().get("model name", "").strip() or platform.processor() or platform.machine()
 
 
 def processor_features() -> str:
-    """The sets of instructions that the processor has, as far as the system knows them, and its name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    fields = _fields(cpuinfo) if cpuinfo.exists() else {}
-    return f"{processor()} {fields.get('flags') or fields.get('Features') or ''}".strip()
+    """The sets of instructions that the processor has, as far as the system knows them."""
+    fields = _cpuinfo()
+    return (fields.get("flags") or fields.get("Features") or "").strip()
+
+
+def _cpuinfo() -> dict[str, str]:
+    """What the system says of its last processor; nothing where it says nothing."""
+    path = Path("/proc/cpuinfo")
+    return _fields(path) if path.exists() else {}
 
 
 def _fields(path: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import tokenizers
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from minillm.engine.engine import Engine
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.kernels import Costs
+from minillm.kernels.cpu.linear import FBGEMM
 from minillm.kernels.prefix_plan import FREE
 from minillm.load import methods_for
 from minillm.model.config import ModelConfig
@@ -104,6 +106,11 @@ def ours(model: Any, *, max_positions: int | None = None, dtype: torch.dtype = t
         dtype=dtype,
         max_positions=max_positions or config.max_position_embeddings,
     )
+
+
+needs_products_of_8_bits = pytest.mark.skipif(
+    torch.backends.quantized.engine not in FBGEMM, reason="torch has no products of 8 bits here"
+)
 
 
 def in_4_bits(**changes: Any) -> Llama:

@@ -89,9 +89,10 @@ class GuessingSamples(Samples):
 
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0, draft: float | None = None) -> None:
         super().__init__(requests, runner, seed)
-        price = _CPU_PRICE if runner.model.one_token is None else _COMPILED_PRICE
         if runner.model.device.type != "cpu":
             price = _GPU_PRICE
+        else:
+            price = _CPU_PRICE if runner.model.one_token is None else _COMPILED_PRICE
         self._kind = Lookups if draft is None else Guesses
         self._price = replace(price, draft=draft or 0.0)
         self.num_verified = self.num_guessed = self.num_right = 0  # sequences' steps with guesses, and guesses, ever

@@ -96,6 +96,11 @@ class Layer:
     head_norms: HeadNorms | None
     attention: Attention
 
+    @property
+    def linears(self) -> tuple[LinearWeight, LinearWeight, LinearWeight, LinearWeight]:
+        """Its linear layers, in the order in which they compute."""
+        return self.qkv, self.o, self.gate_up, self.down
+
 
 @dataclass(frozen=True)
 class Llama:
@@ -138,7 +143,7 @@ class Llama:
     @property
     def linears(self) -> list[LinearWeight]:
         """All linear layers, the head last."""
-        return [*(linear for each in self.layers for linear in (each.qkv, each.o, each.gate_up, each.down)), self.head]
+        return [*(linear for each in self.layers for linear in each.linears), self.head]
 
     @property
     def copied_bytes(self) -> int:

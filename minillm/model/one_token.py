@@ -51,7 +51,7 @@ class LayerShape:
         ]
 
 
-def shape_of(model: Llama) -> LayerShape | None:
+def layer_shape(model: Llama) -> LayerShape | None:
     """The shape of a model's layers; None where they cannot be compiled: not alike, or not of 4 bits on a CPU."""
     is_plain = type(model) is Llama and model.ops is FASTEST and not model.kv_in_8_bits
     if not is_plain or model.device.type != "cpu" or model.dtype != torch.float32:
@@ -59,9 +59,9 @@ def shape_of(model: Llama) -> LayerShape | None:
     config = model.config
     if 2 * model.rotary.cos.shape[1] != config.head_dim:
         return None
-    biases = {tuple(each.bias is not None for each in _linears(layer)) for layer in model.layers}
+    biases = {tuple(each.bias is not None for each in layer.linears) for layer in model.layers}
     norms = {layer.head_norms is not None for layer in model.layers}
-    if len(biases) != 1 or len(norms) != 1 or any(_in_4_bits(each) is None for each in _all_linears(model)):
+    if len(biases) != 1 or len(norms) != 1 or any(_in_4_bits(each) is None for each in model.linears[:-1]):
         return None
     return LayerShape(
         hidden=config.hidden_size,
@@ -73,14 +73,6 @@ def shape_of(model: Llama) -> LayerShape | None:
         biases=biases.pop(),
         has_head_norms=norms.pop(),
     )
-
-
-def _linears(layer: Weights) -> tuple[LinearWeight, ...]:
-    return layer.qkv, layer.o, layer.gate_up, layer.down
-
-
-def _all_linears(model: Llama) -> list[LinearWeight]:
-    return [linear for layer in model.layers for linear in _linears(layer)]
 
 
 def _in_4_bits(linear: LinearWeight) -> tuple[Tensor, Tensor] | None:
@@ -148,13 +140,21 @@ class Layer(torch.nn.Module):
 
 def layer_weights(layer: Weights) -> list[Tensor]:
     """A layer's tensors in the order in which `Layer` takes them."""
-    parts: list[list[Tensor]] = []
-    for linear in _linears(layer):
+    linears: list[list[Tensor]] = []
+    for linear in layer.linears:
         in_4_bits = _in_4_bits(linear)
         assert in_4_bits is not None
-        parts.append([*in_4_bits, *([] if linear.bias is None else [linear.bias])])
-    norms = [] if layer.head_norms is None else [layer.head_norms.q, layer.head_norms.k]
-    return [layer.input_norm, *parts[0], *norms, *parts[1], layer.post_attention_norm, *parts[2], *parts[3]]
+        linears.append([*in_4_bits, *([] if linear.bias is None else [linear.bias])])
+    head_norms = [] if layer.head_norms is None else [layer.head_norms.q, layer.head_norms.k]
+    return _in_order(layer.input_norm, head_norms, layer.post_attention_norm, linears)
+
+
+def _in_order(
+    input_norm: Tensor, head_norms: list[Tensor], post_attention_norm: Tensor, linears: list[list[Tensor]]
+) -> list[Tensor]:
+    """The tensors of a layer in the order in which `Layer` takes them; ``linears`` are as `Weights.linears`."""
+    qkv, o, gate_up, down = linears
+    return [input_norm, *qkv, *head_norms, *o, post_attention_norm, *gate_up, *down]
 
 
 def compile_layer(shape: LayerShape, path: Path) -> None:
@@ -187,8 +187,8 @@ def _example(shape: LayerShape) -> tuple[list[Tensor], list[Tensor]]:
         held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
         linears.append([held, some(columns // GROUP, rows, 2).bfloat16(), *([some(rows)] if has_bias else [])])
     hidden, dim = shape.hidden, shape.head_dim
-    norms = [some(dim), some(dim)] if shape.has_head_norms else []
-    weights = [some(hidden), *linears[0], *norms, *linears[1], some(hidden), *linears[2], *linears[3]]
+    head_norms = [some(dim), some(dim)] if shape.has_head_norms else []
+    weights = _in_order(some(hidden), head_norms, some(hidden), linears)
     pool, angles = (128, shape.num_kv_heads, dim), (1, dim // 2)
     slots = torch.arange(100)
     facts = [some(1, hidden), some(*angles), some(*angles), some(*pool), some(*pool), slots[-1:].clone(), slots]
@@ -204,7 +204,7 @@ class OneToken:
 
     @classmethod
     def load(cls, path: Path, model: Llama) -> "OneToken":
-        """Of a model whose `shape_of` was compiled to ``path``. Raises RuntimeError where that is no such library."""
+        """Load a model's layers from what `compile_layer` wrote. Raises RuntimeError where that is no library."""
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         return cls(loader.run, [(layer.attention, layer_weights(layer)) for layer in model.layers])
 

@@ -241,7 +241,7 @@ def build_runner(
     drafting = describe_draft(description, config, device, on_progress, on_message)
     model, budget = load_weights(description, config, device, ranks, on_progress, drafting)
     longest = config.max_model_len or description.config.max_position_embeddings
-    if device.type == "cpu" and not config.enforce_eager:
+    if not config.enforce_eager:
         model = with_compiled_layers(model, on_progress, on_message)
     models, draft = [model], None
     if drafting is not None:

@@ -8,7 +8,6 @@ import hashlib
 import inspect
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from minillm.model import one_token
 from minillm.model.llama import Llama
 from minillm.model.one_token import LayerShape, OneToken
 from minillm.progress import OnMessage, OnProgress, Progress
-from minillm.system import cache_dir, processor_features
+from minillm.system import cache_dir, processor, processor_features
 
 _LONGEST = 300  # seconds
 
@@ -32,7 +31,7 @@ def with_compiled_layers(model: Llama, on_progress: OnProgress, on_message: OnMe
 
     Only layers whose matrices have 4 bits are compiled; others stay as they are without a word.
     """
-    shape = one_token.shape_of(model)
+    shape = one_token.layer_shape(model)
     if shape is None:
         return model
     path = _path(shape)
@@ -55,7 +54,7 @@ def compiler() -> str | None:
 
 
 def _path(shape: LayerShape) -> Path:
-    facts = [torch.__version__, platform.machine(), processor_features(), inspect.getsource(one_token), asdict(shape)]
+    facts = [torch.__version__, processor(), processor_features(), inspect.getsource(one_token), asdict(shape)]
     digest = hashlib.sha256(json.dumps(facts, default=list).encode()).hexdigest()
     return cache_dir() / "compiled" / f"layer-{digest[:32]}.pt2"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from shapes import relative_error
-from support import in_4_bits, logits_in_chunks
+from support import in_4_bits, logits_in_chunks, needs_products_of_8_bits
 from torch import Tensor
 
 from minillm.model.llama import Batch, Llama
-from minillm.model.one_token import Layer, OneToken, layer_weights, shape_of
+from minillm.model.one_token import Layer, OneToken, layer_shape, layer_weights
 from minillm.runner import compiling
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -27,14 +28,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="needs products of 8 bits"
-)
+pytestmark = needs_products_of_8_bits
 
 
 def by_torch(model: Llama) -> tuple[Llama, list[int]]:
     """The model with `Layer` in the place of its ops, and the lengths that each call was for."""
-    shape, lengths = shape_of(model), []
+    shape, lengths = layer_shape(model), []
     assert shape is not None
     layer = Layer(shape)
 
@@ -61,7 +60,7 @@ def test_the_function_computes_as_the_ops_do(kind: str) -> None:
 def test_without_roundings_it_is_the_layer_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float64, with products of the same matrices that round nothing."""
     model = in_4_bits(attention_bias=True)
-    single, shape = by_torch(model)[0].one_token, shape_of(model)
+    single, shape = by_torch(model)[0].one_token, layer_shape(model)
     assert isinstance(single, OneToken)
     assert shape is not None
     weights, multiply = single.layers[0][1], torch.ops.aten._weight_int4pack_mm_for_cpu
@@ -132,7 +131,7 @@ def _in_float64(
 def test_compiled_it_computes_as_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One function for all layers and lengths; it writes K and V of the token, and reads no slot of others."""
     model = in_4_bits(kind="Qwen3", attention_bias=True, head_dim=32)
-    shape = shape_of(model)
+    shape = layer_shape(model)
     assert shape is not None
     monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
     messages: list[str] = []
@@ -158,18 +157,16 @@ def test_compiled_it_computes_as_torch_does(tmp_path: Path, monkeypatch: pytest.
 
 def test_only_layers_that_are_alike_and_of_4_bits_are_compiled() -> None:
     model = in_4_bits()
-    assert shape_of(model) is not None
-    assert shape_of(replace(model, kv_in_8_bits=True)) is None
+    assert layer_shape(model) is not None
+    assert layer_shape(replace(model, kv_in_8_bits=True)) is None
     other = in_4_bits(attention_bias=True)
-    assert shape_of(replace(model, layers=[model.layers[0], other.layers[0]])) is None
+    assert layer_shape(replace(model, layers=[model.layers[0], other.layers[0]])) is None
     plain = replace(model.layers[0], down=replace_packed(model.layers[0].down))
-    assert shape_of(replace(model, layers=[plain])) is None
+    assert layer_shape(replace(model, layers=[plain])) is None
 
 
 def replace_packed(linear: Any) -> Any:
     """The linear layer without its 4 bits."""
-    import copy
-
     result = copy.copy(linear)
     result.packed = replace(linear.packed, in_4_bits=None)
     return result

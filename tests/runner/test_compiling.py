@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support import in_4_bits
+from support import in_4_bits, needs_products_of_8_bits
 
 from minillm.model.llama import Llama
 from minillm.model.one_token import OneToken
 from minillm.runner import compiling
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.quantized.engine not in ("x86", "fbgemm"), reason="needs products of 8 bits"
-)
+pytestmark = needs_products_of_8_bits
 
 
 @dataclass
