@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+_PIECE = 1 << 20  # bytes
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -33,6 +34,7 @@ class FakeHub:
     commit: str = COMMIT
     token: str | None = None  # required as a bearer token
     info_of: Callable[[str], bool] = lambda path: True  # which paths of the API there are
+    on_sent: Callable[[str, int], None] = lambda path, sent: None  # before an answer, and up to where in a file
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Range
     tokens: list[str] = field(default_factory=list)
 
@@ -72,6 +74,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             hub.requests.append(("GET", self.path, self.headers.get("Range", "")))
             hub.tokens.append(self.headers.get("Authorization", ""))
+            hub.on_sent(self.path.split("?")[0], 0)
             if hub.html:
                 return self._answer(200, b"<html><body>Please log in</body></html>", {"Content-Type": "text/html"})
             if hub.token is not None and self.headers.get("Authorization") != f"Bearer {hub.token}":
@@ -105,8 +108,14 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self.wfile.flush()
                 self.close_connection = True
                 self.connection.close()
-            else:
-                self.wfile.write(body)
+                return
+            for sent in range(0, len(body), _PIECE):
+                try:
+                    self.wfile.write(body[sent : sent + _PIECE])
+                except ConnectionError:  # a client that was killed
+                    self.close_connection = True
+                    return
+                hub.on_sent(self.path.split("?")[0], start + min(sent + _PIECE, len(body)))
 
         def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
             self.send_response(status)

@@ -326,24 +326,49 @@ resolve("tiny", manifest=Manifest(Path("x"), "tiny", {"tiny": entry}))
 """
 
 
-def test_killed_at_any_moment_nothing_half_made_is_taken_for_a_model(server: FakeHub) -> None:
+@pytest.mark.parametrize(
+    ("path", "sent", "later"),
+    [
+        ("/api/models/org/model", 0, 0.0),
+        ("/config.json", 0, 0.0),
+        ("/model.safetensors", 0, 0.0),
+        ("/model.safetensors", 1 << 20, 0.0),
+        ("/model.safetensors", 20 << 20, 0.0),
+        ("/model.safetensors", 20 * len(WEIGHTS), 0.0),
+        ("/model.safetensors", 20 * len(WEIGHTS), 0.02),
+        ("/model.safetensors", 20 * len(WEIGHTS), 0.1),
+    ],
+)
+def test_killed_at_any_moment_nothing_half_made_is_taken_for_a_model(
+    server: FakeHub, path: str, sent: int, later: float
+) -> None:
+    """The moment: where in which answer the hub stands, and for the last byte also the seconds after it."""
     server.files["model.safetensors"] = WEIGHTS * 20
-    killed = 0
-    for delay in (0.6, 0.9, 1.0, 1.1, 1.2, 1.4):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, server.endpoint], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        killed += process.wait() < 0
-        found = find_downloaded("tiny")
-        if found is not None:
-            assert (found.path / "model.safetensors").read_bytes() == WEIGHTS * 20
-            shutil.rmtree(found.path)
-    assert killed > 0
+    reached, killed = threading.Event(), threading.Event()
+
+    def stand_still(answered: str, position: int) -> None:
+        if path in answered and position >= sent and not killed.is_set():
+            reached.set()
+            if position < 20 * len(WEIGHTS):
+                killed.wait(60)
+
+    server.on_sent = stand_still
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, server.endpoint], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    assert reached.wait(60)
+    time.sleep(later)
+    process.send_signal(signal.SIGKILL)
+    code = process.wait()
+    killed.set()
+    assert code < 0 or sent == 20 * len(WEIGHTS), "it was killed while it waited for the hub"
+    found = find_downloaded("tiny")
+    if found is not None:
+        assert (found.path / "model.safetensors").read_bytes() == WEIGHTS * 20
+        shutil.rmtree(found.path)
     files = pull()
     assert (files.path / "model.safetensors").read_bytes() == WEIGHTS * 20
-    assert leftovers() == [], "what the killed ones left was used or removed"
+    assert leftovers() == [], "what the killed one left was used or removed"
 
 
 def test_every_flipped_bit_is_found_by_verify(server: FakeHub) -> None:
