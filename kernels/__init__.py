@@ -124,6 +124,18 @@ class LinearWeight:
         packed = cpu.packed_int8(weight, shape, bias, stored)
         if packed is None:
             return cls(weight(), bias)
+        return cls._by(packed, shape, bias)
+
+    @classmethod
+    def in_4_bits(cls, stored: tuple[LowBit, ...], bias: Tensor | None) -> "LinearWeight | None":
+        """Matrices of 4 bits on a CPU, one below the other: see `cpu.packed_int4`."""
+        packed = cpu.packed_int4(stored, bias)
+        if packed is None:
+            return None
+        return cls._by(packed, (sum(part.shape[0] for part in stored), stored[0].shape[1]), bias)
+
+    @classmethod
+    def _by(cls, packed: cpu.PackedLinear, shape: tuple[int, int], bias: Tensor | None) -> "LinearWeight":
         self = cls(torch.empty(shape[0], 0), bias)
         self.packed, self.in_features = packed, shape[1]
         return self

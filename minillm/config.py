@@ -117,7 +117,8 @@ class EngineConfig:
         help="on a GPU, matrices of 4 to 8 bits as the file holds them; both: and a copy in dtype, which is faster for "
         "prompts and where dozens of requests run; auto: a copy where that takes at most a quarter of the memory; "
         "expanded: in dtype alone. int8: on a CPU, all matrices in 8 bits (a file's of 4 bits in 4 besides), which is "
-        "faster and has other last digits",
+        "faster and has other last digits. stored on a CPU: a file's matrices of 4 bits in 4 alone, its others of few "
+        "bits in 8, which takes the least memory; prompts take longer than with int8",
     )  # fmt: skip
     quantize: str | None = choice(
         None, ("int8", "int4", "fp8"),

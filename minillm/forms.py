@@ -1,4 +1,6 @@
-"""Forms of numbers: of models in files of few bits, and of the KV cache."""
+"""Forms of numbers: of models in files of few bits, of matrices in memory, and of the KV cache."""
+
+from typing import Literal
 
 # By their usual names, the bits of most matrices and of finer ones. Four and eight bits in groups of 32; with k,
 # llama.cpp's K-quants; fp8 has a scale for each row.
@@ -6,6 +8,10 @@ FORMS = {
     "q4_0": ("4", "4"), "q8_0": ("8", "8"), "q6_k": ("6k", "6k"), "q4_k_m": ("4k", "6k"), "q5_k_m": ("5k", "6k"),
     "fp8": ("fp8", "fp8"),  # layers alone
 }  # fmt: skip
+
+# How matrices are held: those of few bits as they are stored, or all in the engine's dtype; on a CPU all in 8 bits (and
+# those of 4 in 4 besides), or those of few bits alone: of 4 in 4, others in 8.
+Held = Literal["stored", "expanded", "int8", "int4"]
 
 
 def kv_row_bytes(head_dim: int, element_size: int) -> int:

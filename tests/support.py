@@ -19,6 +19,7 @@ from minillm.cache import BlockManager, SwapSpace, check
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
+from minillm.forms import Held
 from minillm.kernels import Costs
 from minillm.kernels.cpu.linear import FBGEMM
 from minillm.kernels.prefix_plan import FREE
@@ -113,8 +114,8 @@ needs_products_of_8_bits = pytest.mark.skipif(
 )
 
 
-def in_4_bits(**changes: Any) -> Llama:
-    """A small random model on a CPU with ``weights="int8"``, whose matrices have 4 bits in its checkpoint."""
+def in_4_bits(held: Held = "int8", **changes: Any) -> Llama:
+    """A small random model on a CPU whose matrices have 4 bits in its checkpoint."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = hf_model(**{**sizes, "head_dim": 16, "num_hidden_layers": 3, **changes})
     config = ModelConfig.from_hf(model.config.to_dict())
@@ -127,7 +128,7 @@ def in_4_bits(**changes: Any) -> Llama:
         device=torch.device("cpu"),
         dtype=torch.float32,
         max_positions=256,
-        weights="int8",
+        weights=held,
     )
     settle(loaded, 64)
     return loaded

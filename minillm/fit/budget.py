@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from minillm.config import EngineConfig
 from minillm.fit.weights import Layout, Weights
+from minillm.forms import Held
 from minillm.progress import size
 from minillm.weights.shape import Shape
 
@@ -79,9 +80,15 @@ class Budget:
         asked = quantize or self.config.quantize or ""
         in_float32_on_cpu = not self.on_gpu and self.element_size == 4
         packs = in_float32_on_cpu and platform.machine() in _PACKING
-        in_8_bits = packs and self.config.weights == "int8"
-        keeps = in_8_bits or ((self.on_gpu or CPU_KEEPS_LOW_BIT) and self.config.weights in ("auto", "stored", "both"))
-        return Layout(self.element_size, packs, asked, keeps, in_8_bits)
+        return Layout(self.element_size, packs, asked, self._held(packs))
+
+    def _held(self, packs: bool) -> Held:
+        weights = self.config.weights
+        if self.on_gpu or CPU_KEEPS_LOW_BIT:
+            return "stored" if weights in ("auto", "stored", "both") else "expanded"
+        if packs and weights == "int8":
+            return "int8"
+        return "int4" if packs and weights == "stored" else "expanded"
 
     def keeps_copy(self, weights: Weights, shape: Shape) -> bool:
         """Whether a copy in 16 bits of low-bit weights is kept beside them: option ``weights``.

@@ -36,7 +36,7 @@ class Sized:
     def weights(self, budget: Budget) -> Weights:
         """The memory of its weights, or of one rank's part of them."""
         part, layout, tensors = 1 / budget.config.tensor_parallel_size, budget.layout(self.quantize), self.tensors
-        if (layout.in_8_bits or not layout.keeps_low_bit) and any(tensor.name == PACKED for tensor in tensors):
+        if layout.held in ("int8", "expanded") and any(tensor.name == PACKED for tensor in tensors):
             tensors = expected_tensors(self.shape, sys.maxsize)  # they become numbers of 32 bits, or products of 8
         return weights_in_memory(tensors, layout, lambda tensor: part)
 

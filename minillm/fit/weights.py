@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from minillm.forms import Held
 from minillm.weights.shape import Shape
 from minillm.weights.stored import BLOCKS, FP8, FP8_BLOCKS, PLAIN, StoredTensor
 
@@ -31,15 +32,17 @@ class Layout:
         element_size: bytes of a number in the engine's dtype.
         packs: matrices that are stored in 16 bits take 2 bytes, whatever the dtype: so it is on a CPU.
         quantize: matrices of layers become "int8", "int4" or "fp8", and not in FP8 a head of its own.
-        keeps_low_bit: matrices of few bits stay as they are stored; else they become numbers, of 4 bytes on a CPU.
-        in_8_bits: all matrices become products of 8 bits (`kernels.cpu.low_bit`), and the embedding keeps few bits.
+        held: see `minillm.forms`. An embedding of few bits keeps them but where all matrices are "expanded".
     """
 
     element_size: int
     packs: bool = False
     quantize: str = ""
-    keeps_low_bit: bool = True
-    in_8_bits: bool = False
+    held: Held = "stored"
+
+    @property
+    def keeps_low_bit(self) -> bool:
+        return self.held != "expanded"
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,12 @@ def weights_in_memory(
     loading = 0.0
     for tensor in found:
         part = share(tensor)
-        if layout.in_8_bits and _is_weight(tensor):
+        if _has_products_of_few_bits(tensor, layout):
             is_embedding = tensor.name in _EMBEDDINGS
             table = part * _low_bit_table(tensor, layout) if is_embedding else 0.0
-            product, besides = (part * each for each in _in_8_bits(tensor)) if tied or not is_embedding else (0.0, 0.0)
-            memory += table + product + besides
-            read += besides or product
+            kept, used = (part * each for each in _products(tensor, layout)) if tied or not is_embedding else (0.0, 0.0)
+            memory += table + kept
+            read += used
             loading = max(loading, part * _in_float32(tensor))
             continue
         held = part * _held(tensor, layout)
@@ -112,9 +115,19 @@ def _is_weight(tensor: StoredTensor) -> bool:
     return len(tensor.shape) == 2 and tensor.name.endswith(".weight")
 
 
-def _in_8_bits(tensor: StoredTensor) -> tuple[float, float]:
-    """Bytes of a matrix in 8 bits, a twelfth of its columns twice, and of the same in 4 bits besides."""
-    return tensor.count * 13 / 12, tensor.count * 5 / 8 if tensor.kind in _IN_4_BITS else 0.0
+def _has_products_of_few_bits(tensor: StoredTensor, layout: Layout) -> bool:
+    """Whether a matrix has those of `kernels.cpu.low_bit`."""
+    is_low_bit = tensor.kind in FP8 or (tensor.kind in BLOCKS and tensor.kind not in PLAIN)
+    return _is_weight(tensor) and (layout.held == "int8" or (layout.held == "int4" and is_low_bit))
+
+
+def _products(tensor: StoredTensor, layout: Layout) -> tuple[float, float]:
+    """Bytes of a matrix in 8 bits, a twelfth of its columns twice, in 4, or in both; and those that a token reads."""
+    in_8 = tensor.count * 13 / 12
+    if tensor.kind not in _IN_4_BITS:
+        return in_8, in_8
+    in_4 = tensor.count * 5 / 8
+    return in_4 + (in_8 if layout.held == "int8" else 0.0), in_4
 
 
 def _low_bit_table(tensor: StoredTensor, layout: Layout) -> float:

@@ -6,12 +6,13 @@ model that several ranks share, only this rank's rows and columns are read.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from minillm.errors import WeightsError
+from minillm.forms import Held
 from minillm.kernels import HeadNorms, LinearWeight, LowBit
 from minillm.kernels.low_bit import GROUP, concatenated, expanded, in_eight_bits, padded
 from minillm.model.config import ModelConfig
@@ -73,13 +74,14 @@ def load_llama(
     dtype: torch.dtype,
     max_positions: int,
     ranks: Ranks | None = None,
-    weights: Literal["stored", "expanded", "int8"] = "expanded",
+    weights: Held = "expanded",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Llama:
     """Build the model from ``source``, or this rank's part of it; ``on_progress`` takes layers done and layers in all.
 
     Matrices that are stored in few bits stay so ("stored") or become numbers of ``dtype`` ("expanded"). On a CPU "int8"
-    makes of each matrix one of 8 bits when it is first used: see `minillm.model.settle`.
+    makes of each matrix one of 8 bits when it is first used, see `minillm.model.settle`; "int4" only of those that are
+    stored in few bits, and not of those of 4, which stay so.
 
     Raises WeightsError where a tensor is missing, unknown or of the wrong shape, or the config's numbers give no rotary
     angles; UsageError where there are more ranks than the model has heads.
@@ -88,7 +90,6 @@ def load_llama(
     shard = shard_of(config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     held = {name: shape for name, shape in parameter_shapes(shard.local(config)) if shard.holds(name)}
     taken: set[str] = set()
-    in_8_bits = weights == "int8"
 
     def claim(*names: str) -> None:
         assert not taken & set(names), f"{names} are loaded twice"
@@ -123,8 +124,15 @@ def load_llama(
         if f"{names[0]}.bias" in held:
             bias = torch.empty(rows, dtype=dtype, device=device)
             _fill(bias, [take(f"{name}.bias") for name in names])
-        if in_8_bits:
+        return held_linear(weight, shape, bias, stored)
+
+    def held_linear(
+        weight: Callable[[], Tensor], shape: tuple[int, int], bias: Tensor | None, stored: tuple[LowBit, ...]
+    ) -> LinearWeight:
+        if weights == "int8":
             return LinearWeight.in_8_bits(weight, shape, bias, stored)
+        if weights == "int4" and stored:
+            return LinearWeight.in_4_bits(stored, bias) or LinearWeight.in_8_bits(weight, shape, bias)
         return LinearWeight(stored or weight(), bias)
 
     def vector(name: str) -> Tensor:
@@ -135,7 +143,7 @@ def load_llama(
         if (stored := low_bit(name)) is not None:
             return padded(stored, held[_EMBEDDING][0])
         rows = read(name)
-        if in_8_bits and rows.shape[1] % GROUP == 0:
+        if weights == "int8" and rows.shape[1] % GROUP == 0:
             return padded(in_eight_bits(rows), held[_EMBEDDING][0])
         whole = torch.zeros(held[_EMBEDDING], dtype=dtype, device=device)
         whole[: rows.shape[0]].copy_(rows)
@@ -181,12 +189,10 @@ def load_llama(
         if isinstance(head, Tensor) and isinstance(embedding, Tensor) and torch.equal(head, embedding):
             head = embedding  # once in memory
     assert taken == set(held), f"not loaded: {sorted(set(held) - taken)}"
-    if not in_8_bits:
-        head_weight = LinearWeight((head,) if isinstance(head, LowBit) else head)
-    elif isinstance(head, LowBit):
-        head_weight = LinearWeight.in_8_bits(partial(expanded, (head,)), head.shape, None, (head,))
+    if isinstance(head, LowBit):
+        head_weight = held_linear(partial(expanded, (head,)), head.shape, None, (head,))
     else:
-        head_weight = LinearWeight.in_8_bits(head.contiguous, (head.shape[0], head.shape[1]), None)
+        head_weight = held_linear(head.contiguous, (head.shape[0], head.shape[1]), None, ())
     parts = (config, embedding, layers, norm, head_weight, RotaryTable(config, max_positions, device))
     return Llama(*parts) if ranks is None else ShardedLlama(*parts, shard, ranks)
 

@@ -191,7 +191,7 @@ def _load(
     ranks: Ranks | None,
     on_progress: OnProgress,
 ) -> Llama:
-    in_8_bits = config.weights == "int8"
+    held = budget.layout().held
     if config.kv_cache_dtype == "int8" and description.config.head_dim % 4:
         raise UsageError(
             f"kv_cache_dtype int8 needs a head_dim that 4 divides, and {description.name}'s is "
@@ -200,7 +200,7 @@ def _load(
     source: TensorSource = description.open_source(device)
     if config.quantize is not None:
         source = RoundedTensors(source, config.quantize)
-    with compact_heap() if in_8_bits else nullcontext():
+    with compact_heap() if held in ("int8", "int4") else nullcontext():
         model = load_llama(
             source,
             description.config,
@@ -208,7 +208,7 @@ def _load(
             dtype=choose_dtype(config, device),
             max_positions=longest,
             ranks=ranks,
-            weights="int8" if in_8_bits else "stored" if budget.layout().keeps_low_bit else "expanded",
+            weights=held,
             on_progress=lambda done, total: on_progress(Progress("loading weights", done, total, "layers")),
         )
         in_memory = Weights(model.weight_bytes, model.weight_bytes, copied=model.copied_bytes)
@@ -224,7 +224,7 @@ def _load(
             model = replace(model, ops=OPS)
             if ranks is not None:
                 ranks.keep_order()
-        if in_8_bits:
+        if held in ("int8", "int4"):
             settle(model, longest)
     return model
 

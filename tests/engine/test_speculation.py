@@ -125,7 +125,7 @@ def test_ten_thousand_requests_have_the_same_tokens_with_a_draft_model(model: Ll
         preempted += engine.scheduler.preemption.count
         swapped += engine.scheduler.swap.num_swapped_in
         right += guesses_of(engine).num_right
-    print(f"{asked} requests, {aborted} aborted; {preempted} preempted, {swapped} blocks swapped in; {right} right guesses")
+    print(f"{asked} requests, {aborted} aborted, {preempted} preempted; {swapped} swapped in, {right} right guesses")
     assert min(aborted, preempted, swapped, right) > 100
 
 

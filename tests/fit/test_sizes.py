@@ -161,7 +161,7 @@ def test_fp8_takes_a_byte_a_weight_where_rows_have_a_scale() -> None:
     name, shape = "model.layers.0.mlp.up_proj.weight", (512, 1024)
     matrix, count = StoredTensor(name, shape, "F8_E4M3"), 512 * 1024
     assert weights_in_memory([matrix], GPU).memory == count + 4 * 512
-    assert weights_in_memory([matrix], Layout(2, keeps_low_bit=False)).memory == 2 * count
+    assert weights_in_memory([matrix], Layout(2, held="expanded")).memory == 2 * count
     whole = StoredTensor(f"{name}_scale_inv", (), "F32")
     assert weights_in_memory([matrix, whole], GPU).memory < 1.01 * count
     blocks = StoredTensor(f"{name}_scale_inv", (4, 8), "F32")

@@ -66,6 +66,51 @@ def test_matrices_of_4_bits(scales: Scales, rows: int, biased: bool, out: tuple[
     assert (linear.num_bytes < 0.7 * total * 512) == (total % 16 == 0), "4 bits, and two numbers of 16 for 32 weights"
 
 
+@pytest.mark.parametrize("scales", ["plain", "zeros", "offset", "super"])
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 40, 600])
+@pytest.mark.parametrize("biased", [False, True])
+def test_matrices_of_4_bits_alone(scales: Scales, rows: int, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    stored = tuple(random_stored(scales, each, generator) for each in (16, 32))
+    exact = torch.cat([dequantise(each, torch.float64) for each in stored])
+    bias = torch.randn(48) if biased else None
+    linear = LinearWeight.in_4_bits(stored, bias)
+    assert linear is not None
+    assert (linear.out_features, linear.in_features) == (48, 512)
+    assert linear.num_bytes == 48 * 512 * 5 // 8
+    x = torch.randn(rows, 512)
+    expected = x.double() @ exact.T + (0 if bias is None else bias.double())
+    got = kernels.linear(x, linear)
+    assert got.shape == (rows, 48)
+    assert relative_error(got, expected) < TOLERANCE
+    assert relative_error(kernels.linear_add(x, linear, torch.ones(rows, 48)), expected + 1) < TOLERANCE
+
+
+def test_of_4_bits_a_row_that_is_not_a_number_spoils_no_other() -> None:
+    linear = LinearWeight.in_4_bits((random_stored("offset", 32, torch.Generator().manual_seed(1)),), None)
+    assert linear is not None
+    x = torch.randn(40, 512)
+    good = kernels.linear(x, linear)
+    x[7, 3], x[9] = math.nan, math.inf
+    got = kernels.linear(x, linear)
+    others = [row for row in range(40) if row not in (7, 9)]
+    assert torch.equal(got[others], good[others])
+    assert got[7].isnan().all()
+    assert not got[9].isfinite().any()
+
+
+def test_of_4_bits_alone_is_what_torch_can_multiply() -> None:
+    generator = torch.Generator().manual_seed(2)
+    fits, short = (random_stored("plain", rows, generator) for rows in (32, 21))
+    assert LinearWeight.in_4_bits((), None) is None
+    assert LinearWeight.in_4_bits((short,), None) is None, "rows in sixteens"
+    assert LinearWeight.in_4_bits((fits, random_matrix(Layout(8, "plain"), (32, 512), 0.1, generator)), None) is None
+    by_table = random_matrix(Layout(4, "plain", 0, 32, True), (32, 512), 0.1, generator)
+    assert LinearWeight.in_4_bits((by_table,), None) is None
+    permuted = replace(fits, order=torch.randperm(512, generator=generator))
+    assert LinearWeight.in_4_bits((permuted,), None) is None
+
+
 @pytest.mark.parametrize("layout", [Layout(8, "plain"), Layout(6, "bytes", 32, 16), Layout(4, "plain", 0, 32, True)])
 def test_rows_of_a_table_and_the_whole_of_it(layout: Layout) -> None:
     table = random_matrix(layout, (3000, 512), 0.1, torch.Generator().manual_seed(0))

@@ -157,7 +157,7 @@ def test_compiled_it_computes_as_torch_does(tmp_path: Path, monkeypatch: pytest.
 
 def test_only_layers_that_are_alike_and_of_4_bits_are_compiled() -> None:
     model = in_4_bits()
-    assert layer_shape(model) is not None
+    assert layer_shape(model) == layer_shape(in_4_bits(held="int4")) is not None
     assert layer_shape(replace(model, kv_in_8_bits=True)) is None
     other = in_4_bits(attention_bias=True)
     assert layer_shape(replace(model, layers=[model.layers[0], other.layers[0]])) is None

@@ -124,6 +124,26 @@ def test_a_cpu_computes_in_8_bits_where_it_is_asked_to(tmp_path: Path, kind: str
         assert relative_error(logits_in_chunks(model, tokens, chunks), expected) < 0.05
 
 
+@pytest.mark.parametrize(("kind", "tied"), [("Q4_1", True), ("Q4_0", False), ("Q8_0", False), ("F16", True)])
+def test_a_cpu_keeps_few_bits_where_it_is_asked_to(tmp_path: Path, kind: str, tied: bool) -> None:
+    """Of 4 bits in 4, others of few bits in 8, and those of 16 with every digit."""
+    write_gguf(tmp_path / "m.gguf", gguf_model(tie_word_embeddings=tied, attention_bias=True), Type[kind])
+    plain, in_8, model = (load(tmp_path / "m.gguf", each) for each in ("expanded", "int8", "int4"))
+    tokens = [3, 14, 15, 92, 65, 35]
+    expected = logits_in_chunks(plain, tokens, [6])
+    if kind == "F16":
+        assert torch.equal(logits_in_chunks(model, tokens, [6]), expected)
+        return
+    for each in (in_8, model):
+        settle(each, 64)
+    assert isinstance(model.embedding, LowBit)
+    matrices = [each for layer in model.layers for each in layer.linears]
+    assert {each.packed is not None and each.packed.in_4_bits is not None for each in matrices} == {kind != "Q8_0"}
+    assert sum(each.num_bytes for each in matrices) <= sum(e.num_bytes for layer in in_8.layers for e in layer.linears)
+    for chunks in ([6], [5, 1]):
+        assert relative_error(logits_in_chunks(model, tokens, chunks), expected) < 0.05
+
+
 def test_8_bits_are_refused_where_there_are_no_products_of_them() -> None:
     with pytest.raises(UsageError, match="int8 needs a CPU and dtype float32"):
         LLM("smollm2-135m", load_format="dummy", device="cpu", dtype="bfloat16", weights="int8")
