@@ -106,13 +106,13 @@ def best_form(
 def chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of EngineConfig for one person's chat, which guesses on a CPU with float32 weights.
 
-    What ``options`` say of ``speculate`` stands. Products of int8 round several rows otherwise than one, so with them
-    guesses would change sampled answers.
+    What ``options`` say of ``speculate`` stands. Products of few bits round several rows otherwise than one, so with
+    them guesses would change sampled answers.
     """
     config = EngineConfig(**options)
     device = choose_device(config)
     alone = config.tensor_parallel_size == 1 and device.type == "cpu"
-    exact = config.weights != "int8" and config.kv_cache_dtype != "int8"
+    exact = config.weights not in ("int8", "stored") and config.kv_cache_dtype != "int8"
     guesses = alone and exact and choose_dtype(config, device) == torch.float32
     return {**({"speculate": "lookup"} if guesses else {}), **options}
 

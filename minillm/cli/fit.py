@@ -13,7 +13,7 @@ from minillm import system
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
-from minillm.fit.forms import Sized, quantized, ranked, sized, sized_forms
+from minillm.fit.forms import Sized, in_few_bits, quantized, ranked, sized, sized_forms
 from minillm.fit.weights import QUANTIZED
 from minillm.progress import size
 from minillm.system import import_torch
@@ -65,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         machine = _beside(draft, machine)
     if machine.budget.on_gpu:  # where --quantize works: it makes more forms of a model that has one
         groups = [[*group, *quantized(group[0])] if len(group) == 1 else group for group in groups]
+    else:
+        groups = [[way for each in group for way in (each, *in_few_bits(each, machine.budget))] for group in groups]
     tables = [_rows(group, machine) for group in groups]
     if arguments.json:
         print(json.dumps(_as_json(machine, tables), indent=2))
@@ -190,8 +192,7 @@ def _rows(models: list[Sized], machine: Machine) -> list[Row]:
 
 
 def _name(model: Sized) -> str:
-    name = f"{model.name} --quantize {model.quantize}" if model.quantize else model.name
-    return clean_line(name, 60)
+    return clean_line(model.name + model.options, 60)
 
 
 def _show(tables: list[list[Row]], machine: Machine) -> None:
@@ -201,7 +202,11 @@ def _show(tables: list[list[Row]], machine: Machine) -> None:
     for rows in tables:
         for row in rows:
             base, _, form = row.model.name.partition(":")
-            name = f"  :{form}" if form and row is not rows[0] and rows[0].model.name == base else _name(row.model)
+            name = (
+                f"  :{form}{row.model.options}"
+                if form and row is not rows[0] and rows[0].model.name == base
+                else _name(row.model)
+            )
             context = f"{row.fit.context:,} of {row.model.shape.context:,}" if row.fit.fits else "-"
             speed = "" if machine.bandwidth is None else f"{_speed(row.tokens_per_second):>10}"
             file, weights = size(row.model.size), size(row.fit.weights.memory)
@@ -229,10 +234,8 @@ def _advice(rows: list[Row], machine: Machine, name: str) -> str:
     form = "" if ":" in best.model.name or len(rows) == 1 or best.model.quantize else f":{FULL}"
     is_listed = load_manifest().entry(name) is not None
     cache = machine.budget.config.kv_cache_dtype
-    return (
-        f"minillm chat --model {best.model.name}{form if is_listed else ''}"
-        + (f" --quantize {best.model.quantize}" if best.model.quantize else "")
-        + (f" --kv-cache-dtype {cache}" if cache != "auto" else "")
+    return f"minillm chat --model {best.model.name}{form if is_listed else ''}{best.model.options}" + (
+        f" --kv-cache-dtype {cache}" if cache != "auto" else ""
     )
 
 
@@ -248,6 +251,7 @@ def _as_json(machine: Machine, tables: list[list[Row]]) -> dict[str, Any]:
                 "name": row.model.name,
                 "form": row.model.name.partition(":")[2] or FULL,
                 "quantize": row.model.quantize or None,
+                "keeps_few_bits": row.model.keeps_few_bits,
                 "file": row.model.size,
                 "weights": row.fit.weights.memory,
                 "copy": row.fit.copied,

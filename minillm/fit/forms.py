@@ -10,7 +10,15 @@ from pathlib import Path
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
 from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
-from minillm.fit.weights import PACKED, QUANTIZED, Weights, expected_tensors, is_plain_matrix, weights_in_memory
+from minillm.fit.weights import (
+    PACKED,
+    QUANTIZED,
+    Weights,
+    expected_by_bits,
+    expected_tensors,
+    is_plain_matrix,
+    weights_in_memory,
+)
 from minillm.model.config import ModelConfig
 from minillm.weights.files import find_downloaded
 from minillm.weights.manifest import ModelEntry, PathSource
@@ -28,16 +36,29 @@ class Sized:
     size: int
     downloaded: bool = False
     quantize: str = ""  # int8, int4, fp8: to this its matrices are turned while it is loaded
+    keeps_few_bits: bool = False  # on a CPU, where else its matrices become numbers
 
     def fit(self, budget: Budget) -> Fit:
         """How it would lie in memory."""
         return budget.fit(self.weights(budget), self.shape)
 
+    @property
+    def options(self) -> str:
+        """Those of the command that loads it so."""
+        return f" --quantize {self.quantize}" if self.quantize else " --weights stored" if self.keeps_few_bits else ""
+
     def weights(self, budget: Budget) -> Weights:
         """The memory of its weights, or of one rank's part of them."""
+        if self.keeps_few_bits:
+            budget = replace(budget, config=replace(budget.config, weights="stored"))
         part, layout, tensors = 1 / budget.config.tensor_parallel_size, budget.layout(self.quantize), self.tensors
-        if layout.held in ("int8", "expanded") and any(tensor.name == PACKED for tensor in tensors):
-            tensors = expected_tensors(self.shape, sys.maxsize)  # they become numbers of 32 bits, or products of 8
+        if layout.held != "stored" and any(tensor.name == PACKED for tensor in tensors):
+            # They become numbers of 32 bits, or products of 8 or 4.
+            tensors = (
+                expected_by_bits(self.shape, self.size)
+                if layout.held == "int4"
+                else expected_tensors(self.shape, sys.maxsize)
+            )
         return weights_in_memory(tensors, layout, lambda tensor: part)
 
 
@@ -86,7 +107,8 @@ def where_it_fits(model: Sized | None, gpu: int, memory: int) -> str:
         return "?"
     on_gpu = Budget(max(0, gpu - GPU_PROCESS_BYTES), gpu, True, 2, EngineConfig())
     on_cpu = Budget(max(0, memory - CPU_PROCESS_BYTES), memory, False, 4, EngineConfig())
-    return "GPU" if model.fit(on_gpu).fits else "CPU" if model.fit(on_cpu).fits else "no"
+    ways = [model, *in_few_bits(model, on_cpu)]
+    return "GPU" if model.fit(on_gpu).fits else "CPU" if any(way.fit(on_cpu).fits for way in ways) else "no"
 
 
 def sized_forms(entry: ModelEntry) -> list[Sized]:
@@ -100,13 +122,24 @@ def quantized(model: Sized) -> list[Sized]:
     return [replace(model, quantize=kind) for kind in QUANTIZED] if plain else []
 
 
+def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
+    """A model of few bits that a CPU would expand, with its bits kept; none of another."""
+    if budget.layout().held != "expanded" or budget.config.weights != "auto":
+        return []
+    kept = replace(model, keeps_few_bits=True)
+    return [kept] if kept.weights(budget).memory < model.weights(budget).memory else []
+
+
 def ranked(models: Iterable[Sized], budget: Budget) -> list[tuple[Sized, Fit]]:
-    """Those that fit, the best first: with room for a conversation, and of these the one with the most bits."""
+    """Those that fit, the best first: with room for a conversation, and of these the one with the most bits.
+
+    That is the largest file, and of the same file the way that holds it in the most bytes.
+    """
     found = [(model, fit) for model in models if (fit := model.fit(budget)).fits]
 
-    def goodness(each: tuple[Sized, Fit]) -> tuple[bool, int]:
-        _, fit = each
-        return fit.roomy, fit.weights.memory if fit.roomy else fit.context
+    def goodness(each: tuple[Sized, Fit]) -> tuple[bool, int, int]:
+        model, fit = each
+        return (True, model.size, fit.weights.memory) if fit.roomy else (False, fit.context, 0)
 
     return sorted(found, key=goodness, reverse=True)
 

@@ -18,6 +18,7 @@ _IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, and 6 in the file
 QUANTIZED = ("int8", "int4", "fp8")  # by --quantize
 _BITS = {"int8": 9.0, "int4": 5.0}  # per weight; FP8 has 8, and 32 a row
 _FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
+_TYPICAL = (("Q4_K", 4.5), ("Q6_K", 6.5625), ("Q8_0", 8.5))  # bits of a weight
 PACKED = "model.layers.packed"  # all matrices of a low-bit model of which only the size is known
 _PACKED_BITS = 4.5  # of a weight there
 _GATE = re.compile(r"(gate_proj|ffn_gate)\.weight$")
@@ -189,10 +190,25 @@ def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
         rest = StoredTensor(PACKED, (size - table * len(tables),), "U8")
         return (*(StoredTensor(name, (table,), "U8") for name in tables), rest)
     kind = "F32" if size > 3 * count else "BF16"
+    return _tensors(shape, [kind] * shape.layers, kind)
+
+
+def expected_by_bits(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
+    """The same of a low-bit model with types: of 4, 6 and 8 bits, in as many layers as give the size."""
+    count = shape.matrices + shape.vectors + shape.table * (1 if shape.tied else 2)
+    bits = 8 * size / count
+    (low, few), (high, many) = _TYPICAL[:2] if bits < _TYPICAL[1][1] else _TYPICAL[1:]
+    num_high = round(shape.layers * min(1.0, max(0.0, (bits - few) / (many - few))))
+    return _tensors(shape, [high] * num_high + [low] * (shape.layers - num_high), high)
+
+
+def _tensors(shape: Shape, kinds: list[str], table: str) -> tuple[StoredTensor, ...]:
+    """A model's tensors: of each layer its kind, and that of the embedding, of a head and of norms."""
+    names = _EMBEDDINGS[:1] if shape.tied else (_EMBEDDINGS[0], _HEADS[0])
     attention = shape.matrices // shape.layers - 3 * shape.intermediate * shape.hidden
-    tensors = [StoredTensor(name, (shape.vocabulary, shape.hidden), kind) for name in tables]
-    for layer in range(shape.layers):
-        rows = {"gate_proj": shape.intermediate, "up_proj": shape.intermediate, "down_proj": shape.intermediate}
-        rows["self_attn"] = attention // shape.hidden
+    rows = {"gate_proj": shape.intermediate, "up_proj": shape.intermediate, "down_proj": shape.intermediate}
+    rows["self_attn"] = attention // shape.hidden
+    tensors = [StoredTensor(name, (shape.vocabulary, shape.hidden), table) for name in names]
+    for layer, kind in enumerate(kinds):
         tensors += [StoredTensor(f"{layer}.{name}.weight", (n, shape.hidden), kind) for name, n in rows.items()]
-    return (*tensors, StoredTensor("norm.weight", (shape.vectors,), kind))
+    return (*tensors, StoredTensor("norm.weight", (shape.vectors,), table if table in _FLOATS else "F32"))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from minillm.errors import CapacityError, DownloadError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.forms import Sized, quantized, ranked, shape_of, sized_forms
+from minillm.fit.forms import Sized, in_few_bits, quantized, ranked, shape_of, sized_forms
 from minillm.fit.weights import weights_in_memory
 from minillm.model.config import ModelConfig
 from minillm.model.loader import parameter_shapes
@@ -27,9 +27,12 @@ def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], s
             return math.prod(local[tensor.name]) / math.prod(whole[tensor.name])
         return 1 / shard.size  # packed weights and their scales
 
-    fit = budget.fit(weights_in_memory(tensors, budget.layout(), share), shape_of(model))
-    if fit.needed > budget.available:
-        raise CapacityError(f"{name} needs {_needs(fit, budget)}, and {budget.where()}; {_instead(name, budget)}")
+    tensors, shape = tuple(tensors), shape_of(model)
+    fit = budget.fit(weights_in_memory(tensors, budget.layout(), share), shape)
+    if fit.needed <= budget.available:
+        return
+    itself = Sized(name, tensors, shape, 0)
+    raise CapacityError(f"{name} needs {_needs(fit, budget)}, and {budget.where()}; {_instead(itself, budget)}")
 
 
 def _needs(fit: Fit, budget: Budget) -> str:
@@ -43,13 +46,19 @@ def _needs(fit: Fit, budget: Budget) -> str:
     )
 
 
-def _instead(name: str, budget: Budget) -> str:
-    """Which of a model's forms would fit; else a general advice."""
+def _instead(model: Sized, budget: Budget) -> str:
+    """Which of a model's forms would fit, or how; else a general advice."""
+    name = model.name
     entry = load_manifest().models.get(name.partition(":")[0])
     forms = [] if entry is None else sized_forms(entry)
     if fitting := ranked([form for form in forms if form.name != name], budget):
         best, fit = fitting[0]
         return f"{best.name} ({size(fit.weights.memory)}) would fit: minillm chat --model {best.name}"
+    kept = [way for each in (model, *forms) for way in in_few_bits(each, budget)]
+    if fitting := ranked(kept[:1], budget) or ranked(kept, budget):
+        best, fit = fitting[0]
+        command = f"minillm chat --model {best.name}{best.options}"
+        return f"with its few bits kept {best.name} ({size(fit.weights.memory)}) would fit: {command}"
     advice = "take a smaller model, or the CPU" if budget.on_gpu else "take a smaller model"
     if budget.on_gpu:
         advice += ", or share it among several GPUs (tensor_parallel_size)"

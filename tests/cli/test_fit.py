@@ -48,7 +48,7 @@ def rows(run: Run, *arguments: str) -> dict[str, dict[str, Any]]:
     code, out, said = run("--json", *arguments)
     assert (code, said) == (0, "")
     models = json.loads(out)["models"]
-    return {f"{row['name']} {row['quantize'] or ''}".strip(): row for row in models}
+    return {f"{row['name']} {row['quantize'] or 'kept' * row['keeps_few_bits']}".strip(): row for row in models}
 
 
 def test_every_form_of_the_manifest_is_a_row(run: Run) -> None:
@@ -149,17 +149,25 @@ def test_a_file_and_a_directory_are_rows_of_their_own(
     assert row["downloaded"]
     assert row["fits"]
     monkeypatch.setattr("minillm.fit.budget.CPU_KEEPS_LOW_BIT", False)
-    [on_cpu] = rows(run, str(gguf), "--device", "cpu").values()
-    guessed = rows(run, "llama-3.1-8b", "--device", "cpu")["llama-3.1-8b:q4_k_m"]
+    on_cpu, kept = rows(run, str(gguf), "--device", "cpu").values()
+    by_name = rows(run, "llama-3.1-8b", "--device", "cpu")
+    guessed = by_name["llama-3.1-8b:q4_k_m"]
     assert guessed["weights"] > 3 * row["weights"]
     assert on_cpu["weights"] > 3 * row["weights"], "a CPU computes with numbers"
+    assert by_name["llama-3.1-8b:q4_k_m kept"]["weights"] == pytest.approx(kept["weights"], rel=0.1)
+    assert 1.1 < kept["weights"] / row["weights"] < 1.4
+    assert not kept["fits"], "of 7 GiB"
+    [row] = [each for each in rows(run, str(gguf), "--device", "cpu", "--memory", "9GiB").values() if each["best"]]
+    assert row["keeps_few_bits"]
+    out = run(str(gguf), "--device", "cpu", "--memory", "9GiB")[1]
+    assert out.endswith(f"minillm chat --model {gguf} --weights stored\n")
     directory = forge_hf(tmp_path / "1b", LLAMA_1B, hf_tensors(LLAMA_1B))
     assert list(rows(run, str(directory), "--device", "cpu")) == [str(directory)], "a CPU rounds nothing"
     found = rows(run, str(directory), "--memory", "4GiB")
     assert [row["quantize"] for row in found.values()] == [None, "int8", "int4", "fp8"]
     assert [row["fits"] for row in found.values()] == [False, True, True, True]
     assert run(str(directory), "--memory", "4GiB")[1].endswith(f"--model {directory} --quantize int8\n")
-    assert len(rows(run, str(gguf))) == 1, "it has few bits already"
+    assert len(rows(run, str(gguf), "--memory", "12GiB")) == 1, "it has few bits already"
 
 
 def test_what_is_downloaded_is_read_and_not_guessed(run: Run, tmp_path: Path) -> None:

@@ -325,8 +325,8 @@ def test_an_abort_at_every_step_leaves_nothing(parts: Parts, guesser: dict[str, 
 def test_a_chat_on_a_cpu_guesses_unless_it_is_told_not_to() -> None:
     assert chat_options({"device": "cpu"}) == {"device": "cpu", "speculate": "lookup"}
     for other in (
-        {"speculate": "off"}, {"tensor_parallel_size": 2}, {"weights": "int8"}, {"dtype": "bfloat16"},
-        {"kv_cache_dtype": "int8"},
+        {"speculate": "off"}, {"tensor_parallel_size": 2}, {"weights": "int8"}, {"weights": "stored"},
+        {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"},
     ):  # fmt: skip
         assert chat_options({"device": "cpu", **other}) == {"device": "cpu", **other}
 

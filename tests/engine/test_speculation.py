@@ -102,16 +102,17 @@ def test_thousands_of_requests_have_the_same_tokens(model: Llama) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(0)
 def test_ten_thousand_requests_have_the_same_tokens_with_a_draft_model(model: Llama) -> None:
     """Every option, three kinds of draft models, both runners, pools of all sizes; one request in ten is aborted."""
     drafts = [noisy(hf_model(), 0.05), ours(hf_model(seed=9, num_hidden_layers=1)), model]
     rng = random.Random(21)
     asked = aborted = preempted = swapped = right = 0
     while asked < 10_000:
-        requests = some_requests(rng, rng.randint(1, 4))
+        requests = some_requests(rng, rng.choice((1, 2, 3, 4, 8)))
         asked += len(requests)
         block_size = rng.choice((1, 4, 4))
-        plain = run(engine_for(model, num_blocks=200, on_device=False), requests)
+        plain = run(engine_for(model, num_blocks=300, on_device=False), requests)
         engine = engine_for(
             model, draft=rng.choice(drafts), on_device=rng.random() < 0.5, block_size=block_size,
             num_blocks=rng.choice((44, 60, 200)) * 4 // block_size, host_blocks=rng.choice((0, 64)),

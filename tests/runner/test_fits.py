@@ -18,10 +18,14 @@ from minillm.fit.budget import Budget
 from minillm.fit.forms import sized
 from minillm.fit.weights import Layout, weights_in_memory
 from minillm.load import best_form, load_engine
+from minillm.model.loader import parameter_shapes
+from minillm.model.shapes import SHAPES
+from minillm.model.shard import shard_of
 from minillm.runner import fits
 from minillm.runner.fits import choose_form
 from minillm.weights.files import FileRecord, ModelFiles, downloading, place
 from minillm.weights.manifest import manifest_path
+from minillm.weights.stored import StoredTensor
 
 GIB = 1 << 30
 
@@ -99,6 +103,38 @@ def test_a_model_that_does_not_fit_is_one_line_with_the_form_that_would(
 
 
 @pytest.mark.usefixtures("nothing_is_made")
+def test_a_cpu_is_told_that_few_bits_could_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minillm.fit.budget.CPU_KEEPS_LOW_BIT", False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("minillm.text.tokenizer.Tokenizer.load", lambda source, size: None)
+    manifest_with(tmp_path / "w.toml", full=forge_hf(tmp_path / "8b", LLAMA_8B, hf_tensors(LLAMA_8B)))
+    monkeypatch.setenv("MINILLM_WEIGHTS", str(tmp_path / "w.toml"))
+    file = sized(str(tmp_path / "8b.gguf"), forge_gguf(tmp_path / "8b.gguf", LLAMA_8B))
+    shard = shard_of(SHAPES["llama-8b"], 0, 1)
+
+    def check(gib: float, weights: str = "auto") -> None:
+        config = EngineConfig(device="cpu", weights=weights)
+        budget = Budget(int(gib * GIB), 64 * GIB, False, 4, config)
+        fits.check_fits(file.name, SHAPES["llama-8b"], file.tensors, shard, budget)
+
+    memory(monkeypatch, 10.5)
+    with pytest.raises(CapacityError) as by_name:
+        load_engine("llama-3.1-8b", EngineConfig(device="cpu"))
+    with pytest.raises(CapacityError) as of_file:
+        check(10.5)
+    for caught, form in ((by_name, "llama-3.1-8b:q8_0"), (of_file, file.name)):
+        advice = str(caught.value).rpartition("; ")[2]
+        assert re.fullmatch(
+            rf"with its few bits kept {re.escape(form)} \(\d\.\d GiB\) would fit: "
+            rf"minillm chat --model {re.escape(form)} --weights stored",
+            advice,
+        ), advice
+    check(10.5, "stored")
+    with pytest.raises(CapacityError, match=r"; take a smaller model$"):
+        check(4)
+
+
+@pytest.mark.usefixtures("nothing_is_made")
 def test_a_file_and_random_weights_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = forge_hf(tmp_path / "8b", LLAMA_8B, hf_tensors(LLAMA_8B))
     monkeypatch.setattr("minillm.text.tokenizer.Tokenizer.load", lambda source, size: None)
@@ -117,11 +153,6 @@ def test_a_matrix_in_float32_counts_while_it_is_packed(tmp_path: Path, monkeypat
 
 
 def test_each_of_several_ranks_needs_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    from minillm.model.loader import parameter_shapes
-    from minillm.model.shapes import SHAPES
-    from minillm.model.shard import shard_of
-    from minillm.weights.stored import StoredTensor
-
     model = SHAPES["llama-8b"]
     tensors = [StoredTensor(name, shape, "BF16") for name, shape in parameter_shapes(model)]
 
