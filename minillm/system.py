@@ -166,13 +166,15 @@ def compact_heap() -> Iterator[None]:
     """Give what is freed meanwhile back to the system, where the C library is glibc.
 
     Its heap keeps the holes between pieces that stay: 130 to 180 MB of them where a model of 135 million weights is
-    packed. Afterwards the thresholds are those to which they grow by themselves (`man mallopt`).
+    packed. Pieces below a megabyte are used again: those that the system gives are filled with zeros first, page by
+    page, which takes longer than to compute them. Afterwards the thresholds are those to which they grow by themselves
+    (`man mallopt`).
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
         yield
         return
-    libc.mallopt(_MMAP, 1 << 16)
+    libc.mallopt(_MMAP, 1 << 20)
     try:
         yield
     finally:

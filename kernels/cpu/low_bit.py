@@ -194,13 +194,19 @@ def _in_4_bits(parts: tuple[LowBit, ...], bias: Tensor | None, other: PackedLine
     One row is bound by the bytes of the weights. Of more rows it takes longer for each multiplication than products of
     8 bits, but is a single op.
     """
-    levels = torch.cat([unpack_levels(part) for part in parts])
-    scales, level_zeros, offsets = (torch.cat(each) for each in zip(*map(factors, parts), strict=True))
-    out_features, num_weights = len(levels), levels.numel()
-    held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+    out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    num_weights = out_features * in_features
+    levels = torch.empty(out_features, in_features, dtype=torch.int32)
     # torch wants [in / group, out, 2], and a weight is (level - 8) * scale + zero.
-    zeros = offsets + (8 - level_zeros) * scales
-    pairs = torch.stack((scales, zeros), 2).transpose(0, 1).bfloat16().contiguous()
+    pairs = torch.empty(in_features // GROUP, out_features, 2, dtype=torch.bfloat16)
+    first, at_once = 0, max(1, _AT_ONCE // in_features)
+    for some in (part.rows(slice(i, i + at_once)) for part in parts for i in range(0, part.shape[0], at_once)):
+        rows = slice(first, first + some.shape[0])
+        levels[rows] = unpack_levels(some)
+        scales, level_zeros, offsets = factors(some)
+        pairs[:, rows, 0], pairs[:, rows, 1] = scales.t(), (offsets + (8 - level_zeros) * scales).t()
+        first = rows.stop
+    held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
     multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
     def apply(x: Tensor) -> Tensor:

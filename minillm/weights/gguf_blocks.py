@@ -11,7 +11,8 @@ from torch import Tensor
 
 from minillm.kernels.low_bit import GROUP, SUPER, Layout, LowBit, pack_levels, pack_super
 
-_AT_ONCE = 1 << 24  # weights, so that what is made on the way stays small beside the model
+# Weights that are taken apart at once: what is made on the way stays small beside the model, and on a CPU in its cache.
+_AT_ONCE, _AT_ONCE_ON_CPU = 1 << 24, 1 << 16
 
 
 def _halves(raw: Tensor, at: int, count: int = 1) -> Tensor:
@@ -118,7 +119,7 @@ def low_bit(raw: Tensor, kind: Type, width: int) -> LowBit:
     """The matrix of rows ``raw [out, bytes]`` uint8 of ``width`` weights each. It is made a slab of rows at a time."""
     layout, take_apart = _TYPES[kind]
     size = SUPER if layout.scales in ("super", "bytes") else GROUP
-    rows = max(1, _AT_ONCE // width)
+    rows = max(1, (_AT_ONCE_ON_CPU if raw.device.type == "cpu" else _AT_ONCE) // width)
     slabs = []
     for slab in raw.split(rows):
         levels, scales, units = take_apart(slab.unflatten(1, (width // size, -1)))
