@@ -93,13 +93,13 @@ def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = No
 
 
 def for_desktop(engine: dict[str, Any]) -> dict[str, Any]:
-    """The engine's options; where they do not say how much of a GPU is taken, little, for others need it, too.
+    """The engine's options; where they do not say how much of a device is taken, a pool of a few contexts.
 
-    A pool of a few contexts, and of low-bit weights no copy in 16 bits, from which a single answer gains little.
+    Others need it, too.
     """
     if engine.keys() & {"pool_tokens", "num_blocks", "gpu_memory_utilization"}:
         return engine
-    return {"weights": "stored", **engine, "pool_tokens": POOL_TOKENS}
+    return {**engine, "pool_tokens": POOL_TOKENS}
 
 
 @dataclass(frozen=True)

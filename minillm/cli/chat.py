@@ -51,8 +51,9 @@ def chat(arguments: argparse.Namespace) -> int:
         from minillm.ui.plain import run as run_plain
 
         with loading_bar() as report:
-            name = best_form(settings.model, EngineConfig(**settings.engine), report, say)
-            llm = LLM(name, on_progress=report, on_message=say, **chat_options(settings.engine))
+            options = chat_options(settings.engine)
+            name = best_form(settings.model, EngineConfig(**options), report, say)
+            llm = LLM(name, on_progress=report, on_message=say, **options)
         question = arguments.question or ""
         if question and not arguments.plain:  # with --plain, what is piped in are more questions
             question = with_piped_text(question)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ def _rows(models: list[Sized], machine: Machine) -> list[Row]:
 
 
 def _name(model: Sized) -> str:
-    return clean_line(model.name + model.options, 60)
+    return clean_line(model.name, 60) + model.options
 
 
 def _show(tables: list[list[Row]], machine: Machine) -> None:
@@ -234,7 +235,8 @@ def _advice(rows: list[Row], machine: Machine, name: str) -> str:
     form = "" if ":" in best.model.name or len(rows) == 1 or best.model.quantize else f":{FULL}"
     is_listed = load_manifest().entry(name) is not None
     cache = machine.budget.config.kv_cache_dtype
-    return f"minillm chat --model {best.model.name}{form if is_listed else ''}{best.model.options}" + (
+    name = shlex.quote(best.model.name + (form if is_listed else ""))
+    return f"minillm chat --model {name}{best.model.options}" + (
         f" --kv-cache-dtype {cache}" if cache != "auto" else ""
     )
 
@@ -251,7 +253,7 @@ def _as_json(machine: Machine, tables: list[list[Row]]) -> dict[str, Any]:
                 "name": row.model.name,
                 "form": row.model.name.partition(":")[2] or FULL,
                 "quantize": row.model.quantize or None,
-                "keeps_few_bits": row.model.keeps_few_bits,
+                "held": row.model.layout(budget).held,
                 "file": row.model.size,
                 "weights": row.fit.weights.memory,
                 "copy": row.fit.copied,

@@ -13,6 +13,7 @@ from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
 from minillm.fit.weights import (
     PACKED,
     QUANTIZED,
+    Layout,
     Weights,
     expected_by_bits,
     expected_tensors,
@@ -36,7 +37,7 @@ class Sized:
     size: int
     downloaded: bool = False
     quantize: str = ""  # int8, int4, fp8: to this its matrices are turned while it is loaded
-    keeps_few_bits: bool = False  # on a CPU, where else its matrices become numbers
+    kept: str = ""  # stored, int8: how a CPU shall hold its matrices, which else are numbers of the engine's dtype
 
     def fit(self, budget: Budget) -> Fit:
         """How it would lie in memory."""
@@ -45,20 +46,22 @@ class Sized:
     @property
     def options(self) -> str:
         """Those of the command that loads it so."""
-        return f" --quantize {self.quantize}" if self.quantize else " --weights stored" if self.keeps_few_bits else ""
+        return f" --quantize {self.quantize}" if self.quantize else f" --weights {self.kept}" if self.kept else ""
+
+    def layout(self, budget: Budget) -> Layout:
+        """How its weights are held."""
+        if self.kept:
+            budget = replace(budget, config=replace(budget.config, weights=self.kept))
+        return budget.layout(self.quantize)
 
     def weights(self, budget: Budget) -> Weights:
         """The memory of its weights, or of one rank's part of them."""
-        if self.keeps_few_bits:
-            budget = replace(budget, config=replace(budget.config, weights="stored"))
-        part, layout, tensors = 1 / budget.config.tensor_parallel_size, budget.layout(self.quantize), self.tensors
-        if layout.held != "stored" and any(tensor.name == PACKED for tensor in tensors):
-            # They become numbers of 32 bits, or products of 8 or 4.
-            tensors = (
-                expected_by_bits(self.shape, self.size)
-                if layout.held == "int4"
-                else expected_tensors(self.shape, sys.maxsize)
-            )
+        part, layout, tensors = 1 / budget.config.tensor_parallel_size, self.layout(budget), self.tensors
+        if any(tensor.name == PACKED for tensor in tensors):
+            if layout.held in ("int8", "int4"):  # products of 8 bits or 4
+                tensors = expected_by_bits(self.shape, self.size)
+            elif layout.held == "expanded":  # numbers of 32 bits
+                tensors = expected_tensors(self.shape, sys.maxsize)
         return weights_in_memory(tensors, layout, lambda tensor: part)
 
 
@@ -123,11 +126,12 @@ def quantized(model: Sized) -> list[Sized]:
 
 
 def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
-    """A model of few bits that a CPU would expand, with its bits kept; none of another."""
-    if budget.layout().held != "expanded" or budget.config.weights != "auto":
+    """The model as a CPU can hold it in fewer bytes: with its own few bits, or one of 16 bits in 8; none on a GPU."""
+    if budget.on_gpu or model.kept:
         return []
-    kept = replace(model, keeps_few_bits=True)
-    return [kept] if kept.weights(budget).memory < model.weights(budget).memory else []
+    before = model.weights(budget).memory
+    ways = (replace(model, kept=kept) for kept in ("stored", "int8"))
+    return [way for way in ways if way.weights(budget).memory < before][:1]
 
 
 def ranked(models: Iterable[Sized], budget: Budget) -> list[tuple[Sized, Fit]]:

@@ -169,6 +169,10 @@ def load_weights(
         raise UsageError(
             "weights int8 needs a CPU and dtype float32: add --device cpu --dtype float32, or leave it out"
         )
+    if config.weights == "stored" and device.type == "cpu" and dtype != torch.float32:
+        raise UsageError("weights stored on a CPU needs dtype float32: add --dtype float32, or leave it out")
+    if config.weights == "both" and device.type == "cpu":
+        raise UsageError("weights both needs a GPU: leave it out")
     if config.quantize is not None and device.type != "cuda":
         raise UsageError(f"quantize {config.quantize} needs a GPU; a CPU has products of 8 bits: --weights int8")
     if config.deterministic and device.type != "cuda":

@@ -18,6 +18,7 @@ from minillm.cli.main import main
 from minillm.weights.files import FileRecord, downloading, place
 
 GIB = 1 << 30
+KEPT = {"int8": "in 8 bits", "int4": "kept"}
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -48,7 +49,7 @@ def rows(run: Run, *arguments: str) -> dict[str, dict[str, Any]]:
     code, out, said = run("--json", *arguments)
     assert (code, said) == (0, "")
     models = json.loads(out)["models"]
-    return {f"{row['name']} {row['quantize'] or 'kept' * row['keeps_few_bits']}".strip(): row for row in models}
+    return {f"{row['name']} {row['quantize'] or KEPT.get(row['held'], '')}".strip(): row for row in models}
 
 
 def test_every_form_of_the_manifest_is_a_row(run: Run) -> None:
@@ -158,11 +159,13 @@ def test_a_file_and_a_directory_are_rows_of_their_own(
     assert 1.1 < kept["weights"] / row["weights"] < 1.4
     assert not kept["fits"], "of 7 GiB"
     [row] = [each for each in rows(run, str(gguf), "--device", "cpu", "--memory", "9GiB").values() if each["best"]]
-    assert row["keeps_few_bits"]
+    assert row["held"] == "int4"
     out = run(str(gguf), "--device", "cpu", "--memory", "9GiB")[1]
     assert out.endswith(f"minillm chat --model {gguf} --weights stored\n")
     directory = forge_hf(tmp_path / "1b", LLAMA_1B, hf_tensors(LLAMA_1B))
-    assert list(rows(run, str(directory), "--device", "cpu")) == [str(directory)], "a CPU rounds nothing"
+    whole, in_8_bits = rows(run, str(directory), "--device", "cpu").values()
+    assert 0.4 < in_8_bits["weights"] / whole["weights"] < 0.6
+    assert in_8_bits["held"] == "int8"
     found = rows(run, str(directory), "--memory", "4GiB")
     assert [row["quantize"] for row in found.values()] == [None, "int8", "int4", "fp8"]
     assert [row["fits"] for row in found.values()] == [False, True, True, True]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from speculated import assert_close_logprobs, facts, guesses_of
 from support import engine_for, hf_model, noisy, ours, write_tiny_model
 
@@ -24,6 +25,7 @@ from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.runner.runner import Runner
 from minillm.text.tokenizer import Tokenizer
+from minillm.ui.settings import for_desktop
 
 SMALL = 120
 REQUESTS = int(os.environ.get("MINILLM_SPECULATED_REQUESTS", SMALL))
@@ -329,6 +331,15 @@ def test_a_chat_on_a_cpu_guesses_unless_it_is_told_not_to() -> None:
         {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"},
     ):  # fmt: skip
         assert chat_options({"device": "cpu", **other}) == {"device": "cpu", **other}
+    asked = for_desktop({"device": "cpu"})
+    assert chat_options(asked) == {**asked, "speculate": "lookup"}, "as the chat asks"
+
+
+def test_a_chat_on_a_gpu_keeps_no_copy_unless_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minillm.load.choose_device", lambda config: torch.device("cuda"))
+    assert chat_options({"pool_tokens": 99}) == {"weights": "stored", "pool_tokens": 99}
+    for other in ({"weights": "both"}, {"num_blocks": 9}, {"gpu_memory_utilization": 0.5}):
+        assert chat_options(other) == other
 
 
 @pytest.mark.parametrize("guesser", KINDS, indirect=True)

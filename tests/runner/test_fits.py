@@ -122,14 +122,22 @@ def test_a_cpu_is_told_that_few_bits_could_be_kept(tmp_path: Path, monkeypatch: 
         load_engine("llama-3.1-8b", EngineConfig(device="cpu"))
     with pytest.raises(CapacityError) as of_file:
         check(10.5)
-    for caught, form in ((by_name, "llama-3.1-8b:q8_0"), (of_file, file.name)):
+    memory(monkeypatch, 9)
+    with pytest.raises(CapacityError) as of_form:
+        load_engine("llama-3.1-8b", EngineConfig(device="cpu"))
+    for caught, form, kept in (
+        (by_name, "llama-3.1-8b", "int8"), (of_form, "llama-3.1-8b:q4_k_m", "stored"), (of_file, file.name, "stored"),
+    ):  # fmt: skip
         advice = str(caught.value).rpartition("; ")[2]
         assert re.fullmatch(
-            rf"with its few bits kept {re.escape(form)} \(\d\.\d GiB\) would fit: "
-            rf"minillm chat --model {re.escape(form)} --weights stored",
+            rf"in fewer bits {re.escape(form)} \(\d\.\d GiB\) would fit: "
+            rf"minillm chat --model {re.escape(form)} --weights {kept}",
             advice,
         ), advice
-    check(10.5, "stored")
+    for weights in ("int8", "expanded"):  # other ways than that are no reason not to tell
+        with pytest.raises(CapacityError, match=r"--weights stored$"):
+            check(8, weights)
+    check(8, "stored")
     with pytest.raises(CapacityError, match=r"; take a smaller model$"):
         check(4)
 

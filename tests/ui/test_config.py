@@ -52,7 +52,7 @@ def load(tmp_path: Path, text: str | None, **flags: object) -> Settings:
 
 
 def test_the_file_and_the_flags_over_it(tmp_path: Path) -> None:
-    assert load(tmp_path, None) == Settings(default_model(), {"weights": "stored", "pool_tokens": 32768})
+    assert load(tmp_path, None) == Settings(default_model(), {"pool_tokens": 32768})
     settings = load(tmp_path, FILE)
     assert (settings.model, settings.system, settings.theme) == ("small", "be brief", "light")
     assert settings.sampling == {**CHAT_SAMPLING, "temperature": 0.3, "n": 2}
@@ -66,7 +66,7 @@ def test_the_file_and_the_flags_over_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", [{"num_blocks": 7}, {"gpu_memory_utilization": 0.5}, {"pool_tokens": 99}])
 def test_the_pool_is_a_few_contexts_unless_its_size_is_said(tmp_path: Path, option: dict[str, Any]) -> None:
     assert load(tmp_path, None, engine=option).engine == option
-    little = {"weights": "stored", "pool_tokens": 32768}
+    little = {"pool_tokens": 32768}
     assert load(tmp_path, None, engine={"block_size": 8}).engine == {"block_size": 8, **little}
     assert load(tmp_path, None, engine={"weights": "int8"}).engine == {**little, "weights": "int8"}
 

@@ -144,9 +144,17 @@ def test_a_cpu_keeps_few_bits_where_it_is_asked_to(tmp_path: Path, kind: str, ti
         assert relative_error(logits_in_chunks(model, tokens, chunks), expected) < 0.05
 
 
-def test_8_bits_are_refused_where_there_are_no_products_of_them() -> None:
-    with pytest.raises(UsageError, match="int8 needs a CPU and dtype float32"):
-        LLM("smollm2-135m", load_format="dummy", device="cpu", dtype="bfloat16", weights="int8")
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ("int8", "int8 needs a CPU and dtype float32"),
+        ("stored", "stored on a CPU needs dtype float32"),
+        ("both", "both needs a GPU"),
+    ],
+)
+def test_ways_to_hold_weights_are_refused_where_there_are_none(weights: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        LLM("smollm2-135m", load_format="dummy", device="cpu", dtype="bfloat16", weights=weights)
 
 
 def test_a_file_of_mixed_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
