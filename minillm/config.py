@@ -98,8 +98,8 @@ class EngineConfig:
         "off", _speculate, metavar="off|lookup|MODEL",
         help="compute guesses at an answer's next tokens beside the last one; the tokens are the same, but for last "
         "digits that depend on how many are computed at once, and come sooner where few requests run. lookup: guesses "
-        "are found where the text, or the prompt, repeats itself; MODEL: a smaller model of the same tokens makes them, "
-        "or the same one in few bits (name:q4_k_m; name:int4, int8 or fp8 rounds it while it is loaded)",
+        "are found where the text, or the prompt, repeats itself; MODEL: a smaller model of the same tokens makes "
+        "them, or the same one in few bits (name:q4_k_m; name:int4, int8 or fp8 rounds it while it is loaded)",
     )  # fmt: skip
     tensor_parallel_size: int = integer(
         1, 1, _MOST,

@@ -11,7 +11,7 @@ from driving import answered, ask, chat, notes, say, screen, seen, until
 from textual import events
 from textual.widgets import Collapsible, Input, OptionList, Static
 
-from minillm.service.messages import CacheChanged, LogEntry, TokenChoice
+from minillm.service.messages import CacheChanged, LogEntry, MemoryUse, TokenChoice
 from minillm.ui.chat.answer_view import AnswerView
 from minillm.ui.chat.candidates import CandidateCard, CandidatesView, candidate_facts
 from minillm.ui.chat.conversation import Answer, Candidate
@@ -226,6 +226,9 @@ async def test_dialogs_are_not_covered_by_what_was_said_before_and_have_no_comma
 
 async def test_models_say_whether_they_fit_on_one_line_each() -> None:
     async with chat(size=(80, 24)) as pilot:
+        pool = screen(pilot).talk.pool
+        assert pool is not None
+        pool.use = MemoryUse(64 << 30, 32 << 30, 1 << 30, 1 << 30, 0)  # of the machine
         await pilot.press("f2")
         await until(pilot, lambda: "smollm2-360m" in seen(pilot))
         [line] = [line for line in seen(pilot).splitlines() if "smollm2-135m " in line and "257 MiB" in line]
