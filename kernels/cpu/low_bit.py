@@ -35,6 +35,7 @@ _SMALLEST = 1e-36  # activations below are computed as if they were zero
 _AT_ONCE = 1 << 16  # weights
 # Multiplications, and rows, of products by 4 bits: below, the ops that make two parts of an activation take longer.
 _MOST_BY_4_BITS, _MOST_ROWS_BY_4_BITS = 1 << 24, 16
+_ROWS_OF_4_BITS = 64  # that torch packs together, at most
 _MOST_ROWS = 512
 _KEPT_ROWS = 32
 
@@ -196,17 +197,16 @@ def _in_4_bits(parts: tuple[LowBit, ...], bias: Tensor | None, other: PackedLine
     """
     out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
     num_weights = out_features * in_features
-    levels = torch.empty(out_features, in_features, dtype=torch.int32)
+    at_once = max(1, _AT_ONCE // in_features // _ROWS_OF_4_BITS) * _ROWS_OF_4_BITS if _packs_by_rows() else out_features
+    held = torch.empty(out_features, in_features // 2, dtype=torch.uint8)
     # torch wants [in / group, out, 2], and a weight is (level - 8) * scale + zero.
     pairs = torch.empty(in_features // GROUP, out_features, 2, dtype=torch.bfloat16)
-    first, at_once = 0, max(1, _AT_ONCE // in_features)
-    for some in (part.rows(slice(i, i + at_once)) for part in parts for i in range(0, part.shape[0], at_once)):
-        rows = slice(first, first + some.shape[0])
-        levels[rows] = unpack_levels(some)
-        scales, level_zeros, offsets = factors(some)
-        pairs[:, rows, 0], pairs[:, rows, 1] = scales.t(), (offsets + (8 - level_zeros) * scales).t()
-        first = rows.stop
-    held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+    for first in range(0, out_features, at_once):
+        rows = slice(first, min(first + at_once, out_features))
+        some = _rows_of(parts, rows)
+        held[rows] = _pack_4_bits(torch.cat([unpack_levels(part) for part in some]))
+        scales, level_zeros, offsets = (torch.cat(each) for each in zip(*map(factors, some), strict=True))
+        pairs[:, rows] = torch.stack((scales, offsets + (8 - level_zeros) * scales), 2).transpose(0, 1)
     multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
     def apply(x: Tensor) -> Tensor:
@@ -225,6 +225,30 @@ def _in_4_bits(parts: tuple[LowBit, ...], bias: Tensor | None, other: PackedLine
     if other is None:
         return few
     return _by_rows(few, other, max(1, min(_MOST_ROWS_BY_4_BITS, _MOST_BY_4_BITS // num_weights)))
+
+
+def _pack_4_bits(levels: Tensor) -> Tensor:
+    """Levels ``[out, in]`` as torch's products want them, ``[out, in / 2]``."""
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
+    return packed
+
+
+@cache
+def _packs_by_rows() -> bool:
+    """Whether torch packs so many rows like any others, so that a matrix can be packed in parts."""
+    levels = torch.arange(3 * _ROWS_OF_4_BITS * GROUP, dtype=torch.int32).mul_(7).remainder_(16).view(-1, GROUP)
+    return torch.equal(_pack_4_bits(levels), torch.cat([_pack_4_bits(each) for each in levels.split(_ROWS_OF_4_BITS)]))
+
+
+def _rows_of(parts: tuple[LowBit, ...], rows: slice) -> list[LowBit]:
+    """Rows of matrices one below the other."""
+    found, start = [], 0
+    for part in parts:
+        first, end = max(0, rows.start - start), min(part.shape[0], rows.stop - start)
+        if first < end:
+            found.append(part.rows(slice(first, end)))
+        start += part.shape[0]
+    return found
 
 
 def _by_rows(few: PackedLinear, many: PackedLinear, most_rows: int) -> PackedLinear:
