@@ -125,6 +125,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def of_long_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Such a model with a context of 16,384 tokens: an answer can be so long that it is still given, on any machine."""
+    from support import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("long"), max_positions=16_384)
+
+
+@pytest.fixture(scope="session")
 def server(tiny: Path) -> Iterator[Server]:
     from running_server import served
 

@@ -147,14 +147,14 @@ def noisy(model: Any, noise: float, seed: int = 1) -> Llama:
     )
 
 
-def write_tiny_model(directory: Path) -> Path:
+def write_tiny_model(directory: Path, *, max_positions: int = 512) -> Path:
     """A chat model of a few thousand parameters, with a tokenizer and a chat template, as transformers saves them."""
     from test_chat_template import CHATML
     from test_tokenizer import byte_level
 
     byte_level(directory, template=CHATML)
     eos = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id("<|im_end|>")
-    hf_model(vocab_size=640, max_position_embeddings=512, eos_token_id=eos).save_pretrained(directory)
+    hf_model(vocab_size=640, max_position_embeddings=max_positions, eos_token_id=eos).save_pretrained(directory)
     return directory
 
 

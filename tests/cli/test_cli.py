@@ -355,12 +355,13 @@ def test_ctrl_c_keeps_finished_results(tiny_model: Path, tmp_path: Path) -> None
     assert "Traceback" not in err
 
 
-def test_ctrl_c_while_loading_is_quiet(tiny_model: Path) -> None:
+def test_ctrl_c_while_loading_is_quiet(of_long_answers: Path) -> None:
     """The signals come once Python itself has started; before that, Python prints its own message."""
     begun = "print('begun', flush=True); from minillm.cli.main import main; raise SystemExit(main())"
+    options = ("--device", "cpu", "--num-blocks", "1024", "--max-tokens", "16000", "--ignore-eos")  # it has not ended
     for delay in (0.05, 0.4, 0.8, 1.3):
         process = subprocess.Popen(
-            [sys.executable, "-c", begun, "generate", "x", "--model", str(tiny_model), "--max-tokens", "500"],
+            [sys.executable, "-c", begun, "generate", "x", "--model", str(of_long_answers), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

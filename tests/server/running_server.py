@@ -38,25 +38,33 @@ class Server:
 
     def figure(self, name: str) -> float:
         """A figure of /metrics."""
-        text = httpx.get(f"{self.url}/metrics", headers={"authorization": "Bearer key-of-anna"}).text
+        text = httpx.get(f"{self.url}/metrics", headers={"authorization": "Bearer key-of-anna"}, timeout=60).text
         found = re.search(rf"^minillm_{name} ([\d.e+-]+)$", text, re.MULTILINE)
         assert found, text
         return float(found[1])
 
     def free_prefixes(self) -> None:
         """Free all that is pinned."""
-        for prefix in httpx.get(f"{self.url}/v1/prefixes").json()["data"]:
-            httpx.delete(f"{self.url}/v1/prefixes/{prefix['id']}")
+        for prefix in httpx.get(f"{self.url}/v1/prefixes", timeout=60).json()["data"]:
+            httpx.delete(f"{self.url}/v1/prefixes/{prefix['id']}", timeout=60)
 
     def wait_until_idle(self) -> None:
-        """Return once nothing is computed and nothing waits; fails after 20 s."""
-        for _ in range(200):
-            tables = httpx.get(f"{self.url}/v1/cache").json()["tables"]
+        """Return once nothing is computed and nothing waits; fails after a minute."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            tables = httpx.get(f"{self.url}/v1/cache", timeout=60).json()["tables"]
             busy = any(each["state"] not in ("idle", "pinned") for each in tables)
             if not busy and not self.figure("seats_taken") and not self.figure("requests_queued"):
                 return
             time.sleep(0.1)
         raise AssertionError(f"still busy: {tables}")
+
+    def wait_until_said(self, words: str) -> None:
+        """Return once a line of its standard error has these words; fails after a minute."""
+        deadline = time.monotonic() + 60
+        while not any(words in line for line in self.said):
+            assert time.monotonic() < deadline, "".join(self.said)
+            time.sleep(0.01)
 
 
 @contextmanager

@@ -78,9 +78,9 @@ def test_both_work_and_each_finds_what_it_has_computed(pair: Server) -> None:
     assert len(pair.pids) == 3
     prompts = [f"{letter} {TEXT[:300]}" for letter in "abcdefghijkl"]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        first = list(pool.map(lambda prompt: complete(pair, prompt, max_tokens=32), prompts))
+        first = list(pool.map(lambda prompt: complete(pair, prompt, max_tokens=150), prompts))
     pair.wait_until_idle()
-    again = [complete(pair, prompt, max_tokens=32) for prompt in prompts]
+    again = [complete(pair, prompt, max_tokens=150) for prompt in prompts]
     for one, other in zip(first, again, strict=True):
         assert one["choices"][0]["text"] == other["choices"][0]["text"]
         assert other["usage"]["prompt_tokens_details"]["cached_tokens"] > 0.8 * other["usage"]["prompt_tokens"]

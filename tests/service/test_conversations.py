@@ -191,6 +191,7 @@ async def test_texts_are_told_no_more_often_than_was_asked(tmp_path: Path, tiny_
 async def test_an_answer_can_be_stopped_and_forgotten(tmp_path: Path, tiny_model: Path) -> None:
     async with engine(tmp_path, str(tiny_model)) as running:
         await running.wait_for(Loaded)
+        running.send(Pace(20))  # otherwise the answer may have ended before it is stopped
         running.send(question("a", "hello", max_tokens=400))
         await running.wait_for(TextDelta)
         running.send(Abort("a"))

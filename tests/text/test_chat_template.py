@@ -243,11 +243,15 @@ def test_a_file_beside_the_user_is_not_run(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_render_outlives_its_killed_parent_by_seconds_only(tmp_path: Path) -> None:
     code = (
-        "from minillm.text import chat_template, sandbox\nsandbox.SECONDS = 2\n"
+        "import threading, time\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
+        "from minillm.text import chat_template, sandbox\nsandbox.SECONDS = 4\n"
+        "sandbox.select = SimpleNamespace(select=lambda *each: time.sleep(600))\n"  # this side does not end it
         f"t = chat_template.ChatTemplate({HOSTILE['loops']!r}, {{}})\n"
-        "import threading, time\n"
         "threading.Thread(target=lambda: t.render([{'role': 'user', 'content': 'x'}]), daemon=True).start()\n"
-        "time.sleep(1.5)\nprint(t._sandbox.process.pid, flush=True)\ntime.sleep(60)"
+        "while t._sandbox.process is None:\n    time.sleep(0.01)\n"
+        "stat = Path(f'/proc/{t._sandbox.process.pid}/stat')\n"
+        "while int(stat.read_text().rpartition(')')[2].split()[11]) < 20:\n    time.sleep(0.01)\n"  # it computes
+        "print(t._sandbox.process.pid, flush=True)\ntime.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -255,7 +259,7 @@ def test_a_render_outlives_its_killed_parent_by_seconds_only(tmp_path: Path) -> 
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         if Path(f"/proc/{child}/stat").read_text().split(")")[1].split()[0] == "Z":
             break

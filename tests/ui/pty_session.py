@@ -141,7 +141,12 @@ class Session:
         before = len(self.output)
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)  # kills a program that has nothing to tell, which is lost anyway
-        self.read(2)
+        end = time.monotonic() + 20
+        while (
+            self.process.poll() is None and time.monotonic() < end and b"commands that wait" not in self.output[before:]
+        ):
+            self.read(0.5)
+        self.read(1)
         told = self.output[before:].decode("utf-8", "replace")
         return f"the last was {shown!r}; {'; '.join(facts)}; it told:\n{told}"
 

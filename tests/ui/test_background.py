@@ -10,23 +10,29 @@ from pty_session import Session, session
 
 from minillm.ui.terminal import LateAnswers, background_of
 
+
+def waiting(seconds: float, program: str) -> tuple[str, str, str]:
+    """A program in which the terminal has so many seconds to answer."""
+    return sys.executable, "-c", f"from minillm.ui import terminal\nterminal._LONGEST_WAIT = {seconds}\n{program}"
+
+
 ASK = (
-    sys.executable,
-    "-c",
-    "from minillm.ui.terminal import asking_background\n"
     "print('begun')\n"
-    "with asking_background() as answer: pass\n"
-    "print('said', repr(answer.background), answer.typed)",
+    "with terminal.asking_background() as answer: pass\n"
+    "print('said', repr(answer.background), answer.typed)"
 )
 QUESTION = "\x1b]11;?\x1b\\\x1b[c"
-CHAT = (sys.executable, "-m", "minillm", "chat", "--model", "/nowhere/at-all")
+OPTIONS = ("chat", "--model", "/nowhere/at-all")
+CHAT = (sys.executable, "-m", "minillm", *OPTIONS)
+PATIENT_CHAT = (*waiting(60, "from minillm.cli.main import main\nraise SystemExit(main())"), *OPTIONS)
 QUIET = {"COLORFGBG": "", "COLORTERM": "truecolor"}
 LIGHT_GROUND, DARK_GROUND = b"48;2;252;251;248", b"48;2;17;21;26"
 
 
 def asked(answer: str) -> Session:
-    """The program after the terminal has said ``answer`` to its question, or at once if that is empty."""
-    with session(ASK) as running:
+    """The program after the terminal has said ``answer`` to its question."""
+    is_whole = answer.endswith("c")  # otherwise the program waits for the rest
+    with session(waiting(60 if is_whole else 3, ASK)) as running:
         running.wait_for("begun")
         running.wait_for(QUESTION)
         running.type(answer)
@@ -54,7 +60,7 @@ def test_what_the_terminal_says_and_what_is_typed_meanwhile(answer: str, said: b
 
 
 def test_nothing_is_asked_where_keys_wait() -> None:
-    with session(ASK, typed_before="early") as running:
+    with session(waiting(60, ASK), typed_before="early") as running:
         running.wait_for("said '' b''")
         assert running.end() == 0
         assert QUESTION.encode() not in running.output
@@ -62,20 +68,21 @@ def test_nothing_is_asked_where_keys_wait() -> None:
 
 @pytest.mark.parametrize("kind", ["dumb", "linux", ""])
 def test_nothing_is_asked_of_terminals_that_would_print_it(kind: str) -> None:
-    with session(ASK, environment={"TERM": kind}) as running:
+    with session(waiting(60, ASK), environment={"TERM": kind}) as running:
         running.wait_for("said '' b''")
         assert b"\x1b" not in running.output
 
 
 def test_nothing_is_asked_of_a_pipe() -> None:
-    with session(("sh", "-c", f"true | {sys.executable} -c '{ASK[2].replace(chr(39), chr(34))}' | cat")) as running:
+    program = waiting(60, ASK)[2].replace("'", '"')
+    with session(("sh", "-c", f"true | {sys.executable} -c '{program}' | cat")) as running:
         running.wait_for("said")
         assert b"\x1b" not in running.output
 
 
 @pytest.mark.parametrize(("colour", "ground"), [("ffff/ffff/ffff", LIGHT_GROUND), ("0000/0000/0000", DARK_GROUND)])
 def test_the_chat_takes_the_terminals_ground_and_the_keys_typed_meanwhile(colour: str, ground: bytes) -> None:
-    with session(CHAT, environment=QUIET) as running:
+    with session(PATIENT_CHAT, environment=QUIET) as running:
         running.wait_for(QUESTION)
         running.type(f"early \x1b]11;rgb:{colour}\x1b\\words\x1b[?62c")
         running.wait_for("early words")
@@ -96,18 +103,32 @@ def test_the_chat_asks_nothing_that_it_was_told(how: str) -> None:
         assert running.end() == 0
 
 
+def type_in_parts(running: Session, *parts: str) -> float:
+    """Type each soon after the one before it; returns the longest time between two, in seconds."""
+    longest, before = 0.0, time.monotonic()
+    for part in parts:
+        began = time.monotonic()
+        running.type(part)
+        longest, before = max(longest, time.monotonic() - before), began
+        time.sleep(0.02)
+    return longest
+
+
 def test_an_answer_that_comes_late_is_no_key() -> None:
-    with session(CHAT, environment=QUIET) as running:
-        running.wait_for("Ask something")
-        for part in ("\x1b]11;rgb:ffff/", "ffff/ffff\x1b\\", "\x1b[?62;1", ";2c", "typed"):
-            running.type(part)
-            time.sleep(0.02)
-        running.wait_for("typed")
-        running.read(0.5)
-        assert b"rgb" not in running.output
-        assert b"62;1" not in running.output
-        running.type("\x11")
-        assert running.end() == 0
+    for _ in range(20):
+        with session(CHAT, environment=QUIET) as running:
+            running.wait_for("Ask something")
+            longest = type_in_parts(running, "\x1b]11;rgb:ffff/", "ffff/ffff\x1b\\", "\x1b[?62;1", ";2c", "typed")
+            if longest > 0.07:  # behind a tenth of a second, a part that is begun was typed
+                continue
+            running.wait_for("typed")
+            running.read(0.5)
+            assert b"rgb" not in running.output
+            assert b"62;1" not in running.output
+            running.type("\x11")
+            assert running.end() == 0
+            return
+    raise AssertionError("the parts of the answer came too far apart, each time")
 
 
 def test_late_answers_in_every_cut() -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,19 +36,18 @@ def test_questions_from_a_pipe_are_answered(tmp_path: Path) -> None:
     assert len(SessionStore(tmp_path / "conversations").list()) == 1
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_chat(tiny_model: Path, tmp_path: Path) -> None:
-    process = plain(tiny_model, tmp_path, "--plain", "--max-tokens", "480", "--temperature", "0")
+def test_ctrl_c_stops_an_answer_and_not_the_chat(of_long_answers: Path, tmp_path: Path) -> None:
+    process = plain(of_long_answers, tmp_path, "--plain", "--max-tokens", "16000", "--temperature", "0", "--ignore-eos")
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(b"hello\n")
     process.stdin.flush()
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    out, errors = process.communicate(b"/quit\n", 60)
+    _, errors = process.communicate(b"/quit\n", 60)
     assert first
     assert process.returncode == 0, errors
-    assert b"stopped" in errors or len(out) > 100, "it was stopped, unless it had ended"
+    assert b"stopped" in errors
 
 
 def test_a_question_of_the_command_line_is_asked_first(tiny_model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from driving import ask, chat, say, screen, seen, until
+from driving import ask, chat, notes, say, screen, seen, until
 from textual.geometry import Region
 
 from minillm.errors import UsageError
@@ -147,6 +147,7 @@ async def test_a_path_is_chosen_part_by_part_and_its_text_stays_folded(folder: P
 async def test_commands_are_chosen_with_arrows_and_run_with_enter() -> None:
     async with chat(size=(100, 30)) as pilot:
         talk, popup = screen(pilot).talk, screen(pilot).query_one(Popup)
+        await until(pilot, lambda: any("served" in note for note in notes(pilot)))
         await pilot.pause(0.3)  # what the engine's first words change is drawn
         before = talk.transcript.region
         await pilot.press("slash", "s")

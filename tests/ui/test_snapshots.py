@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ async def compare(pilot: Pilot[Any], app: ChatApp, name: str) -> None:
     app.set_focus(None)  # a cursor that blinks is there or not
     await pilot.pause(0.3)
     path = SNAPSHOTS / f"{name}-{app.size.width}x{app.size.height}.svg"
-    taken = normal(app.export_screenshot(title="minillm", simplify=True))
+    deadline = time.monotonic() + 30
+    while (taken := normal(app.export_screenshot(title="minillm", simplify=True))) and time.monotonic() < deadline:
+        if os.environ.get("UPDATE_SNAPSHOTS") or not path.exists() or taken == path.read_text(encoding="utf-8"):
+            break
+        await pilot.pause(0.3)  # all of it is not drawn yet
     if os.environ.get("UPDATE_SNAPSHOTS"):
         SNAPSHOTS.mkdir(exist_ok=True)
         path.write_text(taken, encoding="utf-8")
