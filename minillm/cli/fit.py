@@ -31,11 +31,17 @@ _UNITS = {"": 1, **{f"{unit}{kind}": base ** (power + 1) for power, unit in enum
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that models are to fit, in words and figures; ``bandwidth`` in bytes per second where it is known."""
+    """The device that models are to fit, in words and figures.
+
+    Attributes:
+        bandwidth: in bytes per second where it is known.
+        draft_read: the bytes that a guess of a draft model reads; of a model that reads no more, it cannot guess.
+    """
 
     about: str
     budget: Budget
     bandwidth: float | None
+    draft_read: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,9 +126,11 @@ def _beside(draft: Sized, machine: Machine) -> Machine:
     """The machine with a draft model on it, loaded as `minillm.runner.build.describe_draft` says."""
     in_8_bits = not machine.budget.on_gpu and machine.budget.element_size == 4
     own = replace(machine.budget.config, speculate="off", quantize=None, weights="int8" if in_8_bits else "stored")
-    budget = machine.budget.beside(draft.weights(replace(machine.budget, config=own)), draft.shape)
+    weights = draft.weights(replace(machine.budget, config=own))
+    budget = machine.budget.beside(weights, draft.shape)
     taken = f"{size(budget.draft_bytes)} and {size(budget.draft_bytes_per_token)} a token"
-    return replace(machine, budget=budget, about=f"{machine.about}; beside {_name(draft)}, which takes {taken}")
+    about = f"{machine.about}; beside {_name(draft)}, which takes {taken}"
+    return replace(machine, budget=budget, about=about, draft_read=weights.read)
 
 
 def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) -> Machine:
@@ -181,10 +189,12 @@ def _rate(speed: float | None, given: int | None) -> str:
 
 
 def _rows(models: list[Sized], machine: Machine) -> list[Row]:
-    order = ranked(models, machine.budget)
+    order = [each for each in ranked(models, machine.budget) if each[1].weights.read > machine.draft_read]
     rows = []
     for model in models:
         fit = model.fit(machine.budget)
+        if fit.weights.read <= machine.draft_read:
+            fit = replace(fit, fits=False, context=0)
         speed = None
         if machine.bandwidth is not None and fit.fits:
             speed = machine.budget.tokens_per_second(fit, model.shape, machine.bandwidth)
@@ -212,6 +222,7 @@ def _show(tables: list[list[Row]], machine: Machine) -> None:
             speed = "" if machine.bandwidth is None else f"{_speed(row.tokens_per_second):>10}"
             file, weights = size(row.model.size), size(row.fit.weights.memory)
             marks = f"yes{', best' if row.best and len(rows) > 1 else ''}" if row.fit.fits else "no"
+            marks += ", its draft model reads as much" if row.fit.weights.read <= machine.draft_read else ""
             here = ", here" if row.model.downloaded else ""
             here += f", with a copy of {size(row.fit.copied)} in 16 bits" if row.fit.copied else ""
             print(f"{name:{width}}{file:>10}{weights:>10}  {context:20}{speed}  {marks}{here}")
@@ -229,6 +240,8 @@ def _advice(rows: list[Row], machine: Machine, name: str) -> str:
     if best is None:
         row = min(rows, key=lambda row: row.fit.needed)
         lacks = size(row.fit.needed - machine.budget.available)
+        if row.fit.weights.read <= machine.draft_read:
+            return "none fits: the draft model must be smaller than the model"
         if row.fit.needed <= machine.budget.available:
             return f"none fits with a context of {machine.budget.config.max_model_len:,} tokens"
         return f"none fits: {_name(row.model)} needs {size(row.fit.needed)}, {lacks} more than there is"

@@ -104,6 +104,10 @@ def test_a_draft_model_takes_its_room(run: Run) -> None:
     assert beside[full]["context"] < alone[full]["context"] / 2
     copied = rows(run, "llama-3.1-8b", "--memory", "24GiB", "--speculate", "llama-3.1-8b:int4")
     assert copied[full]["context"] < beside[full]["context"]
+    assert not rows(run, "llama-3.2-1b", "--memory", "24GiB", "--speculate", "llama-3.1-8b")["llama-3.2-1b"]["fits"]
+    out = run("llama-3.2-1b", "--memory", "80GiB", "--speculate", "llama-3.2-1b")[1]
+    assert "no, its draft model reads as much" in out
+    assert out.endswith("none fits: the draft model must be smaller than the model\n")
     code, out, _ = run("llama-3.1-8b", "--memory", "24GiB", "--speculate", "llama-3.2-1b")
     assert code == 0
     assert out.splitlines()[0].endswith("; beside llama-3.2-1b, which takes 2.8 GiB and 32 KiB a token")
