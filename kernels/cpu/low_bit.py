@@ -61,7 +61,7 @@ def packed_int8(
 def packed_int4(stored: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear | None:
     """Matrices of 4 bits, one below the other, for products of any number of rows; None where torch has none of these.
 
-    They take 5 bits a weight with their scales. Many rows take 1.5 to 3 times as long as by 8 bits.
+    They take 5 bits a weight with their scales. Many rows take 1.2 to 3 times as long as by 8 bits.
     """
     return _in_4_bits(stored, bias) if _takes_4_bits(stored) else None
 
