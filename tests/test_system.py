@@ -17,14 +17,14 @@ from minillm.system import compact_heap
 def megabytes() -> int:
     return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1000
 
-def every_other(size: int) -> list[torch.Tensor]:
-    return [torch.ones(size, dtype=torch.uint8) for _ in range(2000)][::2]
+def every_other(size: int, count: int) -> list[torch.Tensor]:
+    return [torch.ones(size, dtype=torch.uint8) for _ in range(count)][::2]
 
 before = megabytes()
 with compact_heap():
-    larger = every_other(100_000)
+    larger = every_other(2_000_000, 100)
     print(megabytes() - before)
-    smaller = every_other(50_000)
+    smaller = every_other(50_000, 2000)
 print(megabytes() - before)
 """
 

@@ -168,6 +168,7 @@ class _Int8Linear:
 class _Scratch:
     """Room for the activations of a product, and views of it: each view costs as much as an addition of a row."""
 
+    @torch.inference_mode(False)  # a tensor of that mode could not be written to outside it
     def __init__(self, rows: int, in_features: int, width: int) -> None:
         self.row = torch.empty(rows, width)
         self.given, self.finer = self.row.split_with_sizes((in_features, width - in_features), 1)

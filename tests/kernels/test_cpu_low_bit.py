@@ -68,22 +68,24 @@ def test_matrices_of_4_bits(scales: Scales, rows: int, biased: bool, out: tuple[
 
 @pytest.mark.parametrize("scales", ["plain", "zeros", "offset", "super"])
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 40, 600])
+@pytest.mark.parametrize("out", [(16, 32), (80, 160)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_matrices_of_4_bits_alone(scales: Scales, rows: int, biased: bool) -> None:
+def test_matrices_of_4_bits_alone(scales: Scales, rows: int, out: tuple[int, int], biased: bool) -> None:
+    """240 rows of a weight are packed in two parts, of which one has rows of both matrices."""
     generator = torch.Generator().manual_seed(rows)
-    stored = tuple(random_stored(scales, each, generator) for each in (16, 32))
+    stored, total = tuple(random_stored(scales, each, generator) for each in out), sum(out)
     exact = torch.cat([dequantise(each, torch.float64) for each in stored])
-    bias = torch.randn(48) if biased else None
+    bias = torch.randn(total) if biased else None
     linear = LinearWeight.in_4_bits(stored, bias)
     assert linear is not None
-    assert (linear.out_features, linear.in_features) == (48, 512)
-    assert linear.num_bytes == 48 * 512 * 5 // 8
+    assert (linear.out_features, linear.in_features) == (total, 512)
+    assert linear.num_bytes == total * 512 * 5 // 8
     x = torch.randn(rows, 512)
     expected = x.double() @ exact.T + (0 if bias is None else bias.double())
     got = kernels.linear(x, linear)
-    assert got.shape == (rows, 48)
+    assert got.shape == (rows, total)
     assert relative_error(got, expected) < TOLERANCE
-    assert relative_error(kernels.linear_add(x, linear, torch.ones(rows, 48)), expected + 1) < TOLERANCE
+    assert relative_error(kernels.linear_add(x, linear, torch.ones(rows, total)), expected + 1) < TOLERANCE
 
 
 def test_of_4_bits_a_row_that_is_not_a_number_spoils_no_other() -> None:
