@@ -51,6 +51,13 @@ class KVCache:
         pairs = zip(self.values.unbind(0), self.scales.unbind(0), strict=True)
         return tuple(LayerCache(*values.unbind(0), *scales.unbind(0)) for values, scales in pairs)
 
+    @cached_property
+    def slots(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Each layer's K and V ``[num_slots, num_kv_heads, head_dim]``, in the same memory."""
+        return tuple(
+            (layer.k.view(-1, *layer.k.shape[2:]), layer.v.view(-1, *layer.v.shape[2:])) for layer in self.layers
+        )
+
     def zero_(self) -> KVCache:
         """Fill every slot with zeros."""
         for tensor in self.tensors:

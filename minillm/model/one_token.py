@@ -220,15 +220,11 @@ class OneToken:
         length, block_size = int(batch.context_lens[0]), kv_cache.values.shape[3]
         blocks = batch.block_tables[0, : -(-length // block_size)]
         slots = torch.add(torch.arange(block_size), blocks[:, None], alpha=block_size).flatten()[:length]
-        straight = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
-        facts = {
-            kind: (angles if kind.has_rope else straight, slots[-(kind.window or length) :])
-            for kind in {kind for kind, _ in self.layers}
-        }
-        num_slots, slot = kv_cache.values.shape[2] * block_size, batch.slot_mapping
-        pool = kv_cache.values.view(len(self.layers), 2, num_slots, *kv_cache.values.shape[4:])
-        for (kind, weights), cache in zip(self.layers, pool, strict=True):
-            (cos, sin), in_sight = facts[kind]
-            keys, values = cache.unbind(0)
-            (x,) = self.run([x, cos, sin, keys, values, slot, in_sight, *weights])
+        facts = {}
+        for kind in {kind for kind, _ in self.layers}:
+            turned = angles if kind.has_rope else (torch.ones_like(angles[0]), torch.zeros_like(angles[1]))
+            facts[kind] = turned, slots[-(kind.window or length) :]
+        for (kind, weights), pool in zip(self.layers, kv_cache.slots, strict=True):
+            turned, in_sight = facts[kind]
+            (x,) = self.run([x, *turned, *pool, batch.slot_mapping, in_sight, *weights])
         return x
