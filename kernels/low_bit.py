@@ -34,7 +34,7 @@ from torch import Tensor
 GROUP = 32  # weights
 SUPER = 256  # weights that share a scale of scales
 LARGEST_FP8 = 448.0  # in float8_e4m3fn
-_EXPANDED = 1 << 16  # weights at a time
+_EXPANDED = 1 << 17  # weights at a time
 
 Scales = Literal["plain", "zeros", "offset", "super", "bytes", "float"]
 

@@ -32,7 +32,7 @@ _LIMITS = (-_HIGH - 1.0, float(_HIGH))  # of an activation's parts
 _FINER = 2 * _LEVELS  # steps of a remainder's level in one of a level
 _FINER_COLUMNS = 12  # one in so many
 _SMALLEST = 1e-36  # activations below are computed as if they were zero
-_AT_ONCE = 1 << 16  # weights
+_AT_ONCE = 1 << 17  # weights
 # Multiplications, and rows, of products by 4 bits: below, the ops that make two parts of an activation take longer.
 _MOST_BY_4_BITS, _MOST_ROWS_BY_4_BITS = 1 << 24, 16
 _ROWS_OF_4_BITS = 64  # that torch packs together, at most

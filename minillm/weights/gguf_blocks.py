@@ -12,7 +12,7 @@ from torch import Tensor
 from minillm.kernels.low_bit import GROUP, SUPER, Layout, LowBit, pack_levels, pack_super
 
 # Weights that are taken apart at once: what is made on the way stays small beside the model, and on a CPU in its cache.
-_AT_ONCE, _AT_ONCE_ON_CPU = 1 << 24, 1 << 16
+_AT_ONCE, _AT_ONCE_ON_CPU = 1 << 24, 1 << 17
 
 
 def _halves(raw: Tensor, at: int, count: int = 1) -> Tensor:
