@@ -247,11 +247,15 @@ def _advice(rows: list[Row], machine: Machine, name: str) -> str:
         return f"none fits: {_name(row.model)} needs {size(row.fit.needed)}, {lacks} more than there is"
     form = "" if ":" in best.model.name or len(rows) == 1 or best.model.quantize else f":{FULL}"
     is_listed = load_manifest().entry(name) is not None
-    cache = machine.budget.config.kv_cache_dtype
-    name = shlex.quote(best.model.name + (form if is_listed else ""))
-    return f"minillm chat --model {name}{best.model.options}" + (
-        f" --kv-cache-dtype {cache}" if cache != "auto" else ""
-    )
+    config, name = machine.budget.config, shlex.quote(best.model.name + (form if is_listed else ""))
+    options = best.model.options
+    if config.kv_cache_dtype != "auto":
+        options += f" --kv-cache-dtype {config.kv_cache_dtype}"
+    if config.max_model_len is not None:
+        options += f" --max-model-len {config.max_model_len}"
+    if config.speculate != "off":
+        options += f" --speculate {shlex.quote(config.speculate)}"
+    return f"minillm chat --model {name}{options}"
 
 
 def _as_json(machine: Machine, tables: list[list[Row]]) -> dict[str, Any]:

@@ -111,6 +111,7 @@ def test_a_draft_model_takes_its_room(run: Run) -> None:
     code, out, _ = run("llama-3.1-8b", "--memory", "24GiB", "--speculate", "llama-3.2-1b")
     assert code == 0
     assert out.splitlines()[0].endswith("; beside llama-3.2-1b, which takes 2.8 GiB and 32 KiB a token")
+    assert out.endswith(" --speculate llama-3.2-1b\n")
 
 
 def test_another_machine_is_asked_for_by_its_memory(run: Run) -> None:
@@ -141,6 +142,7 @@ def test_a_context_can_be_demanded(run: Run) -> None:
     assert rows(run, "llama-3.2-1b")["llama-3.2-1b"]["fits"]
     found = rows(run, "llama-3.2-1b", "--context", "60000")
     assert not found["llama-3.2-1b"]["fits"]
+    assert run("llama-3.2-1b", "--context", "600")[1].endswith(" --max-model-len 600\n")
     assert not rows(run, "smollm2-360m", "--context", "9000")["smollm2-360m"]["fits"], "beyond the model's own"
     assert "none fits with a context of 9,000 tokens" in run("smollm2-360m", "--context", "9000")[1]
 
