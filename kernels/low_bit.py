@@ -290,7 +290,8 @@ def factors(matrix: LowBit, dtype: torch.dtype = torch.float32) -> tuple[Tensor,
     none = torch.zeros(1, 1, dtype=dtype, device=matrix.device).expand(out, groups)
 
     def spread(values: Tensor) -> Tensor:
-        return values.to(dtype).repeat_interleave(groups // values.shape[1], 1)
+        wide, times = values.to(dtype), groups // values.shape[1]
+        return wide if times == 1 else wide.repeat_interleave(times, 1)
 
     if layout.scales in ("zeros", "offset"):
         scales, others = (spread(each) for each in matrix.scales.unbind(-1))
