@@ -236,23 +236,13 @@ def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], bloc
     return torch.cat(rows).cpu()
 
 
-def run(
-    engine: Engine, requests: list[tuple[list[int], Any]], aborts: dict[int, int] | None = None
-) -> list[RequestOutput]:
-    """Run requests together; the books are checked after every step, and everything must be back at the end.
-
-    ``aborts`` has for some requests, by their place, the number of steps after which they are aborted.
-    """
+def run(engine: Engine, requests: list[tuple[list[int], Any]]) -> list[RequestOutput]:
+    """Run requests together; the books are checked after every step, and everything must be back at the end."""
     for number, (prompt, params) in enumerate(requests):
         engine.add_request(str(number), prompt, params)
-    outputs: dict[str, RequestOutput] = {}
-    steps = 0
+    outputs = {}
     while engine.has_work:
-        for number, after in (aborts or {}).items():
-            if after == steps and str(number) not in outputs:
-                engine.abort(str(number))
         engine.step()
-        steps += 1
         check(engine.cache)
         engine.scheduler.swap.check()
         outputs.update({output.request_id: output for output in engine.take_finished()})

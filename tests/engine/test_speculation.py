@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from speculated import assert_close_logprobs, facts, guesses_of
-from support import engine_for, hf_model, noisy, ours, run
+from support import engine_for, hf_model, ours, run
 
 from minillm.cache import check
 from minillm.engine import speculation
@@ -99,35 +99,6 @@ def test_thousands_of_requests_have_the_same_tokens(model: Llama) -> None:
         size: dict[str, Any] = {"num_blocks": rng.choice((60, 256)), "host_blocks": rng.choice((0, 64))}
         plain = run(engine_for(model, num_blocks=256, on_device=False), requests)
         assert_same(plain, run(engine_for(model, speculate="lookup", admission="optimistic", **size), requests))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(0)
-def test_ten_thousand_requests_have_the_same_tokens_with_a_draft_model(model: Llama) -> None:
-    """Every option, three kinds of draft models, both runners, pools of all sizes; one request in ten is aborted."""
-    drafts = [noisy(hf_model(), 0.05), ours(hf_model(seed=9, num_hidden_layers=1)), model]
-    rng = random.Random(21)
-    asked = aborted = preempted = swapped = right = 0
-    while asked < 10_000:
-        requests = some_requests(rng, rng.choice((1, 2, 3, 4, 8)))
-        asked += len(requests)
-        block_size = rng.choice((1, 4, 4))
-        plain = run(engine_for(model, num_blocks=300, on_device=False), requests)
-        engine = engine_for(
-            model, draft=rng.choice(drafts), on_device=rng.random() < 0.5, block_size=block_size,
-            num_blocks=rng.choice((44, 60, 200)) * 4 // block_size, host_blocks=rng.choice((0, 64)),
-            admission="optimistic", max_num_seqs=16, max_num_batched_tokens=rng.choice((16, 64)),
-        )  # fmt: skip
-        gone = {number for number in range(len(requests)) if rng.random() < 0.1}
-        aborted += len(gone)
-        answers = run(engine, requests, aborts={number: rng.randint(0, 20) for number in gone})
-        kept = [number for number in range(len(requests)) if number not in gone]
-        assert_same([plain[number] for number in kept], [answers[number] for number in kept])
-        preempted += engine.scheduler.preemption.count
-        swapped += engine.scheduler.swap.num_swapped_in
-        right += guesses_of(engine).num_right
-    print(f"{asked} requests, {aborted} aborted, {preempted} preempted; {swapped} swapped in, {right} right guesses")
-    assert min(aborted, preempted, swapped, right) > 100
 
 
 @pytest.mark.parametrize("host_blocks", [0, 64], ids=["recompute", "swap"])
