@@ -34,7 +34,9 @@ from torch import Tensor
 GROUP = 32  # weights
 SUPER = 256  # weights that share a scale of scales
 LARGEST_FP8 = 448.0  # in float8_e4m3fn
-_EXPANDED = 1 << 17  # weights at a time
+# Weights that a CPU packs or unpacks at a time: their numbers of 32 bits stay in its cache, and are so few that the
+# heap uses the same memory for the next ones (`minillm.system.compact_heap`).
+AT_ONCE_ON_CPU = 1 << 17
 
 Scales = Literal["plain", "zeros", "offset", "super", "bytes", "float"]
 
@@ -138,7 +140,7 @@ def expanded(matrices: tuple[LowBit, ...]) -> Tensor:
     result = torch.empty(sum(each.shape[0] for each in matrices), matrices[0].shape[1], device=matrices[0].device)
     start = 0
     for each in matrices:
-        step = max(1, _EXPANDED // each.shape[1])  # by parts: whole levels would take more memory than the result
+        step = max(1, AT_ONCE_ON_CPU // each.shape[1])  # by parts: whole levels would take more memory than the result
         for first in range(0, each.shape[0], step):
             some = dequantise(each.rows(slice(first, first + step)))
             result[start + first : start + first + some.shape[0]] = some

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minillm.kernels.cpu.linear import FBGEMM, PackedLinear, scalar
-from minillm.kernels.low_bit import GROUP, LowBit, factors, unpack_levels
+from minillm.kernels.low_bit import AT_ONCE_ON_CPU, GROUP, LowBit, factors, unpack_levels
 
 _LEVELS = 127  # of a weight: -127 to 127
 _HIGH = 63  # of an activation's first part
@@ -32,7 +32,6 @@ _LIMITS = (-_HIGH - 1.0, float(_HIGH))  # of an activation's parts
 _FINER = 2 * _LEVELS  # steps of a remainder's level in one of a level
 _FINER_COLUMNS = 12  # one in so many
 _SMALLEST = 1e-36  # activations below are computed as if they were zero
-_AT_ONCE = 1 << 17  # weights
 # Multiplications, and rows, of products by 4 bits: below, the ops that make two parts of an activation take longer.
 _MOST_BY_4_BITS, _MOST_ROWS_BY_4_BITS = 1 << 24, 16
 _ROWS_OF_4_BITS = 64  # that torch packs together, at most
@@ -55,15 +54,11 @@ def packed_int8(
     linear = _Int8Linear(weight, shape, bias)
     columns = in_features + _num_finer(in_features) + len(_LIMITS)
     packed = PackedLinear(linear, out_features * columns, linear.add_to)
-    return _in_4_bits(stored, bias, packed) if _takes_4_bits(stored) else packed
-
-
-def packed_int4(stored: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear | None:
-    """Matrices of 4 bits, one below the other, for products of any number of rows; None where torch has none of these.
-
-    They take 5 bits a weight with their scales. Many rows take 1.2 to 3 times as long as by 8 bits.
-    """
-    return _in_4_bits(stored, bias) if _takes_4_bits(stored) else None
+    in_4_bits = packed_int4(stored, bias)
+    if in_4_bits is None:
+        return packed
+    most_rows = max(1, min(_MOST_ROWS_BY_4_BITS, _MOST_BY_4_BITS // (out_features * in_features)))
+    return _by_rows(in_4_bits, packed, most_rows)
 
 
 class _Int8Linear:
@@ -105,7 +100,7 @@ class _Int8Linear:
         usable = torch.where(scales.isfinite(), scales, 1.0)
         levels = torch.zeros(self._out_features, self._width + len(_LIMITS), dtype=torch.int8)
         errors = torch.zeros(self._in_features)
-        at_once = max(1, _AT_ONCE // self._in_features)
+        at_once = max(1, AT_ONCE_ON_CPU // self._in_features)
         parts = [each.split(at_once) for each in (weight, usable[:, None], levels)]
         for rows, scale, level in zip(*parts, strict=True):
             exact = (rows / scale).nan_to_num_(0.0, 0.0, 0.0)
@@ -190,15 +185,18 @@ def _takes_4_bits(parts: tuple[LowBit, ...]) -> bool:
     return bool(parts) and fit and sum(part.shape[0] for part in parts) % 16 == 0
 
 
-def _in_4_bits(parts: tuple[LowBit, ...], bias: Tensor | None, other: PackedLinear | None = None) -> PackedLinear:
-    """A linear layer of 4 bits, with activations in bfloat16; ``other``, if there is one, for more than a few rows.
+def packed_int4(parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear | None:
+    """Matrices of 4 bits, one below the other, with activations in bfloat16; None where torch cannot multiply these.
 
-    One row is bound by the bytes of the weights. Of more rows it takes longer for each multiplication than products of
-    8 bits, but is a single op.
+    With their scales they take 5 bits a weight. One row is bound by these bytes. Of more rows each multiplication takes
+    longer than in products of 8 bits, but all are a single op; many rows take 1.2 to 3 times as long.
     """
+    if not _takes_4_bits(parts):
+        return None
     out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    num_weights = out_features * in_features
-    at_once = max(1, _AT_ONCE // in_features // _ROWS_OF_4_BITS) * _ROWS_OF_4_BITS if _packs_by_rows() else out_features
+    at_once = (
+        max(1, AT_ONCE_ON_CPU // in_features // _ROWS_OF_4_BITS) * _ROWS_OF_4_BITS if _packs_by_rows() else out_features
+    )
     held = torch.empty(out_features, in_features // 2, dtype=torch.uint8)
     # torch wants [in / group, out, 2], and a weight is (level - 8) * scale + zero.
     pairs = torch.empty(in_features // GROUP, out_features, 2, dtype=torch.bfloat16)
@@ -222,10 +220,7 @@ def _in_4_bits(parts: tuple[LowBit, ...], bias: Tensor | None, other: PackedLine
         residual.add_(multiply(x.bfloat16(), held, GROUP, pairs))
         return residual if bias is None else residual.add_(bias)
 
-    few = PackedLinear(apply, held.nbytes + pairs.nbytes, add_to, (held, pairs))
-    if other is None:
-        return few
-    return _by_rows(few, other, max(1, min(_MOST_ROWS_BY_4_BITS, _MOST_BY_4_BITS // num_weights)))
+    return PackedLinear(apply, held.nbytes + pairs.nbytes, add_to, (held, pairs))
 
 
 def _pack_4_bits(levels: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from minillm.kernels.low_bit import GROUP, SUPER, Layout, LowBit, pack_levels, pack_super
+from minillm.kernels.low_bit import AT_ONCE_ON_CPU, GROUP, SUPER, Layout, LowBit, pack_levels, pack_super
 
-# Weights that are taken apart at once: what is made on the way stays small beside the model, and on a CPU in its cache.
-_AT_ONCE, _AT_ONCE_ON_CPU = 1 << 24, 1 << 17
+_AT_ONCE = 1 << 24  # weights on a GPU, so that what is made on the way stays small beside the model
 
 
 def _halves(raw: Tensor, at: int, count: int = 1) -> Tensor:
@@ -119,7 +118,7 @@ def low_bit(raw: Tensor, kind: Type, width: int) -> LowBit:
     """The matrix of rows ``raw [out, bytes]`` uint8 of ``width`` weights each. It is made a slab of rows at a time."""
     layout, take_apart = _TYPES[kind]
     size = SUPER if layout.scales in ("super", "bytes") else GROUP
-    rows = max(1, (_AT_ONCE_ON_CPU if raw.device.type == "cpu" else _AT_ONCE) // width)
+    rows = max(1, (AT_ONCE_ON_CPU if raw.device.type == "cpu" else _AT_ONCE) // width)
     slabs = []
     for slab in raw.split(rows):
         levels, scales, units = take_apart(slab.unflatten(1, (width // size, -1)))

@@ -63,7 +63,7 @@ def test_blocks_are_the_numbers_that_the_library_makes_of_them(name: str, specia
 def test_slabs_of_rows_are_one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = torch.from_numpy(random_blocks(Type.Q6_K, 9, 512))
     whole = low_bit(raw, Type.Q6_K, 512)
-    monkeypatch.setattr("minillm.weights.gguf_blocks._AT_ONCE", 1024)
+    monkeypatch.setattr("minillm.weights.gguf_blocks.AT_ONCE_ON_CPU", 1024)
     assert torch.equal(dequantise(low_bit(raw, Type.Q6_K, 512)), dequantise(whole))
 
 
