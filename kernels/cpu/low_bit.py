@@ -194,9 +194,9 @@ def packed_int4(parts: tuple[LowBit, ...], bias: Tensor | None) -> PackedLinear 
     if not _takes_4_bits(parts):
         return None
     out_features, in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    at_once = (
-        max(1, AT_ONCE_ON_CPU // in_features // _ROWS_OF_4_BITS) * _ROWS_OF_4_BITS if _packs_by_rows() else out_features
-    )
+    at_once = out_features
+    if _packs_by_rows():
+        at_once = max(1, AT_ONCE_ON_CPU // in_features // _ROWS_OF_4_BITS) * _ROWS_OF_4_BITS
     held = torch.empty(out_features, in_features // 2, dtype=torch.uint8)
     # torch wants [in / group, out, 2], and a weight is (level - 8) * scale + zero.
     pairs = torch.empty(in_features // GROUP, out_features, 2, dtype=torch.bfloat16)

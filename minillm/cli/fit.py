@@ -43,6 +43,10 @@ class Machine:
     bandwidth: float | None
     draft_read: int = 0
 
+    def drafts_for(self, fit: Fit) -> bool:
+        """Whether the draft model, if there is one, reads less than a model that fits so."""
+        return fit.weights.read > self.draft_read
+
 
 @dataclass(frozen=True)
 class Row:
@@ -189,11 +193,11 @@ def _rate(speed: float | None, given: int | None) -> str:
 
 
 def _rows(models: list[Sized], machine: Machine) -> list[Row]:
-    order = [each for each in ranked(models, machine.budget) if each[1].weights.read > machine.draft_read]
+    order = [each for each in ranked(models, machine.budget) if machine.drafts_for(each[1])]
     rows = []
     for model in models:
         fit = model.fit(machine.budget)
-        if fit.weights.read <= machine.draft_read:
+        if not machine.drafts_for(fit):
             fit = replace(fit, fits=False, context=0)
         speed = None
         if machine.bandwidth is not None and fit.fits:
@@ -222,7 +226,7 @@ def _show(tables: list[list[Row]], machine: Machine) -> None:
             speed = "" if machine.bandwidth is None else f"{_speed(row.tokens_per_second):>10}"
             file, weights = size(row.model.size), size(row.fit.weights.memory)
             marks = f"yes{', best' if row.best and len(rows) > 1 else ''}" if row.fit.fits else "no"
-            marks += ", its draft model reads as much" if row.fit.weights.read <= machine.draft_read else ""
+            marks += "" if machine.drafts_for(row.fit) else ", its draft model reads as much"
             here = ", here" if row.model.downloaded else ""
             here += f", with a copy of {size(row.fit.copied)} in 16 bits" if row.fit.copied else ""
             print(f"{name:{width}}{file:>10}{weights:>10}  {context:20}{speed}  {marks}{here}")
@@ -240,22 +244,21 @@ def _advice(rows: list[Row], machine: Machine, name: str) -> str:
     if best is None:
         row = min(rows, key=lambda row: row.fit.needed)
         lacks = size(row.fit.needed - machine.budget.available)
-        if row.fit.weights.read <= machine.draft_read:
+        if not machine.drafts_for(row.fit):
             return "none fits: the draft model must be smaller than the model"
         if row.fit.needed <= machine.budget.available:
             return f"none fits with a context of {machine.budget.config.max_model_len:,} tokens"
         return f"none fits: {_name(row.model)} needs {size(row.fit.needed)}, {lacks} more than there is"
     form = "" if ":" in best.model.name or len(rows) == 1 or best.model.quantize else f":{FULL}"
     is_listed = load_manifest().entry(name) is not None
-    config, name = machine.budget.config, shlex.quote(best.model.name + (form if is_listed else ""))
-    options = best.model.options
+    config, options = machine.budget.config, ""
     if config.kv_cache_dtype != "auto":
         options += f" --kv-cache-dtype {config.kv_cache_dtype}"
     if config.max_model_len is not None:
         options += f" --max-model-len {config.max_model_len}"
     if config.speculate != "off":
         options += f" --speculate {shlex.quote(config.speculate)}"
-    return f"minillm chat --model {name}{options}"
+    return replace(best.model, name=best.model.name + (form if is_listed else "")).command + options
 
 
 def _as_json(machine: Machine, tables: list[list[Row]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -47,6 +48,11 @@ class Sized:
     def options(self) -> str:
         """Those of the command that loads it so."""
         return f" --quantize {self.quantize}" if self.quantize else f" --weights {self.kept}" if self.kept else ""
+
+    @property
+    def command(self) -> str:
+        """The command that chats with it, held so."""
+        return f"minillm chat --model {shlex.quote(self.name)}{self.options}"
 
     def layout(self, budget: Budget) -> Layout:
         """How its weights are held."""
@@ -127,7 +133,7 @@ def quantized(model: Sized) -> list[Sized]:
 
 def in_few_bits(model: Sized, budget: Budget) -> list[Sized]:
     """The model as a CPU can hold it in fewer bytes: with its own few bits, or one of 16 bits in 8; none on a GPU."""
-    if budget.on_gpu or model.kept:
+    if budget.on_gpu:
         return []
     before = model.weights(budget).memory
     ways = (replace(model, kept=kept) for kept in ("stored", "int8"))

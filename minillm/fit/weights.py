@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from minillm.forms import Held
 from minillm.weights.shape import Shape
-from minillm.weights.stored import BLOCKS, FP8, FP8_BLOCKS, PLAIN, StoredTensor
+from minillm.weights.stored import BLOCKS, FP8, FP8_BLOCKS, StoredTensor
 
 KEPT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 _IN_4_BITS = ("Q4_0", "Q4_1", "Q4_K")
@@ -18,7 +18,7 @@ _IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, and 6 in the file
 QUANTIZED = ("int8", "int4", "fp8")  # by --quantize
 _BITS = {"int8": 9.0, "int4": 5.0}  # per weight; FP8 has 8, and 32 a row
 _FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
-_TYPICAL = (("Q4_K", 4.5), ("Q6_K", 6.5625), ("Q8_0", 8.5))  # bits of a weight
+_TYPICAL = ("Q4_K", "Q6_K", "Q8_0")  # the types of a model of which only the size is known
 PACKED = "model.layers.packed"  # all matrices of a low-bit model of which only the size is known
 _PACKED_BITS = 4.5  # of a weight there
 _GATE = re.compile(r"(gate_proj|ffn_gate)\.weight$")
@@ -118,7 +118,7 @@ def _is_weight(tensor: StoredTensor) -> bool:
 
 def _has_products_of_few_bits(tensor: StoredTensor, layout: Layout) -> bool:
     """Whether a matrix has those of `kernels.cpu.low_bit`."""
-    is_low_bit = tensor.kind in FP8 or (tensor.kind in BLOCKS and tensor.kind not in PLAIN)
+    is_low_bit = tensor.kind in FP8 or tensor.is_in_blocks
     return _is_weight(tensor) and (layout.held == "int8" or (layout.held == "int4" and is_low_bit))
 
 
@@ -150,7 +150,7 @@ def _held(tensor: StoredTensor, layout: Layout) -> float:
     if tensor.kind in FP8:
         kept = layout.keeps_low_bit and tensor.kind != FP8_BLOCKS
         return _in_fp8(tensor) if kept else tensor.count * layout.element_size
-    if tensor.kind in BLOCKS and tensor.kind not in PLAIN:
+    if tensor.is_in_blocks:
         if not layout.keeps_low_bit:
             return tensor.count * layout.element_size
         if tensor.kind not in KEPT:
@@ -166,7 +166,7 @@ def _low_bit_count(tensor: StoredTensor, layout: Layout) -> float:
         return tensor.count if _is_matrix(tensor) and layout.quantize in _BITS else 0
     if not layout.keeps_low_bit:
         return 0
-    if tensor.kind in BLOCKS and tensor.kind not in PLAIN:
+    if tensor.is_in_blocks:
         return tensor.count
     if tensor.name == PACKED:
         return tensor.num_bytes * 8 / _PACKED_BITS
@@ -183,32 +183,36 @@ def _packed(tensor: StoredTensor) -> int:
 
 def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
     """The tensors of a model of which only the shape and the size in bytes are known."""
-    count = shape.matrices + shape.vectors + shape.table * (1 if shape.tied else 2)
-    tables = [_EMBEDDINGS[0]] if shape.tied else [_EMBEDDINGS[0], _HEADS[0]]
-    if size < 1.5 * count:  # low-bit: as many bytes as are stored
-        table = size * shape.table // count
+    tables = _tables(shape)
+    if size < 1.5 * shape.count:  # low-bit: as many bytes as are stored
+        table = size * shape.table // shape.count
         rest = StoredTensor(PACKED, (size - table * len(tables),), "U8")
         return (*(StoredTensor(name, (table,), "U8") for name in tables), rest)
-    kind = "F32" if size > 3 * count else "BF16"
+    kind = "F32" if size > 3 * shape.count else "BF16"
     return _tensors(shape, [kind] * shape.layers, kind)
 
 
 def expected_by_bits(shape: Shape, size: int) -> tuple[StoredTensor, ...]:
     """The same of a low-bit model with types: of 4, 6 and 8 bits, in as many layers as give the size."""
-    count = shape.matrices + shape.vectors + shape.table * (1 if shape.tied else 2)
-    bits = 8 * size / count
-    (low, few), (high, many) = _TYPICAL[:2] if bits < _TYPICAL[1][1] else _TYPICAL[1:]
-    num_high = round(shape.layers * min(1.0, max(0.0, (bits - few) / (many - few))))
+    bits = 8 * size / shape.count
+    typical = {kind: 8 * BLOCKS[kind][1] / BLOCKS[kind][0] for kind in _TYPICAL}  # of a weight
+    low, high = _TYPICAL[:2] if bits < typical[_TYPICAL[1]] else _TYPICAL[1:]
+    share = (bits - typical[low]) / (typical[high] - typical[low])
+    num_high = round(shape.layers * min(1.0, max(0.0, share)))
     return _tensors(shape, [high] * num_high + [low] * (shape.layers - num_high), high)
+
+
+def _tables(shape: Shape) -> tuple[str, ...]:
+    """The names of the embedding and, where it is another matrix, the head."""
+    return (_EMBEDDINGS[0],) if shape.tied else (_EMBEDDINGS[0], _HEADS[0])
 
 
 def _tensors(shape: Shape, kinds: list[str], table: str) -> tuple[StoredTensor, ...]:
     """A model's tensors: of each layer its kind, and that of the embedding, of a head and of norms."""
-    names = _EMBEDDINGS[:1] if shape.tied else (_EMBEDDINGS[0], _HEADS[0])
     attention = shape.matrices // shape.layers - 3 * shape.intermediate * shape.hidden
     rows = {"gate_proj": shape.intermediate, "up_proj": shape.intermediate, "down_proj": shape.intermediate}
     rows["self_attn"] = attention // shape.hidden
-    tensors = [StoredTensor(name, (shape.vocabulary, shape.hidden), table) for name in names]
+    tensors = [StoredTensor(name, (shape.vocabulary, shape.hidden), table) for name in _tables(shape)]
     for layer, kind in enumerate(kinds):
         tensors += [StoredTensor(f"{layer}.{name}.weight", (n, shape.hidden), kind) for name, n in rows.items()]
     return (*tensors, StoredTensor("norm.weight", (shape.vectors,), table if table in _FLOATS else "F32"))

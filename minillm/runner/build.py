@@ -196,6 +196,7 @@ def _load(
     on_progress: OnProgress,
 ) -> Llama:
     held = budget.layout().held
+    packs_itself = held in ("int8", "int4")  # for a CPU's products, as it is loaded and first used
     if config.kv_cache_dtype == "int8" and description.config.head_dim % 4:
         raise UsageError(
             f"kv_cache_dtype int8 needs a head_dim that 4 divides, and {description.name}'s is "
@@ -204,7 +205,7 @@ def _load(
     source: TensorSource = description.open_source(device)
     if config.quantize is not None:
         source = RoundedTensors(source, config.quantize)
-    with compact_heap() if held in ("int8", "int4") else nullcontext():
+    with compact_heap() if packs_itself else nullcontext():
         model = load_llama(
             source,
             description.config,
@@ -228,7 +229,7 @@ def _load(
             model = replace(model, ops=OPS)
             if ranks is not None:
                 ranks.keep_order()
-        if held in ("int8", "int4"):
+        if packs_itself:
             settle(model, longest)
     return model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Callable, Iterable, Sequence
 
 from minillm.errors import CapacityError, DownloadError
@@ -54,12 +53,11 @@ def _instead(model: Sized, budget: Budget) -> str:
     forms = [] if entry is None else sized_forms(entry)
     if fitting := ranked([form for form in forms if form.name != name], budget):
         best, fit = fitting[0]
-        return f"{best.name} ({size(fit.weights.memory)}) would fit: minillm chat --model {shlex.quote(best.name)}"
+        return f"{best.name} ({size(fit.weights.memory)}) would fit: {best.command}"
     others = [way for form in forms for way in in_few_bits(form, budget)]
     if fitting := ranked(in_few_bits(model, budget), budget) or ranked(others, budget):
         best, fit = fitting[0]
-        command = f"minillm chat --model {shlex.quote(best.name)}{best.options}"
-        return f"in fewer bits {best.name} ({size(fit.weights.memory)}) would fit: {command}"
+        return f"in fewer bits {best.name} ({size(fit.weights.memory)}) would fit: {best.command}"
     advice = "take a smaller model, or the CPU" if budget.on_gpu else "take a smaller model"
     if budget.on_gpu:
         advice += ", or share it among several GPUs (tensor_parallel_size)"

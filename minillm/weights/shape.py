@@ -42,6 +42,11 @@ class Shape:
         """Weights of the norms."""
         return (2 * self.layers + 1) * self.hidden
 
+    @property
+    def count(self) -> int:
+        """All weights."""
+        return self.matrices + self.vectors + self.table * (1 if self.tied else 2)
+
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of K and V of one token over all layers; see `kv_row_bytes`."""
         return 2 * self.layers * self.kv_heads * kv_row_bytes(self.head_dim, element_size)

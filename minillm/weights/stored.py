@@ -52,9 +52,14 @@ class StoredTensor:
         return math.prod(self.shape)
 
     @property
+    def is_in_blocks(self) -> bool:
+        """Whether it has one of GGUF's types of few bits."""
+        return self.kind in BLOCKS and self.kind not in PLAIN
+
+    @property
     def num_bytes(self) -> int:
         """Bytes in the file. A type that is not known counts 4 bytes a value."""
-        if self.kind in BLOCKS and self.kind not in PLAIN:
+        if self.is_in_blocks:
             block, size = BLOCKS[self.kind]
             return -(-self.count // block) * size
         return self.count * {**PLAIN, **FP8}.get(self.kind, 4)

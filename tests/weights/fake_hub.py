@@ -74,14 +74,14 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             hub.requests.append(("GET", self.path, self.headers.get("Range", "")))
             hub.tokens.append(self.headers.get("Authorization", ""))
-            hub.on_sent(self.path.split("?")[0], 0)
+            path = self.path.split("?")[0]
+            hub.on_sent(path, 0)
             if hub.html:
                 return self._answer(200, b"<html><body>Please log in</body></html>", {"Content-Type": "text/html"})
             if hub.token is not None and self.headers.get("Authorization") != f"Bearer {hub.token}":
                 return self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
             if hub.status != 200:
                 return self._answer(hub.status, b"{}", {"X-Error-Code": hub.error_code})
-            path = self.path.split("?")[0]
             if path.startswith(f"/api/models/{hub.repository}") and hub.info_of(path):
                 return self._answer(200, json.dumps(hub.info()).encode(), {"Content-Type": "application/json"})
             prefix = f"/{hub.repository}/resolve/{hub.commit}/"
@@ -90,9 +90,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 return self._answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
             if hub.dead_after_cuts is not None and hub.cuts >= hub.dead_after_cuts:
                 return self._answer(500, b"{}", {})
-            return self._file(hub.files[name])
+            return self._file(path, hub.files[name])
 
-        def _file(self, data: bytes) -> None:
+        def _file(self, path: str, data: bytes) -> None:
             start = 0
             if wanted := self.headers.get("Range"):
                 start = int(wanted.removeprefix("bytes=").split("-")[0])
@@ -115,7 +115,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 except ConnectionError:  # a client that was killed
                     self.close_connection = True
                     return
-                hub.on_sent(self.path.split("?")[0], start + min(sent + _PIECE, len(body)))
+                hub.on_sent(path, start + min(sent + _PIECE, len(body)))
 
         def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
             self.send_response(status)

@@ -234,9 +234,9 @@ async def choose_model(talk: Talk, name: str) -> None:
     if name:
         talk.app.choose_model(name)
     else:
-        use, loaded = None if talk.pool is None else talk.pool.use, talk.engine.loaded
-        on_gpu = use is not None and loaded is not None and loaded.device != "cpu"
-        dialog = ModelScreen(talk.app.settings.model, use.total if use is not None and on_gpu else 0)
+        loaded, pool = talk.engine.loaded, talk.pool
+        use = None if pool is None or loaded is None or loaded.device == "cpu" else pool.use
+        dialog = ModelScreen(talk.app.settings.model, 0 if use is None else use.total)
         _ask(talk, dialog, talk.app.choose_model)
 
 
