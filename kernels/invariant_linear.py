@@ -12,6 +12,9 @@ Bytes: the weight, once for each TOKENS tokens, and the tokens. FLOPs: 2 x token
   which may be as narrow.
 - ``_many_kernel``, grid (multiprocessors): tiles come by the tensor copy engine; a program computes one after another,
   eight rows of tiles at a time, so that what they share stays in the L2.
+- ``_two_parts_kernel``, grid (multiprocessors): the same with the weight as the matrix unit's first operand, so that
+  tokens are its columns. Two powers of two of them make a tile, for 65 to 96 or 129 to 192 tokens: tiles of 128 or 256
+  would compute a third for nothing, or take the multiprocessors another turn.
 """
 
 from typing import NamedTuple
@@ -134,8 +137,40 @@ def _many_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def _two_parts_kernel(
+    out_ptr, x_tiles, more_tiles, weight_tiles, bias_ptr, num_tokens, num_rows, num_columns, out_stride,
+    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    TOKENS: tl.constexpr, MORE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    across, down = tl.cdiv(num_rows, ROWS), tl.cdiv(num_tokens, TOKENS + MORE)
+    for tile in tl.range(tl.program_id(0), across * down, tl.num_programs(0)):
+        first_token, first_row = tile // across * (TOKENS + MORE), tile % across * ROWS
+        total, up_total = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
+        more_total, more_up_total = tl.zeros([ROWS, MORE], tl.float32), tl.zeros([ROWS, MORE], tl.float32)
+        for start in tl.range(0, num_columns, COLUMNS, num_stages=STAGES):
+            x, more = x_tiles.load([first_token, start]), more_tiles.load([first_token + TOKENS, start])
+            weights = weight_tiles.load([first_row, start])
+            total, more_total = dot(weights, x.T, total), dot(weights, more.T, more_total)
+            if GATED:
+                weights = weight_tiles.load([num_rows + first_row, start])
+                up_total, more_up_total = dot(weights, x.T, up_total), dot(weights, more.T, more_up_total)
+        rows = first_row + tl.arange(0, ROWS)
+        tokens = first_token + tl.arange(0, TOKENS)
+        _store(
+            out_ptr, bias_ptr, total.T, up_total.T, tokens, rows, num_tokens, num_rows, out_stride, GATED, ADD, BIAS
+        )  # fmt: skip
+        tokens = first_token + TOKENS + tl.arange(0, MORE)
+        _store(
+            out_ptr, bias_ptr, more_total.T, more_up_total.T, tokens, rows, num_tokens, num_rows, out_stride,
+            GATED, ADD, BIAS,
+        )  # fmt: skip
+
+
 class Tile(NamedTuple):
-    """How a product is cut; `few` says by which kernel."""
+    """How a product is cut; `few` and `more` say by which kernel."""
 
     few: bool
     tokens: int
@@ -144,6 +179,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     ahead: int = 0  # columns that are called into the L2
+    more: int = 0  # tokens besides, so that their number need not be a power of two
 
 
 def product(
@@ -171,7 +207,7 @@ def product(
         )
     if not tokens:
         return out
-    few, width, rows, depth, warps, stages, ahead = tile or tile_for(x, features, gated=gated)
+    few, width, rows, depth, warps, stages, ahead, more = tile or tile_for(x, features, gated=gated)
     # A gate's product and what it is added to could be contracted in one kernel and not in another.
     options = {"enable_fp_fusion": not gated, **pdl_options(x.device)}
     shared = {"GATED": gated, "ADD": add, "BIAS": bias is not None}
@@ -182,8 +218,15 @@ def product(
             **shared, EVEN=columns % depth == 0, AHEAD=min(ahead, (1 << columns.bit_length() - 1) // 64 * 64),
             TOKENS=width, ROWS=rows, COLUMNS=depth, STAGES=stages, num_warps=warps, **options,
         )  # fmt: skip
+        return out
+    programs = min(triton.cdiv(num_rows, rows) * triton.cdiv(tokens, width + more), num_multiprocessors(x.device))
+    if more:
+        _two_parts_kernel[(programs,)](
+            out, _tiles_of(x, width, depth), _tiles_of(x, more, depth), _tiles_of(weight, rows, depth), bias,
+            tokens, num_rows, columns, out.stride(0),
+            **shared, TOKENS=width, MORE=more, ROWS=rows, COLUMNS=depth, STAGES=stages, num_warps=warps, **options,
+        )  # fmt: skip
     else:
-        programs = min(triton.cdiv(num_rows, rows) * triton.cdiv(tokens, width), num_multiprocessors(x.device))
         _many_kernel[(programs,)](
             out, _tiles_of(x, width, depth), _tiles_of(weight, rows, depth), bias,
             tokens, num_rows, columns, out.stride(0),
@@ -221,7 +264,19 @@ def tile_for(x: Tensor, features: int, *, gated: bool) -> Tile:
         return Tile(False, 64, 128, 128, 4, 3)
     if tokens <= 64:
         return Tile(False, 64, 32 if features <= 4096 else 64, 128, 4, 4)
+    if tokens <= 96 and features < 1 << 15:
+        return Tile(False, 64, 64, 128, 4, 3 if gated else 4, more=32)
     down = triton.cdiv(tokens, 128)
+    if 128 < tokens <= 192:
+        across = triton.cdiv(rows, 128)
+        if gated and 1.5 * triton.cdiv(across, _PROCESSORS) < triton.cdiv(2 * across, _PROCESSORS):
+            return Tile(False, 128, 128, 64, 8, 3, more=64)
+        if not gated and rows >= 1 << 15:
+            return Tile(False, 128, 128, 64, 8, 4, more=64)
+        if not gated and across <= _PROCESSORS // 4:  # as many programs, each for half of the tokens
+            return Tile(False, 64, 64, 128, 4, 4, more=32)
+        if not gated and across <= _PROCESSORS // 2:
+            return Tile(False, 128, 64, 128, 4, 3, more=64)
     if gated:
         return Tile(False, 128, 128, 64, 8, 4 if down <= 2 else 3)
     for width in (256, 128):

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from minillm.kernels.invariant_linear import Tile, product
 
 FEW, SMALL, MANY = Tile(True, 16, 16, 32, 4, 2), Tile(True, 8, 16, 32, 2, 2), Tile(False, 16, 32, 16, 4, 2)
+TWO_PARTS = Tile(False, 16, 32, 16, 4, 2, more=8)
 
 
 def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, gated: bool) -> Tensor:
@@ -26,8 +27,8 @@ def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tens
 @pytest.mark.parametrize(
     ("dtype", "tile", "tokens", "shape", "gated", "add", "biased"),
     combined(
-        DTYPES, [FEW, SMALL, MANY], [1, 8, 9, 37], [(72, 80), (40, 64), (6, 200)], [False, True], [False, True],
-        [False, True],
+        DTYPES, [FEW, SMALL, MANY, TWO_PARTS], [1, 8, 9, 37], [(72, 80), (40, 64), (6, 200)], [False, True],
+        [False, True], [False, True],
     ),
 )  # fmt: skip
 def test_products(
@@ -46,10 +47,11 @@ def test_products(
     assert torch.equal(target[:, wide:], beside)
 
 
-def test_many_tiles_of_one_program() -> None:
+@pytest.mark.parametrize("tile", [MANY, TWO_PARTS])
+def test_many_tiles_of_one_program(tile: Tile) -> None:
     """More tiles than programs, in groups of which the last is not full."""
     x, weight = randn(170, 48), randn(130, 48)
-    out = product(x, weight, None, x.new_empty(170, 130), tile=MANY)
+    out = product(x, weight, None, x.new_empty(170, 130), tile=tile)
     assert relative_error(out, x.double() @ weight.double().T) < TOLERANCE[torch.float32]
 
 
@@ -66,7 +68,9 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(576, 576), (4096, 4096), (1000, 1544), (960, 14336)])
+@pytest.mark.parametrize(
+    "shape", [(576, 576), (4096, 4096), (1000, 1544), (960, 14336), (6144, 512), (28672, 256), (40000, 128)]
+)
 @pytest.mark.parametrize("gated", [False, True])
 def test_all_tiles_give_the_same_bits(shape: tuple[int, int], gated: bool) -> None:
     from invariant_candidates import CANDIDATES
@@ -80,7 +84,7 @@ def test_all_tiles_give_the_same_bits(shape: tuple[int, int], gated: bool) -> No
         return product(x[start:end], weight, bias, residual[start:end].clone(), gated=gated, add=True, tile=tile)
 
     alone = torch.cat([rows(i, i + 1, None) for i in range(300)])
-    for tokens in (2, 8, 9, 16, 17, 40, 64, 65, 128, 129, 256, 300):
+    for tokens in (2, 8, 9, 16, 17, 40, 64, 65, 96, 97, 128, 129, 150, 192, 193, 256, 300):
         assert torch.equal(rows(0, tokens, None), alone[:tokens])
         assert torch.equal(rows(300 - tokens, 300, None), alone[300 - tokens :])
     for tile in CANDIDATES:
