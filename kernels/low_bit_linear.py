@@ -33,9 +33,9 @@ from minillm.kernels.norm import rms_norm
 
 Norm = tuple[Tensor, float]  # weight, eps
 _MOST_FUSED = 64  # tokens; of `low_bit_dot` more
-# Weights at a time, 128 MiB of them. Pieces that stay in the L2 take the GPU less time, and the host three times as
-# much: some 100 us each, which 14 pieces a layer make 45 ms for an 8B model's prompt.
-_UNPACKED = 1 << 26
+# Weights at a time, 64 MiB of them. Pieces that stay in the L2 take the GPU less time, and the host three times as
+# much: some 100 us each, which 14 pieces a layer make 45 ms for an 8B model's prompt. Of 128 MiB torch kept two.
+_UNPACKED = 1 << 25
 # By bits: the most tokens of which products are at least as fast as cuBLAS's with weights that are in 16 bits already.
 _MOST_BESIDE_A_COPY = {4: 64, 5: 32, 6: 16, 8: 16}
 

@@ -36,6 +36,7 @@ from minillm.runner.step import StepObserver, StepWork
 from minillm.sequence import Method
 from minillm.weights.manifest import default_model
 
+_CHAT_SEQS = 64  # candidates of an answer, or beams, and two more conversations
 _STALL_SECONDS = 0.045  # that a running sequence may wait for others' prompts, at each token
 
 
@@ -106,14 +107,14 @@ def best_form(
 def chat_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of EngineConfig for one person's chat, which guesses on a CPU with float32 weights.
 
-    On a GPU it keeps no copy in 16 bits of low-bit weights, from which a single answer gains little. What ``options``
-    say themselves stands. Products of few bits round several rows otherwise than one, so with them guesses would change
-    sampled answers.
+    On a GPU it keeps no copy in 16 bits of low-bit weights, from which a single answer gains little, and has rows for
+    fewer sequences: of 128,256 tokens each takes a megabyte. What ``options`` say themselves stands. Products of few
+    bits round several rows otherwise than one, so with them guesses would change sampled answers.
     """
     config = EngineConfig(**options)
     device = choose_device(config)
     if device.type == "cuda" and not options.keys() & {"num_blocks", "gpu_memory_utilization"}:
-        options = {"weights": "stored", **options}
+        options = {"weights": "stored", "max_num_seqs": _CHAT_SEQS, **options}
     alone = config.tensor_parallel_size == 1 and device.type == "cpu"
     exact = config.weights not in ("int8", "stored") and config.kv_cache_dtype != "int8"
     guesses = alone and exact and choose_dtype(config, device) == torch.float32

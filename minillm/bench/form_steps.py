@@ -50,7 +50,7 @@ class _Device:
         self._vocab = vocab
         self._rng, self._decodes = np.random.default_rng(0), list[Chunk]()
         sharing = Sharing(AttentionShape(32, 8, 128, 2, 132), Costs())
-        self._books = Rows(num_seqs, Field.TABLE + 256, 16, sharing, lambda row, sequence: None)
+        self._books = Rows(num_seqs, Field.TABLE + 256, 16, sharing)
 
     def run(self, schedule: Schedule, copies: object) -> tuple[None, list[Chunk]]:
         sampled = [chunk for chunk in schedule.chunks if chunk.reaches_the_end]

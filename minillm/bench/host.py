@@ -152,7 +152,7 @@ class _Searches:
 
     def __init__(self, num_beams: int) -> None:
         shape = AttentionShape(32, 8, 128, 2, 132)
-        self.books = Rows(num_beams, Field.TABLE + 256, 16, Sharing(shape, Costs()), lambda row, sequence: None)
+        self.books = Rows(num_beams, Field.TABLE + 256, 16, Sharing(shape, Costs()))
 
     def compute(self, beams: list[Chunk]) -> None:
         self.books.work_for(beams, joins=False)

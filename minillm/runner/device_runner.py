@@ -114,7 +114,7 @@ class DeviceRunner(Runner):
         self._forwards = Graphs(self._rows, enabled=graphs)
         self._draws = Graphs(self._rows, enabled=graphs)
         plans = None if sharing is None else Sharing(shape, sharing)
-        self._books = Rows(max_num_seqs, self._words.shape[1], block_size, plans, self._count_tokens)
+        self._books = Rows(max_num_seqs, self._words.shape[1], block_size, plans)
         self._choices: tuple[list[SequenceGroup], Chosen] | None = None  # of the last step, until they are taken
         self._beams = DeviceBeams(self._words, self.kv_cache, block_size, capacity, vocab, self._ranks, graphs=graphs)
         self._size = 0  # rows of the last step, padding included
@@ -129,6 +129,7 @@ class DeviceRunner(Runner):
             return StepWork(schedule.moves, copies, None, chunks, len(chunks))
         decodes, prefills = schedule.decodes, schedule.prefills + schedule.drafts
         decode = self._books.work_for(decodes, joins=bool(prefills)) if decodes else None
+        self._count_tokens()
         self._decodes = decodes
         chunks = [self.chunk_work(chunk) for chunk in prefills]
         return StepWork(schedule.moves, copies, decode, chunks, 0)
@@ -252,6 +253,7 @@ class DeviceRunner(Runner):
     def _draw_from(self, logits: Tensor, draws: list[Chunk], masks: Masks) -> Drawn:
         """Draw from any rows of logits, one operation after the other."""
         rows = self._books.rows_for(draws, self._decodes)
+        self._count_tokens()
         self._change(*self._books.take_changes())
         raw = processed = self.as_drawn_from(logits[self._numbers([draw.row for draw in draws], torch.int64)])
         indices = self._numbers([row.index for row in rows], torch.int32)
@@ -306,13 +308,14 @@ class DeviceRunner(Runner):
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _count_tokens(self, row: int, sequence: Sequence) -> None:
-        """Begin to count a sequence's tokens, for its penalties."""
-        counts = torch.zeros(self._logits.shape[1], dtype=torch.int32)
-        counts[torch.tensor(sequence.token_ids[: sequence.num_prompt_tokens])] = 1
-        generated = torch.tensor(sequence.output_token_ids, dtype=torch.int64)
-        counts.index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
-        self._counts[row] = counts.to(self._device)
+    def _count_tokens(self) -> None:
+        """Begin to count the tokens of sequences that have taken rows, for their penalties."""
+        for row, sequence in self._books.take_counted():
+            counts = torch.zeros(self._logits.shape[1], dtype=torch.int32)
+            counts[torch.tensor(sequence.token_ids[: sequence.num_prompt_tokens])] = 1
+            generated = torch.tensor(sequence.output_token_ids, dtype=torch.int64)
+            counts.index_add_(0, generated, torch.full_like(generated, 2, dtype=torch.int32))
+            self._counts[row] = counts.to(self._device)
 
     def _numbers(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         return to_device(values, dtype, self._device)

@@ -5,7 +5,6 @@ only the words that have changed since the last step.
 """
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from minillm import kernels
@@ -49,15 +48,11 @@ class Rows:
     """The books of ``count`` rows of ``width`` words each.
 
     Args:
-        on_new: called with a row's index and its sequence, when a sequence takes a row whose request has penalties.
         sharing: None where shared blocks are never read once.
     """
 
-    def __init__(
-        self, count: int, width: int, block_size: int, sharing: Sharing | None, on_new: Callable[[int, Sequence], None]
-    ) -> None:
-        self._count, self._width, self._block_size = count, width, block_size
-        self._sharing, self._on_new = sharing, on_new
+    def __init__(self, count: int, width: int, block_size: int, sharing: Sharing | None) -> None:
+        self._count, self._width, self._block_size, self._sharing = count, width, block_size, sharing
         self.forget()
 
     def forget(self) -> None:
@@ -65,6 +60,7 @@ class Rows:
         self._held: dict[int, Row] = {}  # by seq_id
         self._free = list(range(self._count - 1, -1, -1))
         self._changes: dict[int, int] = {}  # index into the words -> value
+        self._counted: list[tuple[int, Sequence]] = []  # that have taken rows since they were asked for
         self._told: list[int] = []  # the rows of the last step
         self._planned: tuple[list[int], int] = ([], 0)  # the rows, and the size of the batch, that the plan is for
         self._replan = True  # tables have changed since, other than by growing
@@ -87,6 +83,11 @@ class Rows:
             work.beam_rows = None if beams == self._told_beams else beams
             self._told_beams = beams
         return work
+
+    def take_counted(self) -> list[tuple[int, Sequence]]:
+        """The rows that sequences have taken since the last call whose requests have penalties."""
+        counted, self._counted = self._counted, []
+        return counted
 
     def take_changes(self) -> tuple[list[int], list[int]]:
         """The places in the rows' words that have changed since the last call, and the words there."""
@@ -166,7 +167,7 @@ class Rows:
         self._changes[row.index * self._width + Field.FORKS] = 0
         if isinstance(params, SamplingParams):
             if params.has_penalties:
-                self._on_new(row.index, sequence)
+                self._counted.append((row.index, sequence))
             words = {
                 Field.TEMPERATURE: _bits(params.temperature),
                 Field.TOP_K: min(params.top_k, (1 << 31) - 1),

@@ -377,8 +377,10 @@ def test_a_chat_on_a_cpu_guesses_unless_it_is_told_not_to() -> None:
 
 def test_a_chat_on_a_gpu_keeps_no_copy_unless_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minillm.load.choose_device", lambda config: torch.device("cuda"))
-    assert chat_options({"pool_tokens": 99}) == {"weights": "stored", "pool_tokens": 99}
-    for other in ({"weights": "both"}, {"num_blocks": 9}, {"gpu_memory_utilization": 0.5}):
+    assert chat_options({"pool_tokens": 99}) == {"weights": "stored", "max_num_seqs": 64, "pool_tokens": 99}
+    assert chat_options({"max_num_seqs": 9})["max_num_seqs"] == 9
+    assert chat_options({"weights": "both"})["weights"] == "both"
+    for other in ({"num_blocks": 9}, {"gpu_memory_utilization": 0.5}):
         assert chat_options(other) == other
 
 
