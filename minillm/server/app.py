@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import minillm
 from minillm.checks import shown
@@ -86,8 +87,33 @@ def make_app(service: Service, rules: AccessRules) -> ASGIApp:
     ]
     routes = [Route(path, _endpoint(service, handler), methods=[method]) for method, path, handler in handlers]
     errors: dict[Any, Any] = {HTTPException: _on_http, Exception: _on_defect}
-    app = Starlette(routes=routes, exception_handlers=errors)
+    app = Starlette(routes=routes, exception_handlers=errors, middleware=[Middleware(Shortcut, routes[:2])])
     return Access(app, rules, service.metrics)
+
+
+class Shortcut:
+    """An ASGI layer with a short way to the routes that generate.
+
+    Starlette looks at route after route, and lays several layers around each: all of them are in the way of a first
+    token, and of every chunk behind it.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+        self.app = app
+        self._routes = {(method, route.path): route for route in routes for method in route.methods or ()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if route is None:
+            await self.app(scope, receive, send)
+            return
+        scope["route"] = route
+        request = Request(scope, receive)
+        try:
+            response = await route.endpoint(request)
+        except HTTPException as error:
+            response = await _on_http(request, error)
+        await response(scope, receive, send)
 
 
 def _endpoint(service: Service, handler: Callable[[Service, Request], Awaitable[Any]]) -> Any:
@@ -157,8 +183,7 @@ async def _chat(service: Service, request: Request) -> Generating:
     )
     frame = Frame(name, service.names[0], "chat.completion")
     form = ChatForm(bool(body.logprobs), lambda opened: ThoughtReader(choice.reader(), opened=opened))
-    asked = Asked(tenant, [call], frame, form, bool(body.stream), grammar_field="tools" if choice.required else "")
-    return _generating(service, body, asked)
+    return _generating(service, body, tenant, [call], frame, form, grammar_field="tools" if choice.required else "")
 
 
 async def _completions(service: Service, request: Request) -> Generating:
@@ -191,11 +216,19 @@ async def _completions(service: Service, request: Request) -> Generating:
         calls[0].request_id = name
     form = TextForm(body.n or 1, body.echo, body.logprobs is not None, body.prompt_logprobs is not None)
     frame = Frame(name, service.names[0], "text_completion")
-    return _generating(service, body, Asked(tenant, calls, frame, form, bool(body.stream)))
+    return _generating(service, body, tenant, calls, frame, form)
 
 
-def _generating(service: Service, body: ChatBody | CompletionBody, asked: Asked) -> Generating:
-    asked = replace(asked, has_usage=body.has_usage, priority=body.priority)
+def _generating(
+    service: Service,
+    body: ChatBody | CompletionBody,
+    tenant: str,
+    calls: list[messages.Complete],
+    frame: Frame,
+    form: ChatForm | TextForm,
+    grammar_field: str = "",
+) -> Generating:
+    asked = Asked(tenant, calls, frame, form, bool(body.stream), body.has_usage, grammar_field, body.priority)
     return Generating(asked, service.engine, service.seats, service.metrics, service.send_seconds)
 
 

@@ -51,6 +51,32 @@ class Answer:
         return list(joined.values())
 
 
+class EventProtocol(asyncio.Protocol):
+    """Takes the events apart that come through a pipe, and hands each on at once.
+
+    A stream and a task that reads it would cost another turn of the loop between a token and its client.
+
+    Attributes:
+        over: done when the pipe has ended.
+    """
+
+    def __init__(self, take: Callable[[messages.Event], object]) -> None:
+        self._take = take
+        self._data = bytearray()
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        while len(self._data) >= 4 and len(self._data) >= (end := 4 + int.from_bytes(self._data[:4], "little")):
+            body = bytes(self._data[4:end])
+            del self._data[:end]  # first: what goes wrong with an event must not bring it back
+            self._take(messages.decode_event(body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+
 @dataclass
 class EngineProcess:
     """The engine's process, and all who wait for something from it. Made by `start`."""
@@ -79,13 +105,21 @@ class EngineProcess:
         places = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
         environment.pop(_KEY_VARIABLE, None)  # it needs no key
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command, env=environment, stdin=pipe, stdout=pipe, start_new_session=True
-        )
+        ours, its = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, env=environment, stdin=asyncio.subprocess.PIPE, stdout=its, start_new_session=True
+            )
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(its)
         engine = cls(process, told)
         engine.send(messages.Load(model, options))
-        engine.reading = asyncio.create_task(engine._read())  # type: ignore[attr-defined]
+        events = os.fdopen(ours, "rb", buffering=0)
+        _, protocol = await asyncio.get_running_loop().connect_read_pipe(lambda: EventProtocol(engine._take), events)
+        engine.watching = asyncio.create_task(engine._watch(protocol))  # type: ignore[attr-defined]
         return engine
 
     def send(self, call: messages.Call) -> None:
@@ -131,27 +165,20 @@ class EngineProcess:
             await self.process.wait()
         await self.ended.wait()
 
-    async def _read(self) -> None:
-        stream = self.process.stdout
-        assert stream is not None
-        try:
-            while True:
-                size = int.from_bytes(await stream.readexactly(4), "little")
-                self._take(messages.decode_event(await stream.readexactly(size)))
-        except asyncio.IncompleteReadError:
-            pass
-        finally:
-            code = await self.process.wait()
-            self.failure = self.failure or EngineDied(f"the engine's process has ended (exit code {code})")
-            self.ended.set()
-            if not self.ready.done():
-                self.ready.set_exception(self.failure)
-            for answer in self.answers.values():
-                answer.ended = answer.ended or messages.Refused(answer.request_id, str(self.failure), "internal")
-                answer.news.set()
-            for future in self._results.values():
-                if not future.done():
-                    future.set_exception(self.failure)
+    async def _watch(self, events: EventProtocol) -> None:
+        """Tell all who wait that the process has ended, once it has."""
+        await events.over
+        code = await self.process.wait()
+        self.failure = self.failure or EngineDied(f"the engine's process has ended (exit code {code})")
+        self.ended.set()
+        if not self.ready.done():
+            self.ready.set_exception(self.failure)
+        for answer in self.answers.values():
+            answer.ended = answer.ended or messages.Refused(answer.request_id, str(self.failure), "internal")
+            answer.news.set()
+        for future in self._results.values():
+            if not future.done():
+                future.set_exception(self.failure)
 
     def _take(self, event: messages.Event) -> None:
         match event:

@@ -93,13 +93,14 @@ class Generating:
     _sending: float = math.inf  # when the message was sent that its client has not taken yet
     _is_left: bool = False  # its client has gone, or takes nothing
     _is_over: bool = False
+    _looking: asyncio.TimerHandle | None = None
+    _gone: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.current_task()
         assert work is not None
-        self._look(work)
-        gone = asyncio.create_task(_until_gone(receive))
-        gone.add_done_callback(lambda gone: self._leave(work))
+        # The client is watched from when this waits for the first time: by then the request is on its way.
+        watching = asyncio.get_running_loop().call_soon(self._watch, work, receive)
         try:
             await self._work(self._noted(send))
         except asyncio.CancelledError:
@@ -108,8 +109,15 @@ class Generating:
             self.metrics.disconnects.inc()
         finally:
             self._is_over = True
-            self._looking.cancel()
-            gone.cancel()
+            for each in (watching, self._looking, self._gone):
+                if each is not None:
+                    each.cancel()
+
+    def _watch(self, work: asyncio.Task[Any], receive: Receive) -> None:
+        """Leave when the client has gone, or takes nothing any more."""
+        self._look(work)
+        self._gone = asyncio.create_task(_until_gone(receive))
+        self._gone.add_done_callback(lambda gone: self._leave(work))
 
     def _leave(self, work: asyncio.Task[Any]) -> None:
         """Stop: nobody reads the response any more."""
@@ -222,12 +230,14 @@ class Generating:
                 if ended is not None:
                     self._count(answer, counts[number])
             if choices:
-                if not self._started:
-                    self.metrics.first_token.observe(time.monotonic() - began)
+                is_first = not self._started
+                if is_first:
                     await self._start(send)
                 usage = _so_far(answers, counts) if asked.counts else None
                 events = [_event(frame.chunk([each], usage, has_usage=asked.has_usage)) for each in choices]
                 await send(_body(b"".join(events), more=True))
+                if is_first:
+                    self.metrics.first_token.observe(time.monotonic() - began)
         if not self._started:
             await self._start(send)
         last = _event(frame.chunk([], self.usage)) if asked.has_usage else b""

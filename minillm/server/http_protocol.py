@@ -62,11 +62,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
-            if self._late is None:  # the first bytes of the next request
-                self._late = self.loop.call_later(HEADER_SECONDS, self._end)
         super().data_received(data)
         if self._in_head and self._head_bytes > HEADER_BYTES:
             self._end()
+        elif self._in_head and self._head_bytes and self._late is None:  # a head that has begun, and is not all there
+            self._late = self.loop.call_later(HEADER_SECONDS, self._end)
 
     def on_headers_complete(self) -> None:
         self._head_came()

@@ -157,6 +157,11 @@ class Tokenizer:
             config["chat_template"] = self._template.source
         (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
+    @property
+    def encodes_here(self) -> bool:
+        """Whether texts are encoded in this process, and so in a time that their length bounds."""
+        return self._sandbox is None
+
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """A text as ids.
 

@@ -1,4 +1,4 @@
-"""Clients that leave lie what they are sent, and responses whose head and body come together."""
+"""Clients that leave lie what they are sent or send slowly, and responses whose head and body come together."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from minillm.server import generating
 from minillm.server.answers import Frame
 from minillm.server.engine_process import Answer
 from minillm.server.forms import TextForm
 from minillm.server.generating import Asked, Generating
-from minillm.server.http_protocol import JoiningTransport
+from minillm.server.http_protocol import HEADER_SECONDS, BoundedProtocol, JoiningTransport
 from minillm.server.messages import Complete, Ended, Text
 from minillm.server.metrics import Metrics
 from minillm.server.seats import Seats
@@ -164,3 +166,45 @@ async def test_a_head_is_sent_with_what_follows_it_or_soon() -> None:
     await asyncio.sleep(0)
     assert written.is_closed
     assert len(written.pieces) == 4
+
+
+class Connection(Written):
+    """A transport of a connection, as uvicorn wants it."""
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def pause_reading(self) -> None:
+        pass
+
+    resume_reading = pause_reading
+
+
+async def test_a_head_has_so_long_to_come_and_the_time_between_requests_does_not_count() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        await generating.send_json(send, 200, {})
+
+    config = uvicorn.Config(app, interface="asgi3", timeout_keep_alive=1000, log_config=None)
+    config.load()
+    protocol, connection = BoundedProtocol(config, ServerState(), {}), Connection()
+    protocol.connection_made(connection)
+    for number in (1, 2):
+        protocol.data_received(b"POST / HTTP/1.1\r\nhost: x\r\n")
+        await asyncio.sleep(HEADER_SECONDS - 1)
+        protocol.data_received(b"content-length: 2\r\n\r\n{")
+        await asyncio.sleep(2 * HEADER_SECONDS)
+        protocol.data_received(b"}")
+        await asyncio.sleep(2 * HEADER_SECONDS)
+        assert not connection.is_closed, "the head has come, and then the body"
+        assert b"".join(connection.pieces).count(b"200 OK") == number
+    protocol.data_received(b"POST")
+    await asyncio.sleep(HEADER_SECONDS - 1)
+    protocol.data_received(b" / HTTP/1.1\r\n")
+    assert not connection.is_closed
+    await asyncio.sleep(2)
+    assert connection.is_closed, "each piece has come soon, and the whole has not"

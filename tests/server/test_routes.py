@@ -1,0 +1,63 @@
+"""Answers' routes, which have a short way past all others: errors and figures are those of any route."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from running_server import Server
+
+from minillm.server import bodies
+from minillm.server.access import AccessRules
+from minillm.server.app import make_app
+from minillm.server.metrics import Metrics
+from minillm.server.seats import Seats
+
+PATHS = ["/v1/completions", "/v1/chat/completions"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_request_is_counted_by_its_route_even_if_refused(server: Server, path: str) -> None:
+    name = f'http_requests_total{{route="{path}",status="404"}}'
+
+    def count() -> float:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if name in line)
+
+    before = count()
+    body = {"model": "another", "prompt": "a"} if "chat" not in path else {"model": "another", "messages": []}
+    answer = httpx.post(f"{server.url}{path}", json=body)
+    assert answer.status_code == 404
+    assert "not served here" in answer.json()["error"]["message"]
+    assert count() == before + 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_another_method_is_refused_and_the_right_one_named(server: Server, path: str) -> None:
+    answer = httpx.get(f"{server.url}{path}")
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "POST"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_defect_is_told_and_raised_for_the_log(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(bodies, "read_body", fail)
+    service: Any = SimpleNamespace(metrics=Metrics(Seats(1, 1), list))
+    app: Any = make_app(service, AccessRules())
+    for raises in (False, True):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=raises)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            if raises:
+                with pytest.raises(ZeroDivisionError):
+                    await client.post(path, json={})
+            else:
+                answer = await client.post(path, json={})
+                assert answer.status_code == 500
+                assert answer.json()["error"]["message"].startswith("internal error")
