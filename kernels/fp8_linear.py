@@ -5,7 +5,7 @@
 =================  ==================================================================================================
 tokens             computed by
 =================  ==================================================================================================
-up to MOST_FUSED   `fp8_matvec`: weights become float32 in registers, x keeps its bits
+up to MOST_FUSED   `fp8_matvec` or `matvec`: weights become float32 in registers, x keeps its bits
 more               `torch._scaled_mm`: x rounded token by token, FP8 x FP8 on the matrix unit
 =================  ==================================================================================================
 
@@ -23,13 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels import fp8_matvec as matvec
+from minillm.kernels import fp8_matvec, matvec
 from minillm.kernels.activation import silu_mul
 from minillm.kernels.compat import has_fp8, narrow, pdl_options, wait_for_inputs
 from minillm.kernels.fp8_matvec import Norm
 from minillm.kernels.low_bit import LARGEST_FP8, LowBit
 
-MOST_FUSED = matvec.MOST_TOKENS
+MOST_FUSED = 2  # tokens
 _UNIT = 16  # of which both sides of a matrix are a multiple, for `torch._scaled_mm`
 _SCALED_INSIDE = 1024  # tokens
 _TILE = 1024
@@ -116,7 +116,7 @@ def linear(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor | None, n
     """``x [tokens, in] @ matrix.T + bias``, in ``out`` if given, contiguous; with ``norm`` of RMSNorm's result."""
     if _are_few(x):
         out = x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out
-        return matvec.product(x, matrix, bias, out, norm)
+        return _few(x, matrix, bias, out, norm)
     out = x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out
     return _product(x, matrix, bias, out, norm)
 
@@ -126,14 +126,23 @@ def gated_linear(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm) -> 
     out = x.new_empty(x.shape[0], matrix.shape[0] // 2)
     if not _are_few(x):
         return _product(x, matrix, bias, out, norm, gated=True)
-    return matvec.product(x, matrix, bias, out, norm, gated=True)
+    return _few(x, matrix, bias, out, norm, gated=True)
 
 
 def linear_add(x: Tensor, matrix: LowBit, bias: Tensor | None, residual: Tensor) -> Tensor:
     """``residual += linear(x, …)``."""
     if not _are_few(x):
         return _product(x, matrix, bias, residual, None, add=True)
-    return matvec.product(x, matrix, bias, residual, add=True)
+    return _few(x, matrix, bias, residual, None, add=True)
+
+
+def _few(
+    x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None,
+    *, gated: bool = False, add: bool = False,
+) -> Tensor:  # fmt: skip
+    if fp8_matvec.takes(x.shape[0], matrix, gated=gated):
+        return fp8_matvec.product(x, matrix, bias, out, norm, gated=gated, add=add)
+    return matvec.launch(out, x, matrix.levels, bias, norm, gated=gated, add=add, scales=matrix.scales)
 
 
 def _product(

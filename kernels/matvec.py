@@ -7,14 +7,15 @@ nothing, *before* it waits for the kernel in front of it (programmatic dependent
 Grid: (out features / ROWS). Tile: ROWS x COLUMNS weights, 16 bytes a load; most rows fit into one tile. The norm costs
 no pass of its own: ``sum(x^2)`` is collected beside the product and applied to its result, for it is one factor.
 Arithmetic is float32 throughout, without the matrix unit, so several tokens come here only where the weight is small
-(`takes`). `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
+(`takes`). A weight of FP8 is half the bytes; it becomes float32 in registers, and its rows' scales are factors of the
+result, too. `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
 
 # Tokens, up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps): on an H200 with a cold L2.
 TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
@@ -80,7 +81,7 @@ def _load_weights(weight_ptr, rows, columns, num_rows, num_columns):
 def _product(weights, x, TOKENS: tl.constexpr):
     """Weights ``[rows, columns]`` times activations: ``[rows]`` for ``[columns]`` of one token, ``[tokens, rows]`` for
     ``[tokens, 1, columns]`` of a few. (The general path costs a single token more instructions.)"""
-    weights = weights.to(tl.float32)
+    weights = widen(weights)
     if TOKENS == 1:
         return tl.sum(weights * x[None, :], axis=1)
     else:
@@ -89,7 +90,7 @@ def _product(weights, x, TOKENS: tl.constexpr):
 
 @triton.jit
 def _matvec_kernel(
-    out_ptr, x_ptr, weight_ptr, norm_ptr, bias_ptr, num_tokens, num_rows, num_columns, eps,
+    out_ptr, x_ptr, weight_ptr, scales_ptr, norm_ptr, bias_ptr, num_tokens, num_rows, num_columns, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -134,6 +135,10 @@ def _matvec_kernel(
         scale = tl.rsqrt(tl.sum(squares, axis=0 if TOKENS == 1 else 2) / num_columns + eps)
         total *= scale
         up_total *= scale
+    if scales_ptr is not None:  # of FP8
+        total *= tl.load(scales_ptr + rows, mask=is_row, other=0.0)
+        if GATED:
+            up_total *= tl.load(scales_ptr + num_rows + rows, mask=is_row, other=0.0)
     if BIAS:
         total += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)
         if GATED:
@@ -196,15 +201,23 @@ def launch(
     gated: bool = False,
     add: bool = False,
     tile: tuple[int, int, int] | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """Any of the four, with ``norm`` (weight, eps) in front, by ``tile`` (rows, columns, warps) or the recorded one."""
+    """Any of the four, with ``norm`` (weight, eps) in front, by ``tile`` (rows, columns, warps) or the recorded one.
+
+    ``scales [out, 1]`` float32 are of a weight of FP8.
+    """
     norm_weight, eps = norm or (x, 0.0)
     features, columns = weight.shape
     tokens = triton.next_power_of_2(x.shape[0])
-    rows, width, warps = tile or recorded_tile(tokens, features, columns) or _tile_for(tokens, features, columns)
+    if scales is not None:
+        rows, width, warps = tile or _fp8_tile(tokens, columns)
+    else:
+        rows, width, warps = tile or recorded_tile(tokens, features, columns) or _tile_for(tokens, features, columns)
     num_rows = features // 2 if gated else features
     _matvec_kernel[(triton.cdiv(num_rows, rows),)](
-        out, x, weight, norm_weight, bias if bias is not None else x, x.shape[0], num_rows, columns, eps,
+        out, x, weight if scales is None else readable(weight), scales,
+        norm_weight, bias if bias is not None else x, x.shape[0], num_rows, columns, eps,
         NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None,
         TOKENS=tokens, ROWS=rows, COLUMNS=width, NUM_TILES=triton.cdiv(columns, width),
         num_warps=warps, **pdl_options(x.device),
@@ -222,3 +235,12 @@ def _tile_for(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
     width = min(2048 if tokens == 1 else 1024, max(16, triton.next_power_of_2(columns)))
     rows = max(1, min(8 if tokens == 1 else 4, 8192 // width, triton.next_power_of_2(features) // 512))
     return rows, width, (4 if width <= 1024 else 8) if tokens == 1 else 2
+
+
+def _fp8_tile(tokens: int, columns: int) -> tuple[int, int, int]:
+    """Take more rows than in 16 bits, so that each number of x is converted for more weights.
+
+    Half the bytes leave half the time for a weight's instructions. Measured on an H200.
+    """
+    rows, width = 8 if tokens == 1 else 4, min(2048, max(16, triton.next_power_of_2(columns)))
+    return rows, width, max(1, width // 512)

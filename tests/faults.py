@@ -844,7 +844,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          FP8 + "test_products_are_those_of_the_unpacked_weights[1-shape0-dtype0]"),
         ("fp8-next-tile-forgotten", "weights = _load(weight_ptr, rows, columns + COLUMNS,",
          "weights = _load(weight_ptr, rows, columns,", FP8 + "test_products_are_those_of_the_unpacked_weights"),
-        ("fp8-second-token-is-the-first", "x_ptr + token * x_stride + columns", "x_ptr + columns",
+        ("fp8-norm-of-the-gate-forgotten", "up = tl.sum(up_total, axis=1) * scale", "up = tl.sum(up_total, axis=1)",
          FP8 + "test_products_are_those_of_the_unpacked_weights"),
     ],
     "kernels/compat.py": [

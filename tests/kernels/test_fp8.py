@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from minillm.kernels import fp8_linear, low_bit_linear, low_bit_unpack
 
 E4M3 = torch.float8_e4m3fn
-SHAPES = [(6, 32), (34, 2100), *([(4096, 14336), (28672, 4096)] if ON_GPU else [])]
+SHAPES = [(6, 32), (34, 2100), (18, 4800), *([(4096, 14336), (28672, 4096)] if ON_GPU else [])]
 TOKENS = (1, 2, 3, 20, 300) if ON_GPU else (1, 2, 3)
 
 
