@@ -7,7 +7,7 @@ Each public op has one contract, stated in `minillm.kernels.reference`. The devi
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,10 @@ from minillm.kernels.low_bit import FP8, LowBit, dequantise
 from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
-    from minillm.kernels import gpu, low_bit_linear, matvec
+    from minillm.kernels import gpu, low_bit_bound, low_bit_linear, matvec
+
+if TYPE_CHECKING:
+    from minillm.kernels.low_bit_matmul import FixedScale
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -106,6 +109,7 @@ class LinearWeight:
     def __init__(self, weight: Tensor | tuple[LowBit, ...], bias: Tensor | None = None) -> None:
         self.parts: tuple[LowBit, ...] = ()
         self.most_by_parts = -1  # tokens of a product that low-bit matrices are for
+        self.gated_scale: FixedScale | None = None  # of gate and up: of their product, see `bound_gated`
         self.packed, self.bias = None, bias
         if isinstance(weight, tuple):
             self.parts, self.weight = weight, weight[0].levels.new_empty(0)
@@ -150,6 +154,11 @@ class LinearWeight:
         if self.copied_bytes(dtype):
             self.weight = low_bit_linear.unpacked(self.parts, dtype)
             self.most_by_parts = low_bit_linear.most_tokens_beside_a_copy(self.parts)
+
+    def bound_gated(self, norm_weight: Tensor) -> None:
+        """Find a scale for ``silu(gate) * up`` of a low-bit matrix behind a norm, for `mlp` to keep it in float16."""
+        if len(self.parts) == 1 and self.parts[0].layout != FP8:
+            self.gated_scale = low_bit_bound.scale_of_gated(self.parts[0], self.bias, norm_weight)
 
     @property
     def num_bytes(self) -> int:
@@ -223,6 +232,24 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
     return residual if weight.bias is None else residual.add_(weight.bias)
 
 
+def mlp(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up: LinearWeight, down: LinearWeight, residual: Tensor | None
+) -> Tensor:
+    """`norm_gated_linear`, then `linear_add`, or `linear` where no residual is given: see `reference.mlp`."""
+    scale = gate_up.gated_scale
+    if scale is not None and _is_handed_over(x, gate_up, down):
+        out = x.new_empty(x.shape[0], down.out_features) if residual is None else residual
+        halves = low_bit_linear.gated_halves(x, gate_up.parts[0], gate_up.bias, (norm_weight, eps), scale)
+        return low_bit_linear.linear_of_halves(halves, down.parts, down.bias, out, add=residual is not None)
+    gated = norm_gated_linear(x, norm_weight, eps, gate_up)  # [tokens, intermediate]
+    return linear(gated, down) if residual is None else linear_add(gated, down, residual)
+
+
+def _is_handed_over(x: Tensor, gate_up: LinearWeight, down: LinearWeight) -> bool:
+    by_parts = _is_by_parts(x, gate_up) and _is_by_parts(x, down)
+    return by_parts and low_bit_linear.hands_over(x, gate_up.parts, down.parts)
+
+
 class Ops(NamedTuple):
     """The ops of a model that compute sums over more than a token's row: products and attention.
 
@@ -232,10 +259,10 @@ class Ops(NamedTuple):
 
     linear: Callable[..., Tensor]
     norm_linear: Callable[..., Tensor]
-    norm_gated_linear: Callable[..., Tensor]
     linear_add: Callable[..., Tensor]
+    mlp: Callable[..., Tensor]
     paged_attention: Callable[..., Tensor]
     prefill_attention: Callable[..., Tensor]
 
 
-FASTEST = Ops(linear, norm_linear, norm_gated_linear, linear_add, paged_attention, prefill_attention)
+FASTEST = Ops(linear, norm_linear, linear_add, mlp, paged_attention, prefill_attention)

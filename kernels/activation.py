@@ -34,8 +34,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """See `reference.silu_mul`; rows may be strided. Raises ValueError where the shape or layout is wrong."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"silu_mul takes [rows, 2 * size] with contiguous rows, not {tuple(gate_up.shape)}")
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    return silu_mul_into(gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2), gate_up)
+
+
+def silu_mul_into(out: Tensor, gate_up: Tensor) -> Tensor:
+    """Write `silu_mul` to ``out [rows, size]``, contiguous."""
+    rows, size = out.shape
     if rows:
         tile = min(_TILE, triton.next_power_of_2(size))
         grid = (rows, triton.cdiv(size, tile))

@@ -47,6 +47,14 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
     return _compute(x, weight, residual, None, add=True)
 
 
+def mlp(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up: LinearWeight, down: LinearWeight, residual: Tensor | None
+) -> Tensor:
+    """See `minillm.kernels.mlp`."""
+    gated = norm_gated_linear(x, norm_weight, eps, gate_up)
+    return linear(gated, down) if residual is None else linear_add(gated, down, residual)
+
+
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPlan | None = None) -> Tensor:
     """See `minillm.kernels.paged_attention`."""
     return attention.paged_attention(q, pages, softmax_scale)
@@ -88,4 +96,4 @@ def _by_dot(x: Tensor, weight: LinearWeight, out: Tensor, norm: Norm | None, *, 
     return out
 
 
-OPS = Ops(linear, norm_linear, norm_gated_linear, linear_add, paged_attention, attention.prefill_attention)
+OPS = Ops(linear, norm_linear, linear_add, mlp, paged_attention, attention.prefill_attention)

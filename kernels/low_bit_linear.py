@@ -12,6 +12,8 @@ up to 64       `low_bit_matmul`: weights become float16 in registers, the matrix
 more           cuBLAS, for a part of the rows at a time, unpacked to scratch memory
 =============  ======================================================================================================
 
+Where both products of a gated layer are `low_bit_matmul`'s, the first hands the second its input as that reads it.
+
 In float32 all but the first unpack, and so does a matrix whose tiles say that it is faster: `LowBit.tiles`. FP8 has
 kernels of its own (`fp8_linear`), and is unpacked where they refuse. Where a model keeps a copy in 16 bits besides
 (`minillm.kernels.LinearWeight.keep_copy`), cuBLAS multiplies that from `most_tokens_beside_a_copy` on.
@@ -26,15 +28,16 @@ from minillm.kernels import fp8_linear
 from minillm.kernels import low_bit_dot as dot
 from minillm.kernels import low_bit_matmul as matmul
 from minillm.kernels import low_bit_matvec as matvec
-from minillm.kernels.activation import silu_mul
+from minillm.kernels.activation import silu_mul_into
 from minillm.kernels.low_bit import FP8, UNPACKED, LowBit, bucket
+from minillm.kernels.low_bit_matmul import FixedScale, HalfActivations
 from minillm.kernels.low_bit_unpack import dequantise
 from minillm.kernels.norm import rms_norm
 
 Norm = tuple[Tensor, float]  # weight, eps
-_MOST_FUSED = 64  # tokens; of `low_bit_dot` more
+MOST_FUSED = 64  # tokens; of `low_bit_dot` more
 # Weights at a time, 64 MiB of them. Pieces that stay in the L2 take the GPU less time, and the host three times as
-# much: some 100 us each, which 14 pieces a layer make 45 ms for an 8B model's prompt. Of 128 MiB torch kept two.
+# much: some 100 us each, which 14 pieces a layer make 45 ms for an 8B model's prompt.
 _UNPACKED = 1 << 25
 # By bits: the most tokens of which products are at least as fast as cuBLAS's with weights that are in 16 bits already.
 _MOST_BESIDE_A_COPY = {4: 64, 5: 32, 6: 16, 8: 16}
@@ -53,10 +56,11 @@ def gated_linear(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, norm
     """``silu(gate) * up`` of ``gate, up = linear(x, …)``."""
     if _is_for_fp8(x, parts):
         return fp8_linear.gated_linear(x, parts[0], bias, norm)
-    tokens, features = x.shape[0], sum(part.shape[0] for part in parts)
+    # First of all: behind the pieces of weights it would take a part of their memory, and the next need more.
+    out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts) // 2)
     if len(parts) > 1 or not _is_fused(x, parts):
-        return silu_mul(linear(x, parts, bias, None, norm))
-    return _multiply(x, parts, bias, x.new_empty(tokens, features // 2), norm, gated=True)
+        return silu_mul_into(out, linear(x, parts, bias, None, norm))
+    return _multiply(x, parts, bias, out, norm, gated=True)
 
 
 def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -64,6 +68,29 @@ def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residu
     if _is_for_fp8(x, parts):
         return fp8_linear.linear_add(x, parts[0], bias, residual)
     return _compute(x, parts, bias, residual, None, add=True)
+
+
+def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
+    """Whether the gated product of so many tokens writes what the product behind it reads: `gated_halves`."""
+    return (
+        len(parts) == 1
+        and following[0].order is None  # which else all have
+        and all(_is_for_matmul(x, each) for each in (parts, following))
+    )
+
+
+def gated_halves(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm, by: FixedScale) -> HalfActivations:
+    """`gated_linear`'s result, for `linear_of_halves`."""
+    return matmul.gated_halves(matmul.halve_activations(x, norm, matrix.order), matrix, bias, by)
+
+
+def linear_of_halves(
+    x: HalfActivations, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, *, add: bool
+) -> Tensor:
+    """``x @ matrix.T + bias``, in ``out`` or added to it."""
+    for number, (part, bias_part, columns) in enumerate(columns_of(parts, bias, out), 1):
+        matmul.matmul(x, part, bias_part, columns, add=add, part=number if len(parts) > 1 else 0)
+    return out
 
 
 def _compute(
@@ -111,8 +138,12 @@ def _is_fused(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
     tokens = x.shape[0]
     if tokens <= matvec.MOST_TOKENS or dot.takes(x, parts):
         return True
-    is_short = tokens <= _MOST_FUSED and x.dtype.itemsize == 2
+    is_short = tokens <= MOST_FUSED and x.dtype.itemsize == 2
     return is_short and all(part.tiles.get(bucket(tokens)) != UNPACKED for part in parts)
+
+
+def _is_for_matmul(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
+    return x.shape[0] > matvec.MOST_TOKENS and _is_fused(x, parts) and not dot.takes(x, parts)
 
 
 def columns_of(
@@ -140,10 +171,13 @@ def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: 
             torch.addmm(bias[rows], x, weights.t(), out=target)
 
 
-def slabs(matrix: LowBit, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows of the matrix after another, unpacked to numbers of ``x``'s dtype; each until the next is asked for."""
+def slabs(matrix: LowBit, x: Tensor, at_once: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows of the matrix after another, unpacked to numbers of ``x``'s dtype; each until the next is asked for.
+
+    ``at_once``: weights.
+    """
     num_rows, features = matrix.shape
-    count = min(max(1, _UNPACKED // features), num_rows)
+    count = min(max(1, (at_once or _UNPACKED) // features), num_rows)
     scratch = x.new_empty(count, features)
     for start in range(0, num_rows, count):
         rows = slice(start, min(start + count, num_rows))

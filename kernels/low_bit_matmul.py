@@ -9,7 +9,8 @@ turns of 128 columns, and add their sums at the end, in their order. Bytes: the 
 ``mma`` multiplies 16 rows by 8 tokens. Lane 4r + t has rows r and r + 8 and token r, and a sixteenth of the input: two
 neighbours at 2t and two at 2t + 8. Which columns these are is free, if both sides agree: here lane t has group t of
 the four, a word of each at a time, so a lane needs one scale a row. Activations are put in that order, eight tokens
-next to each other, so that a warp reads whole lines (`halve_activations`: grid (tokens), a whole row each).
+next to each other, so that a warp reads whole lines (`halve_activations`: grid (tokens), a whole row each). Where the
+next product is one of these too, a gated one writes its result in that order itself (`gated_halves`).
 
 Frantar et al. 2024, https://arxiv.org/abs/2408.11743, and Kim et al. 2022, https://arxiv.org/abs/2211.10017, have the
 ideas: weights that need no shared memory, and numbers made by their bits.
@@ -44,6 +45,20 @@ class HalfActivations(NamedTuple):
     scales: Tensor  # [tokens]
 
 
+class FixedScale(NamedTuple):
+    """A scale for all tokens, known before them: see `minillm.kernels.low_bit_bound`."""
+
+    growth: Tensor  # [1] float32, a power of two: the largest number times this is in float16's range
+    scales: Tensor  # [tokens, the most of them] float32, of `HalfActivations`: what takes the growth back
+
+
+@triton.jit
+def _by_eights(tokens, token, columns, column, num_turns):
+    """The place in `HalfActivations.x` of a token of these eight tokens, and a column of these eight columns."""
+    turn, group, word = columns // 16, columns % 16 // 4, columns % 4
+    return (tokens * num_turns + turn) * 1024 + word * 256 + token * 32 + group * 8 + column
+
+
 @triton.jit
 def _halve_kernel(
     out_ptr, scales_ptr, x_ptr, norm_ptr, order_ptr, num_columns, num_turns, eps,
@@ -70,7 +85,7 @@ def _halve_kernel(
     growth = ((127 + 13 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
     turn, group, word = columns // 128, columns % 128 // 32, columns % 32 // 8
     if BY_EIGHTS:
-        at = (token // 8 * num_turns + turn) * 1024 + word * 256 + token % 8 * 32 + group * 8 + columns % 8
+        at = _by_eights(token // 8, token % 8, columns // 8, columns % 8, num_turns)
     else:
         at = (token * num_turns + turn) * 128 + word * 32 + columns % 8 // 2 * 8 + group * 2 + columns % 2
     tl.store(out_ptr + at, (x * growth).to(tl.float16), mask=turn < num_turns)
@@ -86,10 +101,9 @@ def halve_activations(
     NaN and infinity stay. There are rows, of any numbers, for tokens that fill an eight, or a tile of `low_bit_dot`.
     """
     tokens, columns = x.shape
-    turns = triton.cdiv(columns, _SPAN) * (_SPAN // 128)
+    turns = _turns(columns)
     rows = triton.next_power_of_2(max(tokens, 32)) if tokens <= 256 else triton.cdiv(tokens, 256) * 256
-    shape = (triton.cdiv(tokens, 8), turns, 4, 8, 4, 8) if by_eights else (rows, turns * 128)
-    half = x.new_empty(shape, dtype=torch.float16)
+    half = _empty_eights(x, columns) if by_eights else x.new_empty(rows, turns * 128, dtype=torch.float16)
     scales = x.new_empty(tokens, dtype=torch.float32)
     weight, eps = norm or (x, 0.0)
     width = triton.next_power_of_2(turns * 128)
@@ -98,6 +112,15 @@ def halve_activations(
         num_warps=8 if width <= 4096 else 16, **pdl_options(x.device),
     )  # fmt: skip
     return HalfActivations(half, scales)
+
+
+def _turns(columns: int) -> int:
+    return triton.cdiv(columns, _SPAN) * (_SPAN // 128)
+
+
+def _empty_eights(x: Tensor, columns: int) -> Tensor:
+    """Room for `HalfActivations.x` by eights, of the tokens of ``x [tokens, …]`` and so many columns."""
+    return x.new_empty((triton.cdiv(x.shape[0], 8), _turns(columns), 4, 8, 4, 8), dtype=torch.float16)
 
 
 @triton.jit
@@ -143,10 +166,22 @@ def _mma(upper, lower, x, c, FIRST: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.
 
 
 @triton.jit
+def _end_span(out_ptr, num_tokens, num_columns, num_turns, TILES: tl.constexpr):
+    """Write zeros behind the last column: the next product's warps take turns to the end of the span."""
+    place = tl.arange(0, 256)  # of a word, for eight tokens
+    for word in range(num_columns // 128 * 4 + tl.program_id(0), num_turns * 4, tl.num_programs(0)):
+        is_behind = word // 4 * 128 + place % 32 // 8 * 32 + word % 4 * 8 >= num_columns
+        for tile in tl.static_range(TILES):
+            tokens = tl.program_id(1) * TILES + tile
+            at = out_ptr + (tokens * num_turns * 4 + word) * 256 + place
+            tl.store(at, (place * 0).to(tl.float16), mask=is_behind & (tokens * 8 + place // 32 < num_tokens))
+
+
+@triton.jit
 def _matmul_kernel(
-    out_ptr, x_ptr, x_scales_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr,
-    num_tokens, num_rows, num_groups, x_turns, out_stride,
-    GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    out_ptr, x_ptr, x_scales_ptr, levels_ptr, high_ptr, scales_ptr, units_ptr, bias_ptr, growth_ptr,
+    num_tokens, num_rows, num_groups, x_turns, out_stride,  # HALVES: turns of the output
+    GATED: tl.constexpr, HALVES: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
     CODES: tl.constexpr, WIDE: tl.constexpr,
     WARPS: tl.constexpr, ROW_TILES: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr, PART: tl.constexpr,
@@ -216,6 +251,8 @@ def _matmul_kernel(
         queue = queue[1:]
     lane = tl.arange(0, 32)
     r, t = lane // 4, lane % 4
+    if HALVES:
+        growth = tl.load(growth_ptr)
     for k in tl.static_range(ROW_TILES * TILES):
         start = tl.program_id(0) * ROW_TILES + k // TILES
         if GATED:
@@ -242,7 +279,14 @@ def _matmul_kernel(
                 tl.store(at + lower, second.to(out_ptr.dtype.element_ty), mask=is_lower)
             if ADD:
                 first += tl.load(at + upper, mask=is_upper, other=0.0).to(tl.float32)
-            tl.store(at + upper, first.to(out_ptr.dtype.element_ty), mask=is_upper)
+            at += upper
+            if HALVES:
+                first *= growth
+                tokens = tl.program_id(1) * TILES + k % TILES
+                at = out_ptr + _by_eights(tokens, 2 * t + column, start, r, out_stride)
+            tl.store(at, first.to(out_ptr.dtype.element_ty), mask=is_upper)
+    if HALVES:
+        _end_span(out_ptr, num_tokens, num_rows, out_stride, TILES)
     end_part(PART, PDL)
 
 
@@ -271,6 +315,23 @@ def matmul(
     ``gated``: the matrix is gate and up, and ``silu(gate) * up`` is the result, ``[tokens, out / 2]``. ``part``: of
     products of the same x that are launched one after the other, the place of this one, from 1.
     """
+    _launch(x, matrix, bias, out, out.stride(0), None, gated=gated, add=add, tile=tile, part=part)
+    return out
+
+
+def gated_halves(
+    x: HalfActivations, matrix: LowBit, bias: Tensor | None, by: FixedScale, tile: Tile | None = None
+) -> HalfActivations:
+    """`matmul`'s ``silu(gate) * up``, as the product behind it reads it."""
+    half = _empty_eights(x.scales, matrix.shape[0] // 2)
+    _launch(x, matrix, bias, half, half.shape[1], by.growth, gated=True, add=False, tile=tile, part=0)
+    return HalfActivations(half, by.scales[: x.scales.shape[0]])
+
+
+def _launch(
+    x: HalfActivations, matrix: LowBit, bias: Tensor | None, out: Tensor, out_stride: int, growth: Tensor | None,
+    *, gated: bool, add: bool, tile: Tile | None, part: int,
+) -> None:  # fmt: skip
     layout, (features, columns) = matrix.layout, matrix.shape
     tokens, num_rows = x.scales.shape[0], features // 2 if gated else features
     warps, row_tiles, tiles, ahead = tile or matrix.tiles.get(bucket(tokens)) or tile_for(tokens, features, columns)
@@ -279,12 +340,12 @@ def matmul(
         scales = scales.view(torch.int16)
     _matmul_kernel[(triton.cdiv(num_rows, (8 if gated else 16) * row_tiles), triton.cdiv(tokens, 8 * tiles))](
         out, x.x.view(torch.int32), x.scales, levels, high, scales, units, x.scales if bias is None else bias,
-        tokens, num_rows, columns // GROUP, x.x.shape[1], out.stride(0),
-        GATED=gated, ADD=add, BIAS=bias is not None, **constants_of(matrix), CODES=codes(layout),
+        x.scales if growth is None else growth, tokens, num_rows, columns // GROUP, x.x.shape[1], out_stride,
+        GATED=gated, HALVES=growth is not None, ADD=add, BIAS=bias is not None,
+        **constants_of(matrix), CODES=codes(layout),
         WIDE=_has_wide_mma(out.device), WARPS=warps, ROW_TILES=row_tiles, TILES=tiles, AHEAD=ahead, PART=part,
         num_warps=warps, **pdl_options(out.device),
     )  # fmt: skip
-    return out
 
 
 @functools.cache

@@ -57,6 +57,15 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     return residual.add_(torch.nn.functional.linear(x, weight, bias))
 
 
+def mlp(
+    x: Tensor, norm_weight: Tensor, eps: float, gate_up: tuple[Tensor, Tensor | None],
+    down: tuple[Tensor, Tensor | None], residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """``residual += down(norm_gated_linear(x))``, in place, or without a residual; weights come with their biases."""
+    gated = norm_gated_linear(x, norm_weight, eps, *gate_up)
+    return torch.nn.functional.linear(gated, *down) if residual is None else linear_add(gated, *down, residual)
+
+
 def all_reduce(parts: list[Tensor]) -> Tensor:
     """The sum of the ranks' ``parts``, of one shape and dtype: added in float32 (or float64) in order, rounded once."""
     return reduce(torch.add, map(_wide, parts)).to(parts[0].dtype)

@@ -26,6 +26,7 @@ SIZES = "tests/fit/test_sizes.py::"
 BUDGET = "tests/fit/test_budget.py::"
 FITTING = "tests/runner/test_fits.py::"
 LOW_BIT = "tests/kernels/test_low_bit.py::"
+LOW_BIT_MLP = "tests/kernels/test_low_bit_mlp.py::"
 FP8 = "tests/kernels/test_fp8.py::"
 TUNING = "tests/kernels/test_low_bit_tuning.py::"
 TILES = "tests/runner/test_tiles.py::"
@@ -888,11 +889,21 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "kernels/low_bit_matmul.py": [
         ("low-bit-warps-not-added", "second = tl.sum(tl.reshape(totals", "second = tl.max(tl.reshape(totals",
          LOW_BIT + "test_tiles[q8_0-tile0]"),
-        ("low-bit-token-of-another-eight", "token % 8 * 32", "token % 4 * 32", LOW_BIT + "test_tiles[q8_0-tile1]"),
+        ("low-bit-token-of-another-eight", "_by_eights(token // 8, token % 8,", "_by_eights(token // 8, token % 4,",
+         LOW_BIT + "test_tiles[q8_0-tile1]"),
         ("low-bit-range-of-float16", "(127 + 13 + 127 - exponent)", "(127 + 0 * exponent)",
          LOW_BIT + "test_activations_that_float16_could_not_hold"),
         ("low-bit-norm-in-another-order", "norm_ptr + read", "norm_ptr + columns",
          LOW_BIT + "test_columns_in_an_order_of_their_own[5]"),
+        ("gated-columns-end-early", "word // 4 * 128 + place % 32 // 8 * 32", "word // 4 * 128 + place % 32",
+         LOW_BIT_MLP + "test_columns_behind_the_last_are_zeros_wherever_they_are"),
+        ("gated-product-not-grown", "first *= growth", "first *= 1.0", LOW_BIT_MLP + "test_weights_of_any_size[300.0]"),
+    ],
+    "kernels/low_bit_bound.py": [
+        ("bound-without-the-norm", "weights.mul_(norm)", "weights",
+         LOW_BIT_MLP + "test_no_input_is_beyond_the_bound[q4_0]"),
+        ("bound-in-another-order", "norm_weight[matrix.order]", "norm_weight",
+         LOW_BIT_MLP + "test_no_input_is_beyond_the_bound[awq]"),
     ],
     "kernels/low_bit_dot.py": [
         ("dot-of-small-scales", "(words >> (at % SHARE * BITS))", "(words >> (at % SHARE * 0))",
@@ -902,6 +913,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          LOW_BIT + "test_dozens_of_tokens[q4_1-shape0]"),
     ],
     "kernels/low_bit_linear.py": [
+        ("gated-columns-in-no-order", "and following[0].order is None", "and following[0].order is not True",
+         LOW_BIT_MLP + "test_what_is_handed_over"),
         ("low-bit-never-unpacked", "!= UNPACKED for part", "is not None or True for part",
          TUNING + "test_a_tile_that_says_unpacked_unpacks"),
         ("low-bit-no-tokens", "if not x.shape[0]:", "if False:", LOW_BIT + "test_no_tokens_have_no_products"),

@@ -183,8 +183,7 @@ class Llama:
             qkv = self.ops.norm_linear(x, layer.input_norm, eps, layer.qkv)  # [num_tokens, (heads + 2 kv) * head_dim]
             attended = self._attention(qkv, cache, batch, layer, *steps[layer.attention])  # [.., heads * head_dim]
             x = self._linear_add(attended, layer.o, x)
-            gated = self.ops.norm_gated_linear(x, layer.post_attention_norm, eps, layer.gate_up)  # [.., intermediate]
-            x = self._linear_add(gated, layer.down, x)
+            x = self._add_mlp(x, layer)
         return x
 
     def logits(self, hidden: Tensor, rows: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -197,6 +196,14 @@ class Llama:
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         """``residual + linear(x, weight)``, in place where that is possible."""
         return self.ops.linear_add(x, weight, residual)
+
+    def _add_mlp(self, x: Tensor, layer: Layer) -> Tensor:
+        """``x + down(silu(gate) * up)``, in place where that is possible."""
+        return self._mlp(x, layer, x)
+
+    def _mlp(self, x: Tensor, layer: Layer, residual: Tensor | None) -> Tensor:
+        eps = self.config.rms_norm_eps
+        return self.ops.mlp(x, layer.post_attention_norm, eps, layer.gate_up, layer.down, residual)
 
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
         return self.ops.norm_linear(x, self.norm, self.config.rms_norm_eps, self.head, out)

@@ -19,7 +19,7 @@ from minillm import kernels
 from minillm.errors import UsageError
 from minillm.kernels import LinearWeight
 from minillm.model.config import ModelConfig
-from minillm.model.llama import Llama
+from minillm.model.llama import Layer, Llama
 from minillm.parallel.collectives import Ranks
 
 _INTERMEDIATE_UNIT = 64  # columns of the gated product that stay together: whole 128-byte lines
@@ -144,6 +144,10 @@ class ShardedLlama(Llama):
         """Rank 0 adds the residual."""
         first = self.ranks.rank == 0
         return self.ranks.all_reduce(self.ops.linear_add(x, weight, residual) if first else self.ops.linear(x, weight))
+
+    def _add_mlp(self, x: Tensor, layer: Layer) -> Tensor:
+        """Rank 0 adds the residual."""
+        return self.ranks.all_reduce(self._mlp(x, layer, x if self.ranks.rank == 0 else None))
 
     def _logits(self, x: Tensor, out: Tensor | None) -> Tensor:
         """On rank 0 ``[num_logits, vocab]``, on the others their ``[num_logits, vocab of the shard]``."""

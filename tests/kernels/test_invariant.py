@@ -10,7 +10,7 @@ from torch import Tensor
 from minillm.kernels import LinearWeight, LowBit
 
 pytest.importorskip("triton")
-from minillm.kernels import low_bit_linear
+from minillm.kernels import invariant, low_bit_linear
 from minillm.kernels.invariant import OPS
 from minillm.kernels.low_bit import FP8, Layout, expanded, random_matrix
 
@@ -52,11 +52,17 @@ def test_ops_are_those_of_any_weight(kind: str) -> None:
     bias = weight.bias.double()
     plain, behind = x.double() @ exact.T + bias, normed(x, norm) @ exact.T + bias
     gate, up = behind.chunk(2, 1)
+    down, exact_down = weight_of("16 bits", 32, 48)
+    assert down.bias is not None
+    gated = gate * gate.sigmoid() * up
+    after = gated @ exact_down.T + down.bias.double()
     for got, expected in (
         (OPS.linear(x, weight), plain),
         (OPS.norm_linear(x, norm, EPS, weight), behind),
         (OPS.norm_linear(x, norm, EPS, weight, x.new_empty(5, 96)), behind),
-        (OPS.norm_gated_linear(x, norm, EPS, weight), gate * gate.sigmoid() * up),
+        (invariant.norm_gated_linear(x, norm, EPS, weight), gated),
+        (OPS.mlp(x, norm, EPS, weight, down, residual[:, :32].clone()), after + residual[:, :32].double()),
+        (OPS.mlp(x, norm, EPS, weight, down, None), after),
         (OPS.linear_add(x, weight, residual.clone()), plain + residual.double()),
     ):
         assert relative_error(got, expected) < 2 * TOLERANCE[torch.bfloat16]
@@ -85,7 +91,7 @@ def test_a_token_has_the_same_bits_among_any_others(kind: str, shape: tuple[int,
     def everything(part: slice) -> list[Tensor]:
         return [
             OPS.norm_linear(x[part], norm, EPS, weight),
-            OPS.norm_gated_linear(x[part], norm, EPS, weight),
+            invariant.norm_gated_linear(x[part], norm, EPS, weight),
             OPS.linear_add(x[part], weight, residual[part].clone()),
         ]
 
