@@ -6,7 +6,6 @@ Bytes: reads 2 * rows * size elements and writes rows * size; torch's two ops mo
 of a row). Tile: 2,048 columns of gate and up, 16 bytes a thread and load.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -30,6 +30,7 @@ from minillm.kernels.low_bit_tuning import OnCount, Place, Product, Tile, Timed,
 from minillm.model.llama import Llama
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_message
+from minillm.runner.gpu_stacks import give_back
 from minillm.system import cache_dir
 from minillm.text.reading import read_bytes
 from minillm.text.safe import parse_json
@@ -163,6 +164,8 @@ def choose_tiles(
         for each in measured(missing, dtype, file, on_progress, on_message, measure):
             tiles.setdefault(str(each.product), {})[each.tokens] = each.tile
         torch.cuda.empty_cache()  # the pool of blocks takes what is free
+        if model.device.type == "cuda":
+            give_back(model.device)
     set_tiles(model, tiles)
     if ranks is not None and not ranks.rank:
         ranks.least(0)

@@ -1,0 +1,65 @@
+"""The limit of a GPU's stacks: whose process lowers it, and that it comes back. The driver is a stand-in."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from minillm.config import EngineConfig
+from minillm.runner import gpu_stacks
+
+
+class Driver:
+    """Keeps a limit, and notes what it is set to."""
+
+    def __init__(self) -> None:
+        self.limits = [1024]
+
+    def cuCtxSetLimit(self, which: int, size: ctypes.c_size_t) -> int:
+        self.limits.append(size.value)
+        return 0
+
+    def cuCtxGetLimit(self, size: Any, which: int) -> int:
+        ctypes.cast(size, ctypes.POINTER(ctypes.c_size_t))[0] = self.limits[-1]
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(gpu_stacks, "_driver", lambda: driver)
+    monkeypatch.setattr(gpu_stacks, "choose_device", lambda config: torch.device("cuda", 0))
+    monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1, 1))
+    return driver
+
+
+def test_a_process_of_one_gpu_keeps_small_stacks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_stacks.keep_small(EngineConfig(tensor_parallel_size=2))
+    assert driver.limits == [1024], "NCCL's kernels do not say what they need"
+    gpu_stacks.keep_small(EngineConfig())
+    assert driver.limits == [1024, 256]
+
+
+def test_what_is_given_back_leaves_the_limit(driver: Driver) -> None:
+    gpu_stacks.give_back(torch.device("cuda", 0))
+    assert driver.limits == [1024, 256, 1024]
+
+
+def test_what_goes_wrong_is_left_to_the_load(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> None:
+        raise OSError
+
+    def no_memory(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr("torch.cuda.mem_get_info", no_memory)
+    gpu_stacks.keep_small(EngineConfig())
+    monkeypatch.setattr(gpu_stacks, "_driver", no_driver)
+    gpu_stacks.give_back(torch.device("cuda", 0))
+    gpu_stacks.keep_small(EngineConfig(device="cpu"))
+    assert driver.limits == [1024]
