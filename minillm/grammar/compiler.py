@@ -18,7 +18,7 @@ _SECONDS = 10.0  # all grammars that come here compile for a vocabulary of singl
 _MOST_KEPT = 128
 # Copies of a matcher share a lexer, and compute their masks one after the other. Matchers that were compiled by
 # themselves compute theirs at the same time, so a grammar that is asked for again is compiled again, up to so often.
-_FAMILIES = min(8, NUM_CORES)
+_FAMILIES = min(16, NUM_CORES)
 _CHEAP_SECONDS = 0.05  # where it took longer, one has to do
 
 

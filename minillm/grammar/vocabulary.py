@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import llguidance
 
 NUM_CORES = len(os.sched_getaffinity(0))
+# Runs of a JSON string's characters, by their most: where a text allows any run so long, the library takes all tokens
+# within it at once. Its own are 10, 30 and any; a string of bounded length has a last ten characters in each answer.
+_RUNS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 30)
 _MARK = "\x02"  # before a text that is to be encoded: some tokenizers treat the beginning of a text by itself
 
 
@@ -43,6 +46,7 @@ class Vocabulary:
             package.TokenizerWrapper(_Tokens(self._tokens, self.size, self.encode)),
             n_vocab=self.size + 1,
             eos_token=self.size,
+            slices=_slices(),
         )
 
     @cached_property
@@ -98,6 +102,13 @@ class Vocabulary:
             ids.append(token_id)
             at += len(self._tokens[token_id])
         return ids
+
+
+def _slices() -> list[str]:
+    """Sets of tokens as regular expressions, each within the next, for the library to take as a whole."""
+    space, *_, character = library().LLTokenizer.json_slices()
+    character = character.removesuffix("+")
+    return [space, *(f"{character}{{1,{most}}}" for most in _RUNS), f"{character}+"]
 
 
 class _Tokens:

@@ -13,15 +13,13 @@ import torch
 
 from minillm.config import EngineConfig
 from minillm.parallel.launch import Torchrun
-from minillm.runner.build import choose_device
 
 _STACK_SIZE = 0  # CUDA's name for the limit
-_SMALL = 256  # bytes
+_SMALL = 128  # bytes
 
 
-def keep_small(config: EngineConfig) -> None:
-    """Lower the limit of the GPU that one process is going to use, where its kernels are this project's and torch's."""
-    device = choose_device(config)
+def keep_small(device: torch.device, config: EngineConfig) -> None:
+    """Lower the limit of the GPU that this process is going to use, whose kernels are all our own and torch's."""
     if device.type == "cuda" and config.tensor_parallel_size == 1 and Torchrun.from_environment() is None:
         # Whatever goes wrong here, loading meets it again, and says it.
         with suppress(OSError, RuntimeError), torch.cuda.device(device):

@@ -48,6 +48,7 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
     from minillm.config import EngineConfig
     from minillm.engine.driver import Driver
     from minillm.load import best_form, load_engine
+    from minillm.runner.build import choose_device
     from minillm.runner.gpu_stacks import keep_small
     from minillm.server.calls import CallReader
     from minillm.server.room import Room
@@ -63,7 +64,7 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
         send(messages.Telling(chat.Notice(text)))
 
     name = best_form(load.model, config, progress, notice)
-    keep_small(config)
+    keep_small(choose_device(config), config)
     engine = load_engine(name, config, progress, notice)
     driver = Driver(engine)
     room = Room(driver, send)

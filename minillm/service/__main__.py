@@ -56,6 +56,7 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
     send(Loading(Progress("starting", 0, None, "")))
     from minillm.config import EngineConfig
     from minillm.load import best_form, chat_options, load_engine
+    from minillm.runner.build import choose_device
     from minillm.runner.gpu_stacks import keep_small
     from minillm.service.conversations import Conversations
     from minillm.service.facts import loaded
@@ -63,7 +64,7 @@ def _load(command: Load, send: Callable[[Event], None]) -> Conversations:
     config = EngineConfig(**chat_options(command.options))
     tell = (lambda done: send(Loading(done)), lambda text: send(Notice(text)))
     model_name = best_form(command.model, config, *tell)
-    keep_small(config)
+    keep_small(choose_device(config), config)
     engine = load_engine(model_name, config, *tell)
     send(loaded(engine, model_name, time.monotonic() - began))
     return Conversations(engine, send)

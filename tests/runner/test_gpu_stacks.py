@@ -12,6 +12,8 @@ import torch
 from minillm.config import EngineConfig
 from minillm.runner import gpu_stacks
 
+GPU = torch.device("cuda", 0)
+
 
 class Driver:
     """Keeps a limit, and notes what it is set to."""
@@ -32,22 +34,21 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(gpu_stacks, "_driver", lambda: driver)
-    monkeypatch.setattr(gpu_stacks, "choose_device", lambda config: torch.device("cuda", 0))
     monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1, 1))
     return driver
 
 
 def test_a_process_of_one_gpu_keeps_small_stacks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_stacks.keep_small(EngineConfig(tensor_parallel_size=2))
+    gpu_stacks.keep_small(GPU, EngineConfig(tensor_parallel_size=2))
     assert driver.limits == [1024], "NCCL's kernels do not say what they need"
-    gpu_stacks.keep_small(EngineConfig())
-    assert driver.limits == [1024, 256]
+    gpu_stacks.keep_small(GPU, EngineConfig())
+    assert driver.limits == [1024, 128]
 
 
 def test_what_is_given_back_leaves_the_limit(driver: Driver) -> None:
-    gpu_stacks.give_back(torch.device("cuda", 0))
-    assert driver.limits == [1024, 256, 1024]
+    gpu_stacks.give_back(GPU)
+    assert driver.limits == [1024, 128, 1024]
 
 
 def test_what_goes_wrong_is_left_to_the_load(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +59,8 @@ def test_what_goes_wrong_is_left_to_the_load(driver: Driver, monkeypatch: pytest
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr("torch.cuda.mem_get_info", no_memory)
-    gpu_stacks.keep_small(EngineConfig())
+    gpu_stacks.keep_small(GPU, EngineConfig())
     monkeypatch.setattr(gpu_stacks, "_driver", no_driver)
-    gpu_stacks.give_back(torch.device("cuda", 0))
-    gpu_stacks.keep_small(EngineConfig(device="cpu"))
+    gpu_stacks.give_back(GPU)
+    gpu_stacks.keep_small(torch.device("cpu"), EngineConfig())
     assert driver.limits == [1024]
