@@ -50,6 +50,7 @@ class HttpResult:
     lost: float = shown("lost", ".1%")
     own_first: float = shown("ms to the first token here", ".2f", 1e3)
     http_first: float = shown("through HTTP, one at a time", ".2f", 1e3)
+    http_costs: float = shown("of it not the engine's", ".2f", 1e3)
 
 
 def measure(subject: Subject, options: HttpOptions) -> HttpResult:
@@ -63,7 +64,7 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
     )
     single = [(prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)) for prompt, _ in requests[:24]]
     rates: tuple[list[float], list[float]] = ([], [])
-    firsts: tuple[list[float], list[float]] = ([], [])
+    firsts: tuple[list[float], list[float], list[float]] = ([], [], [])
     with _server(subject.name, llm.config) as (host, port):
         for run in range(options.runs + 1):
             llm.reset_prefix_cache()
@@ -80,8 +81,9 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
             if run:  # the first warms up
                 rates[0].append(tokens / seconds)
                 rates[1].append(tokens / taken)
-                firsts[0].append(statistics.median(mine))
-                firsts[1].append(statistics.median(theirs))
+                costs = [first - own for first, own in theirs]
+                for into, values in zip(firsts, (mine, [first for first, _ in theirs], costs), strict=True):
+                    into.append(statistics.median(values))
     own, http = statistics.median(rates[0]), statistics.median(rates[1])
     return HttpResult(options.num_streams, len(requests), own, http, 1 - http / own, *map(statistics.median, firsts))
 
@@ -126,21 +128,21 @@ async def _streams(host: str, port: int, requests: Sequence[Request], num_stream
     async def one() -> int:
         reader, writer = await asyncio.open_connection(host, port)
         try:
-            return sum([(await _stream(reader, writer, request, salt))[1] for request in left])
+            return sum([(await _stream(reader, writer, request, salt))[2] for request in left])
         finally:
             writer.close()
 
     return sum(await asyncio.gather(*(one() for _ in range(num_streams))))
 
 
-async def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) -> list[float]:
-    """The seconds to the first token of each request, over one connection, as clients keep theirs."""
+async def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) -> list[tuple[float, float]]:
+    """The seconds to the first token of each request, and the engine's, over one connection, as clients keep theirs."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         seconds = []
         for request in requests:
             await asyncio.sleep(_PAUSE)
-            seconds.append((await _stream(reader, writer, request, salt))[0])
+            seconds.append((await _stream(reader, writer, request, salt))[:2])
         return seconds
     finally:
         writer.close()
@@ -148,7 +150,8 @@ async def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: s
 
 async def _stream(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request, salt: str
-) -> tuple[float, int]:
+) -> tuple[float, float, int]:
+    """Send a request; the seconds to its first token, those of them that the engine took, and its number of tokens."""
     prompt, params = request
     assert isinstance(params, SamplingParams)
     body = {"prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature, "seed": params.seed}
@@ -157,15 +160,19 @@ async def _stream(
     began = time.perf_counter()
     kind = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
     writer.write(f"POST /v1/completions HTTP/1.1\r\n{kind}\r\n\r\n".encode() + data)
-    first, last = 0.0, b""
+    first, own, last = 0.0, 0.0, b""
     while not last.endswith(b"0\r\n\r\n"):  # the end of a body that is sent in chunks
         piece = await reader.read(1 << 16)
         if not piece:
             raise MinillmError(f"the server's answer has no end: {last[-200:]!r}")
         if not first and b"data: " in piece:
             first = time.perf_counter() - began
+            timing = re.search(rb"server-timing: engine;dur=([\d.]+)", last + piece, re.IGNORECASE)
+            if timing is None:
+                raise MinillmError(f"the server does not say how long its engine took: {(last + piece)[:200]!r}")
+            own = float(timing[1]) * 1e-3
         last = (last + piece)[-4096:]
     found = re.search(rb'"completion_tokens":(\d+)', last)
     if found is None:
         raise MinillmError(f"the server's answer has no tokens: {last[-200:]!r}")
-    return first, int(found[1])
+    return first, own, int(found[1])

@@ -205,6 +205,7 @@ class Generating:
         seen: set[tuple[int, int]] = set()
         counts = [0] * len(answers)
         left = set(range(len(answers)))
+        engine_seconds = 0.0
         while left:
             await news.wait()
             news.clear()
@@ -226,26 +227,31 @@ class Generating:
                         if (opening := form.first(number, text.index, answer)) is not None:
                             choices.append(opening)
                     counts[number] += text.num_tokens
+                    engine_seconds = engine_seconds or text.first_seconds
                     choices += form.pieces(number, text)
                 if ended is not None:
                     self._count(answer, counts[number])
             if choices:
                 is_first = not self._started
                 if is_first:
-                    await self._start(send)
+                    await self._start(send, engine_seconds)
                 usage = _so_far(answers, counts) if asked.counts else None
                 events = [_event(frame.chunk([each], usage, has_usage=asked.has_usage)) for each in choices]
                 await send(_body(b"".join(events), more=True))
                 if is_first:
                     self.metrics.first_token.observe(time.monotonic() - began)
         if not self._started:
-            await self._start(send)
+            await self._start(send, engine_seconds)
         last = _event(frame.chunk([], self.usage)) if asked.has_usage else b""
         await send(_body(last + b"data: [DONE]\n\n", more=False))
 
-    async def _start(self, send: Send) -> None:
+    async def _start(self, send: Send, engine_seconds: float) -> None:
+        """Begin a stream; ``engine_seconds`` are those of the engine to the first token, 0 where it has none."""
         self._started = True
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+        headers = _EVENT_HEADERS
+        if engine_seconds:
+            headers = [*headers, (b"server-timing", f"engine;dur={1e3 * engine_seconds:.3f}".encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
 async def send_json(send: Send, status: int, value: Json, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

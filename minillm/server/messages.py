@@ -160,6 +160,7 @@ class Text(Record):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] = []  # where they are wanted
+    first_seconds: float = 0.0  # of a request's first text: from when the engine had the request to its first token
 
 
 class Completion(Record):

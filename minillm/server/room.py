@@ -38,6 +38,7 @@ class Live:
     has_begun: bool = False  # `Began` is sent, where it is wanted
     wants_ids: bool = False
     is_plain: bool = False  # nothing but texts is streamed: those of a large batch take a tenth of a millisecond a step
+    is_timed: bool = False  # a text has told how long the first token took
 
 
 @dataclass(slots=True)
@@ -194,13 +195,19 @@ class Room:
             live = self.live.get(name)
             if live is None:
                 strange.append(delta)
-            elif live.is_plain:
+                continue
+            if live.is_plain:
                 count, ids = len(delta.token_ids), delta.token_ids if live.wants_ids else []
                 ends = (delta.finish_reason, delta.stop_reason)
                 texts.append(messages.Text(name, delta.index, delta.text, count, [], *ends, ids))
             elif live.prepared.call.streamed and not delta.replaces:
                 self._begin(live)
                 texts.append(self._text(live, delta))
+            else:
+                continue
+            if not live.is_timed:
+                live.is_timed = True
+                texts[-1].first_seconds = live.group.metrics.time_to_first_token or 0.0
         if texts:
             self.send(messages.Stepped(texts))
         outputs = []

@@ -104,7 +104,7 @@ FIELDS = {
     "host.HostResult": "what microseconds",
     "forms.FormsResult": "batch_size num_tokens free formed one_formed lost lost_by_one host",
     "forms.HostPart": "part free one_formed formed",
-    "http.HttpResult": "num_streams num_requests own_rate http_rate lost own_first http_first",
+    "http.HttpResult": "num_streams num_requests own_rate http_rate lost own_first http_first http_costs",
     "ui.UiFigures": "first_paint key_median key_p95 open_seconds open_mb drawing_share tokens_per_second_watched "
     "tokens_per_second_held slowdowns slowdown",
 }

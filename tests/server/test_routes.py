@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,23 @@ def test_a_request_is_counted_by_its_route_even_if_refused(server: Server, path:
     assert answer.status_code == 404
     assert "not served here" in answer.json()["error"]["message"]
     assert count() == before + 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"logprobs": 1}])
+def test_a_stream_says_how_long_the_engine_took(server: Server, path: str, more: dict[str, Any]) -> None:
+    body: dict[str, Any] = (
+        {"prompt": "a b c"} if "chat" not in path else {"messages": [{"role": "user", "content": "a"}]}
+    )
+    if "logprobs" in more and "chat" in path:
+        more = {"logprobs": True, "top_logprobs": 1}
+    began = time.monotonic()
+    with httpx.stream("POST", f"{server.url}{path}", json={**body, **more, "max_tokens": 4, "stream": True}) as answer:
+        waited = 1e3 * (time.monotonic() - began)
+        name, _, milliseconds = answer.headers["server-timing"].partition(";dur=")
+        answer.read()
+    assert name == "engine"
+    assert 0 < float(milliseconds) < waited
 
 
 @pytest.mark.parametrize("path", PATHS)
