@@ -131,3 +131,43 @@ def test_what_no_token_spells_is_refused(vocabulary: tuple[list[bytes], Vocabula
     assert few.matcher(Grammar.regex("[abc]+")).error is None
     with pytest.raises(Exception, match="no text that this model's tokens can spell"):
         few.matcher(Grammar.regex("c+"))
+
+
+@pytest.mark.parametrize("least", [0, 3])
+def test_bounded_strings_of_json_are_followed_as_brute_force_would(
+    vocabulary: tuple[list[bytes], Vocabulary], least: int
+) -> None:
+    """Sets of tokens of so many characters are taken at once; near a string's end they are the wrong ones.
+
+    Tokens that begin an escape, or a character of several bytes, are left out: a plain Python program of them is long.
+    """
+    tokens, ours = vocabulary
+    most = 14
+    plain = [i for i, data in enumerate(tokens) if data and all(32 <= byte < 127 and byte != 92 for byte in data)]
+    grammar = Grammar.json({"type": "string", "minLength": least, "maxLength": most})
+    rng = random.Random(2)
+    lengths = set()
+    for _ in range(25):
+        matcher, text = Compiler(ours).matcher(grammar), b""
+        while not text.endswith(b'"') or len(text) == 1:
+            [found] = allowed(ours, [matcher])
+
+            def fits(data: bytes, text: bytes = text) -> bool:
+                whole = text + data
+                if not whole.startswith(b'"'):
+                    return False
+                inner, quote, behind = whole[1:].partition(b'"')
+                return len(inner) <= most and not behind and (not quote or len(inner) >= least)
+
+            expected = {i for i in plain if fits(tokens[i])}
+            if len({tokens[i] for i in expected}) == 1:  # no choice of bytes: not all tokens that spell them
+                assert found & set(plain) <= expected
+            else:
+                assert found & set(plain) == expected
+            assert found & expected
+            lengths.add(len(text))
+            longer = sorted(expected, key=lambda i: (b'"' in tokens[i], rng.random()))
+            token_id = longer[0] if rng.random() < 0.9 else rng.choice(longer)
+            matcher.advance(token_id)
+            text += tokens[token_id]
+    assert lengths >= {0, 1, most - 1, most, most + 1}
