@@ -32,7 +32,7 @@ def give_back(device: torch.device) -> None:
     with suppress(OSError), torch.cuda.device(device):
         before = ctypes.c_size_t()
         if not _driver().cuCtxGetLimit(ctypes.byref(before), _STACK_SIZE):
-            _set_limit(_SMALL)
+            _set_limit(2 * before.value)  # one that it has already would change nothing
             _set_limit(before.value)
 
 

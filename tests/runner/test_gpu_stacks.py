@@ -48,7 +48,7 @@ def test_a_process_of_one_gpu_keeps_small_stacks(driver: Driver, monkeypatch: py
 
 def test_what_is_given_back_leaves_the_limit(driver: Driver) -> None:
     gpu_stacks.give_back(GPU)
-    assert driver.limits == [1024, 128, 1024]
+    assert driver.limits == [1024, 2048, 1024]
 
 
 def test_what_goes_wrong_is_left_to_the_load(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
