@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def measure(subject: Subject, options: HttpOptions) -> HttpResult:
             taken = time.perf_counter() - began
             if count != tokens:
                 raise MinillmError("the server gave other numbers of tokens than were asked for")
-            theirs = asyncio.run(_one_by_one(host, port, single, f"alone {run}"))
+            theirs = _one_by_one(host, port, single, f"alone {run}")
             if run:  # the first warms up
                 rates[0].append(tokens / seconds)
                 rates[1].append(tokens / taken)
@@ -125,54 +126,88 @@ async def _streams(host: str, port: int, requests: Sequence[Request], num_stream
     """Send all requests over so many connections, each when the one in front has ended. Returns their tokens."""
     left = iter(requests)
 
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request) -> int:
+        writer.write(_message(request, salt))
+        stream = _Stream()
+        while not stream.has_ended:
+            stream.take(await reader.read(1 << 16))
+        return stream.num_tokens
+
     async def one() -> int:
         reader, writer = await asyncio.open_connection(host, port)
         try:
-            return sum([(await _stream(reader, writer, request, salt))[2] for request in left])
+            return sum([await answer(reader, writer, request) for request in left])
         finally:
             writer.close()
 
     return sum(await asyncio.gather(*(one() for _ in range(num_streams))))
 
 
-async def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) -> list[tuple[float, float]]:
-    """The seconds to the first token of each request, and the engine's, over one connection, as clients keep theirs."""
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        seconds = []
+def _one_by_one(host: str, port: int, requests: Sequence[Request], salt: str) -> list[tuple[float, float]]:
+    """The seconds to the first token of each request, and the engine's, over one connection, as clients keep theirs.
+
+    The client only waits for its socket, so that next to nothing of them is its own.
+    """
+    seconds = []
+    with socket.create_connection((host, port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for request in requests:
-            await asyncio.sleep(_PAUSE)
-            seconds.append((await _stream(reader, writer, request, salt))[:2])
-        return seconds
-    finally:
-        writer.close()
+            message, stream = _message(request, salt), _Stream()
+            time.sleep(_PAUSE)
+            began = time.perf_counter()
+            connection.sendall(message)
+            while not stream.has_ended:
+                stream.take(connection.recv(1 << 16))
+            seconds.append((stream.first_time - began, stream.engine_seconds))
+    return seconds
 
 
-async def _stream(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: Request, salt: str
-) -> tuple[float, float, int]:
-    """Send a request; the seconds to its first token, those of them that the engine took, and its number of tokens."""
+def _message(request: Request, salt: str) -> bytes:
+    """A request for a stream, head and body."""
     prompt, params = request
     assert isinstance(params, SamplingParams)
     body = {"prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature, "seed": params.seed}
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     data = json.dumps({**body, "cache_salt": salt}).encode()
-    began = time.perf_counter()
     kind = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
-    writer.write(f"POST /v1/completions HTTP/1.1\r\n{kind}\r\n\r\n".encode() + data)
-    first, own, last = 0.0, 0.0, b""
-    while not last.endswith(b"0\r\n\r\n"):  # the end of a body that is sent in chunks
-        piece = await reader.read(1 << 16)
+    return f"POST /v1/completions HTTP/1.1\r\n{kind}\r\n\r\n".encode() + data
+
+
+class _Stream:
+    """What a client reads of an answer.
+
+    Attributes:
+        first_time: `time.perf_counter` when the first token came; 0 before.
+    """
+
+    def __init__(self) -> None:
+        self.first_time = 0.0
+        self._head, self._tail = b"", b""
+
+    def take(self, piece: bytes) -> None:
+        """Read on; raises MinillmError where there is no more."""
         if not piece:
-            raise MinillmError(f"the server's answer has no end: {last[-200:]!r}")
-        if not first and b"data: " in piece:
-            first = time.perf_counter() - began
-            timing = re.search(rb"server-timing: engine;dur=([\d.]+)", last + piece, re.IGNORECASE)
-            if timing is None:
-                raise MinillmError(f"the server does not say how long its engine took: {(last + piece)[:200]!r}")
-            own = float(timing[1]) * 1e-3
-        last = (last + piece)[-4096:]
-    found = re.search(rb'"completion_tokens":(\d+)', last)
-    if found is None:
-        raise MinillmError(f"the server's answer has no tokens: {last[-200:]!r}")
-    return first, own, int(found[1])
+            raise MinillmError(f"the server's answer has no end: {self._tail[-200:]!r}")
+        if not self.first_time:
+            self._head += piece
+            if b"data: " in piece:
+                self.first_time = time.perf_counter()
+        self._tail = (self._tail + piece)[-4096:]
+
+    @property
+    def has_ended(self) -> bool:
+        return self._tail.endswith(b"0\r\n\r\n")  # the end of a body that is sent in chunks
+
+    @property
+    def engine_seconds(self) -> float:
+        """Those that the engine took to the first token."""
+        return float(self._found(rb"(?i)server-timing: engine;dur=([\d.]+)", self._head)) * 1e-3
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._found(rb'"completion_tokens":(\d+)', self._tail))
+
+    def _found(self, pattern: bytes, data: bytes) -> bytes:
+        if (found := re.search(pattern, data)) is None:
+            raise MinillmError(f"the server's answer has no {pattern.decode()}: {data[-200:]!r}")
+        return found[1]
