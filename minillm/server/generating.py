@@ -20,6 +20,7 @@ from minillm.server.metrics import Metrics
 from minillm.server.replicas import Engine
 from minillm.server.seats import Full, Seats, num_seats
 
+_TICK = 0.001  # seconds
 _TYPE_JSON = (b"content-type", b"application/json")
 _EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -128,7 +129,7 @@ class Generating:
     def _look(self, work: asyncio.Task[Any]) -> None:
         """Look now and then whether what was sent has lain there for too long."""
         left = min(0.0, self._sending - time.monotonic()) + self.send_seconds
-        if left <= 0:
+        if left < _TICK:  # what rounding leaves is no time to wait for
             self._leave(work)
         else:
             self._looking = asyncio.get_running_loop().call_later(left, self._look, work)
