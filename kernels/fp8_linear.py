@@ -114,41 +114,33 @@ def _are_few(x: Tensor) -> bool:
 
 def linear(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor | None, norm: Norm | None) -> Tensor:
     """``x [tokens, in] @ matrix.T + bias``, in ``out`` if given, contiguous; with ``norm`` of RMSNorm's result."""
-    if _are_few(x):
-        out = x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out
-        return _few(x, matrix, bias, out, norm)
-    out = x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out
-    return _product(x, matrix, bias, out, norm)
+    return _product(x, matrix, bias, x.new_empty(x.shape[0], matrix.shape[0]) if out is None else out, norm)
 
 
 def gated_linear(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm) -> Tensor:
     """``silu(gate) * up`` of ``gate, up = linear(x, …)``."""
-    out = x.new_empty(x.shape[0], matrix.shape[0] // 2)
-    if not _are_few(x):
-        return _product(x, matrix, bias, out, norm, gated=True)
-    return _few(x, matrix, bias, out, norm, gated=True)
+    return _product(x, matrix, bias, x.new_empty(x.shape[0], matrix.shape[0] // 2), norm, gated=True)
 
 
 def linear_add(x: Tensor, matrix: LowBit, bias: Tensor | None, residual: Tensor) -> Tensor:
     """``residual += linear(x, …)``."""
-    if not _are_few(x):
-        return _product(x, matrix, bias, residual, None, add=True)
-    return _few(x, matrix, bias, residual, None, add=True)
-
-
-def _few(
-    x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None,
-    *, gated: bool = False, add: bool = False,
-) -> Tensor:  # fmt: skip
-    if fp8_matvec.takes(x.shape[0], matrix, gated=gated):
-        return fp8_matvec.product(x, matrix, bias, out, norm, gated=gated, add=add)
-    return matvec.launch(out, x, matrix.levels, bias, norm, gated=gated, add=add, scales=matrix.scales)
+    return _product(x, matrix, bias, residual, None, add=True)
 
 
 def _product(
     x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None,
     *, gated: bool = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
+    if not _are_few(x):
+        return _product_of_many(x, matrix, bias, out, norm, gated=gated, add=add)
+    if fp8_matvec.takes(x.shape[0], matrix, gated=gated):
+        return fp8_matvec.product(x, matrix, bias, out, norm, gated=gated, add=add)
+    return matvec.launch(out, x, matrix.levels, bias, norm, gated=gated, add=add, scales=matrix.scales)
+
+
+def _product_of_many(
+    x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, norm: Norm | None, *, gated: bool, add: bool
+) -> Tensor:
     levels, token_scales = quantise(x, norm)
     if x.shape[0] >= _SCALED_INSIDE:
         product = torch._scaled_mm(

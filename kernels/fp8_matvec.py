@@ -15,17 +15,11 @@ from torch import Tensor
 
 from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
 from minillm.kernels.low_bit import LowBit
+from minillm.kernels.matvec import load_weights
 
 Norm = tuple[Tensor, float]  # weight, eps
 _SHORT = 4096  # columns
 _RUN = tl.constexpr(16)  # weights of a load
-
-
-@triton.jit
-def _load(weight_ptr, rows, columns, num_rows, num_columns):
-    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    at = weight_ptr + rows[:, None].to(tl.int64) * num_columns + columns[None, :]
-    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")  # read once: it pushes nothing out
 
 
 @triton.jit
@@ -43,11 +37,11 @@ def _product_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     lanes = tl.arange(0, COLUMNS)
-    weights = _load(weight_ptr, rows, lanes, num_rows, num_columns)
+    weights = load_weights(weight_ptr, rows, lanes, num_rows, num_columns)
     up_ptr = weight_ptr + tl.cast(num_rows, tl.int64) * num_columns
     up_weights = weights
     if GATED:
-        up_weights = _load(up_ptr, rows, lanes, num_rows, num_columns)
+        up_weights = load_weights(up_ptr, rows, lanes, num_rows, num_columns)
     wait_for_inputs(PDL)
     squares = tl.zeros([COLUMNS], tl.float32)
     total = tl.zeros([ROWS, COLUMNS // _RUN], tl.float32)
@@ -61,11 +55,11 @@ def _product_kernel(
             x *= tl.load(norm_ptr + columns, mask=is_column, other=0.0).to(tl.float32)
         now, up_now = weights, up_weights
         if tile + 1 < NUM_TILES:
-            weights = _load(weight_ptr, rows, columns + COLUMNS, num_rows, num_columns)
+            weights = load_weights(weight_ptr, rows, columns + COLUMNS, num_rows, num_columns)
         total += _sums(now, x, ROWS, COLUMNS)
         if GATED:
             if tile + 1 < NUM_TILES:
-                up_weights = _load(up_ptr, rows, columns + COLUMNS, num_rows, num_columns)
+                up_weights = load_weights(up_ptr, rows, columns + COLUMNS, num_rows, num_columns)
             up_total += _sums(up_now, x, ROWS, COLUMNS)
     scale = 1.0
     if NORM:

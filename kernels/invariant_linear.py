@@ -267,18 +267,18 @@ def tile_for(x: Tensor, features: int, *, gated: bool) -> Tile:
     if tokens <= 96 and features < 1 << 15:
         return Tile(False, 64, 64, 128, 4, 3 if gated else 4, more=32)
     down = triton.cdiv(tokens, 128)
-    if 128 < tokens <= 192:
-        across = triton.cdiv(rows, 128)
-        if gated and 1.5 * triton.cdiv(across, _PROCESSORS) < triton.cdiv(2 * across, _PROCESSORS):
-            return Tile(False, 128, 128, 64, 8, 3, more=64)
-        if not gated and rows >= 1 << 15:
-            return Tile(False, 128, 128, 64, 8, 4, more=64)
-        if not gated and across <= _PROCESSORS // 4:  # as many programs, each for half of the tokens
-            return Tile(False, 64, 64, 128, 4, 4, more=32)
-        if not gated and across <= _PROCESSORS // 2:
-            return Tile(False, 128, 64, 128, 4, 3, more=64)
+    across, is_between = triton.cdiv(rows, 128), 128 < tokens <= 192
     if gated:
+        if is_between and 1.5 * triton.cdiv(across, _PROCESSORS) < triton.cdiv(2 * across, _PROCESSORS):
+            return Tile(False, 128, 128, 64, 8, 3, more=64)
         return Tile(False, 128, 128, 64, 8, 4 if down <= 2 else 3)
+    if is_between:
+        if rows >= 1 << 15:
+            return Tile(False, 128, 128, 64, 8, 4, more=64)
+        if across <= _PROCESSORS // 4:  # as many programs, each for half of the tokens
+            return Tile(False, 64, 64, 128, 4, 4, more=32)
+        if across <= _PROCESSORS // 2:
+            return Tile(False, 128, 64, 128, 4, 3, more=64)
     for width in (256, 128):
         if down * triton.cdiv(rows, width) >= _FULL:
             return Tile(False, 128, width, 64, 8, 3 if width == 256 else 4)

@@ -85,11 +85,12 @@ def gated_halves(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm, by:
 
 
 def linear_of_halves(
-    x: HalfActivations, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor, *, add: bool
-) -> Tensor:
-    """``x @ matrix.T + bias``, in ``out`` or added to it."""
-    for number, (part, bias_part, columns) in enumerate(columns_of(parts, bias, out), 1):
-        matmul.matmul(x, part, bias_part, columns, add=add, part=number if len(parts) > 1 else 0)
+    x: HalfActivations, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor,
+    *, gated: bool = False, add: bool = False,
+) -> Tensor:  # fmt: skip
+    """``x @ matrix.T + bias``, in ``out`` or added to it; with a gate there is one part."""
+    for place, part, bias_part, columns in _placed(parts, bias, out):
+        matmul.matmul(x, part, bias_part, columns, gated=gated, add=add, part=place)
     return out
 
 
@@ -113,17 +114,16 @@ def _multiply(
     """The product by the kernel of so many tokens; with a gate there is one part."""
     if not x.shape[0]:  # a chunk of a prompt of which no logits are wanted
         return out
-    several, is_for_dot = len(parts) > 1, dot.takes(x, parts)
-    is_for_matvec = x.shape[0] <= matvec.MOST_TOKENS
-    halves = None if is_for_matvec else matmul.halve_activations(x, norm, parts[0].order, by_eights=not is_for_dot)
-    for number, (part, bias_part, columns) in enumerate(columns_of(parts, bias, out), 1):
-        place = number if several else 0
-        if halves is None:
+    if x.shape[0] <= matvec.MOST_TOKENS:
+        for place, part, bias_part, columns in _placed(parts, bias, out):
             matvec.product(x, part, bias_part, columns, norm, gated=gated, add=add, part=place)
-        elif is_for_dot:
-            dot.product(halves, part, bias_part, columns, gated=gated, add=add)
-        else:
-            matmul.matmul(halves, part, bias_part, columns, gated=gated, add=add, part=place)
+        return out
+    is_for_dot = dot.takes(x, parts)
+    halves = matmul.halve_activations(x, norm, parts[0].order, by_eights=not is_for_dot)
+    if not is_for_dot:
+        return linear_of_halves(halves, parts, bias, out, gated=gated, add=add)
+    for part, bias_part, columns in columns_of(parts, bias, out):
+        dot.product(halves, part, bias_part, columns, gated=gated, add=add)
     return out
 
 
@@ -155,6 +155,14 @@ def columns_of(
         end = start + part.shape[0]
         yield part, None if bias is None else bias[start:end], out[:, start:end]
         start = end
+
+
+def _placed(
+    parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor
+) -> Iterator[tuple[int, LowBit, Tensor | None, Tensor]]:
+    """`columns_of`, each with its place among the launches, from 1; 0 where it is alone."""
+    for number, each in enumerate(columns_of(parts, bias, out), 1):
+        yield number if len(parts) > 1 else 0, *each
 
 
 def _unpacked(x: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, add: bool) -> None:

@@ -70,7 +70,8 @@ _LARGEST = {2: 17_000_000, 3: 2_000_000, 4: 2_000_000}
 
 
 @triton.jit
-def _load_weights(weight_ptr, rows, columns, num_rows, num_columns):
+def load_weights(weight_ptr, rows, columns, num_rows, num_columns):
+    """A tile ``[rows, columns]`` of a weight; zeros outside of it."""
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     offsets = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
     # Each weight is read once: it should push nothing out of the cache that is read again.
@@ -97,10 +98,10 @@ def _matvec_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
     lanes = tl.arange(0, COLUMNS)
-    weights = _load_weights(weight_ptr, rows, lanes, num_rows, num_columns)
+    weights = load_weights(weight_ptr, rows, lanes, num_rows, num_columns)
     if GATED:
         up_ptr = weight_ptr + tl.cast(num_rows, tl.int64) * num_columns
-        up_weights = _load_weights(up_ptr, rows, lanes, num_rows, num_columns)
+        up_weights = load_weights(up_ptr, rows, lanes, num_rows, num_columns)
     wait_for_inputs(PDL)
     tokens = tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
@@ -128,9 +129,9 @@ def _matvec_kernel(
             up_total += _product(up_weights, x, TOKENS)
         if tile + 1 < NUM_TILES:
             following = (tile + 1) * COLUMNS + lanes
-            weights = _load_weights(weight_ptr, rows, following, num_rows, num_columns)
+            weights = load_weights(weight_ptr, rows, following, num_rows, num_columns)
             if GATED:
-                up_weights = _load_weights(up_ptr, rows, following, num_rows, num_columns)
+                up_weights = load_weights(up_ptr, rows, following, num_rows, num_columns)
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, axis=0 if TOKENS == 1 else 2) / num_columns + eps)
         total *= scale

@@ -843,8 +843,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "kernels/fp8_matvec.py": [
         ("fp8-scale-of-the-gate", "scales_ptr + num_rows + rows,", "scales_ptr + rows,",
          FP8 + "test_products_are_those_of_the_unpacked_weights[1-shape0-dtype0]"),
-        ("fp8-next-tile-forgotten", "weights = _load(weight_ptr, rows, columns + COLUMNS,",
-         "weights = _load(weight_ptr, rows, columns,", FP8 + "test_products_are_those_of_the_unpacked_weights"),
+        ("fp8-next-tile-forgotten", "weights = load_weights(weight_ptr, rows, columns + COLUMNS,",
+         "weights = load_weights(weight_ptr, rows, columns,", FP8 + "test_products_are_those_of_the_unpacked_weights"),
         ("fp8-norm-of-the-gate-forgotten", "up = tl.sum(up_total, axis=1) * scale", "up = tl.sum(up_total, axis=1)",
          FP8 + "test_products_are_those_of_the_unpacked_weights"),
     ],

@@ -64,11 +64,16 @@ class Service:
             raise HTTPException(404, f"the model {shown(name)} is not served here; {self.names[0]} is")
 
 
+Handler = tuple[str, str, Callable[[Service, Request], Awaitable[Any]]]  # method, path, and the function
+
+
 def make_app(service: Service, rules: AccessRules) -> ASGIApp:
     """The application, behind its rules of access."""
-    handlers: list[tuple[str, str, Callable[[Service, Request], Awaitable[Any]]]] = [
+    generating: list[Handler] = [
         ("POST", "/v1/chat/completions", _chat),
         ("POST", "/v1/completions", _completions),
+    ]
+    others: list[Handler] = [
         ("GET", "/v1/models", _models),
         ("GET", "/v1/models/{name:path}", _model),
         ("GET", "/health", _health),
@@ -85,9 +90,14 @@ def make_app(service: Service, rules: AccessRules) -> ASGIApp:
         ("POST", "/v1/session/{name}", _session_command),
         ("GET", "/openapi.json", _openapi),
     ]
-    routes = [Route(path, _endpoint(service, handler), methods=[method]) for method, path, handler in handlers]
+
+    def routes_of(handlers: list[Handler]) -> list[Route]:
+        return [Route(path, _endpoint(service, handler), methods=[method]) for method, path, handler in handlers]
+
+    short = routes_of(generating)
     errors: dict[Any, Any] = {HTTPException: _on_http, Exception: _on_defect}
-    app = Starlette(routes=routes, exception_handlers=errors, middleware=[Middleware(Shortcut, routes[:2])])
+    middleware = [Middleware(Shortcut, short)]
+    app = Starlette(routes=[*short, *routes_of(others)], exception_handlers=errors, middleware=middleware)
     return Access(app, rules, service.metrics)
 
 
