@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -56,26 +55,10 @@ def _nothing_is_the_users() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _the_language_is_patched_once_a_launch() -> Iterator[None]:
-    """Triton's interpreter patches its language anew for each function that a kernel calls: half of a test's time.
+def _the_interpreter_does_nothing_twice() -> Iterator[None]:
+    from interpreter import nothing_twice
 
-    Within a launch that finds everything patched already. Looking at three members is enough to know.
-    """
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or not hasattr(interpreter, "_LangPatchScope"):
-        yield
-        return
-    language, patch_all = interpreter.tl, interpreter._patch_lang
-
-    def patch_what_is_not(fn: Any) -> Any:
-        members = [language.load, language.tensor.to]
-        if language.core in fn.__globals__.values():
-            members.append(language.core.load)
-        is_new = any(map(language.core.is_builtin, members))
-        return patch_all(fn) if is_new else interpreter._LangPatchScope()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", patch_what_is_not)
+    with nothing_twice():
         yield
 
 

@@ -3,7 +3,8 @@
 The host sends only changes (`minillm.runner.rows`). A step is three launches for a model of any depth: the list of
 rows (where it has changed), a graph from token ids to logits, and a graph from logits to drawn tokens, which go back
 into the rows. The next step can be launched before the host has seen them. Graphs are captured for padded numbers of
-sequences, when a number is first met; everything else, sharing and lengths included, is data.
+sequences, when a number is first met; everything else, sharing and lengths included, is data. Short prompts are graphs,
+too: `minillm.runner.short_prompts`.
 
 Guesses at a sequence's next tokens are computed as if they were sequences that decode, with one table and other lengths
 (a layer writes all K and V before any token reads them). So these steps are graphs, too; their inputs the host sends.
@@ -33,6 +34,7 @@ from minillm.runner.penalties import note_empty, run_processors
 from minillm.runner.rows import Rows, Sharing, padded_size
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, draw_tokens
+from minillm.runner.short_prompts import ShortPrompts
 from minillm.runner.step import ChunkWork, DecodeWork, StepWork
 from minillm.runner.to_device import to_device
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
@@ -113,6 +115,12 @@ class DeviceRunner(Runner):
         self._work_list = WorkList.allocate(capacity, shape, self._device)
         self._forwards = Graphs(self._rows, enabled=graphs)
         self._draws = Graphs(self._rows, enabled=graphs)
+        self._prompts: ShortPrompts | None = None
+        if self._ranks is None:
+            self._prompts = ShortPrompts(
+                model, self.kv_cache, block_size, self._forwards,
+                max_num_seqs=max_num_seqs, width=width, logits=self._logits,
+            )  # fmt: skip
         plans = None if sharing is None else Sharing(shape, sharing)
         self._books = Rows(max_num_seqs, self._words.shape[1], block_size, plans)
         self._choices: tuple[list[SequenceGroup], Chosen] | None = None  # of the last step, until they are taken
@@ -144,7 +152,9 @@ class DeviceRunner(Runner):
             logits = self._logits.new_empty(wanted, self._logits.shape[1])
         if work.num_decodes:
             return self._compute_each(work.chunks, logits)
-        if work.chunks:
+        if work.chunks and work.decode is None and self._prompts is not None and self._prompts.takes(work.chunks):
+            self._prompts.compute(work.chunks)
+        elif work.chunks:
             batch = self.batch(work.chunks, 0)
             if work.decode is not None:
                 batch = self._join(work.decode, batch)

@@ -1,0 +1,116 @@
+"""Short prompts by CUDA graphs: steps that the host would need longer to launch than the GPU to compute.
+
+A model of 30 layers is some 300 launches, 6 to 20 ms of a host's time; a prompt of a few hundred tokens takes a small
+model less than 2. Graphs are recorded for padded numbers of tokens and of sequences, when a pair is first met. Tokens
+of padding belong to no sequence and are written nowhere; sequences of padding have no tokens.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from minillm.kernels import KVCache
+from minillm.model.llama import Batch, Llama
+from minillm.runner.graphs import Graphs
+from minillm.runner.rows import padded_size
+from minillm.runner.step import ChunkWork
+from minillm.runner.to_device import to_device
+
+SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens
+_MOST_SEQS = 64
+_MOST_WORK = 1 << 41  # tokens times parameters: 6 ms of an H100, as long as a quick host needs for the launches
+# Of few bits: more tokens' products unpack a layer's weights first, and recorded room for that would be there for good.
+_MOST_LOW_BIT = 64
+_MOST_IN_8_BITS = 192  # of a cache in 8 bits: for longer chunks whole contexts are unpacked
+
+
+class ShortPrompts:
+    """The inputs of such steps, on the device, and their recordings.
+
+    Args:
+        graphs: where recordings are kept; beside others, so that they share memory.
+        max_num_seqs: sequences of a step at most.
+        width: blocks of the longest sequence.
+        logits: ``[>= padded_size(max_num_seqs), vocab]``, where a step's are written.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        kv_cache: KVCache,
+        block_size: int,
+        graphs: Graphs,
+        *,
+        max_num_seqs: int,
+        width: int,
+        logits: Tensor,
+    ) -> None:
+        self._model, self._kv_cache, self._block_size, self._graphs = model, kv_cache, block_size, graphs
+        self._logits, self._most_seqs = logits, min(max_num_seqs, _MOST_SEQS)
+        most = most_tokens(model)
+        self._sizes = [size for size in SIZES if size <= most]
+        seqs, tokens = padded_size(self._most_seqs), max(self._sizes, default=0)
+        self._numbers = torch.zeros(3 * tokens + seqs, dtype=torch.int64, device=model.device)
+        self._lengths = torch.zeros(2 * seqs + 1, dtype=torch.int32, device=model.device)
+        self._tables = torch.zeros(seqs, width, dtype=torch.int32, device=model.device)
+
+    def takes(self, chunks: list[ChunkWork]) -> bool:
+        """Whether a step of these chunks alone is so short; none of them may want more than one row of logits."""
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        if not self._sizes or num_tokens > self._sizes[-1] or len(chunks) > self._most_seqs:
+            return False
+        return all(chunk.num_logits <= 1 and not chunk.targets for chunk in chunks)
+
+    def compute(self, chunks: list[ChunkWork]) -> None:
+        """Write the tokens' K and V, and the logits ``[wanted, vocab]`` to the first rows of the logits."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, rows = [0], []
+        for chunk in chunks:
+            token_ids += chunk.token_ids
+            positions += range(chunk.first, chunk.end)
+            for position in range(chunk.first, chunk.end):
+                block, offset = divmod(position, self._block_size)
+                slots.append(chunk.blocks[block] * self._block_size + offset)
+            starts.append(len(token_ids))
+            rows += [len(token_ids) - 1] * chunk.num_logits
+        tokens = next(size for size in self._sizes if size >= len(token_ids))
+        seqs, lacking = padded_size(len(chunks)), tokens - len(token_ids)
+        token_ids += [0] * lacking
+        positions += [0] * lacking
+        slots += [-1] * lacking
+        rows += [0] * (seqs - len(rows))
+        self._send(self._numbers, token_ids + positions + slots + rows)
+        none = [0] * (seqs - len(chunks))
+        self._send(self._lengths, [*starts, *starts[-1:] * len(none), *(chunk.end for chunk in chunks), *none])
+        width = max(len(chunk.blocks) for chunk in chunks)
+        tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
+        self._tables[: len(chunks), :width] = to_device(tables, torch.int32, self._tables.device)
+        self._graphs.run(("prompts", tokens, seqs), partial(self._forward, tokens, seqs))
+
+    def _send(self, to: Tensor, values: list[int]) -> None:
+        to[: len(values)] = to_device(values, to.dtype, to.device)
+
+    def _forward(self, tokens: int, seqs: int) -> None:
+        token_ids, positions, slot_mapping = self._numbers[: 3 * tokens].view(3, tokens)
+        batch = Batch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            block_tables=self._tables[:seqs],
+            context_lens=self._lengths[seqs + 1 : 2 * seqs + 1],
+            num_decodes=0,
+            cu_seqlens=self._lengths[: seqs + 1],
+            logit_rows=self._numbers[3 * tokens : 3 * tokens + seqs],
+        )
+        self._model.forward(batch, self._kv_cache, self._logits[:seqs])
+
+
+def most_tokens(model: Llama) -> int:
+    """Return the tokens of the longest step whose launches take longer than its work."""
+    most = min(SIZES[-1], _MOST_WORK // model.local.num_parameters)
+    if model.copied_bytes:
+        most = min(most, _MOST_LOW_BIT)
+    return min(most, _MOST_IN_8_BITS) if model.kv_in_8_bits else most
