@@ -31,7 +31,7 @@ from minillm.kernels.low_bit import FP8, LowBit, dequantise
 from minillm.kernels.prefix_plan import AttentionShape, Costs, Plan, WorkList, plan_attention
 
 if torch.cuda.is_available():  # Triton is not imported where nothing can run it
-    from minillm.kernels import gpu, low_bit_bound, low_bit_linear, matvec
+    from minillm.kernels import decode_attention, gpu, low_bit_bound, low_bit_linear, matvec
 
 if TYPE_CHECKING:
     from minillm.kernels.low_bit_matmul import FixedScale
@@ -110,6 +110,7 @@ class LinearWeight:
         self.parts: tuple[LowBit, ...] = ()
         self.most_by_parts = -1  # tokens of a product that low-bit matrices are for
         self.gated_scale: FixedScale | None = None  # of gate and up: of their product, see `bound_gated`
+        self.attended_scale: FixedScale | None = None  # of o: of what it reads, see `bound_attended`
         self.packed, self.bias = None, bias
         if isinstance(weight, tuple):
             self.parts, self.weight = weight, weight[0].levels.new_empty(0)
@@ -159,6 +160,15 @@ class LinearWeight:
         """Find a scale for ``silu(gate) * up`` of a low-bit matrix behind a norm, for `mlp` to keep it in float16."""
         if len(self.parts) == 1 and self.parts[0].layout != FP8:
             self.gated_scale = low_bit_bound.scale_of_gated(self.parts[0], self.bias, norm_weight)
+
+    def bound_attended(self, qkv: "LinearWeight", norm_weight: Tensor) -> None:
+        """Find a scale for attention's result, which this weight reads, for `attend_add` to keep it in float16.
+
+        ``qkv`` are low-bit matrices behind a norm: as many rows of q as this has columns, and as many of v as of k.
+        """
+        if self.parts and qkv.parts and all(part.layout != FP8 for part in (*self.parts, *qkv.parts)):
+            num_values = (qkv.out_features - self.in_features) // 2
+            self.attended_scale = low_bit_bound.scale_of_attended(qkv.parts, qkv.bias, norm_weight, num_values)
 
     @property
     def num_bytes(self) -> int:
@@ -232,6 +242,18 @@ def linear_add(x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
     return residual if weight.bias is None else residual.add_(weight.bias)
 
 
+def attend_add(
+    q: Tensor, pages: Pages, softmax_scale: float, o: LinearWeight, residual: Tensor, plan: HostPlan | None = None
+) -> Tensor:
+    """`paged_attention`, then `linear_add`: see `reference.attend_add`. ``plan`` is the step's."""
+    scale = o.attended_scale
+    if scale is not None and _is_by_parts(q, o) and low_bit_linear.reads_halves(q, o.parts):
+        halves = decode_attention.attended_halves(q, pages, softmax_scale, scale)
+        if halves is not None:
+            return low_bit_linear.linear_of_halves(halves, o.parts, o.bias, residual, add=True)
+    return linear_add(paged_attention(q, pages, softmax_scale, plan).flatten(1), o, residual)
+
+
 def mlp(
     x: Tensor, norm_weight: Tensor, eps: float, gate_up: LinearWeight, down: LinearWeight, residual: Tensor | None
 ) -> Tensor:
@@ -261,8 +283,9 @@ class Ops(NamedTuple):
     norm_linear: Callable[..., Tensor]
     linear_add: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
+    attend_add: Callable[..., Tensor]
     paged_attention: Callable[..., Tensor]
     prefill_attention: Callable[..., Tensor]
 
 
-FASTEST = Ops(linear, norm_linear, linear_add, mlp, paged_attention, prefill_attention)
+FASTEST = Ops(linear, norm_linear, linear_add, mlp, attend_add, paged_attention, prefill_attention)

@@ -17,6 +17,8 @@ Block ids are widened to 64 bits before they are multiplied. Lanes behind the en
 slots may hold NaN.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,7 @@ from minillm.kernels import attention_lanes
 from minillm.kernels.arguments import Pages, check_scales
 from minillm.kernels.attention_lanes import TOKENS, attend_group, load_group
 from minillm.kernels.compat import INTERPRETED, dot, num_multiprocessors, pdl_options, wait_for_inputs
+from minillm.kernels.low_bit_matmul import SPAN, FixedScale, HalfActivations, by_eights, empty_eights
 
 
 @triton.jit
@@ -193,11 +196,14 @@ def _lanes_attention_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
-    out_ptr, partial_ptr, lse_ptr, lens_ptr, out_seq_stride, out_head_stride, num_heads, num_splits,
+    out_ptr, growth_ptr, partial_ptr, lse_ptr, lens_ptr, num_turns, num_heads, num_splits,
     HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, SPLITS_TILE: tl.constexpr, PDL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Weigh a head's partial results by their share of the softmax: one program per (sequence, head)."""
+    """Weigh a head's partial results by their share of the softmax: one program per (sequence, head).
+
+    With a growth the result is multiplied by it, and written as `HalfActivations.x` by eights, of so many turns.
+    """
     wait_for_inputs(PDL)
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -219,9 +225,13 @@ def _merge_splits_kernel(
         partial_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=written[:, None] & is_dim[None, :], other=0.0
     )
     out = tl.sum(partial * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
-    tl.store(
-        out_ptr + seq * out_seq_stride + head * out_head_stride + dims, out.to(out_ptr.dtype.element_ty), mask=is_dim
-    )
+    column = head * HEAD_DIM + dims
+    if growth_ptr is None:
+        at = out_ptr + seq * num_heads * HEAD_DIM + column
+    else:
+        out *= tl.load(growth_ptr)
+        at = out_ptr + by_eights(seq // 8, seq % 8, column // 8, column % 8, num_turns)
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=is_dim)
 
 
 def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: torch.device, least: int = 64) -> int:
@@ -235,60 +245,108 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: t
     return max(1, min(processors * 4 // programs, -(-max_context // least)))
 
 
+class _Parts(NamedTuple):
+    """Results of parts of contexts, to be merged."""
+
+    numbers: Tensor  # [sequences, parts, heads, head_dim] float32
+    lse: Tensor  # [sequences, parts, heads] float32
+    tile: int  # what parts are multiples of, in tokens
+
+
 def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits: int | None = None) -> Tensor:
     """See `reference.paged_attention`; ``num_splits`` are the parts of each context (`num_splits_for`).
 
     ``q`` may have any strides but the last, K and V are contiguous, block_size is a power of two up to 256. Raises
     ValueError where a shape or layout is wrong.
     """
+    check_inputs(q, pages, q.shape[0])
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not q.shape[0]:
+        return out
+    num_splits = _num_splits(q, pages) if num_splits is None else num_splits
+    if num_splits == 1:
+        _attend(q, pages, softmax_scale, out)
+    else:
+        _merge(_attend_parts(q, pages, softmax_scale, num_splits), pages, out, None)
+    return out
+
+
+def attended_halves(q: Tensor, pages: Pages, softmax_scale: float, by: FixedScale) -> HalfActivations | None:
+    """`paged_attention`'s result ``[sequences, heads * head_dim]``, as a product of low-bit matrices reads it.
+
+    None where contexts are in one part, and nothing is merged, or where a product would read behind the last head.
+    """
+    check_inputs(q, pages, q.shape[0])
+    num_seqs, num_heads, head_dim = q.shape
+    num_splits = _num_splits(q, pages)
+    if num_splits == 1 or num_heads * head_dim % SPAN:
+        return None
+    half = empty_eights(q, num_heads * head_dim)
+    _merge(_attend_parts(q, pages, softmax_scale, num_splits), pages, half, by.growth)
+    return HalfActivations(half, by.scales[:num_seqs])
+
+
+def _num_splits(q: Tensor, pages: Pages) -> int:
+    least = TOKENS.value if attention_lanes.takes(q, pages) else 64
+    return num_splits_for(q.shape[0], pages.k.shape[2], _longest(pages), q.device, least)
+
+
+def _longest(pages: Pages) -> int:
+    """The tokens that a query may see at most."""
+    longest = pages.tables.shape[1] * pages.k.shape[1]
+    return min(longest, pages.window or longest)
+
+
+def _attend_parts(q: Tensor, pages: Pages, softmax_scale: float, num_splits: int) -> _Parts:
+    num_seqs, num_heads, head_dim = q.shape
+    numbers = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
+    return _Parts(numbers, lse, _attend(q, pages, softmax_scale, numbers, lse))
+
+
+def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Tensor | None = None) -> int:
+    """Write results to ``out``, of parts with their ``lse`` as in `_Parts`. Returns what parts are multiples of."""
     num_seqs, num_heads, head_dim = q.shape
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
-    check_inputs(q, pages, num_seqs)
-    out = torch.empty(num_seqs, num_heads, head_dim, dtype=q.dtype, device=q.device)
-    if not num_seqs:
-        return out
-    group = num_heads // num_kv_heads
-    by_lanes = attention_lanes.takes(q, pages)
-    longest = tables.shape[1] * block_size
-    longest = min(longest, window or longest)
-    if num_splits is None:
-        num_splits = num_splits_for(num_seqs, num_kv_heads, longest, q.device, TOKENS.value if by_lanes else 64)
+    group, num_splits = num_heads // num_kv_heads, 1 if lse is None else lse.shape[1]
     dim_tile = max(16, triton.next_power_of_2(head_dim))
     tile, stages, warps = tiling(dim_tile, q.element_size(), k_scales is not None)
-    if by_lanes:
-        tile, warps = lanes_tiling(-(-longest // num_splits))
     pdl = pdl_options(q.device)
-    target, partial_lse, strides = out, out, (out.stride(0), out.stride(1), 0, 0, 0)
-    if num_splits > 1:
-        target = torch.empty(num_seqs, num_splits, num_heads, head_dim, dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(num_seqs, num_splits, num_heads, dtype=torch.float32, device=q.device)
-        strides = (target.stride(0), target.stride(2), target.stride(1), num_splits * num_heads, num_heads)
+    if lse is None:
+        lse, strides = out, (out.stride(0), out.stride(1), 0, 0, 0)
+    else:
+        strides = (out.stride(0), out.stride(2), out.stride(1), num_splits * num_heads, num_heads)
     scale = softmax_scale * 1.4426950408889634
     grid = (num_kv_heads, num_seqs, num_splits)
-    if by_lanes:
+    if attention_lanes.takes(q, pages):
+        tile, warps = lanes_tiling(-(-_longest(pages) // num_splits))
         _lanes_attention_kernel[grid](
-            target, partial_lse, q, k_cache.view(torch.int32), v_cache.view(torch.int32), k_scales, v_scales,
+            out, lse, q, k_cache.view(torch.int32), v_cache.view(torch.int32), k_scales, v_scales,
             tables, lens, q.stride(0), q.stride(1), tables.stride(0), *strides, scale, num_splits,
             GROUP=group, HEAD_DIM=head_dim, KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=tile, WARPS=warps,
             PARTIAL=num_splits > 1, WINDOW=window, num_warps=warps, maxnreg=attention_lanes.registers(group), **pdl,
         )  # fmt: skip
-    else:
-        _paged_attention_kernel[grid](
-        target, partial_lse, q, k_cache, v_cache, k_scales, v_scales, tables, lens,
+        return tile
+    _paged_attention_kernel[grid](
+        out, lse, q, k_cache, v_cache, k_scales, v_scales, tables, lens,
         q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim,
         *strides, scale, num_splits,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
         BLOCK_SIZE=block_size, TILE=tile, STAGES=stages, PARTIAL=num_splits > 1,
         WINDOW=window, num_warps=warps, **pdl,
     )  # fmt: skip
-    if num_splits > 1:
-        _merge_splits_kernel[(num_seqs, num_heads)](
-            out, target, partial_lse, lens, out.stride(0), out.stride(1), num_heads, num_splits,
-            HEAD_DIM=head_dim, DIM_TILE=dim_tile, TILE=tile, SPLITS_TILE=triton.next_power_of_2(num_splits),
-            WINDOW=window, num_warps=4, **pdl,
-        )  # fmt: skip
-    return out
+    return tile
+
+
+def _merge(parts: _Parts, pages: Pages, out: Tensor, growth: Tensor | None) -> None:
+    """Write merged results to ``out``: like the queries, or with a ``growth`` as `HalfActivations.x`."""
+    num_seqs, num_splits, num_heads, head_dim = parts.numbers.shape
+    _merge_splits_kernel[(num_seqs, num_heads)](
+        out, growth, parts.numbers, parts.lse, pages.lens, out.shape[1], num_heads, num_splits,
+        HEAD_DIM=head_dim, DIM_TILE=max(16, triton.next_power_of_2(head_dim)), TILE=parts.tile,
+        SPLITS_TILE=triton.next_power_of_2(num_splits), WINDOW=pages.window, num_warps=4, **pdl_options(out.device),
+    )  # fmt: skip
 
 
 def lanes_tiling(part: int) -> tuple[int, int]:

@@ -60,6 +60,13 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPla
     return attention.paged_attention(q, pages, softmax_scale)
 
 
+def attend_add(
+    q: Tensor, pages: Pages, softmax_scale: float, o: LinearWeight, residual: Tensor, plan: HostPlan | None = None
+) -> Tensor:
+    """See `minillm.kernels.attend_add`."""
+    return linear_add(paged_attention(q, pages, softmax_scale).flatten(1), o, residual)
+
+
 def _target(x: Tensor, weight: LinearWeight, out: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.out_features) if out is None else out
 
@@ -96,4 +103,4 @@ def _by_dot(x: Tensor, weight: LinearWeight, out: Tensor, norm: Norm | None, *, 
     return out
 
 
-OPS = Ops(linear, norm_linear, linear_add, mlp, paged_attention, attention.prefill_attention)
+OPS = Ops(linear, norm_linear, linear_add, mlp, attend_add, paged_attention, attention.prefill_attention)

@@ -72,11 +72,12 @@ def linear_add(x: Tensor, parts: tuple[LowBit, ...], bias: Tensor | None, residu
 
 def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
     """Whether the gated product of so many tokens writes what the product behind it reads: `gated_halves`."""
-    return (
-        len(parts) == 1
-        and following[0].order is None  # which else all have
-        and all(_is_for_matmul(x, each) for each in (parts, following))
-    )
+    return len(parts) == 1 and _is_for_matmul(x, parts) and reads_halves(x, following)
+
+
+def reads_halves(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
+    """Whether the product of so many tokens reads `HalfActivations` in the order of their columns."""
+    return parts[0].order is None and _is_for_matmul(x, parts)  # an order all parts have, or none
 
 
 def gated_halves(x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm, by: FixedScale) -> HalfActivations:

@@ -30,7 +30,7 @@ from minillm.kernels.low_bit import GROUP, LowBit, bucket
 from minillm.kernels.low_bit_lanes import GROWTH, codes, eight_weights, fours, load_row, row_factors
 from minillm.kernels.low_bit_tiles import constants_of, pair, planes_of
 
-_SPAN = 2048  # columns, in zeros if need be: a turn for each of 16 warps
+SPAN = 2048  # columns, in zeros if need be: a turn for each of 16 warps
 
 
 class HalfActivations(NamedTuple):
@@ -53,7 +53,7 @@ class FixedScale(NamedTuple):
 
 
 @triton.jit
-def _by_eights(tokens, token, columns, column, num_turns):
+def by_eights(tokens, token, columns, column, num_turns):
     """The place in `HalfActivations.x` of a token of these eight tokens, and a column of these eight columns."""
     turn, group, word = columns // 16, columns % 16 // 4, columns % 4
     return (tokens * num_turns + turn) * 1024 + word * 256 + token * 32 + group * 8 + column
@@ -85,7 +85,7 @@ def _halve_kernel(
     growth = ((127 + 13 + 127 - exponent) << 23).to(tl.float32, bitcast=True)
     turn, group, word = columns // 128, columns % 128 // 32, columns % 32 // 8
     if BY_EIGHTS:
-        at = _by_eights(token // 8, token % 8, columns // 8, columns % 8, num_turns)
+        at = by_eights(token // 8, token % 8, columns // 8, columns % 8, num_turns)
     else:
         at = (token * num_turns + turn) * 128 + word * 32 + columns % 8 // 2 * 8 + group * 2 + columns % 2
     tl.store(out_ptr + at, (x * growth).to(tl.float16), mask=turn < num_turns)
@@ -103,7 +103,7 @@ def halve_activations(
     tokens, columns = x.shape
     turns = _turns(columns)
     rows = triton.next_power_of_2(max(tokens, 32)) if tokens <= 256 else triton.cdiv(tokens, 256) * 256
-    half = _empty_eights(x, columns) if by_eights else x.new_empty(rows, turns * 128, dtype=torch.float16)
+    half = empty_eights(x, columns) if by_eights else x.new_empty(rows, turns * 128, dtype=torch.float16)
     scales = x.new_empty(tokens, dtype=torch.float32)
     weight, eps = norm or (x, 0.0)
     width = triton.next_power_of_2(turns * 128)
@@ -115,10 +115,10 @@ def halve_activations(
 
 
 def _turns(columns: int) -> int:
-    return triton.cdiv(columns, _SPAN) * (_SPAN // 128)
+    return triton.cdiv(columns, SPAN) * (SPAN // 128)
 
 
-def _empty_eights(x: Tensor, columns: int) -> Tensor:
+def empty_eights(x: Tensor, columns: int) -> Tensor:
     """Room for `HalfActivations.x` by eights, of the tokens of ``x [tokens, …]`` and so many columns."""
     return x.new_empty((triton.cdiv(x.shape[0], 8), _turns(columns), 4, 8, 4, 8), dtype=torch.float16)
 
@@ -283,7 +283,7 @@ def _matmul_kernel(
             if HALVES:
                 first *= growth
                 tokens = tl.program_id(1) * TILES + k % TILES
-                at = out_ptr + _by_eights(tokens, 2 * t + column, start, r, out_stride)
+                at = out_ptr + by_eights(tokens, 2 * t + column, start, r, out_stride)
             tl.store(at, first.to(out_ptr.dtype.element_ty), mask=is_upper)
     if HALVES:
         _end_span(out_ptr, num_tokens, num_rows, out_stride, TILES)
@@ -323,7 +323,7 @@ def gated_halves(
     x: HalfActivations, matrix: LowBit, bias: Tensor | None, by: FixedScale, tile: Tile | None = None
 ) -> HalfActivations:
     """`matmul`'s ``silu(gate) * up``, as the product behind it reads it."""
-    half = _empty_eights(x.scales, matrix.shape[0] // 2)
+    half = empty_eights(x.scales, matrix.shape[0] // 2)
     _launch(x, matrix, bias, half, half.shape[1], by.growth, gated=True, add=False, tile=tile, part=0)
     return HalfActivations(half, by.scales[: x.scales.shape[0]])
 

@@ -164,6 +164,13 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float) -> Tensor:
     return out
 
 
+def attend_add(
+    q: Tensor, pages: Pages, softmax_scale: float, o: tuple[Tensor, Tensor | None], residual: Tensor
+) -> Tensor:
+    """``residual += o(paged_attention(q, …))``, in place; the weight ``o [out, heads * head_dim]`` with its bias."""
+    return linear_add(paged_attention(q, pages, softmax_scale).flatten(1), *o, residual)
+
+
 def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkList) -> Tensor:
     """`paged_attention` of sequences that share blocks: the same result, and shared blocks may be read once for all.
 

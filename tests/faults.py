@@ -25,7 +25,9 @@ ONE_TOKEN = "tests/model/test_one_token.py::"
 SIZES = "tests/fit/test_sizes.py::"
 BUDGET = "tests/fit/test_budget.py::"
 FITTING = "tests/runner/test_fits.py::"
+SHORT_PROMPTS = "tests/runner/test_short_prompts.py::"
 LOW_BIT = "tests/kernels/test_low_bit.py::"
+ATTEND_ADD = "tests/kernels/test_attend_add.py::"
 LOW_BIT_MLP = "tests/kernels/test_low_bit_mlp.py::"
 FP8 = "tests/kernels/test_fp8.py::"
 TUNING = "tests/kernels/test_low_bit_tuning.py::"
@@ -508,6 +510,14 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("run-of-blocks-saved-in-part", "pool[host : host + count].copy_(staging[first : first + count]",
          "pool[host : host + 1].copy_(staging[first : first + 1]", SWAPPED_BEAMS),
     ],
+    "minillm/runner/short_prompts.py": [
+        ("padding-is-written", "slots += [-1] * lacking", "slots += [0] * lacking",
+         SHORT_PROMPTS + "test_padding_changes_nothing"),
+        ("short-prompt-from-its-beginning", "positions += range(chunk.first, chunk.end)",
+         "positions += range(chunk.end - chunk.first)", SHORT_PROMPTS + "test_padding_changes_nothing"),
+        ("short-prompts-with-guesses", "chunk.num_logits <= 1 and", "",
+         SHORT_PROMPTS + "test_only_short_steps_of_prompts_come_here"),
+    ],
     "minillm/runner/device_runner.py": [
         ("prompts-logits-of-another-row", "prefill.logit_rows + n)", "prefill.logit_rows)", AHEAD + "[0]"),
         ("prompt-counts-as-answer", "sequence.token_ids[: sequence.num_prompt_tokens])] = 1",
@@ -648,6 +658,12 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     # --- kernels: Triton, interpreted ---------------------------------------------------------------------------------
     "kernels/decode_attention.py": [
+        ("attended-not-grown", "out *= tl.load(growth_ptr)", "out *= 1.0",
+         ATTEND_ADD + "test_the_sum_is_that_of_float64"),
+        ("attended-token-of-another-eight", "by_eights(seq // 8, seq % 8,", "by_eights(seq // 8, seq % 4,",
+         ATTEND_ADD + "test_the_sum_is_that_of_float64"),
+        ("attended-behind-the-last-head", "if num_splits == 1 or num_heads * head_dim % SPAN:", "if num_splits == 1:",
+         ATTEND_ADD + "test_what_is_handed_over"),
         ("kv8-scores-unscaled", "scores = scores * k_scales[None, :]", "pass",
          KERNELS + "test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
         ("kv8-weights-unscaled", "return weights * scales[None, :]", "return weights",
@@ -889,7 +905,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "kernels/low_bit_matmul.py": [
         ("low-bit-warps-not-added", "second = tl.sum(tl.reshape(totals", "second = tl.max(tl.reshape(totals",
          LOW_BIT + "test_tiles[q8_0-tile0]"),
-        ("low-bit-token-of-another-eight", "_by_eights(token // 8, token % 8,", "_by_eights(token // 8, token % 4,",
+        ("low-bit-token-of-another-eight", "by_eights(token // 8, token % 8,", "by_eights(token // 8, token % 4,",
          LOW_BIT + "test_tiles[q8_0-tile1]"),
         ("low-bit-range-of-float16", "(127 + 13 + 127 - exponent)", "(127 + 0 * exponent)",
          LOW_BIT + "test_activations_that_float16_could_not_hold"),
@@ -902,6 +918,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "kernels/low_bit_bound.py": [
         ("bound-without-the-norm", "weights.mul_(norm)", "weights",
          LOW_BIT_MLP + "test_no_input_is_beyond_the_bound[q4_0]"),
+        ("bound-of-keys-too", "rows = slice(max(first - start, 0), part.shape[0])", "rows = slice(0, part.shape[0])",
+         ATTEND_ADD + "test_no_value_is_beyond_the_bound"),
         ("bound-in-another-order", "norm_weight[matrix.order]", "norm_weight",
          LOW_BIT_MLP + "test_no_input_is_beyond_the_bound[awq]"),
     ],
@@ -913,7 +931,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          LOW_BIT + "test_dozens_of_tokens[q4_1-shape0]"),
     ],
     "kernels/low_bit_linear.py": [
-        ("gated-columns-in-no-order", "and following[0].order is None", "and following[0].order is not True",
+        ("gated-columns-in-no-order", "return parts[0].order is None and", "return parts[0].order is not True and",
          LOW_BIT_MLP + "test_what_is_handed_over"),
         ("low-bit-never-unpacked", "!= UNPACKED for part", "is not None or True for part",
          TUNING + "test_a_tile_that_says_unpacked_unpacks"),

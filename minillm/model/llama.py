@@ -30,6 +30,7 @@ from minillm.kernels import (
     LinearWeight,
     LowBit,
     Ops,
+    Pages,
     Places,
     WorkList,
 )
@@ -181,8 +182,7 @@ class Llama:
         steps = self._steps(batch, kv_cache.layers[0])
         for layer, cache in zip(self.layers, kv_cache.layers, strict=True):
             qkv = self.ops.norm_linear(x, layer.input_norm, eps, layer.qkv)  # [num_tokens, (heads + 2 kv) * head_dim]
-            attended = self._attention(qkv, cache, batch, layer, *steps[layer.attention])  # [.., heads * head_dim]
-            x = self._linear_add(attended, layer.o, x)
+            x = self._add_attention(qkv, cache, batch, layer, *steps[layer.attention], x)
             x = self._add_mlp(x, layer)
         return x
 
@@ -196,6 +196,10 @@ class Llama:
     def _linear_add(self, x: Tensor, weight: LinearWeight, residual: Tensor) -> Tensor:
         """``residual + linear(x, weight)``, in place where that is possible."""
         return self.ops.linear_add(x, weight, residual)
+
+    def _attend_add(self, q: Tensor, pages: Pages, layer: Layer, residual: Tensor, plan: HostPlan | None) -> Tensor:
+        """``residual + o(attention)`` of tokens that all decode, in place where that is possible."""
+        return self.ops.attend_add(q, pages, self.local.head_dim**-0.5, layer.o, residual, plan)
 
     def _add_mlp(self, x: Tensor, layer: Layer) -> Tensor:
         """``x + down(silu(gate) * up)``, in place where that is possible."""
@@ -218,10 +222,17 @@ class Llama:
             steps[kind] = places, kernels.plan_step(places, pages, self.local.num_heads)
         return steps
 
-    def _attention(
-        self, qkv: Tensor, cache: LayerCache, batch: Batch, layer: Layer, places: Places, plan: HostPlan | None
+    def _add_attention(
+        self,
+        qkv: Tensor,
+        cache: LayerCache,
+        batch: Batch,
+        layer: Layer,
+        places: Places,
+        plan: HostPlan | None,
+        x: Tensor,
     ) -> Tensor:
-        """Attention of all tokens over one layer's ``cache``."""
+        """``x + o(attention)`` of all tokens over one layer's ``cache``, in place where that is possible."""
         c, scale = self.local, self.local.head_dim**-0.5
         heads = qkv.view(qkv.shape[0], -1, c.head_dim)  # [num_tokens, q + k + v heads, head_dim]
         q, k, v = heads.split_with_sizes((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
@@ -230,6 +241,8 @@ class Llama:
         if n:
             pages = cache.pages(*batch.decodes, layer.attention.window)
             if batch.shared is None:
+                if n == q.shape[0]:
+                    return self._attend_add(q, pages, layer, x, plan)
                 outputs.append(self.ops.paged_attention(q[:n], pages, scale, plan))
             else:
                 outputs.append(kernels.prefix_attention(q[:n], pages, scale, batch.shared))
@@ -237,4 +250,4 @@ class Llama:
             pages = cache.pages(*batch.chunks, layer.attention.window)
             outputs.append(self.ops.prefill_attention(q[n:], pages, batch.cu_seqlens, scale))
         attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [num_tokens, num_heads, head_dim]
-        return attended.flatten(1)
+        return self._linear_add(attended.flatten(1), layer.o, x)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minillm import kernels
 from minillm.errors import UsageError
-from minillm.kernels import LinearWeight
+from minillm.kernels import HostPlan, LinearWeight, Pages
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Layer, Llama
 from minillm.parallel.collectives import Ranks
@@ -144,6 +144,10 @@ class ShardedLlama(Llama):
         """Rank 0 adds the residual."""
         first = self.ranks.rank == 0
         return self.ranks.all_reduce(self.ops.linear_add(x, weight, residual) if first else self.ops.linear(x, weight))
+
+    def _attend_add(self, q: Tensor, pages: Pages, layer: Layer, residual: Tensor, plan: HostPlan | None) -> Tensor:
+        attended = self.ops.paged_attention(q, pages, self.local.head_dim**-0.5, plan)
+        return self._linear_add(attended.flatten(1), layer.o, residual)
 
     def _add_mlp(self, x: Tensor, layer: Layer) -> Tensor:
         """Rank 0 adds the residual."""

@@ -120,7 +120,7 @@ def test_both_products_are_those_of_float64(
 def test_columns_behind_the_last_are_zeros_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """From within a turn on, and whatever was in memory."""
     monkeypatch.setattr(
-        low_bit_matmul, "_empty_eights",
+        low_bit_matmul, "empty_eights",
         lambda x, columns: x.new_full((2, low_bit_matmul._turns(columns), 4, 8, 4, 8), torch.nan, dtype=HALF),
     )  # fmt: skip
     for size, tile in ((32, (4, 2, 2, 1)), (160, (1, 1, 2, 1))):
