@@ -89,7 +89,7 @@ def inputs(lengths: list[int], *, dtype: torch.dtype = HALF, window: int | None 
     [
         ([70, 3, 130], "q4_0", None, False),
         ([1, 64, 65, 0, 100, 37, 129, 5, 191], "q6_k", None, False),
-        ([40, 90, 150], "q8_0", 48, False),
+        ([40, 150, 180], "q8_0", 130, False),
         ([40, 90, 150, 1], "q4_k", None, True),
         *([([700, 1, 4095, 64] * 4, "q4_k", None, False), ([300] * 5, "q6_k", None, True)] if ON_GPU else []),
     ],
