@@ -151,6 +151,12 @@ class Llama:
         """What a copy in 16 bits of the matrices of few bits takes: `LinearWeight.keep_copy`."""
         return sum(linear.copied_bytes(self.dtype) for linear in self.linears)
 
+    def bound_results(self) -> None:
+        """Find the scales with which results go on in float16 between low-bit products on a GPU: see `kernels.mlp`."""
+        for layer in self.layers:
+            layer.gate_up.bound_gated(layer.post_attention_norm)
+            layer.o.bound_attended(layer.qkv, layer.input_norm)
+
     @property
     def kv_element_size(self) -> int:
         """Bytes of a number in the pool, for `ModelConfig.kv_bytes_per_token`."""

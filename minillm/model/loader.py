@@ -175,9 +175,6 @@ def load_llama(
             head_norms=head_norms(attention),
             attention=attention_of(index),
         )
-        if device.type == "cuda" and dtype.itemsize == 2:
-            layer.gate_up.bound_gated(layer.post_attention_norm)
-            layer.o.bound_attended(layer.qkv, layer.input_norm)
         layers.append(layer)
         on_progress(index + 1, config.num_layers)
     norm = vector("model.norm.weight")

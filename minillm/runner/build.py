@@ -229,6 +229,8 @@ def _load(
             model = replace(model, ops=OPS)
             if ranks is not None:
                 ranks.keep_order()
+        elif device.type == "cuda" and model.dtype.itemsize == 2:
+            model.bound_results()
         if packs_itself:
             settle(model, longest)
     return model

@@ -342,10 +342,15 @@ def test_in_tmux_from_start_to_quit(tmp_path: Path) -> None:
         for _ in range(100):  # while Python starts, while the screen is made, while the engine starts: as it comes
             tmux("send-keys", "C-c")
             time.sleep(0.3)
-            if re.search(r"ended \d", ended := tmux("capture-pane", "-p")):
+            if tmux("display-message", "-p", "#{pane_current_command}").strip() == "sh":
                 break
-        assert re.search(r"ended (0|130)$", ended, re.MULTILINE), ended
-        assert "error" not in ended
+        tmux("send-keys", "echo the sh''ell", "Enter")
+        until("the shell")
+        ended = tmux("capture-pane", "-p", "-S", "-")  # with all that has left the pane at its top
+        # One that comes when Python has given its handlers back kills it; then the shell drops the rest of the line.
+        assert set(re.findall(r"ended (\d+)", ended)) <= {"0", "130"}, ended
+        assert "error" not in ended, ended
+        assert "Traceback" not in ended, ended
         tmux("send-keys", f"clear; {chat}; echo ended with $?", "Enter")
         until("ready in")
         tmux("send-keys", "What is the capital of France?", "Enter")
