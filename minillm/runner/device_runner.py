@@ -284,6 +284,16 @@ class DeviceRunner(Runner):
         logprobs = kernels.log_probabilities(raw, tokens)
         return Drawn(draws, tokens, logprobs, raw, may_run_ahead=_ahead(draws), may_compute_ahead=True)
 
+    @torch.inference_mode()
+    def prepare_ahead(self) -> bool:
+        if self._prompts is not None:
+            try:
+                if self._prompts.record_next():
+                    return True
+            except torch.OutOfMemoryError:  # by others on the device: prompts are launched one by one, as long ones are
+                self._prompts = None
+        return super().prepare_ahead()
+
     def give_up(self, sequences: list[Sequence]) -> None:
         self._books.give_up(sequences)
 

@@ -75,6 +75,9 @@ class Drafter:
         if wanted := [chunk for chunk in schedule.drafts if not chunk.draft]:
             self._guess(wanted)
 
+    def prepare_ahead(self) -> bool:
+        return self.runner.prepare_ahead()
+
     def forget(self) -> None:
         self._books.forget()
         self.runner.forget()

@@ -24,6 +24,10 @@ class Graphs:
         self._stream: torch.cuda.Stream | None = None  # one for all captures: cuBLAS keeps 32 MiB for each that it sees
         self._pool: Any = None
 
+    def lacks(self, key: Hashable) -> bool:
+        """Whether ``key`` would be recorded first."""
+        return self._enabled and key not in self._recorded
+
     def run(self, key: Hashable, work: Callable[[], Result]) -> Result:
         """Do ``work``, or replay its recording; the result's tensors are then those of the recording."""
         if not self._enabled:
@@ -41,8 +45,15 @@ class Graphs:
 
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Run ``work`` on padding, so that its kernels are compiled, then record it."""
-        rows, device = self._rows.clone(), self._rows.device
+        rows = self._rows.clone()
         self._rows.fill_(-1)
+        try:
+            return self._record(work)
+        finally:
+            self._rows.copy_(rows)
+
+    def _record(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        device = self._rows.device
         stream = self._stream = self._stream or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -62,5 +73,4 @@ class Graphs:
                     gc.enable()
         self._pool = graph.pool()
         torch.cuda.current_stream(device).wait_stream(stream)
-        self._rows.copy_(rows)
         return graph, result

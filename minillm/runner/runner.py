@@ -27,6 +27,9 @@ class Guesser(Protocol):
     def follow(self, schedule: Schedule, copies: list[tuple[int, int]]) -> None:
         """Do what the runner is about to do with its blocks, and guess where the schedule wants guesses."""
 
+    def prepare_ahead(self) -> bool:
+        """See `Runner.prepare_ahead`."""
+
     def forget(self) -> None:
         """Rely no more on anything that was computed: a step has failed."""
 
@@ -139,6 +142,13 @@ class Runner:
         A kernel adds up numbers of another type in another order.
         """
         return logits.float() if self.model.is_deterministic else logits
+
+    def prepare_ahead(self) -> bool:
+        """Do a piece of what later steps would have to wait for, within 0.1 s; returns False where nothing is left.
+
+        For the time in which nobody waits: between steps, while no sequence has work.
+        """
+        return self.guesser is not None and self.guesser.prepare_ahead()
 
     def forget(self) -> None:
         """Rely no more on anything that the device holds of sequences: a step has failed."""

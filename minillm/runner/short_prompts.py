@@ -1,8 +1,9 @@
 """Short prompts by CUDA graphs: steps that the host would need longer to launch than the GPU to compute.
 
 A model of 30 layers is some 300 launches, 6 to 20 ms of a host's time; a prompt of a few hundred tokens takes a small
-model less than 2. Graphs are recorded for padded numbers of tokens and of sequences, when a pair is first met. Tokens
-of padding belong to no sequence and are written nowhere; sequences of padding have no tokens.
+model less than 2. Graphs are recorded for padded numbers of tokens and of sequences, when a pair is first met; those of
+single prompts also while nobody waits. Tokens of padding belong to no sequence and are written nowhere; sequences of
+padding have no tokens.
 """
 
 from functools import partial
@@ -78,6 +79,9 @@ class ShortPrompts:
             rows += [len(token_ids) - 1] * chunk.num_logits
         tokens = next(size for size in self._sizes if size >= len(token_ids))
         seqs, lacking = padded_size(len(chunks)), tokens - len(token_ids)
+        width = max(len(chunk.blocks) for chunk in chunks)
+        tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
+        self._tables[: len(chunks), :width] = to_device(tables, torch.int32, self._tables.device)
         token_ids += [0] * lacking
         positions += [0] * lacking
         slots += [-1] * lacking
@@ -85,10 +89,20 @@ class ShortPrompts:
         self._send(self._numbers, token_ids + positions + slots + rows)
         none = [0] * (seqs - len(chunks))
         self._send(self._lengths, [*starts, *starts[-1:] * len(none), *(chunk.end for chunk in chunks), *none])
-        width = max(len(chunk.blocks) for chunk in chunks)
-        tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
-        self._tables[: len(chunks), :width] = to_device(tables, torch.int32, self._tables.device)
-        self._graphs.run(("prompts", tokens, seqs), partial(self._forward, tokens, seqs))
+        self._run(tokens, seqs)
+
+    def record_next(self) -> bool:
+        """Record the shortest prompt's size that is not yet, of one sequence; returns False where there is none."""
+        tokens = next((size for size in self._sizes if self._graphs.lacks(_key(size, 1))), None)
+        if tokens is None:
+            return False
+        self._send(self._numbers, [0] * (2 * tokens) + [-1] * tokens + [0])
+        self._send(self._lengths, [0] * 3)
+        self._run(tokens, 1)
+        return True
+
+    def _run(self, tokens: int, seqs: int) -> None:
+        self._graphs.run(_key(tokens, seqs), partial(self._forward, tokens, seqs))
 
     def _send(self, to: Tensor, values: list[int]) -> None:
         to[: len(values)] = to_device(values, to.dtype, to.device)
@@ -106,6 +120,10 @@ class ShortPrompts:
             logit_rows=self._numbers[3 * tokens : 3 * tokens + seqs],
         )
         self._model.forward(batch, self._kv_cache, self._logits[:seqs])
+
+
+def _key(tokens: int, seqs: int) -> tuple[str, int, int]:
+    return "prompts", tokens, seqs
 
 
 def most_tokens(model: Llama) -> int:

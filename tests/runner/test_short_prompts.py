@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,9 @@ from minillm.model.llama import Llama
 from minillm.params import SamplingParams
 from minillm.runner import short_prompts
 from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.drafter import Drafter
+from minillm.runner.graphs import Graphs
+from minillm.runner.runner import Runner
 from minillm.runner.short_prompts import SIZES, ShortPrompts, most_tokens
 from minillm.runner.step import ChunkWork, StepWork
 
@@ -146,3 +149,80 @@ def test_requests_begin_with_them(model: Llama, monkeypatch: pytest.MonkeyPatch)
         assert [each.outputs[0].token_ids for each in with_them] == [each.outputs[0].token_ids for each in without]
     assert len(sizes) >= 2
     assert any(len(lengths) > 1 for lengths in sizes)
+
+
+class Recording(Graphs):
+    """Graphs whose recordings are the work itself."""
+
+    def lacks(self, key: Hashable) -> bool:
+        return key not in self._recorded
+
+    def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
+        self._recorded[key] = None  # type: ignore[assignment]
+        return work()
+
+
+def recording(model: Llama) -> tuple[DeviceRunner, Recording]:
+    runner = runner_of(model)
+    graphs = Recording(runner._rows, enabled=False)
+    assert runner._prompts is not None
+    runner._forwards = runner._prompts._graphs = graphs
+    return runner, graphs
+
+
+def test_single_prompts_are_recorded_while_nobody_waits(model: Llama) -> None:
+    runner, graphs = recording(model)
+    before = [tensor.clone() for tensor in runner.kv_cache.tensors]
+    free = iter(range(1, BLOCKS))
+    chunk = ChunkWork([5] * 40, 0, [next(free) for _ in range(10)], 40, 1)
+    runner.compute(step([chunk]))
+    kept = [tensor.clone() for tensor in runner.kv_cache.tensors]
+    assert not torch.equal(kept[0], before[0])
+    pieces = 0
+    while runner.prepare_ahead():
+        pieces += 1
+    assert pieces == len(SIZES) - 1  # one has been met
+    assert list(graphs._recorded) == [("prompts", size, 1) for size in (48, *(size for size in SIZES if size != 48))]
+    for tensor, same in zip(runner.kv_cache.tensors, kept, strict=True):
+        assert torch.equal(tensor, same), "padding is written nowhere"
+
+
+def test_without_graphs_nothing_is_recorded(model: Llama) -> None:
+    if DEVICE.type == "cpu":
+        assert not runner_of(model).prepare_ahead()
+    assert not Runner(model, 4, BLOCK_SIZE).prepare_ahead()
+
+
+def test_a_draft_model_is_prepared_behind_the_model(model: Llama) -> None:
+    (runner, mine), (other, drafts) = recording(model), recording(model)
+    runner.guesser = Drafter(other, BLOCKS, 0, model, 64)
+    while runner.prepare_ahead():
+        assert not drafts._recorded or len(mine._recorded) == len(SIZES)
+    assert len(drafts._recorded) == len(SIZES)
+
+
+def test_memory_that_is_short_leaves_prompts_as_they_are(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(self: ShortPrompts) -> bool:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ShortPrompts, "record_next", short)
+    runner = runner_of(model)
+    assert not runner.prepare_ahead()
+    chunks = chunks_of(random.Random(2), 2, 9)
+    assert runner.compute(step(chunks)).shape[0] == sum(chunk.num_logits for chunk in chunks)
+
+
+def test_rows_are_back_when_a_recording_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.tensor([3, 1, 2])
+    graphs, seen = Graphs(rows, enabled=True), []
+
+    def fail(work: Callable[[], Any]) -> Any:
+        seen.append(rows.tolist())
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "_record", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.run("key", lambda: None)
+    assert seen == [[-1, -1, -1]]
+    assert rows.tolist() == [3, 1, 2]
+    assert graphs.lacks("key")
