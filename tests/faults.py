@@ -515,10 +515,18 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          SHORT_PROMPTS + "test_padding_changes_nothing"),
         ("short-prompt-from-its-beginning", "positions += range(chunk.first, chunk.end)",
          "positions += range(chunk.end - chunk.first)", SHORT_PROMPTS + "test_padding_changes_nothing"),
+        ("recorded-padding-is-written", "[0] * (2 * tokens) + [-1] * tokens", "[0] * (3 * tokens)",
+         SHORT_PROMPTS + "test_single_prompts_are_recorded_while_nobody_waits"),
         ("short-prompts-with-guesses", "chunk.num_logits <= 1 and", "",
          SHORT_PROMPTS + "test_only_short_steps_of_prompts_come_here"),
     ],
+    "minillm/runner/graphs.py": [
+        ("rows-of-a-failed-recording", "self._rows.copy_(rows)", "pass",
+         SHORT_PROMPTS + "test_rows_are_back_when_a_recording_fails"),
+    ],
     "minillm/runner/device_runner.py": [
+        ("short-memory-ends-the-engine", "except torch.OutOfMemoryError:", "except ZeroDivisionError:",
+         SHORT_PROMPTS + "test_memory_that_is_short_leaves_prompts_as_they_are"),
         ("prompts-logits-of-another-row", "prefill.logit_rows + n)", "prefill.logit_rows)", AHEAD + "[0]"),
         ("prompt-counts-as-answer", "sequence.token_ids[: sequence.num_prompt_tokens])] = 1",
          "sequence.token_ids[: sequence.num_prompt_tokens])] = 2", AHEAD),
