@@ -761,7 +761,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "kernels/prefix_lanes.py": [
         ("node-weights-with-v-in-the-sum", "weights * _by_rows(inverse)", "weights",
-         LANES + "test_nodes_in_8_bits_of_any_length[1-16-64]"),
+         LANES + "test_nodes_in_8_bits_of_any_length"),
         ("node-weights-hold-v", "* _by_rows(scale) + _by_rows(bias)",
          "* _by_rows(scale) + tl.where(_by_rows(valid), 0.0, float('-inf'))",
          LANES + "test_values_of_any_size_are_weighed[10000.0-64]"),

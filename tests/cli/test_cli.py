@@ -461,8 +461,16 @@ def test_beams_come_best_first_with_their_scores(tiny_model: Path) -> None:
 
 def test_bench_host_prints_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host, form_steps):
-        monkeypatch.setattr(module, "_STEPS", 4)
+        monkeypatch.setattr(module, "_STEPS", 2)
     monkeypatch.setattr(form_steps, "_WARM_UP", 4)
+    made, make = dict[int, Any](), form_steps.random_vocabulary  # the same one for each number of sequences
+
+    def vocabulary(size: int, ends: list[int]) -> Any:
+        if size not in made:
+            made[size] = make(size, ends)
+        return made[size]
+
+    monkeypatch.setattr(form_steps, "random_vocabulary", vocabulary)
     result = minillm("bench", "host", "--json")
     assert result.returncode == 0, result.stderr
     figures = json.loads(result.stdout)

@@ -14,6 +14,7 @@ from torch import Tensor
 from minillm.engine.engine import Engine
 from minillm.engine.pace import DraftPace, Price
 from minillm.model.llama import Batch, Llama
+from minillm.outputs import RequestOutput
 from minillm.params import SamplingParams
 from minillm.runner.drafter import MOST_SEQS, Drafter
 from minillm.runner.step import StepObserver, StepWork
@@ -105,13 +106,25 @@ def some_requests(rng: random.Random, names: str) -> dict[str, tuple[list[int], 
     return requests
 
 
+@pytest.fixture(scope="module")
+def undrafted() -> dict[tuple[int, int], list[RequestOutput]]:
+    """Answers without a draft model, by the size of a block and the number of the draw: they are computed once."""
+    return {}
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_what_is_known_of_a_draft_is_so(model: Llama, draft: Llama, block_size: int, on_device: bool) -> None:
+def test_what_is_known_of_a_draft_is_so(
+    model: Llama,
+    draft: Llama,
+    undrafted: dict[tuple[int, int], list[RequestOutput]],
+    block_size: int,
+    on_device: bool,
+) -> None:
     """After every step of random requests that fork, are preempted by either way, aborted, and find cached blocks."""
     rng = random.Random(block_size)
     found = preempted = swapped = hits = right = 0
-    for _ in range(15):
+    for draw in range(15):
         requests = some_requests(rng, "abcdef")
         engine = engine_for(
             model, draft=draft, on_device=on_device, block_size=block_size,
@@ -119,7 +132,10 @@ def test_what_is_known_of_a_draft_is_so(model: Llama, draft: Llama, block_size: 
             host_blocks=rng.choice((0, 64)), admission="optimistic", max_num_seqs=12,
             max_num_batched_tokens=rng.choice((12, 64)),
         )  # fmt: skip
-        plain = run(engine_for(model, num_blocks=512, block_size=block_size), list(requests.values()))
+        key = block_size, draw
+        if key not in undrafted:
+            undrafted[key] = run(engine_for(model, num_blocks=512, block_size=block_size), list(requests.values()))
+        plain = undrafted[key]
         aborted = rng.choice("abcdef")
         outputs = {}
         for number, (name, request) in enumerate(requests.items()):

@@ -140,7 +140,7 @@ def _stopped(llm: Any, take: Any) -> Any:
 
 @pytest.mark.slow
 def test_nothing_that_was_finished_is_lost_with_a_replica(tiny_model: Path, tmp_path: Path) -> None:
-    source, output, plain = requests_file(tmp_path, 24, 400), tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
+    source, output, plain = requests_file(tmp_path, 24, 250), tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
     shared = [*command(tiny_model, source, output), "--data-parallel"]
     arguments = torchrun("--standalone", "--nproc-per-node=2", arguments=shared)
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)

@@ -11,6 +11,7 @@ import pytest
 from driving import answered, ask, chat, say, screen, until
 from rich.color import Color as RichColour
 from textual.color import Color
+from textual.command import CommandList
 from textual.css.stylesheet import Stylesheet
 from textual.pilot import Pilot
 from textual.screen import Screen
@@ -39,10 +40,9 @@ def colour_of(colour: RichColour | None, otherwise: str) -> Color:
 def words_of(pilot: Pilot[Any]) -> Iterator[tuple[str, Color, Color]]:
     """Every piece of text on the screen, or in a dialog, its colour, and that of its ground."""
     strips = pilot.app.screen._compositor.render_strips(pilot.app.size)
-    boxes = pilot.app.screen.query(".dialog")
-    if boxes:  # all behind it is dim
-        region = boxes.first().region
-        strips = [strip.crop(region.x, region.right) for strip in strips[region.y : region.bottom]]
+    boxes = [box.region for box in pilot.app.screen.query(".dialog, CommandInput, CommandList")]
+    if boxes:  # all behind them is dim
+        strips = [strip.crop(box.x, box.right) for box in boxes for strip in strips[box.y : box.bottom]]
     for strip in strips:
         for segment in strip:
             style = segment.style
@@ -93,14 +93,19 @@ async def faint(pilot: Pilot[Any], where: str, in_all: bool, views: Sequence[str
                 if views:
                     screen(pilot).panel.view = place
                 await pilot.pause()
-                words = list(words_of(pilot))
-                assert words, f"{place}, {name}, {kind}"
-                for text, *colours in words:
-                    ink, ground = map(in_256_colours, colours) if kind == "256" else colours
-                    measured = contrast(ink, ground)
-                    if measured < (LEAST_FRAME if is_mark(text) else LEAST_TEXT):
-                        shown = f"{text[:30]!r} {ink.hex} on {ground.hex}"
-                        found.append(f"{place}, {name}, {kind}: {shown}: {measured:.2f}")
+                found += unread(pilot, place, name, kind)
+    return found
+
+
+def unread(pilot: Pilot[Any], place: str, theme: str, kind: str) -> list[str]:
+    """What cannot be read of what is shown."""
+    words, found = list(words_of(pilot)), []
+    assert words, f"{place}, {theme}, {kind}"
+    for text, *colours in words:
+        ink, ground = map(in_256_colours, colours) if kind == "256" else colours
+        measured = contrast(ink, ground)
+        if measured < (LEAST_FRAME if is_mark(text) else LEAST_TEXT):
+            found.append(f"{place}, {theme}, {kind}: {text[:30]!r} {ink.hex} on {ground.hex}: {measured:.2f}")
     return found
 
 
@@ -153,6 +158,26 @@ async def test_dialogs_can_be_read_in_every_theme(in_all: bool) -> None:
         pilot.app.push_screen(ProbabilityScreen([choice, unlikely]))
         await pilot.pause()
         found += await faint(pilot, "probabilities", in_all)
+        assert not found, "\n".join(found)
+
+
+@in_every_theme
+async def test_the_palette_can_be_read_in_every_theme(in_all: bool) -> None:
+    """It has the colours of the moment in which it opens."""
+    async with chat(size=(120, 40)) as pilot:
+        found, app, below = [], pilot.app, pilot.app.screen
+        for (turn, kind), (number, name) in itertools.product(enumerate(KINDS), enumerate(THEMES)):
+            if not in_all and number % 2 != turn:
+                continue
+            theme = for_terminal(find_theme(name), kind)
+            app.register_theme(theme)
+            app.theme = theme.name
+            await pilot.press("ctrl+p")
+            await until(pilot, lambda: any(commands.option_count for commands in app.screen.query(CommandList)))
+            await pilot.pause()
+            found += unread(pilot, "palette", name, kind)
+            await pilot.press("escape")
+            await until(pilot, lambda: app.screen is below)
         assert not found, "\n".join(found)
 
 
