@@ -176,6 +176,11 @@ async def test_the_palette_can_be_read_in_every_theme(in_all: bool) -> None:
             await until(pilot, lambda: any(commands.option_count for commands in app.screen.query(CommandList)))
             await pilot.pause()
             found += unread(pilot, "palette", name, kind)
+            box = app.screen.query_one(CommandList).region
+            rows = app.screen._compositor.render_strips(app.size)[box.y + 1 :]  # behind a line that is blank
+            styles = [next(iter(rows[at].crop(box.x))).style for at in (0, 2)]
+            chosen, other = (None if style is None else style.bgcolor for style in styles)
+            assert chosen != other, f"{name}, {kind}: nothing shows which is chosen"
             await pilot.press("escape")
             await until(pilot, lambda: app.screen is below)
         assert not found, "\n".join(found)
