@@ -182,13 +182,14 @@ class ModelScreen(Dialog[str]):
     def _fit(self, entry: ModelEntry) -> str:
         """Whether this machine can hold a model, and in which form."""
         from minillm import system
-        from minillm.fit.forms import sized_entry, where_it_fits
+        from minillm.fit.forms import IN_FEW_BITS, sized_entry, where_it_fits
 
         memory = system.memory()[1]
         fits = {form.form: where_it_fits(sized_entry(form), self._gpu, memory) for form in entry.all_forms()}
         if fits.get(entry.form) in ("GPU", "CPU"):
             return f"fits the {fits[entry.form]}"
-        return next((f"as {form}" for form, where in fits.items() if where in ("GPU", "CPU")), "too large")
+        found = next((f"as {form}" for form, where in fits.items() if where in ("GPU", "CPU")), None)
+        return found or ("in few bits" if IN_FEW_BITS in fits.values() else "too large")
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option_id)

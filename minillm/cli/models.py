@@ -10,7 +10,7 @@ from typing import Any
 
 from minillm import system
 from minillm.errors import WeightsError
-from minillm.fit.forms import sized, sized_entry, where_it_fits
+from minillm.fit.forms import IN_FEW_BITS, sized, sized_entry, where_it_fits
 from minillm.progress import loading_bar, say, size
 from minillm.system import import_torch
 from minillm.text.safe import clean_line
@@ -39,8 +39,11 @@ def models(arguments: argparse.Namespace) -> int:
         base, _, form = row["name"].partition(":")
         name = f"  :{form}" if form and base in manifest.models else base + (" (default)" if row["default"] else "")
         gated, path = "yes" if row["gated"] else "no", row["path"] or "no"
-        print(f"{name:34}{size(row['size']):>9}  {row['fits']:6}{row['license']:21}{gated:7}{path}")
+        fits = "CPU*" if row["fits"] == IN_FEW_BITS else row["fits"]
+        print(f"{name:34}{size(row['size']):>9}  {fits:6}{row['license']:21}{gated:7}{path}")
     print(f"fits: this machine has {size(memory)} of memory, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
+    if any(row["fits"] == IN_FEW_BITS for row in rows):
+        print("CPU*: in few bits, with --weights stored or int8; `minillm fit NAME` shows which")
     return 0
 
 

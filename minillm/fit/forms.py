@@ -27,6 +27,8 @@ from minillm.weights.manifest import ModelEntry, PathSource
 from minillm.weights.shape import Shape
 from minillm.weights.stored import StoredModel, StoredTensor, read_stored
 
+IN_FEW_BITS = "CPU in few bits"  # where a model fits a CPU only as `in_few_bits` holds it, which has to be asked for
+
 
 @dataclass(frozen=True)
 class Sized:
@@ -108,7 +110,7 @@ def sized_entry(entry: ModelEntry) -> Sized | None:
 
 
 def where_it_fits(model: Sized | None, gpu: int, memory: int) -> str:
-    """Where a model would fit if nothing else ran: "GPU", "CPU" or "no"; "?" where too little is known of it.
+    """Where a model would fit if nothing else ran: "GPU", "CPU", `IN_FEW_BITS`, "no", or "?" where little is known.
 
     ``gpu`` and ``memory`` are the bytes that this machine has in all, 0 where there is no GPU.
     """
@@ -116,8 +118,11 @@ def where_it_fits(model: Sized | None, gpu: int, memory: int) -> str:
         return "?"
     on_gpu = Budget(max(0, gpu - GPU_PROCESS_BYTES), gpu, True, 2, EngineConfig())
     on_cpu = Budget(max(0, memory - CPU_PROCESS_BYTES), memory, False, 4, EngineConfig())
-    ways = [model, *in_few_bits(model, on_cpu)]
-    return "GPU" if model.fit(on_gpu).fits else "CPU" if any(way.fit(on_cpu).fits for way in ways) else "no"
+    if model.fit(on_gpu).fits:
+        return "GPU"
+    if model.fit(on_cpu).fits:
+        return "CPU"
+    return IN_FEW_BITS if any(way.fit(on_cpu).fits for way in in_few_bits(model, on_cpu)) else "no"
 
 
 def sized_forms(entry: ModelEntry) -> list[Sized]:

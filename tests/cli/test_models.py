@@ -95,16 +95,21 @@ def test_show_reads_no_weights(run: Run, tiny_model: Path, tmp_path: Path) -> No
 
 
 def test_models_says_what_fits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "memory", lambda: (1 << 30, 4 << 30))
+    monkeypatch.setattr(system, "memory", lambda: (1 << 30, 8 << 30))
     monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 0)
+    names = ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-8b:q4_k_m")
 
     def fits() -> dict[str, str]:
         return {row["name"]: row["fits"] for row in map(json.loads, run("models", "--json")[1].splitlines())}
 
-    assert [fits()[name] for name in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b")] == ["CPU", "CPU", "no"]
+    assert [fits()[name] for name in names] == ["CPU", "CPU", "no", "CPU in few bits"]
+    [line] = [line for line in run("models")[1].splitlines() if "4.6 GiB" in line and "Llama" in line]
+    assert "  CPU*  " in line
+    assert "CPU*: in few bits, with --weights" in run("models")[1]
     monkeypatch.setattr("minillm.cli.models._gpu_memory", lambda: 24 << 30)
     assert [fits()[name] for name in ("smollm2-135m", "llama-3.1-8b")] == ["GPU", "GPU"]
     assert "a GPU with 24.0 GiB" in run("models")[1]
+    assert "CPU*" not in run("models")[1]
 
 
 def test_a_form_is_named_behind_a_colon(run: Run, tiny_model: Path) -> None:

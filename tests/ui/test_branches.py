@@ -11,6 +11,7 @@ from driving import answered, ask, chat, notes, say, screen, seen, until
 from textual import events
 from textual.widgets import Collapsible, Input, OptionList, Static
 
+from minillm import system
 from minillm.service.messages import CacheChanged, LogEntry, MemoryUse, TokenChoice
 from minillm.ui.chat.answer_view import AnswerView
 from minillm.ui.chat.candidates import CandidateCard, CandidatesView, candidate_facts
@@ -224,7 +225,8 @@ async def test_dialogs_are_not_covered_by_what_was_said_before_and_have_no_comma
         assert isinstance(pilot.app.screen, SamplingScreen)
 
 
-async def test_models_say_whether_they_fit_on_one_line_each() -> None:
+async def test_models_say_whether_they_fit_on_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "memory", lambda: (8 << 30, 8 << 30))
     async with chat(size=(80, 24)) as pilot:
         pool = screen(pilot).talk.pool
         assert pool is not None
@@ -233,6 +235,10 @@ async def test_models_say_whether_they_fit_on_one_line_each() -> None:
         await until(pilot, lambda: "smollm2-360m" in seen(pilot))
         [line] = [line for line in seen(pilot).splitlines() if "smollm2-135m " in line and "257 MiB" in line]
         assert "fits the CPU" in line
+        await pilot.press("end")
+        await until(pilot, lambda: "llama-3.1-8b" in seen(pilot))
+        [line] = [line for line in seen(pilot).splitlines() if "llama-3.1-8b " in line]
+        assert "in few bits" in line
 
 
 async def test_at_80_columns_the_probabilities_leave_room_for_their_keys() -> None:
