@@ -83,6 +83,7 @@ class Grammar:
         """Text that an expression matches from end to end.
 
         The expression is of Rust's crate ``regex``: like Python's, without look-around and references to groups.
+        ``\\d`` and ``\\w`` are digits and letters of all scripts; ``[0-9]`` is of one.
         """
         return cls("regex", pattern)
 
