@@ -35,7 +35,7 @@ from minillm.runner.rows import Rows, Sharing, padded_size
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, draw_tokens
 from minillm.runner.short_prompts import ShortPrompts
-from minillm.runner.step import ChunkWork, DecodeWork, StepWork
+from minillm.runner.step import ChunkWork, DecodeWork, StepWork, packed
 from minillm.runner.to_device import to_device
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 
@@ -177,22 +177,18 @@ class DeviceRunner(Runner):
 
     def _compute_each(self, chunks: list[ChunkWork], out: Tensor) -> Tensor:
         """Compute each token of ``chunks`` as one of a sequence of its own; returns the logits that are wanted."""
-        values: list[list[int]] = []
-        wanted: list[int] = []
-        for number, chunk in enumerate(chunks):
-            for position, token_id in enumerate(chunk.token_ids, chunk.first):
-                block, offset = divmod(position, self.block_size)
-                slot = chunk.blocks[block] * self.block_size + offset
-                values.append([token_id, position, slot, position + 1, number])
-            wanted += range(len(values) - chunk.num_logits, len(values))
-        n, size, width = len(values), padded_size(len(values)), max(len(chunk.blocks) for chunk in chunks)
-        tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
-        *columns, owners = self._numbers(values, torch.int64).unbind(1)
+        numbers = packed(chunks, 0, self.block_size)
+        lengths = [position + 1 for position in numbers.positions]
+        owners = [number for number, chunk in enumerate(chunks) for _ in chunk.token_ids]
+        n, width, wanted = len(owners), len(numbers.tables[0]), numbers.logit_rows
+        size = padded_size(n)
+        each = [numbers.token_ids, numbers.positions, numbers.slots, lengths, owners]
+        *columns, places = self._numbers(each, torch.int64)
         inputs = self._inputs.first(size)
         for tensor, padding, column in zip(inputs[:4], (0, 0, -1, 0), columns, strict=True):
             tensor[n:] = padding
             tensor[:n] = column
-        inputs.block_tables[:n, :width] = self._numbers(tables, torch.int32)[owners]
+        inputs.block_tables[:n, :width] = self._numbers(numbers.tables, torch.int32)[places]
         self._forwards.run((size, "each"), lambda: self._forward_inputs(inputs, size, None))
         return self._logits[:n] if len(wanted) == n else out.copy_(self._logits[self._numbers(wanted, torch.int64)])
 

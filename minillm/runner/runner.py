@@ -5,6 +5,7 @@ which costs nothing on a CPU. On a GPU, `minillm.runner.device_runner` keeps the
 instead.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from minillm.model.llama import Batch, Llama
 from minillm.runner.host_pool import HostPool
 from minillm.runner.sampler import Drawn, sample_tokens
 from minillm.runner.scores import Scored, score
-from minillm.runner.step import ChunkWork, StepObserver, StepWork
+from minillm.runner.step import ChunkWork, StepObserver, StepWork, packed
 from minillm.sequence import Chunk, Schedule, Sequence
 
 
@@ -150,6 +151,11 @@ class Runner:
         """
         return self.guesser is not None and self.guesser.prepare_ahead()
 
+    def prepare_while(self, nobody_waits: Callable[[], bool]) -> None:
+        """`prepare_ahead`, piece by piece."""
+        while nobody_waits() and self.prepare_ahead():
+            pass
+
     def forget(self) -> None:
         """Rely no more on anything that the device holds of sequences: a step has failed."""
         if self.guesser is not None:
@@ -177,22 +183,7 @@ class Runner:
 
     def batch(self, chunks: list[ChunkWork], num_decodes: int) -> Batch:
         """The chunks' tensors; the first ``num_decodes`` chunks decode."""
-        size, starts = self.block_size, [0]
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        logit_rows: list[int] = []
-        for number, chunk in enumerate(chunks):
-            first, end, blocks = chunk.first, chunk.end, chunk.blocks
-            token_ids += chunk.token_ids
-            positions += range(first, end)
-            slots += [blocks[i // size] * size + i % size for i in range(first, end)]
-            if number >= num_decodes:
-                starts.append(starts[-1] + end - first)
-            logit_rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
-        lengths = [chunk.end for chunk in chunks]
-        width = max(-(-length // size) for length in lengths)
-        tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
+        numbers = packed(chunks, num_decodes, self.block_size)
         device, rope_lengths = self.model.device, None
         if self.model.rotary.dynamic:  # a prompt token goes by the prompt's length, a generated one by its own position
             rope_lengths = [max(each.num_prompt_tokens, i + 1) for each in chunks for i in range(each.first, each.end)]
@@ -201,13 +192,13 @@ class Runner:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         return Batch(
-            token_ids=tensor(token_ids, torch.int64),
-            positions=tensor(positions, torch.int64),
-            slot_mapping=tensor(slots, torch.int64),
-            block_tables=tensor(tables, torch.int32),
-            context_lens=tensor(lengths, torch.int32),
+            token_ids=tensor(numbers.token_ids, torch.int64),
+            positions=tensor(numbers.positions, torch.int64),
+            slot_mapping=tensor(numbers.slots, torch.int64),
+            block_tables=tensor(numbers.tables, torch.int32),
+            context_lens=tensor(numbers.lengths, torch.int32),
             num_decodes=num_decodes,
-            cu_seqlens=tensor(starts, torch.int32),
-            logit_rows=tensor(logit_rows, torch.int64),
+            cu_seqlens=tensor(numbers.starts, torch.int32),
+            logit_rows=tensor(numbers.logit_rows, torch.int64),
             rope_lengths=rope_lengths,
         )

@@ -15,7 +15,7 @@ from minillm.kernels import KVCache
 from minillm.model.llama import Batch, Llama
 from minillm.runner.graphs import Graphs
 from minillm.runner.rows import padded_size
-from minillm.runner.step import ChunkWork
+from minillm.runner.step import ChunkWork, Packed, packed
 from minillm.runner.to_device import to_device
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # tokens
@@ -65,43 +65,30 @@ class ShortPrompts:
 
     def compute(self, chunks: list[ChunkWork]) -> None:
         """Write the tokens' K and V, and the logits ``[wanted, vocab]`` to the first rows of the logits."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts, rows = [0], []
-        for chunk in chunks:
-            token_ids += chunk.token_ids
-            positions += range(chunk.first, chunk.end)
-            for position in range(chunk.first, chunk.end):
-                block, offset = divmod(position, self._block_size)
-                slots.append(chunk.blocks[block] * self._block_size + offset)
-            starts.append(len(token_ids))
-            rows += [len(token_ids) - 1] * chunk.num_logits
-        tokens = next(size for size in self._sizes if size >= len(token_ids))
-        seqs, lacking = padded_size(len(chunks)), tokens - len(token_ids)
-        width = max(len(chunk.blocks) for chunk in chunks)
-        tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
-        self._tables[: len(chunks), :width] = to_device(tables, torch.int32, self._tables.device)
-        token_ids += [0] * lacking
-        positions += [0] * lacking
-        slots += [-1] * lacking
-        rows += [0] * (seqs - len(rows))
-        self._send(self._numbers, token_ids + positions + slots + rows)
-        none = [0] * (seqs - len(chunks))
-        self._send(self._lengths, [*starts, *starts[-1:] * len(none), *(chunk.end for chunk in chunks), *none])
-        self._run(tokens, seqs)
+        numbers = packed(chunks, 0, self._block_size)
+        tokens = next(size for size in self._sizes if size >= len(numbers.token_ids))
+        self._run(numbers, tokens, padded_size(len(chunks)))
 
     def record_next(self) -> bool:
         """Record the shortest prompt's size that is not yet, of one sequence; returns False where there is none."""
         tokens = next((size for size in self._sizes if self._graphs.lacks(_key(size, 1))), None)
         if tokens is None:
             return False
-        self._send(self._numbers, [0] * (2 * tokens) + [-1] * tokens + [0])
-        self._send(self._lengths, [0] * 3)
-        self._run(tokens, 1)
+        self._run(packed([], 0, self._block_size), tokens, 1)
         return True
 
-    def _run(self, tokens: int, seqs: int) -> None:
+    def _run(self, numbers: Packed, tokens: int, seqs: int) -> None:
+        """Send the numbers, filled up to so many tokens and sequences, and compute them."""
+        count = len(numbers.tables)
+        if count:
+            tables = to_device(numbers.tables, torch.int32, self._tables.device)
+            self._tables[:count, : tables.shape[1]] = tables
+        lacking, none = [0] * (tokens - len(numbers.token_ids)), [0] * (seqs - count)
+        slots = numbers.slots + [-1] * len(lacking)
+        rows = numbers.logit_rows + [0] * (seqs - len(numbers.logit_rows))
+        self._send(self._numbers, [*numbers.token_ids, *lacking, *numbers.positions, *lacking, *slots, *rows])
+        starts = numbers.starts + numbers.starts[-1:] * len(none)
+        self._send(self._lengths, [*starts, *numbers.lengths, *none])
         self._graphs.run(_key(tokens, seqs), partial(self._forward, tokens, seqs))
 
     def _send(self, to: Tensor, values: list[int]) -> None:

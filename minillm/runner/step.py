@@ -24,6 +24,35 @@ class ChunkWork:
 
 
 @dataclass(slots=True)
+class Packed:
+    """Chunks one after another, as `minillm.model.llama.Batch` has them, in numbers of the host."""
+
+    token_ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    starts: list[int]  # of the chunks that prefill, and the end of the last, counted from the first of them
+    lengths: list[int]  # of the sequences, these tokens included
+    tables: list[list[int]]  # all as wide as the widest
+    logit_rows: list[int]
+
+
+def packed(chunks: list[ChunkWork], num_decodes: int, size: int) -> Packed:
+    """Pack chunks, the first ``num_decodes`` of which decode; a block has ``size`` tokens."""
+    width = max((len(chunk.blocks) for chunk in chunks), default=0)
+    tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
+    out = Packed([], [], [], [0], [chunk.end for chunk in chunks], tables, [])
+    for number, chunk in enumerate(chunks):
+        first, end, blocks = chunk.first, chunk.end, chunk.blocks
+        out.token_ids += chunk.token_ids
+        out.positions += range(first, end)
+        out.slots += [blocks[i // size] * size + i % size for i in range(first, end)]
+        if number >= num_decodes:
+            out.starts.append(out.starts[-1] + end - first)
+        out.logit_rows += range(len(out.token_ids) - chunk.num_logits, len(out.token_ids))
+    return out
+
+
+@dataclass(slots=True)
 class DecodeWork:
     """One token of each of the sequences that have a row on the device (`minillm.runner.rows`)."""
 

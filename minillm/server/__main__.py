@@ -80,8 +80,7 @@ def _serve(load: messages.Load, send: Callable[[messages.Event], None]) -> None:
         calls.begin_templates()
     while True:
         while not (engine.has_work and calls.jobs.empty()):
-            while calls.jobs.empty() and engine.runner.prepare_ahead():
-                pass
+            engine.runner.prepare_while(calls.jobs.empty)
             job = calls.jobs.get()
             if job is None:
                 return
