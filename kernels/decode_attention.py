@@ -29,6 +29,7 @@ from minillm.kernels.arguments import Pages, check_scales
 from minillm.kernels.attention_lanes import TOKENS, attend_group, load_group
 from minillm.kernels.compat import INTERPRETED, dot, num_multiprocessors, pdl_options, wait_for_inputs
 from minillm.kernels.low_bit_matmul import SPAN, FixedScale, HalfActivations, by_eights, empty_eights
+from minillm.kernels.prefix_plan import PROGRAMS
 
 
 @triton.jit
@@ -241,8 +242,7 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: t
     """
     processors = num_multiprocessors(device) if device.type == "cuda" else 4
     programs = max(1, num_seqs * num_kv_heads)
-    # Four programs a multiprocessor; `minillm bench kernels --op paged_attention` measured 1 to 16.
-    return max(1, min(processors * 4 // programs, -(-max_context // least)))
+    return max(1, min(processors * PROGRAMS // programs, -(-max_context // least)))
 
 
 class _Parts(NamedTuple):
@@ -287,7 +287,7 @@ def attended_halves(q: Tensor, pages: Pages, softmax_scale: float, by: FixedScal
 
 
 def _num_splits(q: Tensor, pages: Pages) -> int:
-    least = TOKENS.value if attention_lanes.takes(q, pages) else 64
+    least = TOKENS.value if attention_lanes.takes(q, pages) else max(64, _tiling(q, pages)[0])
     return num_splits_for(q.shape[0], pages.k.shape[2], _longest(pages), q.device, least)
 
 
@@ -311,7 +311,7 @@ def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Ten
     _, block_size, num_kv_heads, _ = k_cache.shape
     group, num_splits = num_heads // num_kv_heads, 1 if lse is None else lse.shape[1]
     dim_tile = max(16, triton.next_power_of_2(head_dim))
-    tile, stages, warps = tiling(dim_tile, q.element_size(), k_scales is not None)
+    tile, stages, warps = _tiling(q, pages)
     pdl = pdl_options(q.device)
     if lse is None:
         lse, strides = out, (out.stride(0), out.stride(1), 0, 0, 0)
@@ -357,6 +357,10 @@ def lanes_tiling(part: int) -> tuple[int, int]:
     """
     warps = min(4, triton.next_power_of_2(-(-part // TOKENS.value)))
     return TOKENS.value * min(warps, 2), warps
+
+
+def _tiling(q: Tensor, pages: Pages) -> tuple[int, int, int]:
+    return tiling(max(16, triton.next_power_of_2(q.shape[2])), q.element_size(), pages.k_scales is not None)
 
 
 def tiling(dim_tile: int, element_size: int, in_8_bits: bool) -> tuple[int, int, int]:

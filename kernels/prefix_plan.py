@@ -22,6 +22,7 @@ from torch import Tensor
 ITEM_WORDS = 6
 
 MOST_PROGRAMS = 2  # items that a multiprocessor works on at a time: their registers allow no more
+PROGRAMS = 4  # a multiprocessor, in decode attention; `minillm bench kernels --op paged_attention` measured 1 to 16
 _TAIL_PROGRAMS = 4  # tails, or parts of them, that a multiprocessor should have
 
 
@@ -97,6 +98,10 @@ class AttentionShape:
     def seqs(self) -> int:
         """Sequences whose queries fit a node's tile."""
         return self.rows // self.group
+
+    def num_parts(self, num_seqs: int) -> int:
+        """The most parts that contexts are cut into in decode attention, where each has enough tokens."""
+        return max(1, PROGRAMS * self.num_processors // (num_seqs * self.num_kv_heads))
 
     def tail_splits(self, num_seqs: int) -> int:
         """The number of parts that tails are cut into, by shapes alone: a captured graph has one grid."""

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import torch
 
+from minillm.kernels.streams import capture_stream
+
 
 def device_seconds(run: Callable[[], object], repeats: int) -> float:
     """Median seconds of ``run`` by the GPU's clock."""
@@ -33,7 +35,8 @@ def graph_microseconds(launch: Callable[[int], object], launches: int = 24, repl
         launch(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    stream = capture_stream(torch.device("cuda", torch.cuda.current_device()))
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for i in range(launches):
             launch(i)
     return device_seconds(graph.replay, replays) * 1e6 / launches

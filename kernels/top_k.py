@@ -2,8 +2,10 @@
 
 If the k-th largest of the neighbours' maxima (`minillm.kernels.scan`) is t, at least k logits are >= t, and usually few
 more. Those are collected on chip, and cut there by count, by bisection over the ordered bits of a float. Where k is too
-large for that, or too many logits are equal, the bisection runs over the whole row: slower, and exact. Equals stand in
-order of their ids, the lower first. Grid: (rows). Bytes: the scan's, and its groups that are searched again, from L2.
+large for that, or too many logits are equal, the bisection runs over the whole row: slower, and exact. Up to 16, which
+beams ask for, are taken one after the other: first the groups with the largest maxima, then the largest of their
+logits. Equals stand in order of their ids, the lower first. Grid: (rows). Bytes: the scan's, and its groups that are
+searched again, from L2.
 """
 
 import torch
@@ -16,6 +18,8 @@ from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.scan import PIECE, check_logits, ordered, read_parts, scan
 
 _MOST = 256  # tokens that are ranked each against each
+_FEW = 16  # tokens that are taken one after the other
+_LOWEST = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
@@ -182,6 +186,51 @@ def _top_kernel(
     tl.store(out_ids_ptr + row * count + rank, ids.to(tl.int64), mask=slots < count)
 
 
+@triton.jit
+def _before(x, ids):
+    """A number for each logit that is the larger the earlier it comes: by its size, then by its id, the lower first."""
+    return (ordered(x).to(tl.int64) << 32) + (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@triton.jit
+def _few_kernel(
+    out_logprobs_ptr, out_ids_ptr, parts_ptr, maxima_ptr, logits_ptr,
+    row_stride, vocab, num_pieces, num_groups, count,
+    PIECES_TILE: tl.constexpr, GROUPS_TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    COUNT_TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_top_kernel` for at most `_FEW` tokens, and no more than there are groups.
+
+    No logit outside of the ``count`` first groups can be among the ``count`` first logits: each of these groups has one
+    that comes before it.
+    """
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    _part_ptr, _is_piece, _maxima, _maximum, anchor, total = read_parts(parts_ptr, row, num_pieces, PIECES_TILE, PARTS)
+    log_total = anchor + tl.log(total)
+    slots = tl.arange(0, COUNT_TILE)
+    groups = tl.arange(0, GROUPS_TILE)
+    is_group = groups < num_groups
+    maxima = tl.load(maxima_ptr + row * num_groups + groups, mask=is_group, other=0.0)
+    keys = tl.where(is_group, _before(maxima, groups), _LOWEST)
+    chosen = slots * 0
+    for place in range(count):
+        first = tl.max(keys, axis=0)
+        keys = tl.where(keys == first, _LOWEST, keys)
+        chosen = tl.where(slots == place, 0x7FFFFFFF - (first & 0x7FFFFFFF).to(tl.int32), chosen)
+    ids = chosen[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    held = (slots < count)[:, None] & (ids < vocab)
+    x = tl.load(logits_ptr + row * row_stride + ids, mask=held, other=0.0).to(tl.float32)
+    keys = tl.where(held, _before(x, ids), _LOWEST)
+    for place in range(count):
+        first = tl.max(tl.max(keys, axis=1), axis=0)
+        keys = tl.where(keys == first, _LOWEST, keys)
+        bits = (first >> 32).to(tl.int32)
+        value = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+        tl.store(out_logprobs_ptr + row * count + place, value - log_total)
+        tl.store(out_ids_ptr + row * count + place, 0x7FFFFFFF - (first & 0x7FFFFFFF))
+
+
 def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """See `reference.top_log_probabilities`; logits as in `sampling.sample_with_logprobs`, ``count`` from 1 to vocab.
 
@@ -194,8 +243,16 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return reference.top_log_probabilities(logits.float(), count)
     logprobs = logits.new_empty(rows, count, dtype=torch.float32)
     ids = logits.new_empty(rows, count, dtype=torch.int64)
-    if rows:
-        scratch = scan(logits, None)
+    if not rows:
+        return logprobs, ids
+    scratch = scan(logits, None)
+    if count <= min(_FEW, scratch.counts[1]):
+        tiles = {name: tile for name, tile in scratch.tiles.items() if name != "CANDIDATES"}
+        _few_kernel[(rows,)](
+            logprobs, ids, *scratch.tensors[3:], logits, logits.stride(0), vocab, *scratch.counts, count,
+            **tiles, COUNT_TILE=_FEW, num_warps=8, **pdl_options(logits.device),
+        )  # fmt: skip
+    else:
         _top_kernel[(rows,)](
             logprobs, ids, *scratch.tensors, logits, logits.stride(0), vocab, *scratch.counts, count,
             **scratch.tiles, COUNT_TILE=max(16, triton.next_power_of_2(count)), ROW_TILE=PIECE,

@@ -4,9 +4,11 @@ Prompts go through the model's chat template, where it has one. The long texts a
 by turns in one process: without guesses, by lookup, and with ``--speculate MODEL`` by a draft model. Times are of the
 tokens after the first.
 
-Random weights say nothing worth repeating, but in few bits (``--shape llama-8b --speculate llama-8b:q4_0``) they are of
-their own mind as often as a real model is. Greedily they agree less: their likeliest tokens are nearly as likely as the
-next. Drawn at temperature 1, both are led by the same noise.
+Random weights say nothing worth repeating, and their own copy in few bits (``--shape llama-8b --speculate
+llama-8b:q4_0``) is not of their mind: their likeliest tokens are nearly as likely as the next. But the hotter both
+draw, the more of a token is decided by the noise that they share. So at some temperature the copy is right as often as
+one of a real model is, and what a guess costs does not depend on tokens: the share of right ones stands beside the
+speed.
 """
 
 import statistics
@@ -74,12 +76,13 @@ PROMPTS: dict[str, tuple[str, ...]] = {
     "nothing": ("Write one word after the other, each a new one.",),
 }
 _RANDOM_IDS = tuple(range(1000, 3000, 7))
-RANDOM: dict[str, tuple[tuple[int, ...], ...]] = {"greedy": (_RANDOM_IDS,), "drawn": (_RANDOM_IDS,)}
+_DRAWN = {f"drawn at {temperature}": temperature for temperature in (1, 4, 10, 15, 20, 30, 1000)}
+RANDOM: dict[str, tuple[tuple[int, ...], ...]] = {"greedy": (_RANDOM_IDS,), **dict.fromkeys(_DRAWN, (_RANDOM_IDS,))}
 _SAMPLING: dict[str, dict[str, Any]] = {  # the others are greedy
     "chat": {"temperature": 0.7, "top_p": 0.95, "logprobs": 5},  # as the chat app asks
     "nothing": {"temperature": 2.0, "ignore_eos": True},  # each token is a surprise
     "greedy": {"ignore_eos": True},
-    "drawn": {"temperature": 1.0, "ignore_eos": True},
+    **{name: {"temperature": float(temperature), "ignore_eos": True} for name, temperature in _DRAWN.items()},
 }
 
 

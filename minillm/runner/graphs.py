@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from minillm.kernels.streams import capture_stream
+
 Result = TypeVar("Result")
 
 
@@ -21,7 +23,6 @@ class Graphs:
     def __init__(self, rows: Tensor, *, enabled: bool) -> None:
         self._rows, self._enabled = rows, enabled
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
-        self._stream: torch.cuda.Stream | None = None  # one for all captures: cuBLAS keeps 32 MiB for each that it sees
         self._pool: Any = None
 
     def lacks(self, key: Hashable) -> bool:
@@ -54,7 +55,7 @@ class Graphs:
 
     def _record(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         device = self._rows.device
-        stream = self._stream = self._stream or torch.cuda.Stream(device)
+        stream = capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             work()

@@ -14,6 +14,8 @@ from minillm.params import SamplingParams
 from minillm.runner.step import DecodeWork
 from minillm.sequence import Chunk, Sequence
 
+SHORTEST = 256  # tokens of a context that attention is cut up for, at least
+
 
 def padded_size(n: int) -> int:
     """Return the number of rows that n sequences are computed with: few enough graphs, and little waste."""
@@ -21,6 +23,14 @@ def padded_size(n: int) -> int:
         return 1 << (n - 1).bit_length()
     step = 8 if n <= 64 else 16
     return -(-n // step) * step
+
+
+def padded_length(tokens: int, most: int) -> int:
+    """Return the tokens that attention is cut up for where the longest context has so many, and may have ``most``."""
+    length, factor = SHORTEST, 2
+    while length < tokens:
+        length, factor = factor * length, 4
+    return min(length, most)
 
 
 @dataclass(slots=True)
@@ -71,11 +81,12 @@ class Rows:
     def work_for(self, chunks: list[Chunk], *, joins: bool) -> DecodeWork:
         """Write down the work of computing one token of each sequence; with ``joins``, beside chunks of prompts."""
         n = len(chunks)
-        rows = self._rows_of(chunks) + [-1] * (padded_size(n) - n)
+        rows, longest = self._rows_of(chunks)
+        rows += [-1] * (padded_size(n) - n)
         plan = self._plan(chunks, rows, n if joins else len(rows))
         places, values = self.take_changes()
         same, self._told = rows == self._told, rows
-        work = DecodeWork(n, None if same else rows, places, values, self._shares, plan)
+        work = DecodeWork(n, longest, None if same else rows, places, values, self._shares, plan)
         beams = [row for row, chunk in zip(rows, chunks, strict=False) if chunk.group.on_device]
         if beams:
             work.num_beams = len(beams)
@@ -112,11 +123,11 @@ class Rows:
             if row is not None:
                 self._free.append(row.index)
 
-    def _rows_of(self, chunks: list[Chunk]) -> list[int]:
-        """Each sequence's row, with every change since the last step noted."""
+    def _rows_of(self, chunks: list[Chunk]) -> tuple[list[int], int]:
+        """Each sequence's row, with every change since the last step noted, and the longest one's tokens."""
         held, changes, width = self._held, self._changes, self._width
         current: set[int] | None = None
-        rows = []
+        rows, longest = [], 0
         for chunk in chunks:
             sequence = chunk.sequence
             row = held.get(sequence.seq_id)
@@ -154,8 +165,9 @@ class Rows:
                 self._replan = True
             row.has_token = False  # until one is drawn
             row.position += 1
+            longest = max(longest, row.position)
             rows.append(row.index)
-        return rows
+        return rows, longest
 
     def _take(self, chunk: Chunk, current: set[int]) -> Row:
         """A row for a sequence that has none; where all are held, sequences that are not at work give theirs up."""

@@ -57,6 +57,7 @@ class DecodeWork:
     """One token of each of the sequences that have a row on the device (`minillm.runner.rows`)."""
 
     num_seqs: int
+    longest: int  # tokens of the longest of them, this step's included
     rows: list[int] | None  # of all sequences, and -1 for each row of padding; None: as in the last step
     changed: list[int]  # places in the rows' words
     values: list[int]  # the new words there

@@ -127,6 +127,19 @@ def test_splits_follow_from_shapes_alone() -> None:
     assert num_splits_for(1, 1, 64, DEVICE) == 1
 
 
+@pytest.mark.parametrize(("dtype", "heads"), combined(DTYPES, [(9, 3, 64), (4, 1, 128), (8, 2, 128)]))
+def test_parts_without_tokens_change_nothing(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+    """However many there are, by the width of the table: sums come in another order at most."""
+    num_heads, kv_heads, head_dim = heads
+    for lengths in ([500], [130, 257, 512, 1]):
+        pool = make_pool(lengths, kv_heads, head_dim, dtype, 16, seed=3)
+        wide = torch.zeros(len(lengths), 256, dtype=torch.int32, device=DEVICE)
+        wide[:, : pool.tables.shape[1]] = pool.tables
+        q = randn(len(lengths), num_heads, head_dim, dtype=dtype)
+        results = [paged_attention(q, pool._replace(tables=wide[:, :width]), 0.1) for width in (32, 64, 256)]
+        assert all(relative_error(result, results[0].double()) < TOLERANCE[dtype] for result in results)
+
+
 def test_attention_refuses_what_does_not_fit() -> None:
     pool = make_pool([5, 6], 2, 64, torch.float32, 4)
     q = randn(2, 4, 64)

@@ -22,7 +22,9 @@ from minillm.kernels import Pages, WorkList
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.runner.rows import padded_size
+from minillm.runner import device_runner, rows
+from minillm.runner.device_runner import DeviceRunner
+from minillm.runner.rows import padded_length, padded_size
 
 
 @pytest.fixture(scope="module")
@@ -334,3 +336,40 @@ def test_padded_sizes() -> None:
     assert sizes == sorted(sizes)
     assert len(set(sizes)) < 30
     assert all(size <= 2 * n for n, size in enumerate(sizes, 1))
+
+
+def test_padded_lengths() -> None:
+    lengths = [padded_length(tokens, 5000) for tokens in range(1, 5001)]
+    assert all(length >= tokens for tokens, length in enumerate(lengths, 1))
+    assert lengths == sorted(lengths)
+    assert sorted(set(lengths)) == [256, 512, 2048, 5000]
+    assert padded_length(3, 100) == 100
+
+
+def test_tables_are_as_wide_as_the_longest_context_asks(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few sequences, as attention cuts their contexts into more parts; of many the whole tables."""
+    monkeypatch.setattr(rows, "SHORTEST", 8)
+    monkeypatch.setattr(device_runner, "SHORTEST", 8 * 1024)
+    engines = [engine_for(model, on_device=on_device, max_num_seqs=8, sharing=None) for on_device in (True, False)]
+    runner = engines[0].runner
+    assert isinstance(runner, DeviceRunner)
+    few, whole = 2, runner._width
+    monkeypatch.setattr(type(runner._shape), "num_parts", lambda self, n: 1 << 20 if n <= few else 1)
+    widths, blocks_for = set(), DeviceRunner._blocks_for
+
+    def noted(self: DeviceRunner, size: int, longest: int) -> int:
+        blocks = blocks_for(self, size, longest)
+        most = padded_length(longest, 4 * whole) if size <= few else 4 * whole
+        assert blocks == -(-most // 4)
+        widths.add((size, blocks))
+        return blocks
+
+    monkeypatch.setattr(DeviceRunner, "_blocks_for", noted)
+    for number, count in enumerate((1, 2, 5)):
+        rng = random.Random(number)
+        requests = [([rng.randrange(3, 96) for _ in range(3 + 2 * i)], SamplingParams(max_tokens=40, temperature=0.0))
+                    for i in range(count)]  # fmt: skip
+        ours, theirs = (run(engine, requests) for engine in engines)
+        assert [each.outputs[0].token_ids for each in ours] == [each.outputs[0].token_ids for each in theirs]
+    assert len({width for size, width in widths if size == 1}) == 3
+    assert len({width for size, width in widths if size > few}) == 1
