@@ -3,8 +3,8 @@
 The host sends only changes (`minillm.runner.rows`). A step is three launches for a model of any depth: the list of
 rows (where it has changed), a graph from token ids to logits, and a graph from logits to drawn tokens, which go back
 into the rows. The next step can be launched before the host has seen them. Graphs are captured for padded numbers of
-sequences, when a number is first met; everything else, sharing and lengths included, is data. Short prompts are graphs,
-too: `minillm.runner.short_prompts`.
+sequences, and of few sequences for padded lengths of the longest, when these are first met; everything else, sharing
+included, is data. Short prompts are graphs, too: `minillm.runner.short_prompts`.
 
 Guesses at a sequence's next tokens are computed as if they were sequences that decode, with one table and other lengths
 (a layer writes all K and V before any token reads them). So these steps are graphs, too; their inputs the host sends.
