@@ -288,6 +288,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          GUESSES + "test_what_would_fail_behind_a_wrong_guess_fails_nothing"),
     ],
     "minillm/engine/pace.py": [
+        ("never-resumed", "return self.credit > 0 and num_tries", "return num_tries < 0 and num_tries",
+         GUESSES + "test_a_guess_is_tried_again_where_a_text_has_parted_from_what_it_repeats"),
         ("no-pause-where-guesses-are-wrong", "if self.credit < 0:", "if self.credit < -1e9:",
          GUESSES + "test_guesses_that_are_wrong_become_rare_and_right_ones_longer"),
         ("what-cannot-pay-is-tried", ") < _WORTH:", ") < 0:",
@@ -321,8 +323,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/engine/lookup.py": [
         ("shortest-match-taken", "if length > longest:", "if length >= 0:",
          GUESSES + "test_the_index_finds_what_a_scan_finds"),
-        ("repetition-not-followed", "while other is text and len(tokens) < count:", "while False:",
+        ("repetition-not-followed", "while found and self.text is text and len(found) < count:", "while False:",
          GUESSES + "test_a_text_that_repeats_itself_goes_on_so"),
+        ("a-place-is-tried-once", "if num_right or not self.num_tries:", "if True:",
+         GUESSES + "test_a_text_may_go_on_with_what_it_has_parted_from"),
     ],
     "minillm/engine/samples.py": [
         ("two-samples-of-one-seed", "index * _SEED_STEP", "(index - 1) * _SEED_STEP",
@@ -470,6 +474,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     # --- the device's rows --------------------------------------------------------------------------------------------
     "minillm/runner/rows.py": [
+        ("tables-too-narrow", "longest = max(longest, row.position)", "longest = row.position - 9",
+         ROWS + "test_tables_are_as_wide_as_the_longest_context_asks"),
         ("row-of-an-old-table", "if row.table is not table:", "if row.table is None:", AHEAD + "[0]", AHEAD + "[1]",
          AHEAD + "[2]"),
         ("copied-block-not-told", "first = max(0, row.num_blocks - 1)", "first = row.num_blocks",
@@ -833,6 +839,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "kernels/top_k.py": [
         ("triton-top-k-one-less-of-equals", "axis=0) <= missing)", "axis=0) < missing)", KERNELS + "test_top_k.py"),
+        ("triton-few-with-the-higher-id-first", "(0x7FFFFFFF - ids).to(tl.int64)", "ids.to(tl.int64)",
+         KERNELS + "test_top_k.py"),
+        ("triton-few-negative-as-their-bits", "bits, bits ^ 0x7FFFFFFF)", "bits, bits)", KERNELS + "test_top_k.py"),
         ("triton-higher-id-first", "(ids[:, None] < ids[None, :])", "(ids[:, None] > ids[None, :])",
          KERNELS + "test_top_k.py"),
     ],

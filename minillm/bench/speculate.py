@@ -8,13 +8,17 @@ Random weights say nothing worth repeating, and their own copy in few bits (``--
 llama-8b:q4_0``) is not of their mind: their likeliest tokens are nearly as likely as the next. But the hotter both
 draw, the more of a token is decided by the noise that they share. So at some temperature the copy is right as often as
 one of a real model is, and what a guess costs does not depend on tokens: the share of right ones stands beside the
-speed.
+speed. At last, where the head is a matrix of its own, it is written over so that the weights count: behind token t
+comes t + 1, whatever is in front of it. So they repeat a prompt just as it is written, at the cost of their shape.
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from minillm.bench.table import ModelOptions, Subject, shown
 from minillm.bench.workloads import times_of
@@ -24,6 +28,7 @@ from minillm.engine.requests import Request
 from minillm.engine.samples import Samples
 from minillm.engine.speculation import GuessingSamples
 from minillm.llm import LLM
+from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import MAX_TOKENS, SamplingParams
 
@@ -78,10 +83,26 @@ PROMPTS: dict[str, tuple[str, ...]] = {
 _RANDOM_IDS = tuple(range(1000, 3000, 7))
 _DRAWN = {f"drawn at {temperature}": temperature for temperature in (1, 4, 10, 15, 20, 30, 1000)}
 RANDOM: dict[str, tuple[tuple[int, ...], ...]] = {"greedy": (_RANDOM_IDS,), **dict.fromkeys(_DRAWN, (_RANDOM_IDS,))}
+_FIRST, _LENGTH = 5000, 200  # of the numbers that the weights count to: tokens
+
+
+def _counted(kept: int, lost: int) -> tuple[int, ...]:
+    """A text in which, again and again, behind ``kept`` numbers one foreign token stands for ``lost`` numbers."""
+    text: list[int] = []
+    for first in range(_FIRST, _FIRST + _LENGTH, kept + lost):
+        text += [*range(first, first + kept), *([first + 20_000] if lost else [])]
+    return *text, _FIRST - 1  # behind which it begins anew
+
+
+COUNTED: dict[str, tuple[tuple[int, ...], ...]] = {
+    "counted quote": (_counted(_LENGTH, 0),),
+    "counted edit": (_counted(39, 1),),
+    "counted names": (_counted(12, 3),),
+}
 _SAMPLING: dict[str, dict[str, Any]] = {  # the others are greedy
     "chat": {"temperature": 0.7, "top_p": 0.95, "logprobs": 5},  # as the chat app asks
     "nothing": {"temperature": 2.0, "ignore_eos": True},  # each token is a surprise
-    "greedy": {"ignore_eos": True},
+    **{name: {"ignore_eos": True} for name in ("greedy", *COUNTED)},
     **{name: {"temperature": float(temperature), "ignore_eos": True} for name, temperature in _DRAWN.items()},
 }
 
@@ -112,9 +133,31 @@ def measure(subject: Subject, options: Options) -> Iterator[SpeculationResult]:
     """Measure each kind of text, plainly and with guesses: by lookup, and by the draft model where there is one."""
     tokenizer, runner = subject.llm.engine.tokenizer, subject.llm.engine.runner
     ways = ["lookup"] if runner.guesser is None else ["lookup", "model"]
-    for name, prompts in (RANDOM if tokenizer is None else PROMPTS).items():
-        asked = [_prompt_ids(subject.llm, prompt) for prompt in prompts]
-        yield from _measure(subject, name, asked, ways, options)
+    yield from _measure_all(subject, RANDOM if tokenizer is None else PROMPTS, ways, options)
+    if tokenizer is None and let_count(runner.model):
+        yield from _measure_all(subject, COUNTED, ["lookup"], options)
+
+
+@torch.inference_mode()
+def let_count(model: Llama) -> bool:
+    """Write the embedding and the head over so that token t + 1 follows t; False where they are not two matrices.
+
+    The embedding becomes so large that layers do not matter, and the head has each of its rows, one further on.
+    """
+    embedding, head = model.embedding, model.head.weight
+    if not isinstance(embedding, Tensor) or head.shape != embedding.shape or head.data_ptr() == embedding.data_ptr():
+        return False
+    embedding.mul_(1000)
+    head.copy_(embedding.roll(1, 0))
+    return True
+
+
+def _measure_all(
+    subject: Subject, prompts: Mapping[str, tuple[str | tuple[int, ...], ...]], kinds: list[str], options: Options
+) -> Iterator[SpeculationResult]:
+    for name, texts in prompts.items():
+        asked = [_prompt_ids(subject.llm, text) for text in texts]
+        yield from _measure(subject, name, asked, kinds, options)
 
 
 def _measure(

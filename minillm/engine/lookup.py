@@ -4,8 +4,36 @@ Each pair of neighbouring tokens knows its latest occurrence, and each occurrenc
 one entry when it comes, and a search looks at a bounded number of places, however long the texts are.
 """
 
+from dataclasses import dataclass
+
 LONGEST_MATCH = 16  # tokens that are compared: who agrees in so many mostly goes on alike
 _PLACES = 32  # the latest occurrences of a pair that a search looks at
+
+
+@dataclass(slots=True)
+class Source:
+    """Where the tokens that may follow a text are read."""
+
+    text: list[int]
+    place: int  # of the first of them
+    num_tries: int = 0  # since the text parted from this one
+
+    def tokens(self, count: int, text: list[int]) -> tuple[int, ...]:
+        """Up to ``count`` tokens. Where they are read in ``text`` itself, it is taken to go on repeating itself."""
+        found = self.text[self.place : self.place + count]
+        period = len(self.text) - self.place
+        while found and self.text is text and len(found) < count:
+            found.append(found[-period])
+        return tuple(found)
+
+    def part(self, num_right: int) -> None:
+        """Note that the text has another token behind ``num_right`` of those here: after it, it may go on as this one.
+
+        Where it has not gone on so, it may do so one token later.
+        """
+        if num_right or not self.num_tries:
+            self.place += num_right + 1
+            self.num_tries = 0
 
 
 class Occurrences:
@@ -27,14 +55,10 @@ class Occurrences:
             self._texts.append(text)
             self._ends.append(place)
 
-    def continuation(self, text: list[int], count: int) -> tuple[int, ...]:
-        """Up to ``count`` tokens that followed where the longest end of ``text`` occurred, the latest such place.
-
-        At least two tokens must agree; where none do, the result is empty. Where ``text`` has begun to repeat itself,
-        it is taken to go on so.
-        """
-        if len(text) < 2 or count < 1:
-            return ()
+    def source(self, text: list[int]) -> Source | None:
+        """Where the longest end of ``text`` occurred, the latest such place; None unless two tokens agree at least."""
+        if len(text) < 2:
+            return None
         found, longest = -1, 0
         number = self._latest.get(text[-2] << 32 | text[-1], -1)
         for _ in range(_PLACES):
@@ -48,14 +72,7 @@ class Occurrences:
                     if length >= LONGEST_MATCH:
                         break
             number = self._before[number]
-        if found < 0:
-            return ()
-        other, end = self._texts[found], self._ends[found]
-        tokens = other[end + 1 : end + 1 + count]
-        period = len(other) - 1 - end
-        while other is text and len(tokens) < count:
-            tokens.append(tokens[-period])
-        return tuple(tokens)
+        return None if found < 0 else Source(self._texts[found], self._ends[found] + 1)
 
 
 def _common_end(text: list[int], other: list[int], end: int) -> int:

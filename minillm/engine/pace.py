@@ -25,12 +25,15 @@ class Price:
         each: of each guess, to verify it.
         draft: of each guess, to make it.
         search: of a step in front of which guesses are looked up, so that it is not computed ahead.
+        resumptions: times that a text which has parted from what it repeated is expected to go on with it: where
+            guesses cost much, none.
     """
 
     step: float
     each: float
     draft: float = 0.0
     search: float = 0.0
+    resumptions: int = 0
 
 
 class Pace(Protocol):
@@ -68,6 +71,10 @@ class LookupPace:
             self.left -= 1
             return False
         return True
+
+    def resumes(self, num_tries: int) -> bool:
+        """Whether to guess, again after so many wrong tries, that a text goes on with what it has parted from."""
+        return self.credit > 0 and num_tries < self.price.resumptions
 
     def judge(self, num_guessed: int, num_right: int) -> None:
         if not num_guessed:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from minillm.engine.lookup import Occurrences
+from minillm.engine.lookup import Occurrences, Source
 from minillm.engine.pace import DraftPace, LookupPace, Pace, Price
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Draws, Samples
@@ -28,8 +28,11 @@ from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 # Measured with the 135m on 2 cores, int8: 0.3, and 0.09 for each guess (with the weights as stored 0.3 and 0.13).
 # A GPU reads its weights once for all rows of a step; the rest is what the host does meanwhile, as estimated. A search
 # costs it 0.07 of a step of the 8b (one H200).
-_CPU_PRICE, _GPU_PRICE = Price(0.3, 0.12), Price(0.2, 0.02, search=0.07)
+_CPU_PRICE, _GPU_PRICE = Price(0.3, 0.12), Price(0.2, 0.02, search=0.07, resumptions=8)
 _COMPILED_PRICE = Price(0.35, 0.2)  # beside a step that `minillm.model.one_token` computes; one with guesses is not
+
+
+_RESUMED = 3  # tokens that are guessed where a text may go on with what it has parted from
 
 
 class Guesses:
@@ -51,6 +54,10 @@ class Guesses:
         count = min(self.pace(sequence).count, group.max_tokens - sequence.num_output_tokens - 1)
         return self._guessed(group, sequence, count) if count > 0 else None
 
+    def learn(self, chunk: Chunk, num_right: int) -> None:
+        """Learn from a step whose first ``num_right`` guesses were right."""
+        self.pace(chunk.sequence).judge(len(chunk.draft), num_right)
+
     def _new_pace(self) -> Pace:
         return DraftPace(self.price)
 
@@ -65,6 +72,14 @@ class Lookups(Guesses):
         super().__init__(price)
         self._occurrences = Occurrences()
         self._noted: dict[int, int] = {}  # tokens of each completion that are in the index
+        self._sources: dict[int, Source] = {}  # of each completion's latest guesses
+
+    def learn(self, chunk: Chunk, num_right: int) -> None:
+        super().learn(chunk, num_right)
+        if num_right < len(chunk.draft):
+            self._sources[chunk.sequence.index].part(num_right)
+        else:
+            self._sources.pop(chunk.sequence.index, None)
 
     def _new_pace(self) -> Pace:
         return LookupPace(self.price)
@@ -74,10 +89,24 @@ class Lookups(Guesses):
             first = self._noted.get(each.index, each.num_prompt_tokens if self._noted else 0)
             self._noted[each.index] = end = len(each.token_ids) - 1  # nothing has followed the last token yet
             self._occurrences.add(each.token_ids, first, end)
-        found = self._occurrences.continuation(sequence.token_ids, count)
-        if not found:
+        source = self._occurrences.source(sequence.token_ids)
+        if source is None:
+            source, count = self._resumed(sequence), min(count, _RESUMED)
+        found = () if source is None else source.tokens(count, sequence.token_ids)
+        if source is None or not found:
             self.pace(sequence).judge(0, 0)
-        return Chunk(group, sequence, 1, True, num_guesses=len(found), draft=found) if found else None
+            return None
+        self._sources[sequence.index] = source
+        return Chunk(group, sequence, 1, True, num_guesses=len(found), draft=found)
+
+    def _resumed(self, sequence: Sequence) -> Source | None:
+        """What a sequence has parted from, if it may go on with it now."""
+        source, pace = self._sources.get(sequence.index), self.pace(sequence)
+        assert isinstance(pace, LookupPace)
+        if source is None or not pace.resumes(source.num_tries):
+            return None
+        source.num_tries += 1
+        return source
 
 
 class GuessingSamples(Samples):
@@ -133,7 +162,7 @@ class GuessingSamples(Samples):
         self.num_right += num_right
         chunk.sequence.num_guessed += num_right
         try:
-            chunk.group.state.pace(chunk.sequence).judge(len(chunk.draft), num_right)
+            chunk.group.state.learn(chunk, num_right)
         except Exception as error:
             _give_up(chunk.group, error)
 

@@ -282,9 +282,7 @@ def looping(tokenizer: Tokenizer, count: int = 3, **options: Any) -> list[Reques
     return requests
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(Occurrences, "add"), (Occurrences, "continuation"), (LookupPace, "judge")]
-)
+@pytest.mark.parametrize(("owner", "name"), [(Occurrences, "add"), (Occurrences, "source"), (LookupPace, "judge")])
 def test_a_lookup_that_fails_costs_no_answer(
     parts: Parts, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from speculated import assert_close_logprobs, facts, guesses_of
 from support import engine_for, hf_model, ours, run
 
+from minillm import kernels
+from minillm.bench.speculate import let_count
 from minillm.cache import check
 from minillm.engine import speculation
 from minillm.engine.engine import Engine
@@ -81,14 +84,14 @@ def test_tokens_are_the_same_whatever_the_options(model: Llama, block_size: int,
     """Every request of a stream of random ones; `run` checks the books after each step."""
     rng = random.Random(block_size)
     right = 0
-    for _ in range(40):
+    for _ in range(24):
         requests = some_requests(rng, rng.randint(1, 4))
         size: dict[str, Any] = {"num_blocks": 1024 // block_size, "block_size": block_size}
         plain = run(engine_for(model, on_device=False, **size), requests)
         engine = engine_for(model, on_device=on_device, speculate="lookup", **size)
         assert_same(plain, run(engine, requests))
         right += guesses_of(engine).num_right
-    assert right > 300, "too few guesses were right to mean anything"
+    assert right > 150, "too few guesses were right to mean anything"
 
 
 @pytest.mark.soak
@@ -292,7 +295,8 @@ def test_the_index_finds_what_a_scan_finds() -> None:
         index, text = Occurrences(), texts[0]
         for each in texts:
             index.add(each, 0, len(each) - 1)
-        found = index.continuation(text, 4)
+        source = index.source(text)
+        found = () if source is None else source.tokens(4, text)
         length = longest_match(texts, text)
         assert bool(found) == bool(length)
         if found:
@@ -313,7 +317,28 @@ def test_the_index_finds_what_a_scan_finds() -> None:
 def test_a_text_that_repeats_itself_goes_on_so() -> None:
     index, text = Occurrences(), [1, 2, 3, 1, 2, 3, 1, 2]
     index.add(text, 0, len(text) - 1)
-    assert index.continuation(text, 7) == (3, 1, 2, 3, 1, 2, 3)
+    source = index.source(text)
+    assert source is not None
+    assert source.tokens(7, text) == (3, 1, 2, 3, 1, 2, 3)
+
+
+def test_a_text_may_go_on_with_what_it_has_parted_from() -> None:
+    """Behind one other token, or several."""
+    written, index = list(range(50)), Occurrences()
+    index.add(written, 0, 50)
+    source = index.source(text := [10, 11])
+    assert source is not None
+    assert source.tokens(4, text) == (12, 13, 14, 15)
+    source.part(2)  # 12 and 13 were right, and something else came for 14
+    for _ in range(3):
+        assert source.tokens(2, text) == (15, 16)
+        source.num_tries += 1
+        source.part(0)
+    assert source.tokens(3, text) == (15, 16, 17)
+    source.num_tries += 1
+    source.part(1)  # it went on with 15, and another token came for 16
+    assert source.tokens(2, text) == (17, 18)
+    assert not source.num_tries
 
 
 def test_guesses_that_are_wrong_become_rare_and_right_ones_longer() -> None:
@@ -357,3 +382,24 @@ def test_rare_searches_change_no_token(model: Llama, monkeypatch: pytest.MonkeyP
         plain = run(engine_for(model, on_device=on_device), [each])
         engine = engine_for(model, on_device=on_device, speculate="lookup")
         assert [o.outputs[0].token_ids for o in run(engine, [each])] == [o.outputs[0].token_ids for o in plain]
+
+
+def test_a_guess_is_tried_again_where_a_text_has_parted_from_what_it_repeats(
+    model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that counts, behind a text in which foreign tokens stand for one number, or for three: fewer steps."""
+    monkeypatch.setattr(kernels.cpu, "packed_linear", lambda *_: None)
+    counting = ours(hf_model(vocab_size=400))
+    assert let_count(counting)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    for lost in (1, 3):
+        text = [each for first in range(100, 200, 12) for each in (*range(first, first + 12 - lost), 300 + first // 12)]
+        steps = []
+        for resumptions in (0, 8):
+            price = replace(speculation._GPU_PRICE, resumptions=resumptions)
+            monkeypatch.setattr(speculation, "_CPU_PRICE", price)
+            engine = engine_for(counting, num_blocks=128, speculate="lookup")
+            [answer] = run(engine, [([*text, 99], params)])
+            assert answer.outputs[0].token_ids == list(range(100, 200))
+            steps.append(engine.figures.num_steps)
+        assert steps[1] <= steps[0] - 5

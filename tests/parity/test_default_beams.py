@@ -1,7 +1,7 @@
 """Beam search on the real default weights, float32, against transformers' ``generate``: 40 cases.
 
 Widths 2, 4, 8, 16, length penalties 0, 0.5, 1, 2, the three ways of early stopping, one or several returned sequences.
-All run in ``make parity``, four of them in ``make test``.
+All run in ``make parity``, two of them in ``make test``.
 
 transformers runs in float32 as we do; where it disagrees, it is asked again in float64. That happens once (case 15,
 width 16): two beams lie so close at one step that its float32 drops the one that its float64, and ours, keep.
@@ -21,7 +21,7 @@ from minillm import LLM, BeamSearchParams
 
 PROMPTS = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
 NAMES = ("one-token", "code-python", "french", "emoji", "chat-question")
-IN_TEST = (3, 13, 22, 34)
+IN_TEST = (13, 34)
 NEAR_TIES = (15,)
 
 pytestmark = pytest.mark.weights
