@@ -30,8 +30,6 @@ from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 # costs it 0.07 of a step of the 8b (one H200).
 _CPU_PRICE, _GPU_PRICE = Price(0.3, 0.12), Price(0.2, 0.02, search=0.07, resumptions=8)
 _COMPILED_PRICE = Price(0.35, 0.2)  # beside a step that `minillm.model.one_token` computes; one with guesses is not
-
-
 _RESUMED = 3  # tokens that are guessed where a text may go on with what it has parted from
 
 
