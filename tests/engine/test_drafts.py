@@ -124,7 +124,7 @@ def test_what_is_known_of_a_draft_is_so(
     """After every step of random requests that fork, are preempted by either way, aborted, and find cached blocks."""
     rng = random.Random(block_size)
     found = preempted = swapped = hits = right = 0
-    for draw in range(15):
+    for draw in range(9):
         requests = some_requests(rng, "abcdef")
         engine = engine_for(
             model, draft=draft, on_device=on_device, block_size=block_size,
@@ -157,8 +157,8 @@ def test_what_is_known_of_a_draft_is_so(
         hits += engine.cache.num_hit_tokens
         right += guesses_of(engine).num_right
     assert min(preempted, swapped, hits) > 0
-    assert right > 100
-    assert found > 1000
+    assert right > 60
+    assert found > 600
 
 
 def test_a_cached_prefix_is_not_drafted_again(model: Llama, draft: Llama) -> None:

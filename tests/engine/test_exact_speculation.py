@@ -314,7 +314,7 @@ def test_a_step_that_fails_takes_its_own_requests_only(
     rng = random.Random(where)
     _, tokenizer, eos = parts
     broken = whole = 0
-    for number in range(8):
+    for number in range(6):
         requests = looping(tokenizer) if number % 2 else some_requests(rng, tokenizer, eos)
         arrivals = [rng.randint(0, 12) for _ in requests]
         expected = play(engine(parts, num_blocks=512), requests, arrivals, {})

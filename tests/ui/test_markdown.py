@@ -44,6 +44,9 @@ class Shown(App[None]):
             yield ModelMarkdown()
 
 
+_SHORT = 150  # characters, one by one
+
+
 def texts(widget: Widget) -> Iterator[tuple[str, Region]]:
     """Every text below the widget, and its region."""
     for child in widget.walk_children(Static):
@@ -55,6 +58,8 @@ def texts(widget: Widget) -> Iterator[tuple[str, Region]]:
 @pytest.mark.parametrize(("longest", "lines_ahead"), [(1, 0), (40, 0), (7, 3)])
 async def test_pieces_give_what_the_whole_gives(name: str, longest: int, lines_ahead: int) -> None:
     text, pieces = TEXTS[name], random.Random(f"{name} {longest}")
+    if longest == 1:
+        text = text[:_SHORT]
     app = Shown()
     async with app.run_test(size=(40, 60)) as pilot:
         growing = app.query_one(ModelMarkdown)
