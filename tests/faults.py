@@ -507,7 +507,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/runner/runner.py": [
         ("kv8-copies-without-scales",
          "for tensor in self.kv_cache.tensors:", "for tensor in self.kv_cache.tensors[:1]:",
-         EIGHT_BITS + "test_load_changes_no_token[4-samples-False]"),
+         EIGHT_BITS + "test_load_changes_no_token[4-False-samples]"),
         ("context-one-short", "context_lens=tensor(numbers.lengths,",
          "context_lens=tensor([max(1, length - 1) for length in numbers.lengths],", ANYHOW,
          ENGINE + "test_greedy_tokens_are_those_of_transformers"),

@@ -171,7 +171,7 @@ def test_tiles(name: str, tile: tuple[int, int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(22, 768), *([(1030, 4096), (4096, 14336)] if ON_GPU else [])])
-@pytest.mark.parametrize("name", LAYOUTS if ON_GPU else ["q5_0", "q6_k", "iq4_xs", "awq"])
+@pytest.mark.parametrize("name", LAYOUTS if ON_GPU else ["q4_1", "q5_0", "q6_k", "iq4_xs", "awq"])
 def test_dozens_of_tokens(name: str, shape: tuple[int, int]) -> None:
     """Rows and tokens end within a tile; so do parts of the input."""
     (out, width), tokens = shape, 130 if ON_GPU else 17
