@@ -137,7 +137,7 @@ def samples(name: str, count: int) -> None:
     """Let each say its number, one word more than the one before it. Five of them go on until they are stopped."""
     send(Started(name, 20, 4, 0.05))
     ended: set[int] = set()
-    for round_number in range(1, 200):
+    for round_number in range(1, 3000):  # a minute: a busy machine may be slow to stop them
         for index in range(count):
             if index in ended:
                 continue
