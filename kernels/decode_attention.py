@@ -29,7 +29,7 @@ from minillm.kernels.arguments import Pages, check_scales
 from minillm.kernels.attention_lanes import TOKENS, attend_group, load_group
 from minillm.kernels.compat import INTERPRETED, dot, num_multiprocessors, pdl_options, wait_for_inputs
 from minillm.kernels.low_bit_matmul import SPAN, FixedScale, HalfActivations, by_eights, empty_eights
-from minillm.kernels.prefix_plan import PROGRAMS
+from minillm.kernels.prefix_plan import most_parts
 
 
 @triton.jit
@@ -241,8 +241,7 @@ def num_splits_for(num_seqs: int, num_kv_heads: int, max_context: int, device: t
     A part has ``least`` tokens at least.
     """
     processors = num_multiprocessors(device) if device.type == "cuda" else 4
-    programs = max(1, num_seqs * num_kv_heads)
-    return max(1, min(processors * PROGRAMS // programs, -(-max_context // least)))
+    return max(1, min(most_parts(num_seqs, num_kv_heads, processors), -(-max_context // least)))
 
 
 class _Parts(NamedTuple):

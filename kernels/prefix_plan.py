@@ -22,8 +22,13 @@ from torch import Tensor
 ITEM_WORDS = 6
 
 MOST_PROGRAMS = 2  # items that a multiprocessor works on at a time: their registers allow no more
-PROGRAMS = 4  # a multiprocessor, in decode attention; `minillm bench kernels --op paged_attention` measured 1 to 16
+_PROGRAMS = 4  # a multiprocessor, in decode attention; `minillm bench kernels --op paged_attention` measured 1 to 16
 _TAIL_PROGRAMS = 4  # tails, or parts of them, that a multiprocessor should have
+
+
+def most_parts(num_seqs: int, num_kv_heads: int, num_processors: int) -> int:
+    """The most parts of each context in decode attention: enough programs to fill the chip, by shapes alone."""
+    return max(1, _PROGRAMS * num_processors // max(1, num_seqs * num_kv_heads))
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class AttentionShape:
 
     def num_parts(self, num_seqs: int) -> int:
         """The most parts that contexts are cut into in decode attention, where each has enough tokens."""
-        return max(1, PROGRAMS * self.num_processors // (num_seqs * self.num_kv_heads))
+        return most_parts(num_seqs, self.num_kv_heads, self.num_processors)
 
     def tail_splits(self, num_seqs: int) -> int:
         """The number of parts that tails are cut into, by shapes alone: a captured graph has one grid."""
