@@ -221,8 +221,13 @@ class Method(Protocol):
 class Flight(Protocol):
     """Decisions that one step and one method have under way."""
 
-    may_run_ahead: bool  # the next step depends on nothing that this one has to tell the host
-    may_compute_ahead: bool  # the next step's logits do not, and may wait until this one has been concluded
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next step depends on nothing that this one has to tell the host."""
+
+    @property
+    def may_compute_ahead(self) -> bool:
+        """Whether the next step's logits do not. Its decisions may wait until this one has been concluded."""
 
     @property
     def groups(self) -> list[SequenceGroup]:

@@ -1,8 +1,9 @@
 """``speculate``: what guesses save on texts that repeat their prompts, in chat, and where there is nothing to find.
 
-Prompts go through the model's chat template, where it has one. The long texts are in the public domain. All ways run
-by turns in one process: without guesses, by lookup, and with ``--speculate MODEL`` by a draft model. Times are of the
-tokens after the first.
+Prompts go through the model's chat template, where it has one. The long texts are in the public domain. A chat goes on
+for three turns: its later answers stand behind the first ones, as they come without guesses. All ways run by turns in
+one process: without guesses, by lookup, and with ``--speculate MODEL`` by a draft model. Times are of the tokens after
+the first.
 
 Random weights say nothing worth repeating, and their own copy in few bits (``--shape llama-8b --speculate
 llama-8b:q4_0``) is not of their mind: their likeliest tokens are nearly as likely as the next. But the hotter both
@@ -80,6 +81,7 @@ PROMPTS: dict[str, tuple[str, ...]] = {
     ),
     "nothing": ("Write one word after the other, each a new one.",),
 }
+_FOLLOW_UPS = {"second turn": "Tell me more about that.", "third turn": "Sum up what you have told me."}
 _RANDOM_IDS = tuple(range(1000, 3000, 7))
 _DRAWN = {f"drawn at {temperature}": temperature for temperature in (1, 4, 10, 15, 20, 30, 1000)}
 RANDOM: dict[str, tuple[tuple[int, ...], ...]] = {"greedy": (_RANDOM_IDS,), **dict.fromkeys(_DRAWN, (_RANDOM_IDS,))}
@@ -101,6 +103,7 @@ COUNTED: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 _SAMPLING: dict[str, dict[str, Any]] = {  # the others are greedy
     "chat": {"temperature": 0.7, "top_p": 0.95, "logprobs": 5},  # as the chat app asks
+    **{turn: {"temperature": 0.7, "top_p": 0.95, "logprobs": 5} for turn in _FOLLOW_UPS},
     "nothing": {"temperature": 2.0, "ignore_eos": True},  # each token is a surprise
     **{name: {"ignore_eos": True} for name in ("greedy", *COUNTED)},
     **{name: {"temperature": float(temperature), "ignore_eos": True} for name, temperature in _DRAWN.items()},
@@ -134,6 +137,8 @@ def measure(subject: Subject, options: Options) -> Iterator[SpeculationResult]:
     tokenizer, runner = subject.llm.engine.tokenizer, subject.llm.engine.runner
     ways = ["lookup"] if runner.guesser is None else ["lookup", "model"]
     yield from _measure_all(subject, RANDOM if tokenizer is None else PROMPTS, ways, options)
+    if tokenizer is not None and tokenizer.has_chat_template:
+        yield from _measure_all(subject, _later_turns(subject.llm, options), ways, options)
     if tokenizer is None and let_count(runner.model):
         yield from _measure_all(subject, COUNTED, ["lookup"], options)
 
@@ -200,6 +205,22 @@ def _measure(
         )
         for kind, way, time, steps, answer in zip(kinds, guessing, guessed, num_steps[1:], answers[1:], strict=True)
     ]
+
+
+def _later_turns(llm: LLM, options: Options) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The chats' later prompts, each behind its chat so far."""
+    engine, tokenizer = llm.engine, llm.engine.tokenizer
+    assert tokenizer is not None
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS["chat"]]
+    params = SamplingParams(max_tokens=options.output_len, seed=0, **_SAMPLING["chat"])
+    way = Samples(engine.requests, engine.runner)
+    turns = {}
+    for turn, question in _FOLLOW_UPS.items():
+        for chat in chats:
+            answer = _answer(engine, tokenizer.apply_chat_template(chat), params, way).outputs[0].text
+            chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+        turns[turn] = tuple(tuple(tokenizer.apply_chat_template(chat)) for chat in chats)
+    return turns
 
 
 def _prompt_ids(llm: LLM, prompt: str | tuple[int, ...]) -> list[int]:

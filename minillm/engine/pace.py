@@ -7,10 +7,10 @@ import sys
 from dataclasses import dataclass
 from typing import Protocol
 
-_FEWEST, _MOST = 3, 8  # guesses at a time that are looked up
+_FEWEST = 3  # guesses at a time that are looked up
+_MOST_DRAFTED = 8
 _LARGEST_CREDIT = 2.0
 _LONGEST_PAUSE = 64  # steps
-_LONGEST_GAP = 8  # steps between two searches: so many tokens of a text that repeats itself may come one by one
 _DRAFT_PAUSES = 4, 256  # the shortest and the longest, whose tokens the draft model computes when it is over
 _WORTH = 1.1  # times as fast
 _KEPT = 0.95  # of what a draft model's guesses have taught, from step to step
@@ -24,16 +24,18 @@ class Price:
         step: of a step with guesses.
         each: of each guess, to verify it.
         draft: of each guess, to make it.
-        search: of a step in front of which guesses are looked up, so that it is not computed ahead.
+        wait: of a step that is not computed ahead of a lookup, where others are.
         resumptions: times that a text which has parted from what it repeated is expected to go on with it: where
             guesses cost much, none.
+        most: guesses at a time that are looked up. A GPU computes 9 to 16 rows in one time.
     """
 
     step: float
     each: float
     draft: float = 0.0
-    search: float = 0.0
+    wait: float = 0.0
     resumptions: int = 0
+    most: int = 8
 
 
 class Pace(Protocol):
@@ -49,22 +51,18 @@ class Pace(Protocol):
         """Whether this step may guess. To be asked once a step."""
 
     def judge(self, num_guessed: int, num_right: int) -> None:
-        """Learn from a step, or with no guess from a search that has found nothing."""
+        """Learn from a step, or with no guess from one that has waited for guesses in vain."""
 
 
 @dataclass(slots=True)
 class LookupPace:
-    """Of guesses that are found: as many as were right lately, and fewer and fewer where few are.
-
-    Where a search costs something, and again and again finds nothing, it is made less and less often.
-    """
+    """Of guesses that are found: as many as were right lately, and fewer and fewer where few are."""
 
     price: Price
     count: int = _FEWEST
     credit: float = 0.0  # steps that guesses have saved lately
     pause: int = 0  # steps of the last pause, fewer since something was saved
     left: int = 0
-    gap: int = 0  # steps between the last two searches, since one found something
 
     def is_due(self) -> bool:
         if self.left:
@@ -77,22 +75,18 @@ class LookupPace:
         return self.credit > 0 and num_tries < self.price.resumptions
 
     def judge(self, num_guessed: int, num_right: int) -> None:
-        if not num_guessed:
-            if self.price.search:
-                self.left = self.gap = min(_LONGEST_GAP, max(1, 2 * self.gap))
-            return
-        self.gap = 0
-        saved = num_right - self.price.step - self.price.each * num_guessed
+        price = self.price
+        saved = num_right - price.step - price.each * num_guessed if num_guessed else -price.wait
         self.credit = min(_LARGEST_CREDIT, self.credit + saved)
         if saved > 0:
             self.pause //= 2
         if self.credit < 0:
             self.credit = 0.0
             self.left = self.pause = min(_LONGEST_PAUSE, max(2, 2 * self.pause))
-        if num_right == num_guessed:
-            self.count = min(_MOST, 2 * self.count)
-        else:
+        if num_right < num_guessed:
             self.count = max(_FEWEST, num_right + 1)
+        elif num_guessed:
+            self.count = min(price.most, 2 * self.count + 1)
 
 
 @dataclass(slots=True)
@@ -111,12 +105,12 @@ class DraftPace:
     left: int = 0
 
     def __post_init__(self) -> None:
-        if max(self._speed(count, 0.9) for count in range(1, _MOST + 1)) < _WORTH:
+        if max(self._speed(count, 0.9) for count in range(1, _MOST_DRAFTED + 1)) < _WORTH:
             self.left = sys.maxsize
 
     @property
     def count(self) -> int:
-        return max(range(1, _MOST + 1), key=self._speed)
+        return max(range(1, _MOST_DRAFTED + 1), key=self._speed)
 
     def is_due(self) -> bool:
         if self.left:

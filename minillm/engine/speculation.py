@@ -19,17 +19,20 @@ from minillm.engine.lookup import Occurrences, Source
 from minillm.engine.pace import DraftPace, LookupPace, Pace, Price
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Draws, Samples
+from minillm.model.llama import Llama
 from minillm.outputs import Delta, TokenLogprobs
-from minillm.runner.drafter import MOST_SEQS
+from minillm.runner.drafter import MOST_SEQS, token_bytes
+from minillm.runner.penalties import needs_processing
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn
+from minillm.runner.token_rows import MOST_TOKENS
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 
 # Measured with the 135m on 2 cores, int8: 0.3, and 0.09 for each guess (with the weights as stored 0.3 and 0.13).
-# A GPU reads its weights once for all rows of a step; the rest is what the host does meanwhile, as estimated. A search
-# costs it 0.07 of a step of the 8b (one H200).
-_CPU_PRICE, _GPU_PRICE = Price(0.3, 0.12), Price(0.2, 0.02, search=0.07, resumptions=8)
+_CPU_PRICE = Price(0.3, 0.12)
 _COMPILED_PRICE = Price(0.35, 0.2)  # beside a step that `minillm.model.one_token` computes; one with guesses is not
+# A GPU reads its weights once for all rows of a step. Then it waits for the host, 0.3 ms: so many bytes it reads then.
+_GPU_PRICE, _HOST_BYTES = Price(0.05, 0.01, resumptions=8, most=15), 1 << 30
 _RESUMED = 3  # tokens that are guessed where a text may go on with what it has parted from
 
 
@@ -46,11 +49,15 @@ class Guesses:
             self._paces[sequence.index] = self._new_pace()
         return self._paces[sequence.index]
 
-    def chunk(self, group: SequenceGroup, sequence: Sequence) -> Chunk | None:
-        """A sequence's last token and guesses behind it, if there are any."""
+    def chunk(self, group: SequenceGroup, sequence: Sequence, most: int) -> Chunk | None:
+        """A sequence's last token and at most so many guesses behind it, if there are any."""
         # Behind the guesses one more token is drawn.
-        count = min(self.pace(sequence).count, group.max_tokens - sequence.num_output_tokens - 1)
+        count = min(self.pace(sequence).count, most, group.max_tokens - sequence.num_output_tokens - 1)
         return self._guessed(group, sequence, count) if count > 0 else None
+
+    def expects(self, group: SequenceGroup, sequence: Sequence) -> bool:
+        """Whether there may be guesses behind a token of a sequence that the host does not know yet."""
+        return True
 
     def learn(self, chunk: Chunk, num_right: int) -> None:
         """Learn from a step whose first ``num_right`` guesses were right."""
@@ -64,13 +71,25 @@ class Guesses:
 
 
 class Lookups(Guesses):
-    """The same where guesses are looked up in the texts of the group's sequences."""
+    """The same where guesses are looked up in the texts of the group's sequences.
+
+    Guesses behind a token that is not known yet are expected where its text has a source without that token, too. So a
+    text that repeats nothing never waits for a lookup, and one that begins to repeat something is guessed a token later
+    than it could be.
+    """
 
     def __init__(self, price: Price) -> None:
         super().__init__(price)
         self._occurrences = Occurrences()
         self._noted: dict[int, int] = {}  # tokens of each completion that are in the index
         self._sources: dict[int, Source] = {}  # of each completion's latest guesses
+        self._waiting: set[int] = set()  # completions whose next step waits for guesses
+
+    def expects(self, group: SequenceGroup, sequence: Sequence) -> bool:
+        if self._source(group, sequence) is None and self._parted(sequence) is None:
+            return False
+        self._waiting.add(sequence.index)
+        return True
 
     def learn(self, chunk: Chunk, num_right: int) -> None:
         super().learn(chunk, num_right)
@@ -83,28 +102,32 @@ class Lookups(Guesses):
         return LookupPace(self.price)
 
     def _guessed(self, group: SequenceGroup, sequence: Sequence, count: int) -> Chunk | None:
-        for each in group.sequences:  # all have the same prompt: it is noted once
-            first = self._noted.get(each.index, each.num_prompt_tokens if self._noted else 0)
-            self._noted[each.index] = end = len(each.token_ids) - 1  # nothing has followed the last token yet
-            self._occurrences.add(each.token_ids, first, end)
-        source = self._occurrences.source(sequence.token_ids)
-        if source is None:
-            source, count = self._resumed(sequence), min(count, _RESUMED)
+        source = self._source(group, sequence)
+        if source is None and (source := self._parted(sequence)) is not None:
+            source.num_tries, count = source.num_tries + 1, min(count, _RESUMED)
         found = () if source is None else source.tokens(count, sequence.token_ids)
+        waited = sequence.index in self._waiting
+        self._waiting.discard(sequence.index)
         if source is None or not found:
-            self.pace(sequence).judge(0, 0)
+            if waited:
+                self.pace(sequence).judge(0, 0)
             return None
         self._sources[sequence.index] = source
         return Chunk(group, sequence, 1, True, num_guesses=len(found), draft=found)
 
-    def _resumed(self, sequence: Sequence) -> Source | None:
+    def _source(self, group: SequenceGroup, sequence: Sequence) -> Source | None:
+        """Where the last tokens of a sequence occurred before."""
+        for each in group.sequences:  # all have the same prompt: it is noted once
+            first = self._noted.get(each.index, each.num_prompt_tokens if self._noted else 0)
+            self._noted[each.index] = end = len(each.token_ids) - 1  # nothing has followed the last token yet
+            self._occurrences.add(each.token_ids, first, end)
+        return self._occurrences.source(sequence.token_ids)
+
+    def _parted(self, sequence: Sequence) -> Source | None:
         """What a sequence has parted from, if it may go on with it now."""
         source, pace = self._sources.get(sequence.index), self.pace(sequence)
         assert isinstance(pace, LookupPace)
-        if source is None or not pace.resumes(source.num_tries):
-            return None
-        source.num_tries += 1
-        return source
+        return source if source is not None and pace.resumes(source.num_tries) else None
 
 
 class GuessingSamples(Samples):
@@ -116,12 +139,8 @@ class GuessingSamples(Samples):
 
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0, draft: float | None = None) -> None:
         super().__init__(requests, runner, seed)
-        if runner.model.device.type != "cpu":
-            price = _GPU_PRICE
-        else:
-            price = _CPU_PRICE if runner.model.one_token is None else _COMPILED_PRICE
         self._kind = Lookups if draft is None else Guesses
-        self._price = replace(price, draft=draft or 0.0)
+        self._price = replace(_price(runner.model), draft=draft or 0.0)
         self.num_verified = self.num_guessed = self.num_right = 0  # sequences' steps with guesses, and guesses, ever
 
     def begin(self, group: SequenceGroup) -> None:
@@ -134,7 +153,7 @@ class GuessingSamples(Samples):
         if group.state is not None and group.state.works and self._few_run():
             for number, chunk in enumerate(chunks):
                 if chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending:
-                    chunks[number] = _guessed(group, chunk.sequence) or chunk
+                    chunks[number] = _guessed(group, chunk.sequence, self._num_running) or chunk
         return chunks
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
@@ -142,9 +161,7 @@ class GuessingSamples(Samples):
         plain = [chunk for chunk in chunks if not chunk.num_guesses]
         draws = self.draw(logits, plain) if plain else None
         if draws is not None and not drafted:
-            if any(map(self._may_guess, draws.chunks)):
-                draws.may_run_ahead = draws.may_compute_ahead = False
-            return draws
+            return Unguessed(self, draws) if any(chunk.group.state is not None for chunk in plain) else draws
         rows = [row for chunk in drafted for row in _rows(chunk)]
         drawn = self._runner.draw_guessed(logits, rows, [chunk.sequence for chunk in drafted])
         for chunk in drafted:
@@ -164,20 +181,37 @@ class GuessingSamples(Samples):
         except Exception as error:
             _give_up(chunk.group, error)
 
+    def expects(self, chunk: Chunk) -> bool:
+        """Whether the next step may guess behind a token that the host must know first."""
+        guesses, sequence = chunk.group.state, chunk.sequence
+        if guesses is None or not guesses.works or guesses.pace(sequence).left or not self._few_run():
+            return False
+        try:
+            return bool(guesses.expects(chunk.group, sequence))
+        except Exception as error:
+            _give_up(chunk.group, error)
+            return False
+
+    @property
+    def _num_running(self) -> int:
+        return sum(group.num_seqs for group in self.requests.scheduler.running)
+
     def _few_run(self) -> bool:
-        running = self.requests.scheduler.running
-        return len(running) <= MOST_SEQS and sum(group.num_seqs for group in running) <= MOST_SEQS
-
-    def _may_guess(self, chunk: Chunk) -> bool:
-        """Whether the next step looks for guesses behind a token that the host must know first."""
-        guesses = chunk.group.state
-        return guesses is not None and guesses.works and not guesses.pace(chunk.sequence).left and self._few_run()
+        return len(self.requests.scheduler.running) <= MOST_SEQS and self._num_running <= MOST_SEQS
 
 
-def _guessed(group: SequenceGroup, sequence: Sequence) -> Chunk | None:
+def _price(model: Llama) -> Price:
+    """What guesses cost beside a model's steps."""
+    if model.device.type == "cpu":
+        return _CPU_PRICE if model.one_token is None else _COMPILED_PRICE
+    host = _HOST_BYTES / token_bytes(model)
+    return replace(_GPU_PRICE, step=_GPU_PRICE.step + host, wait=0.6 * host)
+
+
+def _guessed(group: SequenceGroup, sequence: Sequence, num_running: int) -> Chunk | None:
     """`Guesses.chunk`, or nothing where it fails."""
     try:
-        chunk: Chunk | None = group.state.chunk(group, sequence)
+        chunk: Chunk | None = group.state.chunk(group, sequence, MOST_TOKENS // max(1, num_running) - 1)
         return chunk
     except Exception as error:
         _give_up(group, error)
@@ -193,14 +227,61 @@ def _give_up(group: SequenceGroup, error: Exception) -> None:
 def _rows(chunk: Chunk) -> list[Chunk]:
     """The draws from a chunk's rows of logits: from the second on, of a sequence whose guesses so far were right.
 
-    Those have groups of their own, for what fails there has not happened unless the guesses are right.
+    Where the tokens themselves decide about draws, those have groups of their own, for what fails there has not
+    happened unless the guesses are right. Otherwise they have the number of their tokens alone: making a list for each
+    takes long behind a long context.
     """
     rows, group, sequence = [chunk], chunk.group, chunk.sequence
+    needs_tokens = needs_processing(group, sequence)
     for number in range(1, len(chunk.draft) + 1):
-        token_ids = [*sequence.token_ids, *chunk.draft[:number]]
+        token_ids = [*sequence.token_ids, *chunk.draft[:number]] if needs_tokens else []
         guessed = Sequence(sequence.seq_id, token_ids, sequence.num_prompt_tokens, sequence.index, sequence.seed)
-        rows.append(Chunk(copy(group), guessed, 0, False, chunk.row + number))
+        guessed.num_pending = 0 if needs_tokens else sequence.num_tokens + number
+        rows.append(Chunk(copy(group) if needs_tokens else group, guessed, 0, False, chunk.row + number))
     return rows
+
+
+@dataclass(slots=True)
+class Unguessed:
+    """The tokens that one step draws plainly, where the next may guess; see `minillm.sequence.Flight`.
+
+    The host must know them first only if guesses are expected. That is found out when it is asked, as late as possible:
+    then all tokens in front of these are known.
+    """
+
+    samples: GuessingSamples
+    draws: Draws
+    waits: bool | None = None
+
+    @property
+    def may_run_ahead(self) -> bool:
+        return self.draws.may_run_ahead and not self._expects()
+
+    @property
+    def may_compute_ahead(self) -> bool:
+        return self.draws.may_compute_ahead and not self._expects()
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        return self.draws.groups
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.draws.is_wanted
+
+    def wait(self) -> None:
+        self.draws.wait()
+
+    def conclude(self) -> list[Delta]:
+        return self.draws.conclude()
+
+    def discard(self) -> None:
+        self.draws.discard()
+
+    def _expects(self) -> bool:
+        if self.waits is None:
+            self.waits = any(map(self.samples.expects, self.draws.chunks))
+        return self.waits
 
 
 @dataclass(slots=True)

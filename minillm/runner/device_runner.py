@@ -7,7 +7,8 @@ sequences, and of few sequences for padded lengths of the longest, when these ar
 included, is data. Short prompts are graphs, too: `minillm.runner.short_prompts`.
 
 Guesses at a sequence's next tokens are computed as if they were sequences that decode, with one table and other lengths
-(a layer writes all K and V before any token reads them). So these steps are graphs, too; their inputs the host sends.
+(a layer writes all K and V before any token reads them). So these steps and their draws are graphs, too; their rows the
+host writes anew each time (`minillm.runner.token_rows`).
 
 Where several ranks share the model, rank 0 keeps the books and draws; the others hold the same rows, hear of changes
 (`DecodeWork`) and replay graphs of their own. Each step begins with a broadcast of its token ids, inside the graph.
@@ -17,6 +18,7 @@ and one differing bit would part them for good.)
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,19 +29,21 @@ from minillm.cache import HostMoves
 from minillm.kernels import AttentionShape, Costs, DecodeInputs, Field, Plan, WorkList
 from minillm.model.llama import Batch, Llama
 from minillm.model.shard import ranks_of
+from minillm.params import SamplingParams
 from minillm.runner.device_beams import Chosen, DeviceBeams
 from minillm.runner.graphs import Graphs
 from minillm.runner.masks import Masks, masks_of, needs_tokens
-from minillm.runner.penalties import note_empty, run_processors
-from minillm.runner.rows import SHORTEST, Rows, Sharing, padded_length, padded_size
+from minillm.runner.penalties import needs_processing, note_empty, run_processors
+from minillm.runner.rows import SHORTEST, Rows, Sharing, padded_length, padded_size, sampling_words
 from minillm.runner.runner import Runner
-from minillm.runner.sampler import Drawn, draw_tokens
+from minillm.runner.sampler import Drawn, draw_tokens, num_listed
 from minillm.runner.short_prompts import ShortPrompts
-from minillm.runner.step import ChunkWork, DecodeWork, StepWork, packed
+from minillm.runner.step import ChunkWork, DecodeWork, StepWork
 from minillm.runner.to_device import to_device
+from minillm.runner.token_rows import MOST_TOKENS, TokenRows
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 
-_GUESSED = 40  # tokens of a step with guesses, at least
+Found = tuple[Tensor, ...]  # of each row: its token, that one's log-probability, and those and ids of the most probable
 _REHEARSED = 37  # tokens of a prompt: no multiple of anything, as most prompts
 
 
@@ -54,7 +58,7 @@ def attention_shape(model: Llama) -> AttentionShape:
 
 def _capacity(max_num_seqs: int) -> int:
     """The tokens of a step without prompts: one of each sequence, or fewer sequences' and guesses behind them."""
-    return padded_size(max(max_num_seqs, _GUESSED))
+    return padded_size(max(max_num_seqs, MOST_TOKENS))
 
 
 def decode_bytes(model: Llama, max_num_seqs: int, max_model_len: int, block_size: int) -> int:
@@ -114,8 +118,9 @@ class DeviceRunner(Runner):
         self._mask_places = torch.zeros(capacity, dtype=torch.int32, device=self._device)  # of each row of logits
         self._told_places: list[int] = []
         self._work_list = WorkList.allocate(capacity, shape, self._device)
-        self._forwards = Graphs(self._rows, enabled=graphs)
-        self._draws = Graphs(self._rows, enabled=graphs)
+        self._tokens = TokenRows(padded_size(MOST_TOKENS), width, self._device, pinned=graphs)
+        self._forwards = Graphs(self._rows, self._tokens.rows, enabled=graphs)
+        self._draws = Graphs(self._rows, self._tokens.rows, enabled=graphs)
         self._prompts: ShortPrompts | None = None
         if self._ranks is None:
             self._prompts = ShortPrompts(
@@ -128,6 +133,8 @@ class DeviceRunner(Runner):
         self._beams = DeviceBeams(self._words, self.kv_cache, block_size, capacity, vocab, self._ranks, graphs=graphs)
         self._size = 0  # rows of the last step, padding included
         self._decodes: list[Chunk] = []  # of the last step
+        self._sampling: list[dict[int, int]] = []  # of the next step's chunks, where its tokens are rows
+        self._each: tuple[int, list[int]] | None = None  # if the last one's were: rows, and those of the logits
 
     # --- from a schedule to logits ------------------------------------------------------------------------------------
 
@@ -135,6 +142,7 @@ class DeviceRunner(Runner):
         if self._takes_rows(schedule):
             self._decodes = []
             chunks = [self.chunk_work(chunk) for chunk in schedule.chunks]
+            self._sampling = [_sampling(chunk) for chunk in schedule.chunks]
             return StepWork(schedule.moves, copies, None, chunks, len(chunks))
         decodes, prefills = schedule.decodes, schedule.prefills + schedule.drafts
         decode = self._books.work_for(decodes, joins=bool(prefills)) if decodes else None
@@ -147,6 +155,7 @@ class DeviceRunner(Runner):
     def compute(self, work: StepWork) -> Tensor:
         """Do a step's work; returns logits ``[n, vocab]`` in the model's dtype, the decoding sequences' first."""
         self.prepare(work)
+        self._each = None
         wanted = sum(chunk.num_logits for chunk in work.chunks) + (0 if work.decode is None else work.decode.num_seqs)
         logits = self._logits[:wanted]
         if wanted > len(logits):  # guesses come on top of the sequences
@@ -175,25 +184,20 @@ class DeviceRunner(Runner):
             return False
         known = all(not (chunk.sequence.num_pending or chunk.group.on_device) for chunk in schedule.decodes)
         num_tokens = sum(chunk.count + len(chunk.draft) for chunk in schedule.chunks)
-        return known and num_tokens <= self._rows.shape[0]
+        return known and num_tokens <= len(self._tokens.rows)
 
     def _compute_each(self, chunks: list[ChunkWork], out: Tensor) -> Tensor:
         """Compute each token of ``chunks`` as one of a sequence of its own; returns the logits that are wanted."""
-        numbers = packed(chunks, 0, self.block_size)
-        lengths = [position + 1 for position in numbers.positions]
-        owners = [number for number, chunk in enumerate(chunks) for _ in chunk.token_ids]
-        n, width, wanted = len(owners), len(numbers.tables[0]), numbers.logit_rows
-        size = padded_size(n)
-        blocks = self._blocks_for(size, max(lengths))
-        each = [numbers.token_ids, numbers.positions, numbers.slots, lengths, owners]
-        *columns, places = self._numbers(each, torch.int64)
-        inputs = self._inputs.first(size)
-        for tensor, padding, column in zip(inputs[:4], (0, 0, -1, 0), columns, strict=True):
-            tensor[n:] = padding
-            tensor[:n] = column
-        inputs.block_tables[:n, :width] = self._numbers(numbers.tables, torch.int32)[places]
-        self._forwards.run((size, blocks, "each"), lambda: self._forward_inputs(inputs, size, blocks, None))
-        return self._logits[:n] if len(wanted) == n else out.copy_(self._logits[self._numbers(wanted, torch.int64)])
+        ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
+        wanted = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.num_logits, end)]
+        size = padded_size(ends[-1])
+        blocks = self._blocks_for(size, max(chunk.end for chunk in chunks))
+        self._tokens.write(chunks, self._sampling or [{}] * len(chunks), size, blocks)
+        self._sampling, self._each = [], (size, wanted)
+        self._forwards.run((size, blocks, "each"), lambda: self._forward_each(size, blocks))
+        if len(wanted) == ends[-1]:
+            return self._logits[: len(wanted)]
+        return out.copy_(self._logits[self._numbers(wanted, torch.int64)])
 
     def _take_steps(self, logits: Tensor) -> None:
         """Let the searches that the device decides take a step, rows and blocks included."""
@@ -247,17 +251,35 @@ class DeviceRunner(Runner):
         penalised = any(group.params.has_penalties for group, _ in owners)
         # Where nobody wants to know log-probabilities, they only tell of NaN.
         wanted = any(group.params.logprobs is not None for group, _ in owners)
-        told = (penalised or masked) and wanted
-        work = partial(self._draw, size, penalised=penalised, masked=masked, told=told)
-        tokens, logprobs = self._draws.run((size, penalised, masked, told), work)
+        told, listed = (penalised or masked) and wanted, num_listed(draws, logits.shape[1])
+        work = partial(self._draw, size, penalised=penalised, masked=masked, told=told, listed=listed)
+        found = self._draws.run((size, penalised, masked, told, listed), work)
         self._books.note_drawn(draws)
         for observer in self.observers:
             observer.end()
-        at: slice | Tensor = slice(len(draws))
-        if len(draws) != draws[-1].row + 1:  # rows of another method lie between
-            at = self._numbers([draw.row for draw in draws], torch.int64)
-        shown = self.as_drawn_from(logits[at]) if wanted else logits[at]
-        return Drawn(draws, tokens[at], logprobs[at], shown, may_run_ahead=_ahead(draws), may_compute_ahead=True)
+        # Rows of another method may lie between.
+        return self._drawn(draws, found, [draw.row for draw in draws], may_compute_ahead=True)
+
+    @torch.inference_mode()
+    def draw_guessed(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
+        if self._each is None or any(needs_processing(draw.group, draw.sequence) for draw in draws):
+            return super().draw_guessed(logits, draws, holders)
+        self._books.outdate(holders)  # they have no penalties
+        (size, wanted), listed = self._each, num_listed(draws, logits.shape[1])
+        found = self._draws.run((size, "each", listed), lambda: self._draw_each(size, listed))
+        return self._drawn(draws, found, [wanted[draw.row] for draw in draws], may_compute_ahead=False)
+
+    def _drawn(self, draws: list[Chunk], found: Found, rows: list[int], *, may_compute_ahead: bool) -> Drawn:
+        """The draws from ``rows`` of those that a graph has computed."""
+        at: slice | Tensor = slice(rows[0], rows[-1] + 1)
+        if rows != list(range(rows[0], rows[-1] + 1)):
+            at = self._numbers(rows, torch.int64)
+        tokens, logprobs, *listed = (tensor[at] for tensor in found)
+        logits, ahead = self._logits[at], may_compute_ahead and _ahead(draws)
+        if any(draw.group.params.logprobs is not None for draw in draws):
+            logits = self.as_drawn_from(logits)
+        ways = {"may_run_ahead": ahead, "may_compute_ahead": may_compute_ahead}
+        return Drawn(draws, tokens, logprobs, logits, listed, **ways)
 
     def _draw_from(self, logits: Tensor, draws: list[Chunk], masks: Masks) -> Drawn:
         """Draw from any rows of logits, one operation after the other."""
@@ -308,7 +330,7 @@ class DeviceRunner(Runner):
         return [
             lambda: self.compute(StepWork(HostMoves(), [], None, [chunk], 0)),
             lambda: self._forward(1, self._blocks_for(1, _REHEARSED), None),
-            lambda: self._draw(1, penalised=False, masked=False, told=False),
+            lambda: self._draw(1, penalised=False, masked=False, told=False, listed=0),
             lambda: kernels.log_probabilities(row, row.argmax(-1)),
         ]
 
@@ -317,6 +339,7 @@ class DeviceRunner(Runner):
         self._books.forget()
         self._beams.forget()
         self._choices = None
+        self._sampling, self._each = [], None
         self._told_places = []
 
     def close(self) -> None:
@@ -399,7 +422,16 @@ class DeviceRunner(Runner):
         batch = Batch(*tensors, num_decodes=size, cu_seqlens=inputs.context_lens[:0], shared=shared)
         self.model.forward(batch, self.kv_cache, out=self._logits[:size])
 
-    def _draw(self, size: int, *, penalised: bool, masked: bool, told: bool) -> tuple[Tensor, Tensor]:
+    def _forward_each(self, size: int, blocks: int) -> None:
+        inputs, words = self._inputs.first(size), self._tokens.words(size, blocks)
+        kernels.begin_decode(words, self._tokens.rows[:size], self.block_size, inputs)
+        self._forward_inputs(inputs, size, blocks, None)
+
+    def _draw_each(self, size: int, listed: int) -> Found:
+        raw = self.as_drawn_from(self._logits[:size])
+        return *kernels.sample_with_logprobs(raw, self._inputs.first(size).sampling), *_list(raw, listed)
+
+    def _draw(self, size: int, *, penalised: bool, masked: bool, told: bool, listed: int) -> Found:
         inputs, rows, raw = self._inputs.first(size), self._rows[:size], self.as_drawn_from(self._logits[:size])
         logits = raw
         if penalised:
@@ -411,7 +443,18 @@ class DeviceRunner(Runner):
             logits = possible
         tokens, logprobs = kernels.sample_with_logprobs(logits, inputs.sampling)
         kernels.end_decode(self._words, self._counts, rows, tokens)
-        return tokens, kernels.log_probabilities(raw, tokens) if told else logprobs
+        return tokens, kernels.log_probabilities(raw, tokens) if told else logprobs, *_list(raw, listed)
+
+
+def _list(logits: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The log-probabilities and ids of the ``count`` most probable tokens of each row, if there are any to list."""
+    return kernels.top_log_probabilities(logits, count) if count else ()
+
+
+def _sampling(chunk: Chunk) -> dict[int, int]:
+    """The words that decide what is drawn behind a chunk."""
+    params = chunk.group.params
+    return sampling_words(params, chunk.sequence) if isinstance(params, SamplingParams) else {}
 
 
 def _ahead(draws: list[Chunk]) -> bool:

@@ -16,11 +16,12 @@ class Graphs:
     """Recorded work, by a key that names its shape. Recordings share their memory: they run one after another.
 
     Args:
-        rows: the rows that recorded work computes; while it is recorded they are padding, which writes nowhere.
+        rows: lists of the rows that recorded work computes; while it is recorded they are padding, which writes
+            nowhere.
         enabled: record and replay; otherwise do the work anew each time.
     """
 
-    def __init__(self, rows: Tensor, *, enabled: bool) -> None:
+    def __init__(self, *rows: Tensor, enabled: bool) -> None:
         self._rows, self._enabled = rows, enabled
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool: Any = None
@@ -46,15 +47,17 @@ class Graphs:
 
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Run ``work`` on padding, so that its kernels are compiled, then record it."""
-        rows = self._rows.clone()
-        self._rows.fill_(-1)
+        kept = [rows.clone() for rows in self._rows]
+        for rows in self._rows:
+            rows.fill_(-1)
         try:
             return self._record(work)
         finally:
-            self._rows.copy_(rows)
+            for rows, numbers in zip(self._rows, kept, strict=True):
+                rows.copy_(numbers)
 
     def _record(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        device = self._rows.device
+        device = self._rows[0].device
         stream = capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

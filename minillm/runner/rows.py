@@ -123,6 +123,12 @@ class Rows:
             if row is not None:
                 self._free.append(row.index)
 
+    def outdate(self, sequences: list[Sequence]) -> None:
+        """Note that these went on without their rows, which keep all but the last token; nobody counts their tokens."""
+        for sequence in sequences:
+            if (row := self._held.get(sequence.seq_id)) is not None:
+                row.has_token = False
+
     def _rows_of(self, chunks: list[Chunk]) -> tuple[list[int], int]:
         """Each sequence's row, with every change since the last step noted, and the longest one's tokens."""
         held, changes, width = self._held, self._changes, self._width
@@ -180,17 +186,7 @@ class Rows:
         if isinstance(params, SamplingParams):
             if params.has_penalties:
                 self._counted.append((row.index, sequence))
-            words = {
-                Field.TEMPERATURE: _bits(params.temperature),
-                Field.TOP_K: min(params.top_k, (1 << 31) - 1),
-                Field.TOP_P: _bits(params.top_p),
-                Field.MIN_P: _bits(params.min_p),
-                Field.SEED_LOW: _signed(sequence.seed),
-                Field.SEED_HIGH: _signed(sequence.seed >> 32),
-                Field.REPETITION_PENALTY: _bits(params.repetition_penalty),
-                Field.FREQUENCY_PENALTY: _bits(params.frequency_penalty),
-                Field.PRESENCE_PENALTY: _bits(params.presence_penalty),
-            }
+            words = sampling_words(params, sequence)
             self._changes |= {row.index * self._width + field: word for field, word in words.items()}
         return row
 
@@ -221,6 +217,21 @@ class Rows:
             return None, 0
         every = [(chunk.group, chunk.sequence.blocks) for chunk in chunks]
         return [group.num_common_blocks if group.on_device else len(blocks) for group, blocks in every], common
+
+
+def sampling_words(params: SamplingParams, sequence: Sequence) -> dict[int, int]:
+    """Return the words of a row that decide which tokens a sequence draws, by their `Field`."""
+    return {
+        Field.TEMPERATURE: _bits(params.temperature),
+        Field.TOP_K: min(params.top_k, (1 << 31) - 1),
+        Field.TOP_P: _bits(params.top_p),
+        Field.MIN_P: _bits(params.min_p),
+        Field.SEED_LOW: _signed(sequence.seed),
+        Field.SEED_HIGH: _signed(sequence.seed >> 32),
+        Field.REPETITION_PENALTY: _bits(params.repetition_penalty),
+        Field.FREQUENCY_PENALTY: _bits(params.frequency_penalty),
+        Field.PRESENCE_PENALTY: _bits(params.presence_penalty),
+    }
 
 
 def _bits(value: float) -> int:

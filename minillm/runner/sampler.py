@@ -16,6 +16,7 @@ from minillm.runner.to_host import ToHost
 from minillm.sequence import Chunk
 
 _MANY = 256  # most probable tokens: up to so many a kernel finds
+_LISTED = 5, 8, 16, 32  # the numbers of them that graphs find for every row
 
 
 class Drawn:
@@ -27,6 +28,8 @@ class Drawn:
         token_ids: ``[draws]`` int64.
         logprobs: ``[draws]``, of these tokens: NaN where a logit is NaN.
         logits: ``[draws, vocab]``, the model's own, for the most probable tokens where they are wanted.
+        listed: log-probabilities and ids ``[draws, listed]`` of the most probable tokens, if they are known already: so
+            many as `num_listed` says.
         may_run_ahead: the next step can be launched before the host has seen these tokens.
         may_compute_ahead: its logits can be computed before that.
     """
@@ -37,6 +40,7 @@ class Drawn:
         token_ids: Tensor,
         logprobs: Tensor,
         logits: Tensor,
+        listed: SequenceOf[Tensor] = (),
         *,
         may_run_ahead: bool,
         may_compute_ahead: bool,
@@ -45,14 +49,15 @@ class Drawn:
         self._counts = [draw.group.params.logprobs for draw in draws]
         vocab, results = logits.shape[-1], [token_ids, logprobs]
         # Many are found in another way than a few: nobody's are found so because somebody else wants many.
-        self._listed: list[list[int]] = []
+        self._listed: list[SequenceOf[int]] = [range(len(draws))] if listed else []
+        results += listed
         for is_many in (False, True):
             counts = {
                 i: vocab if count < 0 else min(count, vocab)
                 for i, count in enumerate(self._counts)
                 if count and (count < 0 or count > _MANY) == is_many
             }
-            if counts:
+            if counts and (is_many or not listed):
                 index = to_device(list(counts), torch.int64, logits.device)
                 results += kernels.top_log_probabilities(logits[index], max(counts.values()))
                 self._listed.append(list(counts))
@@ -63,13 +68,20 @@ class Drawn:
         token_ids, logprobs, *top = self._results.wait()
         best: dict[int, tuple[tuple[int, float], ...]] = {}
         for listed, values, ids in zip(self._listed, top[::2], top[1::2], strict=True):
-            best |= {i: tuple(zip(*pair, strict=True)) for i, *pair in zip(listed, ids, values, strict=True)}
+            rows = zip(listed, ids, values, strict=True)
+            best |= {i: tuple(zip(*pair, strict=True)) for i, *pair in rows if self._counts[i]}
         tokens: list[TokenLogprobs | None] = [None] * len(token_ids)
         for i, count in enumerate(self._counts):
             if count is not None:
                 end = count if count >= 0 else None
                 tokens[i] = TokenLogprobs(token_ids[i], logprobs[i], best.get(i, ())[:end])
         return token_ids, tokens, [logprob != logprob for logprob in logprobs]
+
+
+def num_listed(draws: SequenceOf[Chunk], vocab: int) -> int:
+    """How many of the most probable tokens a graph finds of each row: none where nobody wants any, or somebody many."""
+    most = max((c for draw in draws if 0 < (c := draw.group.params.logprobs or 0) <= _MANY), default=0)
+    return next((min(count, vocab) for count in _LISTED if count >= most), 0) if most else 0
 
 
 @torch.inference_mode()

@@ -356,25 +356,23 @@ def test_guesses_that_are_wrong_become_rare_and_right_ones_longer() -> None:
     assert pace.pause < 4
 
 
-def test_searches_that_find_nothing_become_rare_where_they_cost_something() -> None:
-    """A step in front of a search is not computed ahead; a search that finds something makes them frequent again."""
-    for price, fewest, most in ((speculation._CPU_PRICE, 100, 100), (speculation._GPU_PRICE, 100 // 9, 100 // 9 + 4)):
-        pace, due = LookupPace(price), 0
-        for _ in range(100):
-            if pace.is_due():
-                due += 1
-                pace.judge(0, 0)
-        assert fewest <= due <= most
-        while not pace.is_due():
-            pass
-        pace.judge(3, 3)
-        assert pace.is_due()
-        pace.judge(0, 0)
-        assert pace.left <= 1
+def test_a_text_that_repeats_nothing_is_computed_ahead_of_its_lookups(model: Llama) -> None:
+    """A step waits for the one in front of it only where a source is known without that one's token."""
+    for text, waits in (([*range(10, 50)], [False] * 4), ([7, 8, 9, 10] * 10, [True])):
+        engine = engine_for(model, on_device=True, speculate="lookup")
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, bad_words=[[each] for each in text[:8]])
+        method: Any = engine.add_request("r", text, params).method
+        inner, flights = method.launch, list[Any]()
+        method.launch = lambda *args, inner=inner, flights=flights: flights.append(inner(*args)) or flights[-1]
+        while engine.has_work:
+            engine.step()
+        assert [flight.waits for flight in flights if isinstance(flight, speculation.Unguessed)][: len(waits)] == waits
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_rare_searches_change_no_token(model: Llama, monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
+def test_lookups_at_the_price_of_a_gpu_change_no_token(
+    model: Llama, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
     monkeypatch.setattr(speculation, "_CPU_PRICE", speculation._GPU_PRICE)
     text = [5, 9, 17, 33, 65, 7, 11]
     requests = [(text * 3, SamplingParams(max_tokens=60, temperature=t, seed=3, ignore_eos=True)) for t in (0, 0.7)]
