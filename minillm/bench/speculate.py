@@ -187,23 +187,25 @@ def _measure(
             num_steps[number] += engine.figures.num_steps - began - len(asked)
             if run:
                 seconds[number].append(sum(whole - first for first, _, whole in map(times_of, outputs)))
-    num_tokens = sum(map(len, answers[0]))
-    later_tokens = num_tokens - len(asked)
-    plain, *guessed = (statistics.median(each) / max(1, later_tokens) for each in seconds)
+    # With 16 bits, steps of other sizes round otherwise, and an answer may become another one.
+    later_tokens = [sum(map(len, answer)) - len(asked) for answer in answers]
+    plain, *guessed = (statistics.median(each) / max(1, n) for each, n in zip(seconds, later_tokens, strict=True))
     return [
         SpeculationResult(
             name,
             kind,
-            num_tokens,
+            tokens + len(asked),
             plain,
             time,
             plain / time if time else 0.0,
-            (1 + options.runs) * later_tokens / max(1, steps),
+            (1 + options.runs) * tokens / max(1, steps),
             way.num_guessed,
             way.num_right,
             answer == answers[0],
         )
-        for kind, way, time, steps, answer in zip(kinds, guessing, guessed, num_steps[1:], answers[1:], strict=True)
+        for kind, way, time, steps, tokens, answer in zip(
+            kinds, guessing, guessed, num_steps[1:], later_tokens[1:], answers[1:], strict=True
+        )
     ]
 
 
