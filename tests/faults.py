@@ -73,6 +73,7 @@ EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
 EIGHT_BITS_WRITTEN = "tests/kernels/test_rotary.py::test_rows_are_rounded_as_the_reference_rounds_them"
 GUESSES = "tests/engine/test_speculation.py::"
 DRAFTS = "tests/engine/test_drafts.py::"
+TOKEN_ROWS = "tests/runner/test_token_rows.py"
 KNOWN_DRAFTS = DRAFTS + "test_what_is_known_of_a_draft_is_so"
 
 TABLE: dict[str, list[tuple[str, ...]]] = {
@@ -284,8 +285,16 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          GUESSES + "test_right_guesses_are_not_made_beyond_the_answer"),
         ("an-end-among-guesses-missed", "if sequence.finish_reason is not None or tokens", "if tokens",
          GUESSES + "test_an_answer_ends_at_any_of_the_guesses"),
-        ("what-fails-behind-a-guess-fails-the-request", "Chunk(copy(group), guessed", "Chunk(group, guessed",
+        ("what-fails-behind-a-guess-fails-the-request", "copy(group) if needs_tokens else group", "group",
          GUESSES + "test_what_would_fail_behind_a_wrong_guess_fails_nothing"),
+        ("guesses-drawn-with-one-noise", "sequence.num_tokens + number", "sequence.num_tokens",
+         GUESSES + "test_tokens_are_the_same_whatever_the_options"),
+        ("every-lookup-is-waited-for", "if self._source(group, sequence) is None and", "if False and",
+         GUESSES + "test_a_text_that_repeats_nothing_is_computed_ahead_of_its_lookups"),
+    ],
+    "minillm/runner/token_rows.py": [
+        ("guesses-at-one-position", "= range(chunk.first, chunk.end)", "= chunk.first", KNOWN_DRAFTS, TOKEN_ROWS),
+        ("padding-writes", "numbers[end : self._count] = -1", "pass", TOKEN_ROWS),
     ],
     "minillm/engine/pace.py": [
         ("never-resumed", "return self.credit > 0 and num_tries", "return num_tries < 0 and num_tries",
@@ -465,6 +474,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          PROCESSORS + "::test_what_is_impossible_stays_so_whatever_a_processor_says"),
     ],
     "minillm/runner/sampler.py": [
+        ("most-probable-tokens-too-few", "for count in _LISTED if count >= most)", "for count in _LISTED)",
+         ROWS + "test_the_most_probable_tokens_are_those_without_graphs"),
         ("draw-at-another-position", "[draw.sequence.num_tokens for draw in draws]",
          "[len(draw.sequence.token_ids) for draw in draws]",
          AHEAD),
@@ -528,7 +539,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          SHORT_PROMPTS + "test_only_short_steps_of_prompts_come_here"),
     ],
     "minillm/runner/graphs.py": [
-        ("rows-of-a-failed-recording", "self._rows.copy_(rows)", "pass",
+        ("rows-of-a-failed-recording", "rows.copy_(numbers)", "pass",
          SHORT_PROMPTS + "test_rows_are_back_when_a_recording_fails"),
     ],
     "minillm/runner/device_runner.py": [
@@ -537,8 +548,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("prompts-logits-of-another-row", "prefill.logit_rows + n)", "prefill.logit_rows)", AHEAD + "[0]"),
         ("prompt-counts-as-answer", "sequence.token_ids[: sequence.num_prompt_tokens])] = 1",
          "sequence.token_ids[: sequence.num_prompt_tokens])] = 2", AHEAD),
-        ("rows-of-beams-taken-for-samples", "if len(draws) != draws[-1].row + 1:", "if False:", AHEAD),
-        ("guesses-see-themselves-too-late", "[position + 1 for position", "[position for position", KNOWN_DRAFTS),
+        ("rows-of-beams-taken-for-samples", "if rows != list(range(rows[0], rows[-1] + 1)):", "if False:", AHEAD),
         ("guesses-without-a-graph", "if self._takes_rows(schedule):", "if False:",
          DRAFTS + "test_on_the_device_guesses_are_computed_as_if_they_decoded"),
         ("draws-ahead-of-what-the-host-must-know", "return not any(needs_tokens(",

@@ -424,6 +424,7 @@ class DeviceRunner(Runner):
 
     def _forward_each(self, size: int, blocks: int) -> None:
         inputs, words = self._inputs.first(size), self._tokens.words(size, blocks)
+        inputs = inputs._replace(block_tables=inputs.block_tables[:, :blocks])
         kernels.begin_decode(words, self._tokens.rows[:size], self.block_size, inputs)
         self._forward_inputs(inputs, size, blocks, None)
 

@@ -373,3 +373,25 @@ def test_tables_are_as_wide_as_the_longest_context_asks(model: Llama, monkeypatc
         assert [each.outputs[0].token_ids for each in ours] == [each.outputs[0].token_ids for each in theirs]
     assert len({width for size, width in widths if size == 1}) == 3
     assert len({width for size, width in widths if size > few}) == 1
+
+
+def test_the_most_probable_tokens_are_those_without_graphs(model: Llama) -> None:
+    """However many each of a step's requests wants, and beside guesses."""
+    text = [11, 12, 13, 14] * 6
+    counts = (0, 3, None, 7, 20, 40, -1)
+    ways: list[dict[str, Any]] = [{}, {"speculate": "lookup"}]
+    for options in ways:
+        for few in (counts, counts[:3], counts[1:2]):
+            params = [
+                SamplingParams(temperature=0, max_tokens=12, logprobs=count, logit_bias=None, ignore_eos=True)
+                for count in few
+            ]
+            requests: list[tuple[list[int], Any]] = [(text[i:], each) for i, each in enumerate(params)]
+            expected = run(engine_for(model, num_blocks=400, on_device=False), requests)
+            found = run(engine_for(model, num_blocks=400, on_device=True, **options), requests)
+            for output, other, count in zip(found, expected, few, strict=True):
+                assert output.outputs[0].token_ids == other.outputs[0].token_ids
+                for one, two in zip(output.outputs[0].logprobs or (), other.outputs[0].logprobs or (), strict=True):
+                    assert len(one.top) == len(two.top) == (96 if count == -1 else count)
+                    assert [i for i, _ in one.top[:5]] == [i for i, _ in two.top[:5]]
+                    assert one.logprob == pytest.approx(two.logprob, abs=1e-3)
