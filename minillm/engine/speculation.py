@@ -31,8 +31,11 @@ from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 # Measured with the 135m on 2 cores, int8: 0.3, and 0.09 for each guess (with the weights as stored 0.3 and 0.13).
 _CPU_PRICE = Price(0.3, 0.12)
 _COMPILED_PRICE = Price(0.35, 0.2)  # beside a step that `minillm.model.one_token` computes; one with guesses is not
-# A GPU reads its weights once for all rows of a step. Then it waits for the host, 0.3 ms: so many bytes it reads then.
-_GPU_PRICE, _HOST_BYTES = Price(0.05, 0.01, resumptions=8, most=15), 1 << 30
+# A GPU reads its weights once for all rows of a step, but each layer takes some 5 us more than for one row, and 0.8 us
+# for each further one (4 rows of the 135m 1.46 of a step, 16 rows 2.1; of the 8b 1.15 and 1.24). Then it waits for the
+# host, 0.2 ms. All that in bytes, as `token_bytes` has it.
+_GPU_PRICE = Price(0.08, 0.005, resumptions=8, most=15)
+_HOST_BYTES, _LAYER_BYTES, _ROW_BYTES = 500 << 20, 12 << 20, 2 << 20
 _RESUMED = 3  # tokens that are guessed where a text may go on with what it has parted from
 
 
@@ -204,8 +207,9 @@ def _price(model: Llama) -> Price:
     """What guesses cost beside a model's steps."""
     if model.device.type == "cpu":
         return _CPU_PRICE if model.one_token is None else _COMPILED_PRICE
-    host = _HOST_BYTES / token_bytes(model)
-    return replace(_GPU_PRICE, step=_GPU_PRICE.step + host, wait=0.6 * host)
+    whole, layers = token_bytes(model), model.config.num_layers
+    host, layer, row = (_HOST_BYTES / whole, _LAYER_BYTES * layers / whole, _ROW_BYTES * layers / whole)
+    return replace(_GPU_PRICE, step=_GPU_PRICE.step + host + layer, each=_GPU_PRICE.each + row, wait=host)
 
 
 def _guessed(group: SequenceGroup, sequence: Sequence, num_running: int) -> Chunk | None:
