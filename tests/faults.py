@@ -485,6 +485,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     # --- the device's rows --------------------------------------------------------------------------------------------
     "minillm/runner/rows.py": [
+        ("rows-trusted-behind-guesses", "if (row := self._held.get(sequence.seq_id)) is not None:", "if False:",
+         GUESSES + "test_tokens_are_the_same_whatever_the_options"),
         ("tables-too-narrow", "longest = max(longest, row.position)", "longest = row.position - 9",
          ROWS + "test_tables_are_as_wide_as_the_longest_context_asks"),
         ("row-of-an-old-table", "if row.table is not table:", "if row.table is None:", AHEAD + "[0]", AHEAD + "[1]",

@@ -63,7 +63,7 @@ def drafter_of(engine: Engine) -> Drafter:
 def kv_of(model: Llama, token_ids: list[int]) -> Tensor:
     """K and V of tokens, computed alone: ``[layers, 2, tokens, heads, head_dim]``."""
     n = len(token_ids)
-    cache = model.new_kv_cache(1, n)
+    cache = model.new_kv_cache(1, 1 << (n - 1).bit_length())
     numbers = torch.arange(n, device=model.device)
     batch = Batch(
         torch.tensor(token_ids, device=model.device), numbers, numbers,
@@ -73,7 +73,7 @@ def kv_of(model: Llama, token_ids: list[int]) -> Tensor:
     )  # fmt: skip
     with torch.inference_mode():
         model.forward(batch, cache)
-    return cache.values[:, :, 0]
+    return cache.values[:, :, 0, :n]
 
 
 def assert_known_is_right(engine: Engine) -> int:

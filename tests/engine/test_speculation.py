@@ -373,7 +373,7 @@ def test_a_text_that_repeats_nothing_is_computed_ahead_of_its_lookups(model: Lla
 def test_lookups_at_the_price_of_a_gpu_change_no_token(
     model: Llama, monkeypatch: pytest.MonkeyPatch, on_device: bool
 ) -> None:
-    monkeypatch.setattr(speculation, "_CPU_PRICE", speculation._GPU_PRICE)
+    monkeypatch.setattr(speculation, "_price", lambda model: speculation._GPU_PRICE)
     text = [5, 9, 17, 33, 65, 7, 11]
     requests = [(text * 3, SamplingParams(max_tokens=60, temperature=t, seed=3, ignore_eos=True)) for t in (0, 0.7)]
     for each in requests:
@@ -395,7 +395,7 @@ def test_a_guess_is_tried_again_where_a_text_has_parted_from_what_it_repeats(
         steps = []
         for resumptions in (0, 8):
             price = replace(speculation._GPU_PRICE, resumptions=resumptions)
-            monkeypatch.setattr(speculation, "_CPU_PRICE", price)
+            monkeypatch.setattr(speculation, "_price", lambda model, price=price: price)
             engine = engine_for(counting, num_blocks=128, speculate="lookup")
             [answer] = run(engine, [([*text, 99], params)])
             assert answer.outputs[0].token_ids == list(range(100, 200))
