@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass
 from typing import Protocol
 
-_FEWEST = 3  # guesses at a time that are looked up
 _MOST_DRAFTED = 8
 _LARGEST_CREDIT = 2.0
 _LONGEST_PAUSE = 64  # steps
@@ -27,7 +26,7 @@ class Price:
         wait: of a step that is not computed ahead of a lookup, where others are.
         resumptions: times that a text which has parted from what it repeated is expected to go on with it: where
             guesses cost much, none.
-        most: guesses at a time that are looked up. A GPU computes 9 to 16 rows in one time.
+        fewest, most: guesses at a time that are looked up. A GPU computes 5 to 8 rows in one time, and 9 to 16.
     """
 
     step: float
@@ -35,6 +34,7 @@ class Price:
     draft: float = 0.0
     wait: float = 0.0
     resumptions: int = 0
+    fewest: int = 3
     most: int = 8
 
 
@@ -59,10 +59,13 @@ class LookupPace:
     """Of guesses that are found: as many as were right lately, and fewer and fewer where few are."""
 
     price: Price
-    count: int = _FEWEST
+    count: int = 0  # the price's fewest to begin with
     credit: float = 0.0  # steps that guesses have saved lately
     pause: int = 0  # steps of the last pause, fewer since something was saved
     left: int = 0
+
+    def __post_init__(self) -> None:
+        self.count = self.count or self.price.fewest
 
     def is_due(self) -> bool:
         if self.left:
@@ -84,7 +87,7 @@ class LookupPace:
             self.credit = 0.0
             self.left = self.pause = min(_LONGEST_PAUSE, max(2, 2 * self.pause))
         if num_right < num_guessed:
-            self.count = max(_FEWEST, num_right + 1)
+            self.count = max(price.fewest, num_right + 1)
         elif num_guessed:
             self.count = min(price.most, 2 * self.count + 1)
 

@@ -34,7 +34,7 @@ _COMPILED_PRICE = Price(0.35, 0.2)  # beside a step that `minillm.model.one_toke
 # A GPU reads its weights once for all rows of a step, but each layer takes some 5 us more than for one row, and 0.8 us
 # for each further one (4 rows of the 135m 1.46 of a step, 16 rows 2.1; of the 8b 1.15 and 1.24). Then it waits for the
 # host, 0.2 ms. All that in bytes, as `token_bytes` has it.
-_GPU_PRICE = Price(0.08, 0.005, resumptions=8, most=15)
+_GPU_PRICE = Price(0.08, 0.005, resumptions=8, fewest=7, most=15)
 _HOST_BYTES, _LAYER_BYTES, _ROW_BYTES = 500 << 20, 12 << 20, 2 << 20
 _RESUMED = 3  # tokens that are guessed where a text may go on with what it has parted from
 

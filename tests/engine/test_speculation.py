@@ -217,6 +217,9 @@ def test_aborts_give_every_block_back(loops: Llama) -> None:
         engine.add_request("a", *looping())
         for _ in range(when):
             engine.step()
+        if "a" not in engine.requests.groups:
+            assert when > 2, "it ends so soon where guesses cost little"
+            break
         tokens = engine.requests.groups["a"].sequences[0].token_ids
         assert tokens[10:] == (LOOP * 6)[: len(tokens) - 10]
         engine.abort("a")
