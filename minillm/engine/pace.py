@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Protocol
 
-_MOST_DRAFTED = 8
+_MOST_DRAFTED = 8  # guesses of a draft model at a time
 _LARGEST_CREDIT = 2.0
 _LONGEST_PAUSE = 64  # steps
 _DRAFT_PAUSES = 4, 256  # the shortest and the longest, whose tokens the draft model computes when it is over
