@@ -27,6 +27,8 @@ def nothing_twice() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         _patch_once_a_launch(interpreter, patch)
         _keep_types(interpreter, patch)
+        _see_what_is_equal(interpreter, patch)
+        _call_at_once(interpreter, patch)
         _leave_out_what_nobody_reads(interpreter, patch)
         yield
 
@@ -37,10 +39,13 @@ def _patch_once_a_launch(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     Within a launch that finds everything patched already. Looking at three members is enough to know.
     """
     language, patch_all = interpreter.tl, interpreter._patch_lang
+    sees_core: dict[Any, bool] = {}
 
     def patch_what_is_not(fn: Any) -> Any:
         members = [language.load, language.tensor.to]
-        if language.core in fn.__globals__.values():
+        if fn not in sees_core:
+            sees_core[fn] = any(value is language.core for value in fn.__globals__.values())
+        if sees_core[fn]:
             members.append(language.core.load)
         is_new = any(map(language.core.is_builtin, members))
         return patch_all(fn) if is_new else interpreter._LangPatchScope()
@@ -60,6 +65,7 @@ def _keep_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
         key = element_ty.name, tuple([size.value if isinstance(size, core.constexpr) else size for size in shape])
         if key not in blocks:
             new_block(self, element_ty, shape)
+            self.sizes = key[1]  # shapes are compared as plain tuples
             blocks[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
         vars(self).update(blocks[key])
         self.element_ty = element_ty
@@ -79,6 +85,117 @@ def _keep_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core.block_type, "__init__", block)
     patch.setattr(core.tensor, "__init__", tensor)
     patch.setattr(interpreter, "_get_np_dtype", dtype_of)
+
+
+def _see_what_is_equal(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Types are compared, promoted and broadcast for each operation; mostly they are the same."""
+    core, semantic, builder = interpreter.tl.core, interpreter.TritonSemantic, interpreter.InterpreterBuilder
+    plain = type(core.float32)
+    unwrap, compare = core._unwrap_if_constexpr, plain.__eq__
+    give_element, to_ir = core.block_type.with_element_ty, core.block_type.to_ir
+    check, promote, broadcast = (
+        semantic.binary_op_type_checking_impl, semantic.computation_type_impl, semantic.broadcast_impl_value
+    )  # fmt: skip
+    simple = {int, float, str, bool, type(None), plain, core.block_type, core.pointer_type, core.tensor}
+    blocks: dict[tuple[str, str], Any] = {}
+    promoted: dict[tuple[Any, ...], Any] = {}
+    whole: dict[tuple[str, str], Any] = {}
+    spread: dict[tuple[Any, ...], Any] = {}  # a number as a block
+    bytes_of: dict[str, int] = {}
+
+    def unwrap_at_once(o: Any) -> Any:
+        return o if type(o) in simple else unwrap(o)
+
+    def is_equal(self: Any, other: Any) -> bool:
+        return self is other or compare(self, other)
+
+    def block_of(self: Any, element: Any) -> Any:
+        if type(element) is not plain:  # a pointer's name leaves out where it points
+            return give_element(self, element)
+        key = self.name, element.name
+        if key not in blocks:
+            blocks[key] = give_element(self, element)
+        return blocks[key]
+
+    def block_in_ir(self: Any, of: Any) -> Any:
+        return self if type(self.element_ty) is plain else to_ir(self, of)
+
+    def checked(self: Any, lhs: Any, rhs: Any, *rules: bool, **named: bool) -> Any:
+        divides = named.get("div_or_mod", rules[3:] == (True,))
+        if type(lhs) is type(rhs) is core.tensor and not divides and is_same(lhs.type, rhs.type):
+            return lhs, rhs
+        block, number = (lhs, rhs) if type(rhs) in (int, float) else (rhs, lhs)
+        if type(number) not in (int, float) or type(block) is not core.tensor or type(block.dtype) is not plain:
+            return check(self, lhs, rhs, *rules, **named)
+        key = block.type.name, type(number), repr(number), rules, *named.items()
+        if key not in spread:
+            found = check(self, lhs, rhs, *rules, **named)
+            if found[number is lhs] is not block:  # it is widened
+                return found
+            spread[key] = found[number is rhs]
+        return (block, spread[key]) if number is rhs else (spread[key], block)
+
+    def is_same(a: Any, b: Any) -> bool:
+        return type(a.scalar) is plain and (a is b or a.name == b.name)
+
+    def common(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, divides: bool) -> Any:
+        key = a.name, a_is_scalar, b.name, b_is_scalar, divides
+        if key not in promoted:
+            promoted[key] = promote(self, a, a_is_scalar, b, b_is_scalar, divides)
+        return promoted[key]
+
+    def in_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.sizes == rhs.type.sizes:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def kept(make: Any) -> Any:
+        """Whole numbers of a program are made once; no operation writes into what it reads."""
+
+        def made(self: Any, value: Any) -> Any:
+            if type(value) is not int:
+                return make(self, value)
+            key = make.__name__, str(value)
+            if key not in whole:
+                whole[key] = make(self, value)
+            return whole[key]
+
+        return made
+
+    def fits(array: Any, type: Any) -> bool:
+        if type.name not in bytes_of:
+            is_pointer = isinstance(type, core.pointer_type)
+            bytes_of[type.name] = 1 << 30 if is_pointer else max(8, type.primitive_bitwidth) // 8
+        return bool(array.itemsize <= bytes_of[type.name])
+
+    patch.setattr(core, "_unwrap_if_constexpr", unwrap_at_once)
+    patch.setattr(plain, "__eq__", is_equal)
+    patch.setattr(core.block_type, "with_element_ty", block_of)
+    patch.setattr(core.block_type, "to_ir", block_in_ir)
+    patch.setattr(semantic, "binary_op_type_checking_impl", checked)
+    patch.setattr(semantic, "computation_type_impl", common)
+    patch.setattr(semantic, "broadcast_impl_value", in_one_shape)
+    for bits in (8, 16, 32, 64):
+        for name in (f"get_int{bits}", f"get_uint{bits}"):
+            patch.setattr(builder, name, kept(getattr(builder, name)))
+    patch.setattr(interpreter, "_validate_np_data_size", fits)
+
+
+def _call_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """An operation is called through two or three functions, one of which only looks whether it may be."""
+    core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
+    around = core.builtin(lambda: None).__code__
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        fn = member.__wrapped__ if getattr(member, "__code__", None) is around else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return fn(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    patch.setattr(interpreter, "_patch_attr", patch_attr)
 
 
 def _leave_out_what_nobody_reads(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
