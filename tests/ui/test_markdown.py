@@ -67,7 +67,7 @@ async def test_pieces_give_what_the_whole_gives(name: str, longest: int, lines_a
         while at < len(text):
             step = pieces.randint(1, longest)
             await growing.append_text(text[at : at + step], lines_ahead)
-            await pilot.pause()
+            await pilot.pause(0)  # laid out, and no longer
             at += step
         growing.end()
         await pilot.pause()

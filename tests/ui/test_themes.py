@@ -12,7 +12,6 @@ from driving import answered, ask, chat, say, screen, until
 from rich.color import Color as RichColour
 from textual.color import Color
 from textual.command import CommandList
-from textual.css.stylesheet import Stylesheet
 from textual.pilot import Pilot
 from textual.screen import Screen
 
@@ -51,23 +50,6 @@ def words_of(pilot: Pilot[Any]) -> Iterator[tuple[str, Color, Color]]:
                 if style.dim:
                     ink = ground.blend(ink, 0.5)
                 yield segment.text.strip(), *((ground, ink) if style.reverse else (ink, ground))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _styles_are_parsed_once_a_theme() -> Iterator[None]:
-    """And not again in each place."""
-    parse: Any = Stylesheet._parse_rules
-    parsed: dict[Any, Any] = {}
-
-    def once(self: Stylesheet, *args: Any, **kwargs: Any) -> Any:
-        key = tuple(self._variables.items()), args, tuple(kwargs.items())
-        if key not in parsed:
-            parsed[key] = parse(self, *args, **kwargs)
-        return parsed[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stylesheet, "_parse_rules", once)
-        yield
 
 
 in_every_theme = pytest.mark.parametrize("in_all", [False, pytest.param(True, marks=pytest.mark.soak)])
