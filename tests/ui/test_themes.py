@@ -58,20 +58,20 @@ in_every_theme = pytest.mark.parametrize("in_all", [False, pytest.param(True, ma
 async def faint(pilot: Pilot[Any], where: str, in_all: bool, views: Sequence[str] = ()) -> list[str]:
     """What cannot be read in some theme, on a terminal with all colours or with 256; in each of the ``views``, if any.
 
-    Unless ``in_all``, each place has each theme with either; a theme has now the one and now the other.
+    Unless ``in_all``, each place has each theme with either; a theme has now the one and now the other. Views share
+    a theme's turn: the whole chat takes its colours anew each time.
     """
     found, app = [], screen(pilot).app
     await until(pilot, lambda: any(words_of(pilot)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Screen, "_compositor_refresh", lambda _: None)  # nobody looks: it is drawn for `words_of` only
         for (turn, kind), (number, name) in itertools.product(enumerate(KINDS), enumerate(THEMES)):
-            places = [each for each in views or [where] if in_all or (zlib.crc32(each.encode()) + number) % 2 == turn]
-            if not places:
+            if not in_all and (zlib.crc32(where.encode()) + number) % 2 != turn:
                 continue
             theme = for_terminal(find_theme(name), kind)
             app.register_theme(theme)
             app.theme = theme.name
-            for place in places:
+            for place in views or [where]:
                 if views:
                     screen(pilot).panel.view = place
                 await pilot.pause()
