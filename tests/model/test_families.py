@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,9 @@ def outputs_of(model: Llama, requests: list[tuple[list[int], Any]], **options: A
     return [[completion.token_ids for completion in output.outputs] for output in results]
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("family", LOADED)
-def test_chunks_batches_shared_prefixes_and_preemption_change_nothing(family: str, on_device: bool) -> None:
+@cache
+def each_alone(family: str) -> tuple[Llama, list[tuple[list[int], Any]], list[list[list[int]]]]:
+    """A model, requests of every kind, and the tokens of each where it is the only one."""
     model = ours(hf_model(**FAMILIES[family]))
     rng = random.Random(1)
     head = prompt_of(22, 99)
@@ -128,7 +129,13 @@ def test_chunks_batches_shared_prefixes_and_preemption_change_nothing(family: st
     sampled = SamplingParams(n=3, temperature=0.9, seed=1, max_tokens=12, ignore_eos=True)
     beams = BeamSearchParams(beam_width=3, max_tokens=12)
     requests = [(prompt, (GREEDY, sampled, beams)[i % 3]) for i, prompt in enumerate(prompts)]
-    alone = [outputs_of(model, [request], num_blocks=128)[0] for request in requests]
+    return model, requests, [outputs_of(model, [request], num_blocks=128)[0] for request in requests]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("family", LOADED)
+def test_chunks_batches_shared_prefixes_and_preemption_change_nothing(family: str, on_device: bool) -> None:
+    model, requests, alone = each_alone(family)
     for options in (
         {"num_blocks": 512, "max_num_batched_tokens": 512},
         {"num_blocks": 512, "max_num_batched_tokens": 7, "max_num_seqs": 7},
