@@ -62,6 +62,14 @@ def _the_interpreter_does_nothing_twice() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _styles_are_parsed_once() -> Iterator[None]:
+    from parsed_styles import parsed_once
+
+    with parsed_once():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _drawn_again_alike(request: pytest.FixtureRequest) -> None:
     """Random tensors are a test's own, and the same every time: a test that fails fails again."""

@@ -90,7 +90,7 @@ def _keep_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 def _see_what_is_equal(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     """Types are compared, promoted and broadcast for each operation; mostly they are the same."""
     core, semantic, builder = interpreter.tl.core, interpreter.TritonSemantic, interpreter.InterpreterBuilder
-    plain = type(core.float32)
+    plain: Any = type(core.float32)
     unwrap, compare = core._unwrap_if_constexpr, plain.__eq__
     give_element, to_ir = core.block_type.with_element_ty, core.block_type.to_ir
     check, promote, broadcast = (
