@@ -29,7 +29,7 @@ from minillm.runner.runner import Runner
 from minillm.text.tokenizer import Tokenizer
 from minillm.ui.settings import for_desktop
 
-SMALL = 120
+SMALL = 80
 REQUESTS = int(os.environ.get("MINILLM_SPECULATED_REQUESTS", SMALL))
 WORDS = ("one", "two", " three", " and", "\n", "a", "b", " c")
 GRAMMARS = [
