@@ -22,7 +22,7 @@ from test_random_keys import something
 
 from minillm.ui.chat.sessions import SessionStore
 
-MINUTES = float(os.environ.get("MINILLM_TYPING_MINUTES", "0.2"))
+MINUTES = float(os.environ.get("MINILLM_TYPING_MINUTES", "0.1"))
 SIZES = [(160, 50), (120, 40), (80, 24), (40, 12)]
 BEGIN, END = "\x1b[200~", "\x1b[201~"
 HOSTILE = [
