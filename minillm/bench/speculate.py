@@ -32,6 +32,7 @@ from minillm.llm import LLM
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import MAX_TOKENS, SamplingParams
+from minillm.text.tokenizer import Tokenizer
 
 _ALICE = (
     "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
@@ -102,8 +103,8 @@ COUNTED: dict[str, tuple[tuple[int, ...], ...]] = {
     "counted names": (_counted(12, 3),),
 }
 _SAMPLING: dict[str, dict[str, Any]] = {  # the others are greedy
-    "chat": {"temperature": 0.7, "top_p": 0.95, "logprobs": 5},  # as the chat app asks
-    **{turn: {"temperature": 0.7, "top_p": 0.95, "logprobs": 5} for turn in _FOLLOW_UPS},
+    # As the chat app asks.
+    **{turn: {"temperature": 0.7, "top_p": 0.95, "logprobs": 5} for turn in ("chat", *_FOLLOW_UPS)},
     "nothing": {"temperature": 2.0, "ignore_eos": True},  # each token is a surprise
     **{name: {"ignore_eos": True} for name in ("greedy", *COUNTED)},
     **{name: {"temperature": float(temperature), "ignore_eos": True} for name, temperature in _DRAWN.items()},
@@ -136,11 +137,14 @@ def measure(subject: Subject, options: Options) -> Iterator[SpeculationResult]:
     """Measure each kind of text, plainly and with guesses: by lookup, and by the draft model where there is one."""
     tokenizer, runner = subject.llm.engine.tokenizer, subject.llm.engine.runner
     ways = ["lookup"] if runner.guesser is None else ["lookup", "model"]
-    yield from _measure_all(subject, RANDOM if tokenizer is None else PROMPTS, ways, options)
-    if tokenizer is not None and tokenizer.has_chat_template:
-        yield from _measure_all(subject, _later_turns(subject.llm, options), ways, options)
-    if tokenizer is None and let_count(runner.model):
-        yield from _measure_all(subject, COUNTED, ["lookup"], options)
+    if tokenizer is None:
+        yield from _measure_all(subject, RANDOM, ways, options)
+        if let_count(runner.model):
+            yield from _measure_all(subject, COUNTED, ["lookup"], options)
+        return
+    yield from _measure_all(subject, PROMPTS, ways, options)
+    if tokenizer.has_chat_template:
+        yield from _measure_all(subject, _later_turns(subject.llm, tokenizer, options), ways, options)
 
 
 @torch.inference_mode()
@@ -209,10 +213,9 @@ def _measure(
     ]
 
 
-def _later_turns(llm: LLM, options: Options) -> dict[str, tuple[tuple[int, ...], ...]]:
+def _later_turns(llm: LLM, tokenizer: Tokenizer, options: Options) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The chats' later prompts, each behind its chat so far."""
-    engine, tokenizer = llm.engine, llm.engine.tokenizer
-    assert tokenizer is not None
+    engine = llm.engine
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS["chat"]]
     params = SamplingParams(max_tokens=options.output_len, seed=0, **_SAMPLING["chat"])
     way = Samples(engine.requests, engine.runner)

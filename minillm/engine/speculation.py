@@ -208,7 +208,7 @@ def _price(model: Llama) -> Price:
     if model.device.type == "cpu":
         return _CPU_PRICE if model.one_token is None else _COMPILED_PRICE
     whole, layers = token_bytes(model), model.config.num_layers
-    host, layer, row = (_HOST_BYTES / whole, _LAYER_BYTES * layers / whole, _ROW_BYTES * layers / whole)
+    host, layer, row = _HOST_BYTES / whole, _LAYER_BYTES * layers / whole, _ROW_BYTES * layers / whole
     return replace(_GPU_PRICE, step=_GPU_PRICE.step + host + layer, each=_GPU_PRICE.each + row, wait=host)
 
 

@@ -250,15 +250,15 @@ class DeviceRunner(Runner):
             self._send(masks, [draw.row for draw in draws])
         penalised = any(group.params.has_penalties for group, _ in owners)
         # Where nobody wants to know log-probabilities, they only tell of NaN.
-        wanted = any(group.params.logprobs is not None for group, _ in owners)
-        told, listed = (penalised or masked) and wanted, num_listed(draws, logits.shape[1])
+        wanted = _wants_logprobs(draws)
+        told, listed = (penalised or masked) and wanted, num_listed(draws, logits.shape[1]) if wanted else 0
         work = partial(self._draw, size, penalised=penalised, masked=masked, told=told, listed=listed)
         found = self._draws.run((size, penalised, masked, told, listed), work)
         self._books.note_drawn(draws)
         for observer in self.observers:
             observer.end()
         # Rows of another method may lie between.
-        return self._drawn(draws, found, [draw.row for draw in draws], may_compute_ahead=True)
+        return self._drawn(draws, found, [draw.row for draw in draws], wanted, may_compute_ahead=True)
 
     @torch.inference_mode()
     def draw_guessed(self, logits: Tensor, draws: list[Chunk], holders: list[Sequence]) -> Drawn:
@@ -267,16 +267,19 @@ class DeviceRunner(Runner):
         self._books.outdate(holders)  # they have no penalties
         (size, wanted), listed = self._each, num_listed(draws, logits.shape[1])
         found = self._draws.run((size, "each", listed), lambda: self._draw_each(size, listed))
-        return self._drawn(draws, found, [wanted[draw.row] for draw in draws], may_compute_ahead=False)
+        rows = [wanted[draw.row] for draw in draws]
+        return self._drawn(draws, found, rows, _wants_logprobs(draws), may_compute_ahead=False)
 
-    def _drawn(self, draws: list[Chunk], found: Found, rows: list[int], *, may_compute_ahead: bool) -> Drawn:
-        """The draws from ``rows`` of those that a graph has computed."""
+    def _drawn(
+        self, draws: list[Chunk], found: Found, rows: list[int], wants_logprobs: bool, *, may_compute_ahead: bool
+    ) -> Drawn:
+        """The draws from ``rows``, in ascending order, of those that a graph has computed."""
         at: slice | Tensor = slice(rows[0], rows[-1] + 1)
-        if rows != list(range(rows[0], rows[-1] + 1)):
+        if rows[-1] - rows[0] >= len(rows):
             at = self._numbers(rows, torch.int64)
         tokens, logprobs, *listed = (tensor[at] for tensor in found)
         logits, ahead = self._logits[at], may_compute_ahead and _ahead(draws)
-        if any(draw.group.params.logprobs is not None for draw in draws):
+        if wants_logprobs:
             logits = self.as_drawn_from(logits)
         ways = {"may_run_ahead": ahead, "may_compute_ahead": may_compute_ahead}
         return Drawn(draws, tokens, logprobs, logits, listed, **ways)
@@ -445,6 +448,10 @@ class DeviceRunner(Runner):
         tokens, logprobs = kernels.sample_with_logprobs(logits, inputs.sampling)
         kernels.end_decode(self._words, self._counts, rows, tokens)
         return tokens, kernels.log_probabilities(raw, tokens) if told else logprobs, *_list(raw, listed)
+
+
+def _wants_logprobs(draws: list[Chunk]) -> bool:
+    return any(draw.group.params.logprobs is not None for draw in draws)
 
 
 def _list(logits: Tensor, count: int) -> tuple[Tensor, ...]:

@@ -382,10 +382,7 @@ def test_the_most_probable_tokens_are_those_without_graphs(model: Llama) -> None
     ways: list[dict[str, Any]] = [{}, {"speculate": "lookup"}]
     for options in ways:
         for few in (counts, counts[:3], counts[1:2]):
-            params = [
-                SamplingParams(temperature=0, max_tokens=12, logprobs=count, logit_bias=None, ignore_eos=True)
-                for count in few
-            ]
+            params = [SamplingParams(temperature=0, max_tokens=12, logprobs=count, ignore_eos=True) for count in few]
             requests: list[tuple[list[int], Any]] = [(text[i:], each) for i, each in enumerate(params)]
             expected = run(engine_for(model, num_blocks=400, on_device=False), requests)
             found = run(engine_for(model, num_blocks=400, on_device=True, **options), requests)
