@@ -15,15 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels import few_linear
 from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
 
-# Tokens, up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps): on an H200 with a cold L2.
+# Tokens, up to a power of two -> (out features, in features) -> (ROWS, COLUMNS, warps): on an H200 with a cold L2, one
+# token of the 135m's layers in a chain of whole layers.
 TILES: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {
     1: {
         (960, 576): (4, 1024, 4),
-        (576, 576): (4, 1024, 4),
-        (3072, 576): (4, 1024, 2),
-        (576, 1536): (4, 2048, 8),
+        (576, 576): (2, 1024, 8),
+        (3072, 576): (8, 1024, 16),
+        (576, 1536): (8, 2048, 4),
         (49152, 576): (8, 256, 2),
         (3072, 2048): (4, 1024, 4),
         (2048, 2048): (4, 2048, 8),
@@ -156,34 +158,53 @@ def _matvec_kernel(
 
 def takes(num_tokens: int, weight: Tensor) -> bool:
     """Whether these kernels are the fastest way to multiply a weight ``[out, in]`` with this many tokens."""
-    return num_tokens == 1 or weight.numel() <= _LARGEST.get(num_tokens, 0)
+    is_small = weight.numel() <= _LARGEST.get(num_tokens, 0)
+    return num_tokens == 1 or is_small or few_linear.takes(num_tokens, weight)
 
 
 def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``; as the next three, of at most `MOST_TOKENS` tokens and contiguous, else ValueError."""
-    return launch(_target(x, weight), x, weight, bias)
+    """``x @ weight.T + bias``; as the next three, of at most `MOST_TOKENS` tokens and contiguous, else ValueError.
+
+    Of more tokens, where `few_linear` takes them.
+    """
+    return _multiply(_target(x, weight), x, weight, bias)
 
 
 def norm_matvec(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """``rms_norm(x) @ weight.T + bias``, ``[tokens, out]``, in ``out`` if given: see `reference.norm_linear`."""
-    return launch(_target(x, weight, out), x, weight, bias, (norm_weight, eps))
+    return _multiply(_target(x, weight, out), x, weight, bias, (norm_weight, eps))
 
 
 def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``silu(gate) * up``, ``[tokens, out / 2]``, of a packed weight: see `reference.norm_gated_linear`."""
-    return launch(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
+    return _multiply(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
 
 
 def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """``residual += x @ weight.T + bias``, ``[tokens, out]``, in place: see `reference.linear_add`."""
-    return launch(_target(x, weight, residual), x, weight, bias, add=True)
+    return _multiply(_target(x, weight, residual), x, weight, bias, add=True)
+
+
+def _multiply(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None = None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+) -> Tensor:
+    by = few_linear.launch if few_linear.takes(x.shape[0], weight) else launch
+    return by(out, x, weight, bias, norm, gated=gated, add=add)
 
 
 def _target(x: Tensor, weight: Tensor, out: Tensor | None = None, matrices: int = 1) -> Tensor:
     """``out``, or room for the product with one of the weight's matrices, once shapes and layouts are checked."""
-    fits = x.shape[1:] == weight.shape[1:] and 1 <= x.shape[0] <= MOST_TOKENS and x.dtype == weight.dtype
+    most = max(MOST_TOKENS, few_linear.MOST_TOKENS if few_linear.takes(x.shape[0], weight) else 0)
+    fits = x.shape[1:] == weight.shape[1:] and 1 <= x.shape[0] <= most and x.dtype == weight.dtype
     if not (fits and x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())):
         raise ValueError(
             f"a matvec takes up to [{MOST_TOKENS}, {weight.shape[1]}] and a weight of its dtype, all contiguous, "
