@@ -64,6 +64,8 @@ sample_with_logprobs = _op(reference.sample_with_logprobs)
 log_probabilities = _op(reference.log_probabilities)
 top_log_probabilities = _op(reference.top_log_probabilities)
 begin_decode = _op(reference.begin_decode)
+begin_guesses = _op(reference.begin_guesses)
+end_guesses = _op(reference.end_guesses)
 penalise = _op(reference.penalise)
 mask_logits = _op(reference.mask_logits)
 end_decode = _op(reference.end_decode)
@@ -154,7 +156,7 @@ class LinearWeight:
         """Keep the weight in ``dtype``, too, for products of so many tokens that this is faster."""
         if self.copied_bytes(dtype):
             self.weight = low_bit_linear.unpacked(self.parts, dtype)
-            self.most_by_parts = low_bit_linear.most_tokens_beside_a_copy(self.parts)
+            self.most_by_parts = low_bit_linear.most_tokens_beside_a_copy(self.parts, self.weight)
 
     def bound_gated(self, norm_weight: Tensor) -> None:
         """Find a scale for ``silu(gate) * up`` of a low-bit matrix behind a norm, for `mlp` to keep it in float16."""

@@ -37,7 +37,7 @@ _TABLE = tl.constexpr(Field.TABLE)
 
 
 @triton.jit
-def _float(words_ptr):
+def row_float(words_ptr):
     return tl.load(words_ptr).to(tl.float32, bitcast=True)
 
 
@@ -71,10 +71,10 @@ def _begin_decode_kernel(
         tl.store(positions_ptr + i, position.to(tl.int64))
         tl.store(slots_ptr + i, block * BLOCK_SIZE + position % BLOCK_SIZE)
         tl.store(lens_ptr + i, position + 1)
-        tl.store(temperature_ptr + i, _float(word_ptr + _TEMPERATURE))
+        tl.store(temperature_ptr + i, row_float(word_ptr + _TEMPERATURE))
         tl.store(top_k_ptr + i, tl.load(word_ptr + _TOP_K).to(tl.int64))
-        tl.store(top_p_ptr + i, _float(word_ptr + _TOP_P))
-        tl.store(min_p_ptr + i, _float(word_ptr + _MIN_P))
+        tl.store(top_p_ptr + i, row_float(word_ptr + _TOP_P))
+        tl.store(min_p_ptr + i, row_float(word_ptr + _MIN_P))
         low = tl.load(word_ptr + _SEED_LOW).to(tl.int64) & 0xFFFFFFFF
         high = tl.load(word_ptr + _SEED_HIGH).to(tl.int64)
         tl.store(seeds_ptr + i, (high << 32) | low)
@@ -116,9 +116,9 @@ def _penalise_kernel(
     x = tl.load(logits_ptr + i * logits_stride + ids, mask=is_id, other=0.0).to(tl.float32)
     if row >= 0:
         word_ptr = words_ptr + row * row_stride
-        repetition = _float(word_ptr + _REPETITION)
-        frequency = _float(word_ptr + _FREQUENCY)
-        presence = _float(word_ptr + _PRESENCE)
+        repetition = row_float(word_ptr + _REPETITION)
+        frequency = row_float(word_ptr + _FREQUENCY)
+        presence = row_float(word_ptr + _PRESENCE)
         if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
             count = tl.load(counts_ptr + row * vocab + ids, mask=is_id, other=0)
             x = tl.where(count > 0, tl.where(x > 0, x / repetition, x * repetition), x)

@@ -6,6 +6,7 @@ from minillm.kernels.blocks import block_copy, gather_blocks, scatter_blocks
 from minillm.kernels.chunked_prefill import prefill_attention
 from minillm.kernels.decode_attention import paged_attention
 from minillm.kernels.decode_rows import begin_decode, end_decode, penalise
+from minillm.kernels.guess_rows import begin_guesses, end_guesses
 from minillm.kernels.masks import mask_logits
 from minillm.kernels.norm import rms_norm
 from minillm.kernels.prefix_decode_attention import prefix_attention

@@ -3,7 +3,7 @@
 Prompts go through the model's chat template, where it has one. The long texts are in the public domain. A chat goes on
 for three turns: its later answers stand behind the first ones, as they come without guesses. All ways run by turns in
 one process: without guesses, by lookup, and with ``--speculate MODEL`` by a draft model. Times are of the tokens after
-the first.
+the first. What chats say is drawn, and says one thing again more often or less: so each is asked with several seeds.
 
 Random weights say nothing worth repeating, and their own copy in few bits (``--shape llama-8b --speculate
 llama-8b:q4_0``) is not of their mind: their likeliest tokens are nearly as likely as the next. But the hotter both
@@ -82,6 +82,7 @@ PROMPTS: dict[str, tuple[str, ...]] = {
     ),
     "nothing": ("Write one word after the other, each a new one.",),
 }
+_SEEDS = 3  # of a chat
 _FOLLOW_UPS = {"second turn": "Tell me more about that.", "third turn": "Sum up what you have told me."}
 _RANDOM_IDS = tuple(range(1000, 3000, 7))
 _DRAWN = {f"drawn at {temperature}": temperature for temperature in (1, 4, 10, 15, 20, 30, 1000)}
@@ -132,6 +133,10 @@ class SpeculationResult:
     num_right: int = shown("right", "d")
     same: bool = shown("same tokens")
 
+    @property
+    def steps_per_token(self) -> float:
+        return 1 / self.tokens_per_step if self.tokens_per_step else 0.0
+
 
 def measure(subject: Subject, options: Options) -> Iterator[SpeculationResult]:
     """Measure each kind of text, plainly and with guesses: by lookup, and by the draft model where there is one."""
@@ -142,9 +147,38 @@ def measure(subject: Subject, options: Options) -> Iterator[SpeculationResult]:
         if let_count(runner.model):
             yield from _measure_all(subject, COUNTED, ["lookup"], options)
         return
-    yield from _measure_all(subject, PROMPTS, ways, options)
+    results = list[SpeculationResult]()
+    for result in _measure_all(subject, PROMPTS, ways, options):
+        results.append(result)
+        yield result
     if tokenizer.has_chat_template:
-        yield from _measure_all(subject, _later_turns(subject.llm, tokenizer, options), ways, options)
+        for result in _measure_all(subject, _later_turns(subject.llm, tokenizer, options), ways, options):
+            results.append(result)
+            yield result
+        for kind in ways:
+            yield _together([each for each in results if each.kind == kind and each.name in ("chat", *_FOLLOW_UPS)])
+
+
+def _together(turns: list[SpeculationResult]) -> SpeculationResult:
+    """A chat's turns as one: the time that all their tokens take."""
+
+    def mean(name: str) -> float:
+        weights = [each.num_tokens for each in turns]
+        return sum(w * getattr(each, name) for w, each in zip(weights, turns, strict=True)) / sum(weights)
+
+    plain, guessing, steps = mean("plain"), mean("guessing"), mean("steps_per_token")
+    return SpeculationResult(
+        "all turns",
+        turns[0].kind,
+        sum(each.num_tokens for each in turns),
+        plain,
+        guessing,
+        plain / guessing if guessing else 0.0,
+        1 / steps if steps else 0.0,
+        sum(each.num_guessed for each in turns),
+        sum(each.num_right for each in turns),
+        all(each.same for each in turns),
+    )
 
 
 @torch.inference_mode()
@@ -174,7 +208,10 @@ def _measure(
 ) -> list[SpeculationResult]:
     llm, engine = subject.llm, subject.llm.engine
     sampling = {"temperature": 0.0, **_SAMPLING.get(name, {})}
-    params = SamplingParams(max_tokens=options.output_len, seed=0, **sampling)
+    seeds = _SEEDS if name == "chat" or name in _FOLLOW_UPS else 1
+    params = [SamplingParams(max_tokens=options.output_len, seed=seed, **sampling) for seed in range(seeds)]
+    if name not in _FOLLOW_UPS:
+        asked = [token_ids for token_ids in asked for _ in params]
     guesser = engine.runner.guesser
     prices = [guesser.price if guesser is not None and kind == "model" else None for kind in kinds]
     guessing = [GuessingSamples(engine.requests, engine.runner, draft=price) for price in prices]
@@ -186,7 +223,9 @@ def _measure(
         for number in sorted(range(len(ways)), reverse=run % 2 == 0):
             llm.reset_prefix_cache()
             began = engine.figures.num_steps
-            outputs = [_answer(engine, token_ids, params, ways[number]) for token_ids in asked]
+            outputs = [
+                _answer(engine, token_ids, params[i % len(params)], ways[number]) for i, token_ids in enumerate(asked)
+            ]
             answers[number] = [output.outputs[0].token_ids for output in outputs]
             num_steps[number] += engine.figures.num_steps - began - len(asked)
             if run:
@@ -214,15 +253,15 @@ def _measure(
 
 
 def _later_turns(llm: LLM, tokenizer: Tokenizer, options: Options) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The chats' later prompts, each behind its chat so far."""
+    """The chats' later prompts, each behind its chat so far, of each seed."""
     engine = llm.engine
-    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS["chat"]]
-    params = SamplingParams(max_tokens=options.output_len, seed=0, **_SAMPLING["chat"])
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS["chat"] for _ in range(_SEEDS)]
+    params = [SamplingParams(max_tokens=options.output_len, seed=i, **_SAMPLING["chat"]) for i in range(_SEEDS)]
     way = Samples(engine.requests, engine.runner)
     turns = {}
     for turn, question in _FOLLOW_UPS.items():
-        for chat in chats:
-            answer = _answer(engine, tokenizer.apply_chat_template(chat), params, way).outputs[0].text
+        for i, chat in enumerate(chats):
+            answer = _answer(engine, tokenizer.apply_chat_template(chat), params[i % _SEEDS], way).outputs[0].text
             chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
         turns[turn] = tuple(tuple(tokenizer.apply_chat_template(chat)) for chat in chats)
     return turns

@@ -71,6 +71,7 @@ class Scheduler:
             schedule.decodes = [chunk for chunk in schedule.decodes if chunk.group not in gone]
             schedule.prefills = [chunk for chunk in schedule.prefills if chunk.group not in gone]
         self._take_drafts(budget, schedule)
+        self._make_room_for_guesses(schedule)
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
@@ -117,6 +118,17 @@ class Scheduler:
         if any(chunk.num_guesses for chunk in schedule.decodes):
             schedule.drafts = [chunk for chunk in schedule.decodes if chunk.num_guesses]
             schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.num_guesses]
+
+    def _make_room_for_guesses(self, schedule: Schedule) -> None:
+        """Take room for guesses that the device makes, or none where there is less. The sequence runs alone."""
+        for chunk in schedule.decodes:
+            if chunk.device_guesses:
+                if len(schedule.chunks) > 1 or schedule.preempted:
+                    chunk.device_guesses = 0
+                try:
+                    self.cache.append(chunk.sequence.own_table, chunk.device_guesses)
+                except OutOfBlocks:
+                    chunk.device_guesses = 0
 
     def _admit_waiting(self, budget: int, schedule: Schedule) -> int:
         """Admit groups from the queue, in its order, while there are seats, budget and blocks. Returns the rest."""

@@ -5,6 +5,9 @@ The guesses come from the sequence's own text and its siblings' (`minillm.engine
 position is drawn, which depends on the logits, the seed and the position alone. A guess is right exactly where it is
 that token. So the answer is the one that would have come without guesses, whatever its sampling parameters are; only
 fewer steps lead to it.
+
+Where waiting for the host would take long beside a step, the device itself makes guesses at a sequence that runs alone,
+and judges them: see `minillm.kernels.guess_rows`. The host says only for which steps.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from minillm.engine.lookup import Occurrences, Source
-from minillm.engine.pace import DraftPace, LookupPace, Pace, Price
+from minillm.cache import BlockTable
+from minillm.engine.guesses import ROWS, Guesses, Lookups
+from minillm.engine.pace import Price
 from minillm.engine.requests import Requests
 from minillm.engine.samples import Draws, Samples
 from minillm.model.llama import Llama
@@ -24,113 +28,20 @@ from minillm.outputs import Delta, TokenLogprobs
 from minillm.runner.drafter import MOST_SEQS, token_bytes
 from minillm.runner.penalties import needs_processing
 from minillm.runner.runner import Runner
-from minillm.runner.sampler import Drawn
+from minillm.runner.sampler import Drawn, num_listed
+from minillm.runner.to_host import ToHost
 from minillm.runner.token_rows import MOST_TOKENS
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 
 # Measured with the 135m on 2 cores, int8: 0.3, and 0.09 for each guess (with the weights as stored 0.3 and 0.13).
 _CPU_PRICE = Price(0.3, 0.12)
 _COMPILED_PRICE = Price(0.35, 0.2)  # beside a step that `minillm.model.one_token` computes; one with guesses is not
-# A GPU reads its weights once for all rows of a step, but each layer takes some 5 us more than for one row, and 0.8 us
-# for each further one (4 rows of the 135m 1.46 of a step, 16 rows 2.1; of the 8b 1.15 and 1.24). Then it waits for the
+# A GPU reads its weights once for all rows of a step, but each layer takes some 5 us more than for one row, and a bit
+# for each further one (4 rows of the 135m 1.33 of a step, 16 rows 1.51; of the 8b 1.15 and 1.24). Then it waits for the
 # host, 0.2 ms. All that in bytes, as `token_bytes` has it.
-_GPU_PRICE = Price(0.08, 0.005, resumptions=8, fewest=7, most=15)
-_HOST_BYTES, _LAYER_BYTES, _ROW_BYTES = 500 << 20, 12 << 20, 2 << 20
-_RESUMED = 3  # tokens that are guessed where a text may go on with what it has parted from
-
-
-class Guesses:
-    """What a group knows in order to guess: how many tokens a draft model shall guess for each of its sequences."""
-
-    def __init__(self, price: Price) -> None:
-        self.price = price
-        self.works = True  # until guessing has failed
-        self._paces: dict[int, Pace] = {}  # by the completion's index
-
-    def pace(self, sequence: Sequence) -> Pace:
-        if sequence.index not in self._paces:
-            self._paces[sequence.index] = self._new_pace()
-        return self._paces[sequence.index]
-
-    def chunk(self, group: SequenceGroup, sequence: Sequence, most: int) -> Chunk | None:
-        """A sequence's last token and at most so many guesses behind it, if there are any."""
-        # Behind the guesses one more token is drawn.
-        count = min(self.pace(sequence).count, most, group.max_tokens - sequence.num_output_tokens - 1)
-        return self._guessed(group, sequence, count) if count > 0 else None
-
-    def expects(self, group: SequenceGroup, sequence: Sequence) -> bool:
-        """Whether there may be guesses behind a token of a sequence that the host does not know yet."""
-        return True
-
-    def learn(self, chunk: Chunk, num_right: int) -> None:
-        """Learn from a step whose first ``num_right`` guesses were right."""
-        self.pace(chunk.sequence).judge(len(chunk.draft), num_right)
-
-    def _new_pace(self) -> Pace:
-        return DraftPace(self.price)
-
-    def _guessed(self, group: SequenceGroup, sequence: Sequence, count: int) -> Chunk | None:
-        return Chunk(group, sequence, 1, True, num_guesses=count)
-
-
-class Lookups(Guesses):
-    """The same where guesses are looked up in the texts of the group's sequences.
-
-    Guesses behind a token that is not known yet are expected where its text has a source without that token, too. So a
-    text that repeats nothing never waits for a lookup, and one that begins to repeat something is guessed a token later
-    than it could be.
-    """
-
-    def __init__(self, price: Price) -> None:
-        super().__init__(price)
-        self._occurrences = Occurrences()
-        self._noted: dict[int, int] = {}  # tokens of each completion that are in the index
-        self._sources: dict[int, Source] = {}  # of each completion's latest guesses
-        self._waiting: set[int] = set()  # completions whose next step waits for guesses
-
-    def expects(self, group: SequenceGroup, sequence: Sequence) -> bool:
-        if self._source(group, sequence) is None and self._parted(sequence) is None:
-            return False
-        self._waiting.add(sequence.index)
-        return True
-
-    def learn(self, chunk: Chunk, num_right: int) -> None:
-        super().learn(chunk, num_right)
-        if num_right < len(chunk.draft):
-            self._sources[chunk.sequence.index].part(num_right)
-        else:
-            self._sources.pop(chunk.sequence.index, None)
-
-    def _new_pace(self) -> Pace:
-        return LookupPace(self.price)
-
-    def _guessed(self, group: SequenceGroup, sequence: Sequence, count: int) -> Chunk | None:
-        source = self._source(group, sequence)
-        if source is None and (source := self._parted(sequence)) is not None:
-            source.num_tries, count = source.num_tries + 1, min(count, _RESUMED)
-        found = () if source is None else source.tokens(count, sequence.token_ids)
-        waited = sequence.index in self._waiting
-        self._waiting.discard(sequence.index)
-        if source is None or not found:
-            if waited:
-                self.pace(sequence).judge(0, 0)
-            return None
-        self._sources[sequence.index] = source
-        return Chunk(group, sequence, 1, True, num_guesses=len(found), draft=found)
-
-    def _source(self, group: SequenceGroup, sequence: Sequence) -> Source | None:
-        """Where the last tokens of a sequence occurred before."""
-        for each in group.sequences:  # all have the same prompt: it is noted once
-            first = self._noted.get(each.index, each.num_prompt_tokens if self._noted else 0)
-            self._noted[each.index] = end = len(each.token_ids) - 1  # nothing has followed the last token yet
-            self._occurrences.add(each.token_ids, first, end)
-        return self._occurrences.source(sequence.token_ids)
-
-    def _parted(self, sequence: Sequence) -> Source | None:
-        """What a sequence has parted from, if it may go on with it now."""
-        source, pace = self._sources.get(sequence.index), self.pace(sequence)
-        assert isinstance(pace, LookupPace)
-        return source if source is not None and pace.resumes(source.num_tries) else None
+_GPU_PRICE = Price(0.08, 0.008, resumptions=8, fewest=7, most=15)
+_HOST_BYTES, _LAYER_BYTES, _ROW_BYTES = 500 << 20, 8 << 20, 1 << 19
+_SLOW_HOST = 0.1  # of a step: where waiting for the host takes longer, the device makes guesses and judges them itself
 
 
 class GuessingSamples(Samples):
@@ -144,6 +55,7 @@ class GuessingSamples(Samples):
         super().__init__(requests, runner, seed)
         self._kind = Lookups if draft is None else Guesses
         self._price = replace(_price(runner.model), draft=draft or 0.0)
+        self._by_device = draft is None and runner.guesses_on_device and self._price.wait > _SLOW_HOST
         self.num_verified = self.num_guessed = self.num_right = 0  # sequences' steps with guesses, and guesses, ever
 
     def begin(self, group: SequenceGroup) -> None:
@@ -153,13 +65,23 @@ class GuessingSamples(Samples):
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
         chunks = super().due(group)
+        if self.requests.scheduler.cache.num_free == 0:
+            # The device may be about to judge guesses: then the room of the wrong ones is free, and nobody has to go.
+            chunks = [chunk for chunk in chunks if not chunk.sequence.num_unsettled]
         if group.state is not None and group.state.works and self._few_run():
             for number, chunk in enumerate(chunks):
-                if chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending:
+                if self._is_guessed_by_device(chunk):
+                    chunks[number] = _guessed_by_device(group, chunk.sequence) or chunk
+                elif chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending:
                     chunks[number] = _guessed(group, chunk.sequence, self._num_running) or chunk
         return chunks
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
+        if len(chunks) == 1 and chunks[0].device_guesses:
+            drawn, guesses = self._runner.draw_guesses(chunks[0])
+            chunks[0].sequence.num_pending += 1
+            chunks[0].sequence.num_unsettled += chunks[0].device_guesses
+            return DeviceVerification(self, chunks[0], drawn, guesses, chunks[0].sequence.own_table)
         drafted = [chunk for chunk in chunks if chunk.num_guesses]
         plain = [chunk for chunk in chunks if not chunk.num_guesses]
         draws = self.draw(logits, plain) if plain else None
@@ -189,15 +111,55 @@ class GuessingSamples(Samples):
         guesses, sequence = chunk.group.state, chunk.sequence
         if guesses is None or not guesses.works or guesses.pace(sequence).left or not self._few_run():
             return False
+        if self._is_guessed_by_device(chunk):
+            return False
         try:
             return bool(guesses.expects(chunk.group, sequence))
         except Exception as error:
             _give_up(chunk.group, error)
             return False
 
+    def _is_guessed_by_device(self, chunk: Chunk) -> bool:
+        """Whether the device makes guesses behind a sequence's last token, if any are made, and nobody waits for them.
+
+        It does so for one that runs alone, where the host is slow and nothing else about a draw needs it.
+        """
+        group, sequence = chunk.group, chunk.sequence
+        if not chunk.decodes or not self._by_device:
+            return False
+        alone = self._num_running == 1 and len(group.sequences) == 1 and not group.on_device
+        if not alone or needs_processing(group, sequence):
+            return False
+        wanted = group.params.logprobs
+        if wanted and not num_listed([chunk], self.requests.vocab_size):
+            return False
+        # As far as two steps may come.
+        return sequence.num_tokens + 2 * ROWS[-1] <= self.requests.max_model_len
+
     @property
     def _num_running(self) -> int:
         return sum(group.num_seqs for group in self.requests.scheduler.running)
+
+    def note_device_guesses(self, group: SequenceGroup, sequence: Sequence, guesses: list[int], num_right: int) -> None:
+        """Count a step's guesses that the device made, if any, and learn from them."""
+        num_found = len(guesses) if guesses[0] >= 0 else 0
+        if num_found:
+            self.num_verified += 1
+            self.num_guessed += num_found
+            self.num_right += num_right
+            sequence.num_guessed += num_right
+        try:
+            group.state.learn_from_device(num_found, num_right)
+        except Exception as error:
+            _give_up(group, error)
+
+    def settle(self, sequence: Sequence, num_guesses: int, num_right: int) -> None:
+        """See `Runner.settle`."""
+        self._runner.settle(sequence, num_guesses, num_right)
+
+    def give_up(self, sequence: Sequence) -> None:
+        """See `Runner.give_up`."""
+        self._runner.give_up([sequence])
 
     def _few_run(self) -> bool:
         return len(self.requests.scheduler.running) <= MOST_SEQS and self._num_running <= MOST_SEQS
@@ -210,6 +172,16 @@ def _price(model: Llama) -> Price:
     whole, layers = token_bytes(model), model.config.num_layers
     host, layer, row = _HOST_BYTES / whole, _LAYER_BYTES * layers / whole, _ROW_BYTES * layers / whole
     return replace(_GPU_PRICE, step=_GPU_PRICE.step + host + layer, each=_GPU_PRICE.each + row, wait=host)
+
+
+def _guessed_by_device(group: SequenceGroup, sequence: Sequence) -> Chunk | None:
+    """A sequence's last token and guesses that the device makes, where some are expected, or nothing."""
+    try:
+        rows = group.state.num_rows(group, sequence)
+    except Exception as error:
+        _give_up(group, error)
+        return None
+    return Chunk(group, sequence, 1, True, device_guesses=rows - 1) if rows > 1 else None
 
 
 def _guessed(group: SequenceGroup, sequence: Sequence, num_running: int) -> Chunk | None:
@@ -286,6 +258,64 @@ class Unguessed:
         if self.waits is None:
             self.waits = any(map(self.samples.expects, self.draws.chunks))
         return self.waits
+
+
+@dataclass(slots=True)
+class DeviceVerification:
+    """The tokens of a step whose guesses the device made and judged; see `minillm.sequence.Flight`.
+
+    The next step may be under way: it goes on from wherever this one has brought the sequence.
+    """
+
+    samples: GuessingSamples
+    chunk: Chunk
+    drawn: Drawn
+    guesses: ToHost
+    table: BlockTable  # when it was launched: preemption takes it away
+    results: tuple[list[int], list[TokenLogprobs | None], list[bool]] = ([], [], [])
+    may_run_ahead: bool = True
+    may_compute_ahead: bool = True
+
+    @property
+    def groups(self) -> list[SequenceGroup]:
+        return [self.chunk.group]
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.chunk.sequence.finish_reason is None
+
+    def wait(self) -> None:
+        self.results = self.drawn.wait()
+
+    def conclude(self) -> list[Delta]:
+        samples, group, sequence = self.samples, self.chunk.group, self.chunk.sequence
+        sequence.num_pending -= 1
+        sequence.num_unsettled -= self.chunk.device_guesses
+        if sequence.finish_reason is not None:
+            return []
+        tokens, logprobs, are_nan = self.results
+        [guesses] = self.guesses.wait()
+        num_right = next((i for i, guess in enumerate(guesses) if guess != tokens[i]), len(guesses))
+        deltas: list[Delta] = []
+        for row in range(num_right + 1):
+            if are_nan[row]:
+                samples.requests.note_nan(group)
+            if group.error is not None:
+                break
+            deltas.append(samples.append(group, sequence, tokens[row], logprobs[row]))
+            if sequence.finish_reason is not None:
+                break
+        if sequence.finish_reason is None and sequence.table is self.table:
+            sequence.num_computed += num_right
+            samples.requests.scheduler.cache.free_tail(self.table, sequence.num_computed + sequence.num_unsettled)
+            samples.settle(sequence, len(guesses), num_right)
+        else:
+            samples.give_up(sequence)
+        samples.note_device_guesses(group, sequence, guesses, num_right)
+        return [_joined(deltas)] if deltas else []
+
+    def discard(self) -> None:
+        self.chunk.sequence.num_pending = self.chunk.sequence.num_unsettled = 0
 
 
 @dataclass(slots=True)

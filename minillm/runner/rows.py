@@ -44,6 +44,7 @@ class Row:
     position: int = -1
     has_token: bool = False  # the row's token is the sequence's last one
     forks: bool = False  # its group is one whose sequences the device lets fork
+    unsettled: int = 0  # guesses that the device has made and judged, or is about to: so far on it may be
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,13 @@ class Rows:
     def work_for(self, chunks: list[Chunk], *, joins: bool) -> DecodeWork:
         """Write down the work of computing one token of each sequence; with ``joins``, beside chunks of prompts."""
         n = len(chunks)
+        guesses = sum(chunk.device_guesses for chunk in chunks)
         rows, longest = self._rows_of(chunks)
         rows += [-1] * (padded_size(n) - n)
         plan = self._plan(chunks, rows, n if joins else len(rows))
         places, values = self.take_changes()
         same, self._told = rows == self._told, rows
-        work = DecodeWork(n, longest, None if same else rows, places, values, self._shares, plan)
+        work = DecodeWork(n, longest, None if same else rows, places, values, self._shares, plan, num_guesses=guesses)
         beams = [row for row, chunk in zip(rows, chunks, strict=False) if chunk.group.on_device]
         if beams:
             work.num_beams = len(beams)
@@ -122,6 +124,17 @@ class Rows:
             row = self._held.pop(sequence.seq_id, None)
             if row is not None:
                 self._free.append(row.index)
+
+    def settle(self, sequence: Sequence, num_guesses: int, num_right: int) -> None:
+        """Note how many of the guesses that the device has judged were right: so far it has gone on by itself.
+
+        The sequence has given back the blocks that it had for the others, and may get other ones.
+        """
+        if (row := self._held.get(sequence.seq_id)) is not None:
+            row.position += num_right
+            row.unsettled -= num_guesses
+            if row.num_blocks > len(sequence.blocks):
+                row.num_blocks, row.last_block = len(sequence.blocks), sequence.blocks[-1]
 
     def outdate(self, sequences: list[Sequence]) -> None:
         """Note that these went on without their rows, which keep all but the last token; nobody counts their tokens."""
@@ -171,7 +184,8 @@ class Rows:
                 self._replan = True
             row.has_token = False  # until one is drawn
             row.position += 1
-            longest = max(longest, row.position)
+            row.unsettled += chunk.device_guesses
+            longest = max(longest, row.position + row.unsettled)
             rows.append(row.index)
         return rows, longest
 

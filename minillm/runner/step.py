@@ -65,6 +65,8 @@ class DecodeWork:
     plan: list[list[int]] | None  # the fields of a `minillm.kernels.Plan`; None: as in the last step
     num_beams: int = 0  # of the sequences, those that the device lets fork behind the step
     beam_rows: list[int] | None = None  # theirs, and -1 for each row of padding; None: as in the last step with any
+    num_guesses: int = 0  # that the device makes behind the token of the only sequence
+    text: tuple[int, list[int]] | None = None  # of its text what the device lacks: where that begins, its tokens
 
 
 @dataclass(slots=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from minillm.cache import check
 from minillm.engine.engine import Engine
+from minillm.engine.requests import Request
 from minillm.engine.speculation import GuessingSamples
 from minillm.outputs import RequestOutput
 from minillm.params import SamplingParams
@@ -34,3 +38,68 @@ def assert_close_logprobs(one: RequestOutput, other: RequestOutput) -> None:
             assert b.logprobs is not None
             values = [[each.logprob for each in side] for side in (a.logprobs, b.logprobs)]
             assert torch.allclose(torch.tensor(values[0]), torch.tensor(values[1]), atol=1e-3)
+
+
+def play(
+    engine: Engine,
+    requests: list[Request],
+    arrivals: list[int],
+    aborts: dict[int, str],
+    failed: Callable[[Exception], bool] = lambda error: False,
+) -> dict[str, RequestOutput]:
+    """Run requests that come, and go, before certain steps; the books are checked after each, and at the end."""
+    waiting = sorted(range(len(requests)), key=lambda number: arrivals[number])
+    outputs: dict[str, RequestOutput] = {}
+    streamed: dict[tuple[str, int], list[int]] = {}
+    step = 0
+    while engine.has_work or waiting:
+        while waiting and (arrivals[waiting[0]] <= step or not engine.has_work):
+            engine.add(requests[waiting.pop(0)])
+        if step in aborts:
+            engine.abort(aborts[step])
+        try:
+            for delta in engine.step():
+                if not delta.replaces:
+                    streamed.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+        except Exception as error:
+            if not failed(error):
+                raise
+        check(engine.cache)
+        engine.scheduler.swap.check()
+        outputs.update({output.request_id: output for output in engine.take_finished()})
+        step += 1
+        assert step < 5000, "no progress"
+    assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
+    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
+    assert len(outputs) == len(requests), "a request was lost"
+    for request in requests:
+        if isinstance(request.params, SamplingParams):
+            for each in outputs[request.request_id].outputs:
+                assert streamed.get((request.request_id, each.index), []) == each.token_ids
+    return outputs
+
+
+def assert_same(one: RequestOutput, other: RequestOutput) -> None:
+    assert facts(one) == facts(other)
+    assert_close_logprobs(one, other)
+
+
+def assert_begins(part: RequestOutput, whole: RequestOutput) -> None:
+    """An answer that was aborted is a beginning of the whole one, or all of it.
+
+    Where it has failed as the whole one does, before it was aborted, either may have come further: see `facts`.
+    """
+    assert part.error in (None, whole.error)
+    if part.error is not None:
+        for a, b in zip(part.outputs, whole.outputs, strict=False):
+            both = min(len(a.token_ids), len(b.token_ids))
+            assert a.token_ids[:both] == b.token_ids[:both]
+        return
+    assert_begins_at_error(part, whole)
+    for a, b in zip(part.outputs, whole.outputs, strict=False):
+        assert a.finish_reason in ("abort", b.finish_reason)
+
+
+def assert_begins_at_error(part: RequestOutput, whole: RequestOutput) -> None:
+    for a, b in zip(part.outputs, whole.outputs, strict=False):
+        assert b.token_ids[: len(a.token_ids)] == a.token_ids

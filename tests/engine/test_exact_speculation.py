@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from speculated import assert_close_logprobs, facts, guesses_of
+from speculated import assert_begins, assert_begins_at_error, assert_same, guesses_of, play
 from support import engine_for, hf_model, noisy, ours, write_tiny_model
 
-from minillm.cache import check
 from minillm.engine import speculation
 from minillm.engine.engine import Engine
 from minillm.engine.lookup import Occurrences
@@ -23,7 +21,6 @@ from minillm.engine.requests import Request
 from minillm.grammar.grammar import Grammar
 from minillm.load import chat_options
 from minillm.model.llama import Llama
-from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.runner.runner import Runner
 from minillm.text.tokenizer import Tokenizer
@@ -120,66 +117,6 @@ def some_requests(rng: random.Random, tokenizer: Tokenizer, eos: int) -> list[Re
         salt = rng.choice((None, None, "salt"))
         requests.append(Request(ids, some_params(rng, tokenizer, eos), request_id=str(number), salt=salt))
     return requests
-
-
-def play(
-    engine: Engine,
-    requests: list[Request],
-    arrivals: list[int],
-    aborts: dict[int, str],
-    failed: Callable[[Exception], bool] = lambda error: False,
-) -> dict[str, RequestOutput]:
-    """Run requests that come, and go, before certain steps; the books are checked after each, and at the end."""
-    waiting = sorted(range(len(requests)), key=lambda number: arrivals[number])
-    outputs: dict[str, RequestOutput] = {}
-    streamed: dict[tuple[str, int], list[int]] = {}
-    step = 0
-    while engine.has_work or waiting:
-        while waiting and (arrivals[waiting[0]] <= step or not engine.has_work):
-            engine.add(requests[waiting.pop(0)])
-        if step in aborts:
-            engine.abort(aborts[step])
-        try:
-            for delta in engine.step():
-                if not delta.replaces:
-                    streamed.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
-        except Exception as error:
-            if not failed(error):
-                raise
-        check(engine.cache)
-        engine.scheduler.swap.check()
-        outputs.update({output.request_id: output for output in engine.take_finished()})
-        step += 1
-        assert step < 5000, "no progress"
-    assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
-    assert engine.scheduler.swap.num_free == engine.scheduler.swap.num_blocks, "host blocks leaked"
-    assert len(outputs) == len(requests), "a request was lost"
-    for request in requests:
-        if isinstance(request.params, SamplingParams):
-            for each in outputs[request.request_id].outputs:
-                assert streamed.get((request.request_id, each.index), []) == each.token_ids
-    return outputs
-
-
-def assert_same(one: RequestOutput, other: RequestOutput) -> None:
-    assert facts(one) == facts(other)
-    assert_close_logprobs(one, other)
-
-
-def assert_begins(part: RequestOutput, whole: RequestOutput) -> None:
-    """An answer that was aborted is a beginning of the whole one, or all of it.
-
-    Where it has failed as the whole one does, before it was aborted, either may have come further: see `facts`.
-    """
-    assert part.error in (None, whole.error)
-    if part.error is not None:
-        for a, b in zip(part.outputs, whole.outputs, strict=False):
-            both = min(len(a.token_ids), len(b.token_ids))
-            assert a.token_ids[:both] == b.token_ids[:both]
-        return
-    assert_begins_at_error(part, whole)
-    for a, b in zip(part.outputs, whole.outputs, strict=False):
-        assert a.finish_reason in ("abort", b.finish_reason)
 
 
 def some_sizes(rng: random.Random, requests: list[Request]) -> dict[str, Any]:
@@ -345,11 +282,6 @@ def test_a_step_that_fails_takes_its_own_requests_only(
             assert_same(expected[each.request_id], again[each.request_id])
     assert whole
     assert broken
-
-
-def assert_begins_at_error(part: RequestOutput, whole: RequestOutput) -> None:
-    for a, b in zip(part.outputs, whole.outputs, strict=False):
-        assert b.token_ids[: len(a.token_ids)] == a.token_ids
 
 
 @pytest.mark.parametrize("guesser", KINDS, indirect=True)
