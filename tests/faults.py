@@ -510,7 +510,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     # --- the device's rows --------------------------------------------------------------------------------------------
     "minillm/runner/rows.py": [
         ("blocks-of-wrong-guesses-taken-for-told", "if row.num_blocks > len(sequence.blocks):", "if False:",
-         BY_DEVICE + "test_random_requests_have_the_same_tokens"),
+         BY_DEVICE + "test_blocks_of_wrong_guesses_may_become_others"),
         ("rows-stay-where-guesses-were-right", "row.position += num_right", "row.position += 0",
          BY_DEVICE + "test_random_requests_have_the_same_tokens"),
         ("rows-trusted-behind-guesses", "                row.has_token = False", "                pass",

@@ -288,7 +288,7 @@ def test_a_step_that_fails_takes_its_own_requests_only(
 def test_an_abort_at_every_step_leaves_nothing(parts: Parts, guesser: dict[str, Any]) -> None:
     requests = looping(parts[1], n=2)[:2]
     expected = play(engine(parts, num_blocks=256), requests, [0, 0], {})
-    for step in range(30):
+    for step in range(20):
         found = play(engine(parts, num_blocks=256, **guesser), requests, [0, 0], {step: "0"})
         assert_begins(found["0"], expected["0"])
         assert_same(expected["1"], found["1"])
