@@ -208,7 +208,7 @@ def test_blocks_of_wrong_guesses_may_become_others(model: Llama) -> None:
         engine, _ = guessing(model, block_size=1, num_blocks=1024)
         free = engine.cache._free
         take = free.take
-        free.take = lambda count, after=None, take=take: take(count)  # type: ignore[misc]  # wherever there is most room
+        free.take = lambda count, after=None, take=take: take(count)  # type: ignore
         other = engine.cache.allocate(engine.requests.new_seq_id())
         engine.add(request)
         while engine.has_work:
