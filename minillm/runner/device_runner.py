@@ -41,7 +41,7 @@ from minillm.runner.rows import SHORTEST, Rows, Sharing, padded_length, padded_s
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, draw_tokens, num_listed
 from minillm.runner.short_prompts import ShortPrompts
-from minillm.runner.step import ChunkWork, DecodeWork, StepWork
+from minillm.runner.step import ChunkWork, DecodeWork, GuessWork, StepWork
 from minillm.runner.to_device import to_device
 from minillm.runner.to_host import ToHost
 from minillm.runner.token_rows import MOST_DEVICE_GUESSES, MOST_TOKENS, TokenRows
@@ -154,13 +154,14 @@ class DeviceRunner(Runner):
             return StepWork(schedule.moves, copies, None, chunks, len(chunks))
         decodes, prefills = schedule.decodes, schedule.prefills + schedule.drafts
         decode = self._books.work_for(decodes, joins=bool(prefills)) if decodes else None
-        if decode is not None and decode.num_guesses:
-            decode.text = self._untold(decodes[0].sequence)
-        self._continues_text = decode is not None and decode.num_guesses > 0
+        guesses = None
+        if len(decodes) == 1 and decodes[0].device_guesses:
+            guesses = GuessWork(decodes[0].device_guesses, *self._untold(decodes[0].sequence))
+        self._continues_text = guesses is not None
         self._count_tokens()
         self._decodes = decodes
         chunks = [self.chunk_work(chunk) for chunk in prefills]
-        return StepWork(schedule.moves, copies, decode, chunks, 0)
+        return StepWork(schedule.moves, copies, decode, chunks, 0, guesses)
 
     @torch.inference_mode()
     def compute(self, work: StepWork) -> Tensor:
@@ -182,8 +183,8 @@ class DeviceRunner(Runner):
             self.logits(batch, work.chunks, batch.num_decodes, out=logits)
         elif work.decode is not None:
             size = self._begin(work.decode)
-            if work.decode.num_guesses:
-                self._compute_guesses(work.decode)
+            if work.guesses is not None:
+                self._compute_guesses(work.guesses, work.decode.longest)
                 return logits
             shared = self._shared(work.decode, size)
             blocks = self._width if shared is not None else self._blocks_for(size, work.decode.longest)
@@ -213,22 +214,25 @@ class DeviceRunner(Runner):
             return self._logits[: len(wanted)]
         return out.copy_(self._logits[self._numbers(wanted, torch.int64)])
 
-    def _compute_guesses(self, work: DecodeWork) -> None:
+    def _compute_guesses(self, work: GuessWork, longest: int) -> None:
         """Compute the only sequence's token and guesses behind it, which the device makes."""
-        if work.text is not None:
-            first, token_ids = work.text
-            self._text[first : first + len(token_ids)] = self._numbers(token_ids, torch.int32)
-        n = 1 + work.num_guesses
-        blocks = self._blocks_for(n, work.longest)
+        if work.token_ids:
+            end = work.first + len(work.token_ids)
+            self._text[work.first : end] = self._numbers(work.token_ids, torch.int32)
+        n = 1 + work.count
+        blocks = self._blocks_for(n, longest)
         self._forwards.run((n, blocks, "guesses"), lambda: self._forward_guesses(n, blocks))
 
-    def _untold(self, sequence: Sequence) -> tuple[int, list[int]] | None:
-        """What the device lacks of a sequence's text. The last token lies in its row, known to the host or not."""
+    def _untold(self, sequence: Sequence) -> tuple[int, list[int]]:
+        """What the device lacks of a sequence's text: where that begins, and its tokens.
+
+        The text's last token lies in the sequence's row, known to the host or not.
+        """
         if self._told_text[0] != sequence.seq_id:
             self._told_text, self._continues_text = (sequence.seq_id, 0), False
         first, token_ids = self._told_text[1], sequence.token_ids
-        if (self._continues_text and sequence.num_pending) or first == len(token_ids):
-            return None
+        if self._continues_text and sequence.num_pending:
+            return first, []
         self._told_text = sequence.seq_id, len(token_ids)
         return first, token_ids[first:]
 

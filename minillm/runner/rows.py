@@ -82,13 +82,12 @@ class Rows:
     def work_for(self, chunks: list[Chunk], *, joins: bool) -> DecodeWork:
         """Write down the work of computing one token of each sequence; with ``joins``, beside chunks of prompts."""
         n = len(chunks)
-        guesses = sum(chunk.device_guesses for chunk in chunks)
         rows, longest = self._rows_of(chunks)
         rows += [-1] * (padded_size(n) - n)
         plan = self._plan(chunks, rows, n if joins else len(rows))
         places, values = self.take_changes()
         same, self._told = rows == self._told, rows
-        work = DecodeWork(n, longest, None if same else rows, places, values, self._shares, plan, num_guesses=guesses)
+        work = DecodeWork(n, longest, None if same else rows, places, values, self._shares, plan)
         beams = [row for row, chunk in zip(rows, chunks, strict=False) if chunk.group.on_device]
         if beams:
             work.num_beams = len(beams)

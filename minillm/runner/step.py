@@ -65,8 +65,15 @@ class DecodeWork:
     plan: list[list[int]] | None  # the fields of a `minillm.kernels.Plan`; None: as in the last step
     num_beams: int = 0  # of the sequences, those that the device lets fork behind the step
     beam_rows: list[int] | None = None  # theirs, and -1 for each row of padding; None: as in the last step with any
-    num_guesses: int = 0  # that the device makes behind the token of the only sequence
-    text: tuple[int, list[int]] | None = None  # of its text what the device lacks: where that begins, its tokens
+
+
+@dataclass(slots=True)
+class GuessWork:
+    """Guesses that the device makes behind the token of the only sequence of a step (`minillm.kernels.guess_rows`)."""
+
+    count: int
+    first: int  # where what the device lacks of the sequence's text begins
+    token_ids: list[int]  # it
 
 
 @dataclass(slots=True)
@@ -80,11 +87,13 @@ class StepWork:
     # Of the chunks, the first ones: their tokens are computed as those of sequences that decode, without rows on the
     # device. It is all or none where other sequences have rows, and one token of each sequence where none has.
     num_decodes: int
+    guesses: GuessWork | None = None  # beside ``decode``; ranks that share a model have none
 
     @property
     def num_tokens(self) -> int:
         decoding = 0 if self.decode is None else self.decode.num_seqs
-        return decoding + sum(len(chunk.token_ids) for chunk in self.chunks)
+        guessed = 0 if self.guesses is None else self.guesses.count
+        return decoding + guessed + sum(len(chunk.token_ids) for chunk in self.chunks)
 
 
 class StepObserver:
