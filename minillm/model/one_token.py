@@ -170,8 +170,20 @@ def compile_layer(shape: LayerShape, path: Path) -> None:
     with torch.no_grad():
         exported = torch.export.export(Layer(shape), (*arguments, weights), dynamic_shapes=dynamic)
         # Threads as torch has them when the function runs: see `minillm.runner.threads`.
-        options = {"cpp.dynamic_threads": True, "pattern_matcher": False}
+        # Each header is read once: compiling them ahead would take a fifth of the time.
+        options = {"cpp.dynamic_threads": True, "pattern_matcher": False, **_without_precompiled_headers()}
         torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=options)
+
+
+def _without_precompiled_headers() -> dict[str, bool]:
+    """Settings of inductor, where this torch has them."""
+    config = torch._inductor.config
+    settings: dict[str, bool] = {}
+    if hasattr(config, "cpp_cache_precompile_headers"):
+        settings["cpp_cache_precompile_headers"] = False
+    if hasattr(config.aot_inductor, "precompile_headers"):
+        settings["aot_inductor.precompile_headers"] = False
+    return settings
 
 
 def _example(shape: LayerShape) -> tuple[list[Tensor], list[Tensor]]:

@@ -61,7 +61,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 @pytest.mark.parametrize("params", [GREEDY, SAMPLES, BEAMS], ids=["greedy", "samples", "beams"])
 @pytest.mark.parametrize(("block_size", "on_device"), [(4, False), (4, True), (16, True)])
 def test_load_changes_no_token(model: Llama, params: Any, block_size: int, on_device: bool) -> None:
-    requests = [(prompt, params) for prompt in prompts(8)]
+    requests = [(prompt, params) for prompt in prompts(6)]
     roomy: dict[str, Any] = {"num_blocks": -(-2048 // block_size), "block_size": block_size, "on_device": on_device}
     alone = [tokens(run(poisoned(model, **roomy, prefix_caching=False), [request]))[0] for request in requests]
     assert tokens(run(poisoned(model, **roomy, max_num_batched_tokens=512), requests)) == alone
