@@ -22,10 +22,8 @@ MOST_TOKENS = 16
 _FEWEST = 3  # with two, `matvec` is faster
 # Tokens, at most -> (out features, in features) -> (ROWS, PARTS): on an H200 in a chain of whole layers. It counts how
 # many programs ask for the same tokens at once: with half as many a product may take two thirds of the time.
-TILES: dict[int, dict[tuple[int, int], tuple[int, int]]] = {
-    4: {(960, 576): (32, 4), (576, 576): (16, 4), (3072, 576): (64, 2), (576, 1536): (16, 4)},
-    16: {(960, 576): (32, 4), (576, 576): (16, 4), (3072, 576): (64, 2), (576, 1536): (8, 4)},
-}
+_AT_MOST_4 = {(960, 576): (32, 4), (576, 576): (16, 4), (3072, 576): (64, 2), (576, 1536): (16, 4)}
+TILES: dict[int, dict[tuple[int, int], tuple[int, int]]] = {4: _AT_MOST_4, 16: {**_AT_MOST_4, (576, 1536): (8, 4)}}
 _TOKENS = tl.constexpr(8)
 _LARGEST = 5_000_000  # elements of a weight; with larger ones cuBLAS is as fast
 _LARGEST_OF_LONG_ROWS, _LONG, _LONGEST = 2_500_000, 1536, 4096  # columns
@@ -62,7 +60,7 @@ def _few_kernel(
     columns = part * DEPTH + tl.arange(0, DEPTH)[None, :]
     up_ptr = weight_ptr + tl.cast(num_rows, tl.int64) * num_columns
     weights = _tile(weight_ptr, rows, columns, num_rows, num_columns)
-    norm, up_weights = part, weights
+    norm = part
     if GATED:
         up_weights = _tile(up_ptr, rows, columns, num_rows, num_columns)
     if NORM:
@@ -114,19 +112,19 @@ def _few_kernel(
 
 
 def takes(num_tokens: int, weight: Tensor) -> bool:
-    """Whether this is the fastest way to multiply a weight ``[out, in]`` with this many tokens.
-
-    Float16 cannot hold numbers as large as an input times its norm's weights may be, before they are divided.
-    """
-    is_few = _FEWEST <= num_tokens <= MOST_TOKENS
-    return is_few and is_small(weight) and weight.dtype == torch.bfloat16
+    """Whether this is the fastest way to multiply a weight ``[out, in]`` with this many tokens."""
+    return _FEWEST <= num_tokens <= MOST_TOKENS and is_small(weight)
 
 
 def is_small(weight: Tensor) -> bool:
-    """Whether a weight ``[out, in]`` is so small that its products take as long as launches, and not as memory."""
+    """Whether a weight ``[out, in]`` of bfloat16 is so small that its products take as long as launches do.
+
+    Float16 cannot hold numbers as large as an input times its norm's weights may be, before they are divided.
+    """
     longest = _LONGEST if has_large_shared_memory(weight.device) else _LONG
     columns = weight.shape[-1]
-    return columns <= longest and weight.numel() <= (_LARGEST if columns <= _LONG else _LARGEST_OF_LONG_ROWS)
+    largest = _LARGEST if columns <= _LONG else _LARGEST_OF_LONG_ROWS
+    return weight.dtype == torch.bfloat16 and columns <= longest and weight.numel() <= largest
 
 
 def launch(

@@ -19,7 +19,7 @@ from torch import Tensor
 from minillm.kernels.arguments import DecodeInputs, Field
 from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.decode_rows import row_float
-from minillm.kernels.reference import FEWEST_EQUAL, LONGEST_MATCH, MOST_SEARCHED
+from minillm.kernels.reference import LONGEST_MATCH, MOST_SEARCHED
 
 _TILE = 1024
 
@@ -41,7 +41,7 @@ def _begin_guesses_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, draws_ptr,
     row_stride, table_stride,
     BLOCK_SIZE: tl.constexpr, TABLE_TILE: tl.constexpr, TILE: tl.constexpr,
-    LONGEST: tl.constexpr, FEWEST: tl.constexpr, SEARCHED: tl.constexpr, PDL: tl.constexpr,
+    LONGEST: tl.constexpr, SEARCHED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     i = tl.program_id(0)
@@ -60,7 +60,7 @@ def _begin_guesses_kernel(
                 mine = tl.load(history_ptr + last - back, mask=last >= back, other=-2)
                 agree &= tl.load(history_ptr + places - back, mask=is_place & (places >= back), other=-1) == mine
                 length += agree.to(tl.int32)
-            best = tl.where(length >= FEWEST, (length.to(tl.int64) << 32) + places, 0)
+            best = tl.where(length > 0, (length.to(tl.int64) << 32) + places, 0)
             found = tl.maximum(found, tl.max(best, axis=0))
     place = (found & 0x7FFFFFFF).to(tl.int32)
     if i > 0:
@@ -121,7 +121,7 @@ def begin_guesses(
         inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens, inputs.block_tables,
         *inputs.sampling, words.stride(0), inputs.block_tables.stride(0),
         BLOCK_SIZE=block_size, TABLE_TILE=min(_TILE, triton.next_power_of_2(inputs.block_tables.shape[1])),
-        TILE=_TILE, LONGEST=LONGEST_MATCH, FEWEST=FEWEST_EQUAL, SEARCHED=MOST_SEARCHED,
+        TILE=_TILE, LONGEST=LONGEST_MATCH, SEARCHED=MOST_SEARCHED,
         num_warps=8, **pdl_options(words.device),
     )  # fmt: skip
 

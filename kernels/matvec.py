@@ -11,6 +11,8 @@ Arithmetic is float32 throughout, without the matrix unit, so several tokens com
 result, too. `TILES` is measured: ``minillm bench matvec`` prints it anew. Other shapes go by `_tile_for`.
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -167,44 +169,34 @@ def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Of more tokens, where `few_linear` takes them.
     """
-    return _multiply(_target(x, weight), x, weight, bias)
+    return _launcher(x, weight)(_target(x, weight), x, weight, bias)
 
 
 def norm_matvec(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
     """``rms_norm(x) @ weight.T + bias``, ``[tokens, out]``, in ``out`` if given: see `reference.norm_linear`."""
-    return _multiply(_target(x, weight, out), x, weight, bias, (norm_weight, eps))
+    return _launcher(x, weight)(_target(x, weight, out), x, weight, bias, (norm_weight, eps))
 
 
 def norm_gated_matvec(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``silu(gate) * up``, ``[tokens, out / 2]``, of a packed weight: see `reference.norm_gated_linear`."""
-    return _multiply(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
+    return _launcher(x, weight)(_target(x, weight, matrices=2), x, weight, bias, (norm_weight, eps), gated=True)
 
 
 def matvec_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """``residual += x @ weight.T + bias``, ``[tokens, out]``, in place: see `reference.linear_add`."""
-    return _multiply(_target(x, weight, residual), x, weight, bias, add=True)
+    return _launcher(x, weight)(_target(x, weight, residual), x, weight, bias, add=True)
 
 
-def _multiply(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: tuple[Tensor, float] | None = None,
-    *,
-    gated: bool = False,
-    add: bool = False,
-) -> Tensor:
-    by = few_linear.launch if few_linear.takes(x.shape[0], weight) else launch
-    return by(out, x, weight, bias, norm, gated=gated, add=add)
+def _launcher(x: Tensor, weight: Tensor) -> Callable[..., Tensor]:
+    return few_linear.launch if few_linear.takes(x.shape[0], weight) else launch
 
 
 def _target(x: Tensor, weight: Tensor, out: Tensor | None = None, matrices: int = 1) -> Tensor:
     """``out``, or room for the product with one of the weight's matrices, once shapes and layouts are checked."""
-    most = max(MOST_TOKENS, few_linear.MOST_TOKENS if few_linear.takes(x.shape[0], weight) else 0)
-    fits = x.shape[1:] == weight.shape[1:] and 1 <= x.shape[0] <= most and x.dtype == weight.dtype
+    is_few = 1 <= x.shape[0] <= MOST_TOKENS or few_linear.takes(x.shape[0], weight)
+    fits = x.shape[1:] == weight.shape[1:] and is_few and x.dtype == weight.dtype
     if not (fits and x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())):
         raise ValueError(
             f"a matvec takes up to [{MOST_TOKENS}, {weight.shape[1]}] and a weight of its dtype, all contiguous, "

@@ -334,7 +334,6 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
 
 
 LONGEST_MATCH = 16  # tokens that are compared: texts that agree in so many mostly go on alike
-FEWEST_EQUAL = 1
 MOST_SEARCHED = 8192  # of a text's last tokens
 
 
@@ -354,10 +353,13 @@ def begin_guesses(
         guesses: ``[n - 1]`` int64, to be written; -1 where there are none.
     """
     n, number = len(guesses) + 1, int(row)
-    state = words[number : number + 1] if number >= 0 else words[:0]
-    last = int(state[0, Field.POSITION]) if number >= 0 else 0
-    text = [*history[:last].tolist(), int(state[0, Field.TOKEN])] if number >= 0 else []
-    found, place = FEWEST_EQUAL - 1, 0
+    if number < 0:
+        guesses.fill_(-1)
+        begin_decode(words, row.expand(n), block_size, inputs)
+        return
+    last = int(words[number, Field.POSITION])
+    text = [*history[:last].tolist(), int(words[number, Field.TOKEN])]
+    found = place = 0
     for candidate in range(max(1, last - MOST_SEARCHED), last):
         length = 0
         while length < LONGEST_MATCH and length <= candidate and text[candidate - length] == text[last - length]:
@@ -366,9 +368,7 @@ def begin_guesses(
             found, place = length, candidate
     drawn = [text[place + 1 + i % (last - place)] if place else -1 for i in range(n - 1)]
     guesses.copy_(torch.tensor(drawn))
-    rows = torch.zeros(n, words.shape[1], dtype=torch.int32, device=words.device)
-    rows[:] = state if number >= 0 else 0
-    tokens = [*text[last:], *drawn] if number >= 0 else [-1] * n
+    rows, tokens = words[number].repeat(n, 1), [text[last], *drawn]
     rows[:, Field.TOKEN] = torch.tensor(tokens, dtype=torch.int32)
     rows[:, Field.POSITION] += torch.arange(n, dtype=torch.int32, device=words.device)
     at = torch.tensor([i if token >= 0 else -1 for i, token in enumerate(tokens)], device=words.device)

@@ -84,6 +84,7 @@ PROMPTS: dict[str, tuple[str, ...]] = {
 }
 _SEEDS = 3  # of a chat
 _FOLLOW_UPS = {"second turn": "Tell me more about that.", "third turn": "Sum up what you have told me."}
+_TURNS = "chat", *_FOLLOW_UPS
 _RANDOM_IDS = tuple(range(1000, 3000, 7))
 _DRAWN = {f"drawn at {temperature}": temperature for temperature in (1, 4, 10, 15, 20, 30, 1000)}
 RANDOM: dict[str, tuple[tuple[int, ...], ...]] = {"greedy": (_RANDOM_IDS,), **dict.fromkeys(_DRAWN, (_RANDOM_IDS,))}
@@ -105,7 +106,7 @@ COUNTED: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 _SAMPLING: dict[str, dict[str, Any]] = {  # the others are greedy
     # As the chat app asks.
-    **{turn: {"temperature": 0.7, "top_p": 0.95, "logprobs": 5} for turn in ("chat", *_FOLLOW_UPS)},
+    **{turn: {"temperature": 0.7, "top_p": 0.95, "logprobs": 5} for turn in _TURNS},
     "nothing": {"temperature": 2.0, "ignore_eos": True},  # each token is a surprise
     **{name: {"ignore_eos": True} for name in ("greedy", *COUNTED)},
     **{name: {"temperature": float(temperature), "ignore_eos": True} for name, temperature in _DRAWN.items()},
@@ -133,10 +134,6 @@ class SpeculationResult:
     num_right: int = shown("right", "d")
     same: bool = shown("same tokens")
 
-    @property
-    def steps_per_token(self) -> float:
-        return 1 / self.tokens_per_step if self.tokens_per_step else 0.0
-
 
 def measure(subject: Subject, options: Options) -> Iterator[SpeculationResult]:
     """Measure each kind of text, plainly and with guesses: by lookup, and by the draft model where there is one."""
@@ -147,34 +144,38 @@ def measure(subject: Subject, options: Options) -> Iterator[SpeculationResult]:
         if let_count(runner.model):
             yield from _measure_all(subject, COUNTED, ["lookup"], options)
         return
-    results = list[SpeculationResult]()
-    for result in _measure_all(subject, PROMPTS, ways, options):
-        results.append(result)
+    if not tokenizer.has_chat_template:
+        yield from _measure_all(subject, PROMPTS, ways, options)
+        return
+    turns = list[SpeculationResult]()
+    for result in _with_later_turns(subject, tokenizer, ways, options):
         yield result
-    if tokenizer.has_chat_template:
-        for result in _measure_all(subject, _later_turns(subject.llm, tokenizer, options), ways, options):
-            results.append(result)
-            yield result
-        for kind in ways:
-            yield _together([each for each in results if each.kind == kind and each.name in ("chat", *_FOLLOW_UPS)])
+        if result.name in _TURNS:
+            turns.append(result)
+    for kind in ways:
+        yield _together([each for each in turns if each.kind == kind])
+
+
+def _with_later_turns(
+    subject: Subject, tokenizer: Tokenizer, ways: list[str], options: Options
+) -> Iterator[SpeculationResult]:
+    yield from _measure_all(subject, PROMPTS, ways, options)
+    yield from _measure_all(subject, _later_turns(subject.llm, tokenizer, options), ways, options)
 
 
 def _together(turns: list[SpeculationResult]) -> SpeculationResult:
     """A chat's turns as one: the time that all their tokens take."""
-
-    def mean(name: str) -> float:
-        weights = [each.num_tokens for each in turns]
-        return sum(w * getattr(each, name) for w, each in zip(weights, turns, strict=True)) / sum(weights)
-
-    plain, guessing, steps = mean("plain"), mean("guessing"), mean("steps_per_token")
+    num_tokens = sum(each.num_tokens for each in turns)
+    plain, guessing = (sum(each.num_tokens * getattr(each, way) for each in turns) for way in ("plain", "guessing"))
+    num_steps = sum(each.num_tokens / each.tokens_per_step for each in turns if each.tokens_per_step)
     return SpeculationResult(
         "all turns",
         turns[0].kind,
-        sum(each.num_tokens for each in turns),
-        plain,
-        guessing,
+        num_tokens,
+        plain / num_tokens,
+        guessing / num_tokens,
         plain / guessing if guessing else 0.0,
-        1 / steps if steps else 0.0,
+        num_tokens / num_steps if num_steps else 0.0,
         sum(each.num_guessed for each in turns),
         sum(each.num_right for each in turns),
         all(each.same for each in turns),
@@ -208,7 +209,7 @@ def _measure(
 ) -> list[SpeculationResult]:
     llm, engine = subject.llm, subject.llm.engine
     sampling = {"temperature": 0.0, **_SAMPLING.get(name, {})}
-    seeds = _SEEDS if name == "chat" or name in _FOLLOW_UPS else 1
+    seeds = _SEEDS if name in _TURNS else 1
     params = [SamplingParams(max_tokens=options.output_len, seed=seed, **sampling) for seed in range(seeds)]
     if name not in _FOLLOW_UPS:
         asked = [token_ids for token_ids in asked for _ in params]

@@ -61,16 +61,17 @@ class Lookups(Guesses):
         self._waiting: set[int] = set()  # completions whose next step waits for guesses
         self._device_pace = LookupPace(_without_waiting(price), credit=1.0)  # of the only completion
 
-    def num_rows(self, group: SequenceGroup, sequence: Sequence) -> int:
-        """How many tokens the device shall compute, with its own guesses behind the last one; 1: it makes none.
+    def chunk_for_device(self, group: SequenceGroup, sequence: Sequence) -> Chunk | None:
+        """A sequence's last token and guesses behind it that the device shall make, if any.
 
         To be asked once a step. It makes some where the tokens that the host knows have a source: those of the step
         under way are still missing.
         """
         pace = self._device_pace
         if not pace.is_due() or self._source(group, sequence) is None:
-            return 1
-        return next(rows for rows in ROWS if pace.count < rows)
+            return None
+        rows = next(rows for rows in ROWS if pace.count < rows)
+        return Chunk(group, sequence, 1, True, device_guesses=rows - 1)
 
     def learn_from_device(self, num_found: int, num_right: int) -> None:
         """Learn from a step for which the device has found so many guesses."""

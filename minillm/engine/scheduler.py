@@ -71,7 +71,6 @@ class Scheduler:
             schedule.decodes = [chunk for chunk in schedule.decodes if chunk.group not in gone]
             schedule.prefills = [chunk for chunk in schedule.prefills if chunk.group not in gone]
         self._take_drafts(budget, schedule)
-        self._make_room_for_guesses(schedule)
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
@@ -108,27 +107,26 @@ class Scheduler:
     def _take_drafts(self, budget: int, schedule: Schedule) -> None:
         """Give guesses what nobody else wants: the rest of the budget, and free blocks where none had to make room."""
         for chunk in [chunk for chunk in schedule.decodes if chunk.num_guesses]:
-            chunk.num_guesses = 0 if schedule.preempted else min(chunk.num_guesses, max(0, budget))
-            try:
-                self.cache.append(chunk.sequence.own_table, chunk.num_guesses)
-            except OutOfBlocks:
-                chunk.num_guesses = 0
+            wanted = 0 if schedule.preempted else min(chunk.num_guesses, max(0, budget))
+            chunk.num_guesses = self._room_for_guesses(chunk, wanted)
             chunk.draft = chunk.draft[: chunk.num_guesses]
             budget -= chunk.num_guesses
         if any(chunk.num_guesses for chunk in schedule.decodes):
             schedule.drafts = [chunk for chunk in schedule.decodes if chunk.num_guesses]
             schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.num_guesses]
 
-    def _make_room_for_guesses(self, schedule: Schedule) -> None:
-        """Take room for guesses that the device makes, or none where there is less. The sequence runs alone."""
-        for chunk in schedule.decodes:
-            if chunk.device_guesses:
-                if len(schedule.chunks) > 1 or schedule.preempted:
-                    chunk.device_guesses = 0
-                try:
-                    self.cache.append(chunk.sequence.own_table, chunk.device_guesses)
-                except OutOfBlocks:
-                    chunk.device_guesses = 0
+        if len(schedule.decodes) == 1 and schedule.decodes[0].device_guesses:  # of a sequence that ran alone so far
+            [chunk] = schedule.decodes
+            is_alone = not (schedule.prefills or schedule.drafts or schedule.preempted)
+            chunk.device_guesses = self._room_for_guesses(chunk, chunk.device_guesses if is_alone else 0)
+
+    def _room_for_guesses(self, chunk: Chunk, count: int) -> int:
+        """Take room for so many guesses, or for none where there is less. Returns how many there are."""
+        try:
+            self.cache.append(chunk.sequence.own_table, count)
+        except OutOfBlocks:
+            return 0
+        return count
 
     def _admit_waiting(self, budget: int, schedule: Schedule) -> int:
         """Admit groups from the queue, in its order, while there are seats, budget and blocks. Returns the rest."""

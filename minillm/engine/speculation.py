@@ -13,8 +13,13 @@ and judges them: see `minillm.kernels.guess_rows`. The host says only for which 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import repeat
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -32,6 +37,10 @@ from minillm.runner.sampler import Drawn, num_listed
 from minillm.runner.to_host import ToHost
 from minillm.runner.token_rows import MOST_TOKENS
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
+
+Result = TypeVar("Result")
+Results = tuple[list[int], list[TokenLogprobs | None], list[bool]]  # as `Drawn.wait` has them
+Draw = tuple[int, TokenLogprobs | None, bool, str | None]  # one of them, and what its processing has failed of
 
 # Measured with the 135m on 2 cores, int8: 0.3, and 0.09 for each guess (with the weights as stored 0.3 and 0.13).
 _CPU_PRICE = Price(0.3, 0.12)
@@ -65,15 +74,18 @@ class GuessingSamples(Samples):
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
         chunks = super().due(group)
-        if self.requests.scheduler.cache.num_free == 0:
+        if self._by_device and self.requests.scheduler.cache.num_free == 0:
             # The device may be about to judge guesses: then the room of the wrong ones is free, and nobody has to go.
             chunks = [chunk for chunk in chunks if not chunk.sequence.num_unsettled]
         if group.state is not None and group.state.works and self._few_run():
             for number, chunk in enumerate(chunks):
                 if self._is_guessed_by_device(chunk):
-                    chunks[number] = _guessed_by_device(group, chunk.sequence) or chunk
+                    guessed = partial(group.state.chunk_for_device, group, chunk.sequence)
+                    chunks[number] = _tried(group, guessed, None) or chunk
                 elif chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending:
-                    chunks[number] = _guessed(group, chunk.sequence, self._num_running) or chunk
+                    most = MOST_TOKENS // max(1, self._num_running) - 1
+                    guessed = partial(group.state.chunk, group, chunk.sequence, most)
+                    chunks[number] = _tried(group, guessed, None) or chunk
         return chunks
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
@@ -95,16 +107,9 @@ class GuessingSamples(Samples):
 
     def note_guesses(self, chunk: Chunk, num_right: int) -> None:
         """Count a step's guesses, and learn from them. There may be none where some were wanted."""
-        if not chunk.draft:
-            return
-        self.num_verified += 1
-        self.num_guessed += len(chunk.draft)
-        self.num_right += num_right
-        chunk.sequence.num_guessed += num_right
-        try:
-            chunk.group.state.learn(chunk, num_right)
-        except Exception as error:
-            _give_up(chunk.group, error)
+        if chunk.draft:
+            self._count(chunk.sequence, len(chunk.draft), num_right)
+            _tried(chunk.group, lambda: chunk.group.state.learn(chunk, num_right), None)
 
     def expects(self, chunk: Chunk) -> bool:
         """Whether the next step may guess behind a token that the host must know first."""
@@ -113,11 +118,7 @@ class GuessingSamples(Samples):
             return False
         if self._is_guessed_by_device(chunk):
             return False
-        try:
-            return bool(guesses.expects(chunk.group, sequence))
-        except Exception as error:
-            _give_up(chunk.group, error)
-            return False
+        return bool(_tried(chunk.group, lambda: guesses.expects(chunk.group, sequence), False))
 
     def _is_guessed_by_device(self, chunk: Chunk) -> bool:
         """Whether the device makes guesses behind a sequence's last token, if any are made, and nobody waits for them.
@@ -125,7 +126,7 @@ class GuessingSamples(Samples):
         It does so for one that runs alone, where the host is slow and nothing else about a draw needs it.
         """
         group, sequence = chunk.group, chunk.sequence
-        if not chunk.decodes or not self._by_device:
+        if not self._by_device or not chunk.decodes:
             return False
         alone = self._num_running == 1 and len(group.sequences) == 1 and not group.on_device
         if not alone or needs_processing(group, sequence):
@@ -144,18 +145,18 @@ class GuessingSamples(Samples):
         """Count a step's guesses that the device made, if any, and learn from them."""
         num_found = len(guesses) if guesses[0] >= 0 else 0
         if num_found:
-            self.num_verified += 1
-            self.num_guessed += num_found
-            self.num_right += num_right
-            sequence.num_guessed += num_right
-        try:
-            group.state.learn_from_device(num_found, num_right)
-        except Exception as error:
-            _give_up(group, error)
+            self._count(sequence, num_found, num_right)
+        _tried(group, lambda: group.state.learn_from_device(num_found, num_right), None)
 
-    def settle(self, sequence: Sequence, num_guesses: int, num_right: int) -> None:
+    def _count(self, sequence: Sequence, num_guessed: int, num_right: int) -> None:
+        self.num_verified += 1
+        self.num_guessed += num_guessed
+        self.num_right += num_right
+        sequence.num_guessed += num_right
+
+    def settle(self, sequence: Sequence, num_right: int) -> None:
         """See `Runner.settle`."""
-        self._runner.settle(sequence, num_guesses, num_right)
+        self._runner.settle(sequence, num_right)
 
     def give_up(self, sequence: Sequence) -> None:
         """See `Runner.give_up`."""
@@ -174,30 +175,14 @@ def _price(model: Llama) -> Price:
     return replace(_GPU_PRICE, step=_GPU_PRICE.step + host + layer, each=_GPU_PRICE.each + row, wait=host)
 
 
-def _guessed_by_device(group: SequenceGroup, sequence: Sequence) -> Chunk | None:
-    """A sequence's last token and guesses that the device makes, where some are expected, or nothing."""
+def _tried(group: SequenceGroup, work: Callable[[], Result], otherwise: Result) -> Result:
+    """The result of ``work`` on a group's guesses. Where it fails, a defect of ours costs it those, and no token."""
     try:
-        rows = group.state.num_rows(group, sequence)
+        return work()
     except Exception as error:
-        _give_up(group, error)
-        return None
-    return Chunk(group, sequence, 1, True, device_guesses=rows - 1) if rows > 1 else None
-
-
-def _guessed(group: SequenceGroup, sequence: Sequence, num_running: int) -> Chunk | None:
-    """`Guesses.chunk`, or nothing where it fails."""
-    try:
-        chunk: Chunk | None = group.state.chunk(group, sequence, MOST_TOKENS // max(1, num_running) - 1)
-        return chunk
-    except Exception as error:
-        _give_up(group, error)
-        return None
-
-
-def _give_up(group: SequenceGroup, error: Exception) -> None:
-    """Guess no more for a group: a defect of ours costs it that, and no token."""
-    sys.stderr.write(f"guesses failed: {type(error).__name__}: {error}\n")
-    group.state.works = False
+        sys.stderr.write(f"guesses failed: {type(error).__name__}: {error}\n")
+        group.state.works = False
+        return otherwise
 
 
 def _rows(chunk: Chunk) -> list[Chunk]:
@@ -272,7 +257,7 @@ class DeviceVerification:
     drawn: Drawn
     guesses: ToHost
     table: BlockTable  # when it was launched: preemption takes it away
-    results: tuple[list[int], list[TokenLogprobs | None], list[bool]] = ([], [], [])
+    results: Results = ([], [], [])
     may_run_ahead: bool = True
     may_compute_ahead: bool = True
 
@@ -293,26 +278,16 @@ class DeviceVerification:
         sequence.num_unsettled -= self.chunk.device_guesses
         if sequence.finish_reason is not None:
             return []
-        tokens, logprobs, are_nan = self.results
         [guesses] = self.guesses.wait()
-        num_right = next((i for i, guess in enumerate(guesses) if guess != tokens[i]), len(guesses))
-        deltas: list[Delta] = []
-        for row in range(num_right + 1):
-            if are_nan[row]:
-                samples.requests.note_nan(group)
-            if group.error is not None:
-                break
-            deltas.append(samples.append(group, sequence, tokens[row], logprobs[row]))
-            if sequence.finish_reason is not None:
-                break
+        delta, num_right = _appended(samples, self.chunk, guesses, zip(*self.results, repeat(None)))
         if sequence.finish_reason is None and sequence.table is self.table:
             sequence.num_computed += num_right
             samples.requests.scheduler.cache.free_tail(self.table, sequence.num_computed + sequence.num_unsettled)
-            samples.settle(sequence, len(guesses), num_right)
+            samples.settle(sequence, num_right)
         else:
             samples.give_up(sequence)
         samples.note_device_guesses(group, sequence, guesses, num_right)
-        return [_joined(deltas)] if deltas else []
+        return delta
 
     def discard(self) -> None:
         self.chunk.sequence.num_pending = self.chunk.sequence.num_unsettled = 0
@@ -327,7 +302,7 @@ class Verification:
     chunks: list[Chunk]
     rows: list[Chunk]  # the draws of all chunks, in their order
     drawn: Drawn
-    results: tuple[list[int], list[TokenLogprobs | None], list[bool]] = ([], [], [])
+    results: Results = ([], [], [])
     may_run_ahead: bool = False  # how many tokens have come decides about everything
     may_compute_ahead: bool = False
 
@@ -363,25 +338,43 @@ class Verification:
 
     def _go_on(self, chunk: Chunk, first: int) -> list[Delta]:
         """Append the drawn tokens as far as the guesses were right, and one behind them; as one delta, if any."""
-        samples, group, sequence = self.samples, chunk.group, chunk.sequence
-        tokens, logprobs, are_nan = self.results
-        deltas: list[Delta] = []
-        num_right = 0
-        for row, guess in enumerate([*chunk.draft, None], first):
-            if are_nan[row]:
-                samples.requests.note_nan(group)
-            group.error = group.error or self.rows[row].group.error
-            if group.error is not None:
-                break
-            deltas.append(samples.append(group, sequence, tokens[row], logprobs[row]))
-            if sequence.finish_reason is not None or tokens[row] != guess:
-                break
-            sequence.num_computed += 1  # as the guess that it was
-            num_right += 1
+        samples, sequence, end = self.samples, chunk.sequence, first + 1 + len(chunk.draft)
+        draws = zip(
+            *(each[first:end] for each in self.results), (row.group.error for row in self.rows[first:end]), strict=True
+        )
+        delta, num_right = _appended(samples, chunk, chunk.draft, draws, computed=1)
         if sequence.finish_reason is None and sequence.table is not None:
             samples.requests.scheduler.cache.free_tail(sequence.table, sequence.num_computed)
         samples.note_guesses(chunk, num_right)
-        return [_joined(deltas)] if deltas else []
+        return delta
+
+
+def _appended(
+    samples: GuessingSamples, chunk: Chunk, guesses: SequenceOf[int], draws: Iterable[Draw], *, computed: int = 0
+) -> tuple[list[Delta], int]:
+    """Append what is drawn as far as the guesses are right, and the token behind them; as one delta, if any.
+
+    Args:
+        draws: behind the last token and behind each guess.
+        computed: so many of its tokens more are computed for each guess that is right, as the guess that it was.
+
+    Returns:
+        The delta, and how many guesses were right in front of an end.
+    """
+    group, sequence, deltas = chunk.group, chunk.sequence, list[Delta]()
+    num_right = 0
+    for guess, (token, logprobs, is_nan, error) in zip([*guesses, None], draws, strict=False):
+        if is_nan:
+            samples.requests.note_nan(group)
+        group.error = group.error or error
+        if group.error is not None:
+            break
+        deltas.append(samples.append(group, sequence, token, logprobs))
+        if sequence.finish_reason is not None or token != guess:
+            break
+        sequence.num_computed += computed
+        num_right += 1
+    return [_joined(deltas)] if deltas else [], num_right
 
 
 def _joined(deltas: list[Delta]) -> Delta:

@@ -126,7 +126,7 @@ class DeviceRunner(Runner):
         self._text = torch.zeros(max_model_len + MOST_DEVICE_GUESSES + 1, dtype=torch.int32, device=self._device)
         self._guesses = torch.zeros(MOST_DEVICE_GUESSES, dtype=torch.int64, device=self._device)
         self._told_text: tuple[int, int] = -1, 0  # the sequence, and how many of its tokens the device has
-        self._continues_text = False  # the last step made guesses: what came of it the device has as well
+        self._num_guesses = 0  # of the last step: what came of them the device has as well
         self._forwards = Graphs(self._rows, self._tokens.rows, enabled=graphs)
         self._draws = Graphs(self._rows, self._tokens.rows, enabled=graphs)
         self._prompts: ShortPrompts | None = None
@@ -148,7 +148,7 @@ class DeviceRunner(Runner):
 
     def work_for(self, schedule: Schedule, copies: list[tuple[int, int]]) -> StepWork:
         if self._takes_rows(schedule):
-            self._decodes = []
+            self._decodes, self._num_guesses = [], 0
             chunks = [self.chunk_work(chunk) for chunk in schedule.chunks]
             self._sampling = [_sampling(chunk) for chunk in schedule.chunks]
             return StepWork(schedule.moves, copies, None, chunks, len(chunks))
@@ -157,7 +157,10 @@ class DeviceRunner(Runner):
         guesses = None
         if len(decodes) == 1 and decodes[0].device_guesses:
             guesses = GuessWork(decodes[0].device_guesses, *self._untold(decodes[0].sequence))
-        self._continues_text = guesses is not None
+        count = 0 if guesses is None else guesses.count
+        if decode is not None:
+            decode.longest += self._num_guesses + count  # if all are right
+        self._num_guesses = count
         self._count_tokens()
         self._decodes = decodes
         chunks = [self.chunk_work(chunk) for chunk in prefills]
@@ -229,9 +232,9 @@ class DeviceRunner(Runner):
         The text's last token lies in the sequence's row, known to the host or not.
         """
         if self._told_text[0] != sequence.seq_id:
-            self._told_text, self._continues_text = (sequence.seq_id, 0), False
+            self._told_text, self._num_guesses = (sequence.seq_id, 0), 0
         first, token_ids = self._told_text[1], sequence.token_ids
-        if self._continues_text and sequence.num_pending:
+        if self._num_guesses and sequence.num_pending:
             return first, []
         self._told_text = sequence.seq_id, len(token_ids)
         return first, token_ids[first:]
@@ -322,8 +325,8 @@ class DeviceRunner(Runner):
         drawn = self._drawn(draws, tuple(found), list(range(n)), _wants_logprobs(draws), may_compute_ahead=True)
         return drawn, ToHost([guesses])
 
-    def settle(self, sequence: Sequence, num_guesses: int, num_right: int) -> None:
-        self._books.settle(sequence, num_guesses, num_right)
+    def settle(self, sequence: Sequence, num_right: int) -> None:
+        self._books.settle(sequence, num_right)
         if self._told_text[0] == sequence.seq_id:
             self._told_text = sequence.seq_id, len(sequence.token_ids) - 1
 
@@ -400,7 +403,7 @@ class DeviceRunner(Runner):
         self._beams.forget()
         self._choices = None
         self._sampling, self._each = [], None
-        self._told_text, self._continues_text = (-1, 0), False
+        self._told_text, self._num_guesses = (-1, 0), 0
         self._told_places = []
 
     def close(self) -> None:

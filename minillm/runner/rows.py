@@ -44,7 +44,6 @@ class Row:
     position: int = -1
     has_token: bool = False  # the row's token is the sequence's last one
     forks: bool = False  # its group is one whose sequences the device lets fork
-    unsettled: int = 0  # guesses that the device has made and judged, or is about to: so far on it may be
 
 
 @dataclass(frozen=True)
@@ -124,14 +123,13 @@ class Rows:
             if row is not None:
                 self._free.append(row.index)
 
-    def settle(self, sequence: Sequence, num_guesses: int, num_right: int) -> None:
-        """Note how many of the guesses that the device has judged were right: so far it has gone on by itself.
+    def settle(self, sequence: Sequence, num_right: int) -> None:
+        """Note how many guesses were right that the device has judged: so far it has gone on by itself.
 
         The sequence has given back the blocks that it had for the others, and may get other ones.
         """
         if (row := self._held.get(sequence.seq_id)) is not None:
             row.position += num_right
-            row.unsettled -= num_guesses
             if row.num_blocks > len(sequence.blocks):
                 row.num_blocks, row.last_block = len(sequence.blocks), sequence.blocks[-1]
 
@@ -183,8 +181,7 @@ class Rows:
                 self._replan = True
             row.has_token = False  # until one is drawn
             row.position += 1
-            row.unsettled += chunk.device_guesses
-            longest = max(longest, row.position + row.unsettled)
+            longest = max(longest, row.position)
             rows.append(row.index)
         return rows, longest
 

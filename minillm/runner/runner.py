@@ -152,8 +152,8 @@ class Runner:
         """
         raise NotImplementedError
 
-    def settle(self, sequence: Sequence, num_guesses: int, num_right: int) -> None:
-        """Note how far a sequence has come with its guesses: its tokens and its computed ones are up to date."""
+    def settle(self, sequence: Sequence, num_right: int) -> None:
+        """Note how far a sequence has come by guesses of the device; its tokens and computed ones are up to date."""
 
     def as_drawn_from(self, logits: Tensor) -> Tensor:
         """The logits in the type of all draws: in float32 where it must not depend on other requests' penalties.

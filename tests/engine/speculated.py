@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
+from support import hf_model, ours
 
+from minillm import kernels
+from minillm.bench.speculate import let_count
 from minillm.cache import check
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
 from minillm.engine.speculation import GuessingSamples
+from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import SamplingParams
 
@@ -18,6 +24,15 @@ def guesses_of(engine: Engine) -> GuessingSamples:
     method = engine._methods[SamplingParams]
     assert isinstance(method, GuessingSamples)
     return method
+
+
+def counting_model(**sizes: Any) -> Llama:
+    """A model behind whose token t comes t + 1."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels.cpu, "packed_linear", lambda *_: None)  # the head is written over
+        counting = ours(hf_model(**sizes))
+    assert let_count(counting)
+    return counting
 
 
 def facts(output: RequestOutput) -> list[object]:

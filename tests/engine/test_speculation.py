@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from speculated import assert_close_logprobs, facts, guesses_of
+from speculated import assert_close_logprobs, counting_model, facts, guesses_of
 from support import engine_for, hf_model, ours, run
 
-from minillm import kernels
-from minillm.bench.speculate import let_count
 from minillm.cache import check
 from minillm.engine import speculation
 from minillm.engine.engine import Engine
@@ -389,9 +387,7 @@ def test_a_guess_is_tried_again_where_a_text_has_parted_from_what_it_repeats(
     model: Llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that counts, behind a text in which foreign tokens stand for one number, or for three: fewer steps."""
-    monkeypatch.setattr(kernels.cpu, "packed_linear", lambda *_: None)
-    counting = ours(hf_model(vocab_size=400))
-    assert let_count(counting)
+    counting = counting_model(vocab_size=400)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     for lost in (1, 3):
         text = [each for first in range(100, 200, 12) for each in (*range(first, first + 12 - lost), 300 + first // 12)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from products import assert_products
 from shapes import DEVICE, ON_GPU, TOLERANCE, combined, randn, relative_error
 
 from minillm.kernels import reference
@@ -28,21 +29,8 @@ BF16 = torch.bfloat16
 )
 def test_a_few_tokens(shape: tuple[int, int, int], bias: bool) -> None:
     tokens, features, columns = shape
-    x, norm_weight = randn(tokens, columns, dtype=BF16), randn(columns, dtype=BF16)
-    weight, residual = randn(features, columns, dtype=BF16) / columns**0.5, randn(tokens, features, dtype=BF16)
-    offset = randn(features, dtype=BF16) if bias else None
-    assert few_linear.takes(tokens, weight)
-    wide = [None if t is None else t.double() for t in (x, norm_weight, weight, offset, residual)]
-    exact = reference.norm_linear(wide[0], wide[1], 1e-5, wide[2], wide[3])  # type: ignore[arg-type]
-    assert relative_error(matvec.norm_matvec(x, norm_weight, 1e-5, weight, offset), exact) < TOLERANCE[BF16]
-    exact = reference.norm_gated_linear(wide[0], wide[1], 1e-5, wide[2], wide[3])  # type: ignore[arg-type]
-    assert relative_error(matvec.norm_gated_matvec(x, norm_weight, 1e-5, weight, offset), exact) < TOLERANCE[BF16]
-    exact = reference.linear_add(wide[0], wide[2], wide[3], wide[4])  # type: ignore[arg-type]
-    out = residual.clone()
-    assert matvec.matvec_add(x, weight, offset, out) is out
-    assert relative_error(out, exact) < TOLERANCE[BF16]
-    exact = torch.nn.functional.linear(wide[0], wide[2], wide[3])  # type: ignore[arg-type]
-    assert relative_error(matvec.matvec(x, weight, offset), exact) < TOLERANCE[BF16]
+    assert few_linear.takes(tokens, torch.empty(features, columns, dtype=BF16, device=DEVICE))
+    assert_products(shape, bias, BF16)
 
 
 def test_small_and_large_inputs_keep_their_digits() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shapes import DEVICE, DTYPES, ON_GPU, TOLERANCE, combined, randn, relative_error
-
-from minillm.kernels import reference
+from products import assert_products
+from shapes import DEVICE, DTYPES, ON_GPU, combined, randn
 
 pytest.importorskip("triton")
 from minillm.kernels import matvec
@@ -26,22 +25,7 @@ from minillm.kernels import matvec
     ),
 )
 def test_matvec(shape: tuple[int, int, int], bias: bool, dtype: torch.dtype) -> None:
-    tokens, features, columns = shape
-    x, norm_weight = randn(tokens, columns, dtype=dtype), randn(columns, dtype=dtype)
-    weight = randn(features, columns, dtype=dtype) / columns**0.5
-    offset = randn(features, dtype=dtype) if bias else None
-    residual = randn(tokens, features, dtype=dtype)
-    wide = [None if t is None else t.double() for t in (x, norm_weight, weight, offset, residual)]
-    exact = reference.norm_linear(wide[0], wide[1], 1e-5, wide[2], wide[3])  # type: ignore[arg-type]
-    assert relative_error(matvec.norm_matvec(x, norm_weight, 1e-5, weight, offset), exact) < TOLERANCE[dtype]
-    exact = reference.norm_gated_linear(wide[0], wide[1], 1e-5, wide[2], wide[3])  # type: ignore[arg-type]
-    assert relative_error(matvec.norm_gated_matvec(x, norm_weight, 1e-5, weight, offset), exact) < TOLERANCE[dtype]
-    exact = reference.linear_add(wide[0], wide[2], wide[3], wide[4])  # type: ignore[arg-type]
-    out = residual.clone()
-    assert matvec.matvec_add(x, weight, offset, out) is out
-    assert relative_error(out, exact) < TOLERANCE[dtype]
-    exact = torch.nn.functional.linear(wide[0], wide[2], wide[3])  # type: ignore[arg-type]
-    assert relative_error(matvec.matvec(x, weight, offset), exact) < TOLERANCE[dtype]
+    assert_products(shape, bias, dtype)
 
 
 def test_a_matvec_of_a_few_tokens_is_that_of_each() -> None:
