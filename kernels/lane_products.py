@@ -149,15 +149,26 @@ def halves(word):
 
 
 @triton.jit
-def alternating(a, b):
-    """The bytes of two words by turns: those of the first two of each, then of the others."""
+def _bfloat(word, place: tl.constexpr):
+    """As `_half`, in bfloat16."""
+    number = ((word << (24 - 8 * place)) >> 24).to(tl.float32)
+    return (number.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+
+
+@triton.jit
+def neighbours(a, b, place: tl.constexpr):
+    """The whole numbers of 8 bits at a place in two words, as a pair of bfloat16.
+
+    128 and a number's lower seven bits, behind one exponent, less 128 or, if it has a sign, 256: all of it is exact.
+    """
     if INTERPRETED:
-        first = _byte(a, 0) | (_byte(b, 0) << 8) | (_byte(a, 1) << 16) | (_byte(b, 1) << 24)
-        return first, _byte(a, 2) | (_byte(b, 2) << 8) | (_byte(a, 3) << 16) | (_byte(b, 3) << 24)
+        return _bfloat(a, place) | (_bfloat(b, place) << 16)
     else:
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;", "=&r,=&r,r,r", [a, b],
-            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+            "{ .reg .b32 p, q, m; prmt.b32 p, $1, $2, $3; mov.b32 m, 0x43004300; "
+            "lop3.b32 q, p, 0x00800080, m, 0xEA; lop3.b32 p, p, 0x007F007F, m, 0xEA; "
+            "mov.b32 m, 0xBF80BF80; fma.rn.bf16x2 $0, q, m, p; }",
+            "=r,r,r,r", [a, b, 0x4400 + 0x1111 * place], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ A plan (`prefix_plan`) says which blocks are shared. There are two phases (Chunk
 
 The phases overlap (programmatic dependent launch): the first is busy computing, the second reading. So all programs of
 the first are on the chip at once and go through the items in turns, which lets the second in at its beginning, and no
-tail waits for a node. The plan says how many programs there are (`prefix_plan.Costs.programs`).
+tail waits for a node. The plan says how many programs there are (`prefix_plan.Costs.programs`). Programs of 16 bits ask
+for more than half of a multiprocessor's shared memory, so that each has one for itself. They leave room for tails.
 
 Grids: (programs at most), (kv heads, sequences, splits) and (sequences, heads), by the number of sequences alone. The
 plan lies on the device, so sharing may change from step to step under one CUDA graph. Tiles: 64 rows (the least that
@@ -28,10 +29,17 @@ from torch import Tensor
 from minillm.kernels import attention_lanes, prefix_lanes
 from minillm.kernels.arguments import Pages
 from minillm.kernels.attention_lanes import TOKENS, attend_group, load_group
-from minillm.kernels.compat import pdl_options, release, wait, wait_for_inputs, wait_then_release
+from minillm.kernels.compat import (
+    has_large_shared_memory,
+    pdl_options,
+    release,
+    wait,
+    wait_for_inputs,
+    wait_then_release,
+)
 from minillm.kernels.decode_attention import attend_tile, check_inputs, load_scales, paged_attention
 from minillm.kernels.prefix_lanes import attend_rows
-from minillm.kernels.prefix_plan import ITEM_WORDS, MOST_PROGRAMS, AttentionShape, WorkList
+from minillm.kernels.prefix_plan import ITEM_WORDS, AttentionShape, WorkList
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
 
@@ -67,38 +75,65 @@ def _attend(
     return maximum, total, out
 
 
+@triton.jit
+def _take_most_shared_memory(ptr, number):
+    """Keep a second program from a multiprocessor: make room for 128 kB, by a product that no ``number`` asks for.
+
+    Programs come while those of the kernel in front are still there. Where two find room, they share a multiprocessor
+    for as long as they live, while others have none.
+    """
+    if number < 0:
+        numbers = (tl.zeros([512, 128], tl.int32) + number).to(tl.bfloat16)
+        rows, columns = tl.arange(0, 64)[:, None], tl.arange(0, 128)[None, :]
+        products = tl.dot((tl.zeros([64, 512], tl.int32) + number).to(tl.bfloat16), numbers)
+        tl.store(ptr + rows * 128 + columns, products)
+
+
+@triton.jit
+def _load_item(items_ptr, order_ptr, starts_ptr, number, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """An item's sequences, one of them, its tokens, and its rows' sequences and results."""
+    item_ptr = items_ptr + number * _ITEM_WORDS
+    count = tl.load(item_ptr)
+    member = tl.load(item_ptr + 1)
+    first = tl.load(item_ptr + 2)
+    begin = tl.load(item_ptr + 3)
+    end = tl.load(item_ptr + 4)
+    members = tl.arange(0, ROWS) // GROUP
+    seqs = tl.load(order_ptr + first + members, mask=members < count, other=0)
+    results = tl.load(starts_ptr + first + members, mask=members < count, other=0) + tl.load(item_ptr + 5)
+    return count, member, begin, end, seqs, results
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _chunk_first_kernel(
     partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr,
     counts_ptr, items_ptr, order_ptr, starts_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, num_kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, KV_HEADS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, KV_HEADS: tl.constexpr,
+    ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_then_release(PDL)
+    # The plan was sent before the step, so it is read before the wait.
     num_tasks = tl.load(counts_ptr) * num_kv_heads
-    num_programs = tl.load(counts_ptr + 1)
-    if tl.program_id(0) >= num_programs:
+    num_programs = tl.minimum(tl.load(counts_ptr + 1), tl.num_programs(0))
+    program = tl.program_id(0)
+    if program >= num_programs:
         num_tasks = 0
-    for task in tl.range(tl.program_id(0), num_tasks, num_programs):
+    item = _load_item(items_ptr, order_ptr, starts_ptr, program // num_kv_heads, GROUP, ROWS)
+    wait_then_release(PDL)
+    if ALONE:
+        _take_most_shared_memory(partial_ptr, num_tasks)
+    for task in tl.range(program, num_tasks, num_programs):
         kv_head = task % num_kv_heads
-        item_ptr = items_ptr + task // num_kv_heads * _ITEM_WORDS
-        count = tl.load(item_ptr)
-        table_ptr = tables_ptr + tl.load(item_ptr + 1).to(tl.int64) * table_stride
-        first = tl.load(item_ptr + 2)
-        begin = tl.load(item_ptr + 3)
-        end = tl.load(item_ptr + 4)
-        ordinal = tl.load(item_ptr + 5)
+        count, member, begin, end, seqs, results = item
+        table_ptr = tables_ptr + member.to(tl.int64) * table_stride
         rows = tl.arange(0, ROWS)
-        members = rows // GROUP
-        is_row = members < count
-        seqs = tl.load(order_ptr + first + members, mask=is_row, other=0).to(tl.int64)
-        results = tl.load(starts_ptr + first + members, mask=is_row, other=0).to(tl.int64) + ordinal
+        is_row = rows // GROUP < count
         heads = kv_head * GROUP + rows % GROUP
         dims = tl.arange(0, DIM_TILE)
         is_dim = dims < HEAD_DIM
         row_mask = is_row[:, None] & is_dim[None, :]
-        q_offsets = seqs[:, None] * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :]
+        q_offsets = seqs.to(tl.int64)[:, None] * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :]
         q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
         if KV_HEADS is not None:
             out, lse = attend_rows(
@@ -112,9 +147,11 @@ def _chunk_first_kernel(
                 slot_stride, scale_log2e, ROWS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, TILE, STAGES,
             )  # fmt: skip
             out, lse = out / total[:, None], maximum + tl.log2(total)
-        at = results * num_heads + heads
+        at = results.to(tl.int64) * num_heads + heads
         tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)
         tl.store(lse_ptr + at, lse, mask=is_row)
+        following = tl.minimum(task + num_programs, num_tasks - 1)
+        item = _load_item(items_ptr, order_ptr, starts_ptr, following // num_kv_heads, GROUP, ROWS)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -179,13 +216,13 @@ def _merge_results_kernel(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
     place = tl.program_id(0)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = heads < num_heads
     seq = tl.load(order_ptr + place).to(tl.int64)
     first = tl.load(starts_ptr + place)
     num_results = SPLITS + tl.load(starts_ptr + place + 1) - first
+    wait_for_inputs(PDL)
     dims = tl.arange(0, DIM_TILE)
     is_dim = dims < HEAD_DIM
     maximum = tl.full([HEADS], float("-inf"), tl.float32)
@@ -254,13 +291,14 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "DIM_TILE": shape.dim_tile, "BLOCK_SIZE": block_size}
     options = pdl_options(q.device)
     node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # the most that fits every GPU's shared memory
-    most = min(num_kv_heads * work.items.shape[0], MOST_PROGRAMS * shape.num_processors)
-    _chunk_first_kernel[(most,)](
+    _chunk_first_kernel[(min(num_kv_heads * work.items.shape[0], shape.most_programs * shape.num_processors),)](
         partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables,
         work.counts, work.items, work.order, work.starts,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages,
-        KV_HEADS=num_kv_heads if prefix_lanes.takes(q, pages) else None, **sizes, num_warps=4, **options,
+        KV_HEADS=num_kv_heads if prefix_lanes.takes(q, pages) else None,
+        ALONE=shape.most_programs == 1 and has_large_shared_memory(q.device),
+        **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)
     by_lanes, registers = attention_lanes.takes(q, pages), None
@@ -278,6 +316,7 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     heads = min(8, triton.next_power_of_2(num_seqs * num_heads // (8 * shape.num_processors) + 1))
     _merge_results_kernel[(num_seqs, triton.cdiv(num_heads, heads))](
         out, partial, lse, work.order, work.starts, out.stride(0), out.stride(1), num_heads, max_results,
-        HEADS=heads, HEAD_DIM=head_dim, DIM_TILE=shape.dim_tile, SPLITS=splits, AT_ONCE=2, num_warps=heads, **options,
+        HEADS=heads, HEAD_DIM=head_dim, DIM_TILE=shape.dim_tile, SPLITS=splits, AT_ONCE=4 if splits > 1 else 2,
+        num_warps=heads, **options,
     )  # fmt: skip
     return out

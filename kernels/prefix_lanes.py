@@ -1,13 +1,16 @@
-"""Attention of many queries over shared tokens in 8 bits: numbers become float16 in the registers that `wgmma` reads.
+"""Attention of many queries over shared tokens in 8 bits: numbers get 16 bits in the registers that `wgmma` reads.
 
 Everything is transposed: scores are K times queries, outputs V times weights. So K and V are the matrix unit's first
 operand, which it takes from registers: they go from memory to registers as they lie there, a tile ahead, and never
 through shared memory. Queries lie in shared memory while an item lasts, and each tile's weights of the softmax pass
-through it. Whole numbers are exact in float16; queries are, times a power of two, but for what is 2^-24 of the largest.
+through it. Whole numbers of 8 bits are exact in float16, as K is, and in bfloat16, as V is; queries are exact, times a
+power of two, but for what is 2^-24 of the largest.
 
-A running maximum costs all warps a barrier and each lane a walk through its outputs, so it is only corrected where a
-weight would pass 2^`_ROOM`. It is of scores with the logarithm of V's scale added: a weight times its scale is never
-more, however large V is, so it holds in float16.
+Weights are powers of two of scores less an anchor: a query's highest score of the first tile. A running maximum would
+cost all warps a barrier a tile, and bfloat16 needs none: the first tile's may be up to 2^100 times too low or too high.
+Where weights overflow all the same, an item is computed again, with the highest of all scores. Scores have the
+logarithm of V's scale added, so weights are in proportion to what they contribute, however large V is. (A token whose
+scale is 2^126 times smaller than another's of the item loses its weight.)
 
 Lane 4r + t of warp w has, of 64 tokens,
 
@@ -22,23 +25,23 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Pages
-from minillm.kernels.compat import dot, finished
-from minillm.kernels.lane_products import alternating, halves, power
+from minillm.kernels.compat import INTERPRETED, dot, finished, has_whole_products
+from minillm.kernels.lane_products import halves, neighbours, power
 from minillm.kernels.low_bit_dot import joined
 from minillm.kernels.low_bit_lanes import fours
 
 TOKENS = tl.constexpr(64)  # of a tile
 WARPS = tl.constexpr(4)
-_ROOM = tl.constexpr(4.0)
+_AHEAD = tl.constexpr(3)  # tiles between the one that goes to registers and the one that is called into the L2
 _LEAST = tl.constexpr(1e-30)  # of V's scales: those of zeros have a logarithm too
 
 
 @triton.jit
-def _unpacked(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pairs of float16 ``[ROWS, COLUMNS / 2]`` as numbers ``[ROWS, COLUMNS]``."""
+def _unpacked(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
+    """Pairs of numbers of 16 bits ``[ROWS, COLUMNS / 2]`` as numbers ``[ROWS, COLUMNS]``."""
     words = tl.reshape(words, [ROWS, COLUMNS // 2])
-    first = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    second = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    first = (words & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
+    second = (words >> 16).to(tl.int16).to(TYPE, bitcast=True)
     return tl.reshape(tl.join(first, second), [ROWS, COLUMNS])
 
 
@@ -51,7 +54,7 @@ def _k_tile(loaded, HEAD_DIM: tl.constexpr):
         for i in tl.static_range(4):
             pairs = pairs + halves(words[i])
     words = tl.reshape(joined(pairs, HEAD_DIM // 8), [2, WARPS, 8, 4, HEAD_DIM // 8])
-    return _unpacked(tl.permute(words, (1, 0, 2, 4, 3)), TOKENS, HEAD_DIM)
+    return _unpacked(tl.permute(words, (1, 0, 2, 4, 3)), TOKENS, HEAD_DIM, tl.float16)
 
 
 @triton.jit
@@ -63,17 +66,14 @@ def _in_order_of_k(q, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _v_tile(loaded, HEAD_DIM: tl.constexpr):
-    """A tile of V, transposed, ``[HEAD_DIM, TOKENS]`` float16; the order of the dimensions is `_in_order`'s."""
+    """A tile of V, transposed, ``[HEAD_DIM, TOKENS]`` bfloat16; the order of the dimensions is `_in_order`'s."""
     PARTS: tl.constexpr = HEAD_DIM // 32  # dimensions of a lane
-    made, pairs = (), ()
-    for i in tl.static_range(TOKENS // 8):
-        low, high = alternating(loaded[2 * i], loaded[2 * i + 1])
-        made = made + (halves(low) + halves(high),)
+    pairs = ()
     for part in tl.static_range(PARTS):
         for i in tl.static_range(TOKENS // 8):
-            pairs = pairs + (made[i][part],)
+            pairs = pairs + (neighbours(loaded[2 * i], loaded[2 * i + 1], part),)
     words = tl.reshape(joined(pairs, PARTS * TOKENS // 8), [WARPS, 8, 4, PARTS // 2, 2, TOKENS // 8])
-    return _unpacked(tl.permute(words, (3, 0, 4, 1, 5, 2)), HEAD_DIM, TOKENS)
+    return _unpacked(tl.permute(words, (3, 0, 4, 1, 5, 2)), HEAD_DIM, TOKENS, tl.bfloat16)
 
 
 @triton.jit
@@ -84,62 +84,81 @@ def _in_order(out, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _k_ids(table_ptr, tokens, end, BLOCK_SIZE: tl.constexpr):
-    return tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
+def _ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
+    """The ids of the blocks of tokens ``position + at``; of those behind the end, the last one's."""
+    block = position // BLOCK_SIZE
+    if BLOCK_SIZE < TOKENS:
+        block += at // BLOCK_SIZE
+    return tl.load(table_ptr + tl.minimum(block, (end - 1) // BLOCK_SIZE))
 
 
 @triton.jit
-def _load_k(k_ptr, ids, tokens, end, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SLOT: tl.constexpr):
-    """A lane's words of K; ``k_ptr`` is the lane's first, in words. Behind the end they are anything."""
-    at = k_ptr + ids.to(tl.int64) * (BLOCK_SIZE * SLOT // 4) + tokens % BLOCK_SIZE * (SLOT // 4)
-    mask = (tokens < end)[:, None]
+def _in_blocks(ptr, ids, position, STRIDE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Each lane's ``ptr``, its token's place in a block, in the tile at ``position``; strides are a token's, a block's.
+
+    A tile begins with a block or lies in one, so a token's place in a block is its place in the tile but for that of
+    the tile.
+    """
+    at = ptr + ids.to(tl.int64) * BLOCK_STRIDE
+    if BLOCK_SIZE > TOKENS:
+        at += position % BLOCK_SIZE * STRIDE
+    return at
+
+
+@triton.jit
+def _load_k(k_ptr, ids, position, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """A lane's words of K. Behind the end they are anything."""
+    at = _in_blocks(k_ptr, ids, position, STRIDE, STRIDE * BLOCK_SIZE, BLOCK_SIZE)
     words = ()
     for chunk in tl.static_range(HEAD_DIM // 64):
-        words = words + (tl.load((at + chunk * 16)[:, None] + tl.arange(0, 4)[None, :], mask=mask),)
+        words = words + (tl.load((at + chunk * 16)[:, None] + tl.arange(0, 4)[None, :]),)
     return words
 
 
 @triton.jit
-def _v_ids(table_ptr, tokens, end, BLOCK_SIZE: tl.constexpr):
-    """The ids of a lane's tokens of V, of which ``tokens`` is the first: one for each block or each two tokens."""
+def _v_ids(table_ptr, position, at, end, BLOCK_SIZE: tl.constexpr):
+    """The ids of a lane's tokens of V, of which ``at`` is the first: one for each block or each two tokens."""
     ids = ()
-    for i in tl.static_range(0, TOKENS, max(8, min(16, BLOCK_SIZE))):
+    for i in tl.static_range(0, TOKENS, max(8, min(TOKENS, BLOCK_SIZE))):
         for n in tl.static_range(2 if BLOCK_SIZE == 1 else 1):
-            at = tokens + i + n
-            ids = ids + (tl.load(table_ptr + at // BLOCK_SIZE, mask=at < end, other=0),)
+            if BLOCK_SIZE >= 8:
+                ids = ids + (_ids(table_ptr, position, i, end, BLOCK_SIZE),)
+            else:
+                ids = ids + (_ids(table_ptr, position, i + at + n, end, BLOCK_SIZE),)
     return ids
 
 
 @triton.jit
-def _load_v(v_ptr, ids, tokens, end, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """A lane's numbers of V, a word, or two dimensions, for each token; STRIDE is a token's. As `_load_k`."""
+def _load_v(v_ptr, ids, position, BLOCK_SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """A lane's numbers of V, a word, or two dimensions, for each token. As `_load_k`."""
     numbers = ()
     for i in tl.static_range(TOKENS // 8):
         for n in tl.static_range(2):
-            token = tokens + 8 * i + n
             if BLOCK_SIZE == 1:
                 block = ids[2 * i + n]
             else:
-                block = ids[i // max(1, min(16, BLOCK_SIZE) // 8)]
-            # The place within a block is the lane's and a constant: both lie in an address that all tokens share.
-            if BLOCK_SIZE >= 16:
-                place = (tokens + i // 2 * 16) % BLOCK_SIZE + (i % 2 * 8 + n)
-            elif BLOCK_SIZE == 1:
-                place = 0
-            else:
-                place = tokens % BLOCK_SIZE + n
-            at = v_ptr + block.to(tl.int64) * (BLOCK_SIZE * STRIDE) + place * STRIDE
-            numbers = numbers + (tl.load(at, mask=token < end).to(tl.int32),)
+                block = ids[i // max(1, min(TOKENS, BLOCK_SIZE) // 8)]
+            at = _in_blocks(v_ptr, block, position, STRIDE, STRIDE * BLOCK_SIZE, BLOCK_SIZE)
+            numbers = numbers + (tl.load(at + (8 * i + n) % BLOCK_SIZE * STRIDE).to(tl.int32),)
     return numbers
 
 
 @triton.jit
-def _load_scales(
-    scales_ptr, ids, tokens, end, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr
-):  # fmt: skip
-    return tl.load(
-        scales_ptr + ids.to(tl.int64) * (KV_HEADS * BLOCK_SIZE) + tokens % BLOCK_SIZE, mask=tokens < end, other=0.0
-    )
+def _load_scales(ptr, ids, position, at, end, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr):
+    at_scale = _in_blocks(ptr, ids, position, 1, KV_HEADS * BLOCK_SIZE, BLOCK_SIZE)
+    return tl.load(at_scale, mask=position + at < end, other=0.0)
+
+
+@triton.jit
+def _call(tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, SLOT: tl.constexpr):
+    """Call a lane's token and scale, whose places are addresses in bytes, into the L2."""
+    token = _in_blocks(tokens_ptr, ids, position, SLOT, SLOT * BLOCK_SIZE, BLOCK_SIZE)
+    scale = _in_blocks(scales_ptr, ids, position, 4, 4 * KV_HEADS * BLOCK_SIZE, BLOCK_SIZE)
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; mov.u32 $0, 0;", "=r,l,l", [token, scale],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -150,11 +169,46 @@ def _by_rows(x):
 
 
 @triton.jit
-def _over_pairs(x, ROWS: tl.constexpr, SUM: tl.constexpr):
-    """The larger, or the sum, of a lane's two tokens; ``[TOKENS / 2, ROWS / 8, 4, 2]``."""
-    x = tl.reshape(x, [WARPS, 2, 8, ROWS // 8, 4, 2])
-    x = tl.sum(x, 1) if SUM else tl.max(x, 1)
-    return tl.reshape(x, [TOKENS // 2, ROWS // 8, 4, 2])
+def _token_pairs(x):
+    """A lane's two tokens of ``[TOKENS, …]``; each has ``[TOKENS / 2, …]``."""
+    x = tl.reshape(x, [WARPS, 2, 8, x.shape[1], x.shape[2], x.shape[3]])
+    first, second = tl.split(tl.permute(x, (0, 2, 3, 4, 5, 1)))
+    shape: tl.constexpr = [TOKENS // 2, first.shape[2], first.shape[3], first.shape[4]]
+    return tl.reshape(first, shape), tl.reshape(second, shape)
+
+
+@triton.jit
+def _scores(k, q, k_scales, v_scales, valid, factor, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
+    """Scores with the logarithm of V's scale added, and the scale's inverse; K and its scales as loaded."""
+    products = finished(dot(_k_tile(k, HEAD_DIM), q, tl.zeros([TOKENS, ROWS], tl.float32)))
+    bias = tl.maximum(v_scales, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+    if INTERPRETED:
+        bias = tl.log2(bias)
+    else:
+        bias = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [bias], dtype=tl.float32, is_pure=True, pack=1
+        )
+    inverse = power(-bias)  # of just what is added, whatever that lacks
+    bias = tl.where(valid, bias, float("-inf"))
+    return tl.reshape(products, [TOKENS, ROWS // 8, 4, 2]) * _by_rows(k_scales * factor) + _by_rows(bias), inverse
+
+
+@triton.jit
+def _first_tile(
+    k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, k_at, v_at, begin, end,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """K, V and their scales in the first tile, and the ids of the second's blocks, for K and for V."""
+    SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
+    k_ids = _ids(table_ptr, begin, k_at, end, BLOCK_SIZE)
+    v_ids = _v_ids(table_ptr, begin, v_at, end, BLOCK_SIZE)
+    k = _load_k(k_ptr, k_ids, begin, HEAD_DIM, BLOCK_SIZE, SLOT // 4)
+    k_scales = _load_scales(k_scales_ptr, k_ids, begin, k_at, end, BLOCK_SIZE, KV_HEADS)
+    v_scales = _load_scales(v_scales_ptr, k_ids, begin, k_at, end, BLOCK_SIZE, KV_HEADS)
+    v = _load_v(v_ptr, v_ids, begin, BLOCK_SIZE, 32 * KV_HEADS)
+    k_ids = _ids(table_ptr, begin + TOKENS, k_at, end, BLOCK_SIZE)
+    v_ids = _v_ids(table_ptr, begin + TOKENS, v_at, end, BLOCK_SIZE)
+    return k, v, k_scales, v_scales, k_ids, v_ids
 
 
 @triton.jit
@@ -171,24 +225,30 @@ def attend_rows(
     PARTS: tl.constexpr = HEAD_DIM // 32
     lanes = tl.arange(0, TOKENS * 4)
     k_at = lanes // 32 % WARPS * 16 + lanes // (32 * WARPS) * 8 + lanes // 4 % 8
-    k_ptr = (k_ptr + kv_head * HEAD_DIM).to(tl.pointer_type(tl.int32), bitcast=True) + lanes % 4 * 4
-    lanes = tl.arange(0, WARPS * 32)
-    v_at = lanes % 4 * 2
+    v_at = tl.arange(0, WARPS * 32) % 4 * 2
+    both = tl.arange(0, TOKENS * 2)  # the tokens of K, then those of V
+    far_at, is_v = both % TOKENS, both >= TOKENS
+    k_ptr += kv_head * HEAD_DIM
     v_ptr += kv_head * HEAD_DIM
-    if HEAD_DIM == 128:
-        v_ptr = v_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + lanes // 4
-    else:
-        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True) + lanes // 4
     k_scales_ptr += kv_head * BLOCK_SIZE
     v_scales_ptr += kv_head * BLOCK_SIZE
-    k_ids = _k_ids(table_ptr, begin + k_at, end, BLOCK_SIZE)
-    v_ids = _v_ids(table_ptr, begin + v_at, end, BLOCK_SIZE)
-    k = _load_k(k_ptr, k_ids, begin + k_at, end, HEAD_DIM, BLOCK_SIZE, SLOT)
-    k_scales = _load_scales(k_scales_ptr, k_ids, begin + k_at, end, BLOCK_SIZE, KV_HEADS)
-    v_scales = _load_scales(v_scales_ptr, k_ids, begin + k_at, end, BLOCK_SIZE, KV_HEADS)
-    v = _load_v(v_ptr, v_ids, begin + v_at, end, BLOCK_SIZE, SLOT // PARTS)
-    k_ids = _k_ids(table_ptr, begin + TOKENS + k_at, end, BLOCK_SIZE)
-    v_ids = _v_ids(table_ptr, begin + TOKENS + v_at, end, BLOCK_SIZE)
+    far_tokens = tl.where(is_v, v_ptr.to(tl.int64), k_ptr.to(tl.int64)) + far_at % BLOCK_SIZE * SLOT
+    far_scales = tl.where(is_v, v_scales_ptr.to(tl.int64), k_scales_ptr.to(tl.int64)) + far_at % BLOCK_SIZE * 4
+    k_ptr = k_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + lanes % 4 * 4 + k_at % BLOCK_SIZE * (SLOT // 4)
+    if HEAD_DIM == 128:
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    v_ptr += tl.arange(0, WARPS * 32) // 4 + v_at % BLOCK_SIZE * (SLOT // PARTS)
+    k_scales_ptr += k_at % BLOCK_SIZE
+    v_scales_ptr += k_at % BLOCK_SIZE
+
+    k, v, k_scales, v_scales, k_ids, v_ids = _first_tile(
+        k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, k_at, v_at, begin, end, HEAD_DIM, BLOCK_SIZE, KV_HEADS
+    )
+    for i in tl.static_range(1, _AHEAD + 1):
+        far_ids = _ids(table_ptr, begin + i * TOKENS, far_at, end, BLOCK_SIZE)
+        _call(far_tokens, far_scales, far_ids, begin + i * TOKENS, BLOCK_SIZE, KV_HEADS, SLOT)
 
     q = q.to(tl.float32)
     size = tl.abs(q)
@@ -201,38 +261,54 @@ def attend_rows(
     anchor = tl.full([1, ROWS // 8, 4, 2], -1e30, tl.float32)
     totals = tl.zeros([TOKENS // 2, ROWS // 8, 4, 2], tl.float32)
     out = tl.zeros([HEAD_DIM, ROWS], tl.float32)
-    for position in range(begin, end, TOKENS):
-        tokens = position + k_at
-        products = finished(dot(_k_tile(k, HEAD_DIM), q, tl.zeros([TOKENS, ROWS], tl.float32)))
-        valid = tokens < end
-        scale = k_scales * factor
-        bias = tl.log2(tl.maximum(v_scales, _LEAST, propagate_nan=tl.PropagateNan.ALL))
-        inverse = power(-bias)
-        bias = tl.where(valid, bias, float("-inf"))
-        k = _load_k(k_ptr, k_ids, tokens + TOKENS, end, HEAD_DIM, BLOCK_SIZE, SLOT)
-        k_scales = _load_scales(k_scales_ptr, k_ids, tokens + TOKENS, end, BLOCK_SIZE, KV_HEADS)
-        v_scales = _load_scales(v_scales_ptr, k_ids, tokens + TOKENS, end, BLOCK_SIZE, KV_HEADS)
-        k_ids = _k_ids(table_ptr, tokens + 2 * TOKENS, end, BLOCK_SIZE)
-        scores = tl.reshape(products, [TOKENS, ROWS // 8, 4, 2]) * _by_rows(scale) + _by_rows(bias)
-        # Whole numbers have an instruction for the largest of a warp.
-        excess = tl.max(tl.max(_over_pairs(scores, ROWS, False) - anchor, 3), 1)
-        if tl.max((excess > _ROOM).to(tl.int32)) > 0:
-            higher = tl.maximum(anchor, tl.max(scores, 0, keep_dims=True))
-            correction = power(anchor - higher)
-            totals *= correction
-            out = tl.reshape(tl.reshape(out, [HEAD_DIM, ROWS // 8, 4, 2]) * correction, [HEAD_DIM, ROWS])
-            anchor = higher
-        weights = power(scores - anchor)  # times V's scales
-        totals += _over_pairs(weights * _by_rows(inverse), ROWS, True)
-        weights = tl.reshape(weights, [TOKENS, ROWS]).to(tl.float16)
-        out = finished(dot(_v_tile(v, HEAD_DIM), weights, out))
-        v = _load_v(v_ptr, v_ids, position + TOKENS + v_at, end, BLOCK_SIZE, SLOT // PARTS)
-        v_ids = _v_ids(table_ptr, position + 2 * TOKENS + v_at, end, BLOCK_SIZE)
+    anchor_at = begin
+    goes_on = True
+    while goes_on:
+        totals = tl.zeros([TOKENS // 2, ROWS // 8, 4, 2], tl.float32)
+        out = tl.zeros([HEAD_DIM, ROWS], tl.float32)
+        for position in range(begin, end, TOKENS):
+            following, far = position + TOKENS, position + (_AHEAD + 1) * TOKENS
+            far_ids = _ids(table_ptr, far, far_at, end, BLOCK_SIZE)
+            scores, inverse = _scores(k, q, k_scales, v_scales, position + k_at < end, factor, HEAD_DIM, ROWS)
+            if position == anchor_at:
+                anchor = tl.max(scores, 0, keep_dims=True)
+            k = _load_k(k_ptr, k_ids, following, HEAD_DIM, BLOCK_SIZE, SLOT // 4)
+            k_scales = _load_scales(k_scales_ptr, k_ids, following, k_at, end, BLOCK_SIZE, KV_HEADS)
+            v_scales = _load_scales(v_scales_ptr, k_ids, following, k_at, end, BLOCK_SIZE, KV_HEADS)
+            k_ids = _ids(table_ptr, following + TOKENS, k_at, end, BLOCK_SIZE)
+            weights = power(scores - anchor)  # times V's scales
+            first, second = _token_pairs(weights)
+            first_inverse, second_inverse = _token_pairs(_by_rows(inverse))
+            totals += first * first_inverse
+            totals += second * second_inverse
+            weights = tl.reshape(weights, [TOKENS, ROWS]).to(tl.bfloat16)
+            v_tile = _v_tile(v, HEAD_DIM)
+            v = _load_v(v_ptr, v_ids, following, BLOCK_SIZE, SLOT // PARTS)
+            out = finished(dot(v_tile, weights, out))
+            v_ids = _v_ids(table_ptr, following + TOKENS, v_at, end, BLOCK_SIZE)
+            _call(far_tokens, far_scales, far_ids, far, BLOCK_SIZE, KV_HEADS, SLOT)
+        is_wrong = tl.max((out - out != 0.0).to(tl.int32)) > 0
+        goes_on = is_wrong & (anchor_at == begin)
+        if goes_on:
+            anchor_at = -1
+            anchor = tl.full([1, ROWS // 8, 4, 2], -1e30, tl.float32)
+            for position in tl.range(begin, end, TOKENS, num_stages=1):
+                k_ids = _ids(table_ptr, position, k_at, end, BLOCK_SIZE)
+                k = _load_k(k_ptr, k_ids, position, HEAD_DIM, BLOCK_SIZE, SLOT // 4)
+                k_scales = _load_scales(k_scales_ptr, k_ids, position, k_at, end, BLOCK_SIZE, KV_HEADS)
+                v_scales = _load_scales(v_scales_ptr, k_ids, position, k_at, end, BLOCK_SIZE, KV_HEADS)
+                scores, inverse = _scores(k, q, k_scales, v_scales, position + k_at < end, factor, HEAD_DIM, ROWS)
+                anchor = tl.maximum(anchor, tl.max(scores, 0, keep_dims=True))
+            k, v, k_scales, v_scales, k_ids, v_ids = _first_tile(
+                k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, k_at, v_at, begin, end,
+                HEAD_DIM, BLOCK_SIZE, KV_HEADS,
+            )  # fmt: skip
     total = tl.sum(totals, 0, keep_dims=True)
     out = tl.reshape(tl.reshape(out, [HEAD_DIM, ROWS // 8, 4, 2]) / total, [HEAD_DIM, ROWS])
     return _in_order(out, ROWS, HEAD_DIM), tl.reshape(anchor + tl.log2(total), [ROWS])
 
 
 def takes(q: Tensor, pages: Pages) -> bool:
-    """Whether shared tokens can be read this way: in 8 bits, for queries of 16 bits."""
-    return pages.k_scales is not None and q.element_size() == 2 and q.shape[2] in (64, 128)
+    """Whether shared tokens can be read this way: in 8 bits, for queries of 16 bits, where there is bfloat16 (8.0)."""
+    of_16_bits = q.element_size() == 2 and q.shape[2] in (64, 128)
+    return pages.k_scales is not None and of_16_bits and has_whole_products(q.device)

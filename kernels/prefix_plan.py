@@ -21,7 +21,6 @@ from torch import Tensor
 # first token, the token behind the last, and the place of its result among those of each of its sequences.
 ITEM_WORDS = 6
 
-MOST_PROGRAMS = 2  # items that a multiprocessor works on at a time: their registers allow no more
 _PROGRAMS = 4  # a multiprocessor, in decode attention; `minillm bench kernels --op paged_attention` measured 1 to 16
 _TAIL_PROGRAMS = 4  # tails, or parts of them, that a multiprocessor should have
 
@@ -45,7 +44,7 @@ class Costs:
     tail_loss: float = 0.15  # share of the time of the tails
     node_bytes: float = 1e6  # least that a node must save
     alone: float = 6.0  # lost where tails are not read beside the nodes
-    tile: float = 0.64  # saved for each tile of a node and each kv head where a multiprocessor has two items at a time
+    tile: float = 0.64  # of 8 bits, saved for each tile and kv head where a multiprocessor has two items at a time
 
     def worth(self, spared: int, tails: int) -> bool:
         """Whether to save ``spared`` bytes of reads, beside tails of ``tails`` bytes."""
@@ -98,6 +97,15 @@ class AttentionShape:
     def rows(self) -> int:
         """Rows of a node's tile: at least as many as Hopper's matrix unit takes."""
         return max(16 if self.element_size == 4 else 64, _power_of_two(self.group))
+
+    @property
+    def most_programs(self) -> int:
+        """Items that a multiprocessor works on at a time: two of 8 bits, whose registers allow no more.
+
+        In 16 bits two at a time are no faster than one after the other.
+        """
+        in_8_bits = self.row_bytes is not None and self.row_bytes < self.head_dim * self.element_size
+        return 2 if in_8_bits else 1
 
     @property
     def seqs(self) -> int:
@@ -280,7 +288,7 @@ def _cut(
     chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
     deepest = max(tiles)
     work = sum(map(int.__mul__, tiles, chunks)) * shape.num_kv_heads
-    programs = costs.programs(work / shape.num_processors, tail_bytes)
+    programs = min(shape.most_programs, costs.programs(work / shape.num_processors, tail_bytes))
     # A tile costs about as much as a result to merge, so a node of n tiles in parts of t takes t + n / t. Few sequences
     # have a chip for themselves.
     longest = 1 if shape.tail_splits(num_rows) > 1 else math.isqrt(deepest - 1) + 1

@@ -54,7 +54,7 @@ SWEEP = (
     ((32, 8, 64), 1, 32768, (66, 132)),
 )  # fmt: skip
 WARPS, REGISTERS = (1, 2, 4), (None, 128)
-# One item at a time on a multiprocessor, or two.
+# One item of 8 bits at a time on a multiprocessor, or two.
 PROGRAMS = tuple(Costs(launch=0, tail_loss=0, node_bytes=0, tile=tile) for tile in (0.0, 1e9))
 PARTS = ("check", "decode", "prefix", "sweep", "prefill", "stage")
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -211,20 +211,21 @@ def show_decode(limit: float) -> None:
 
 
 def show_prefix(limit: float) -> None:
-    print("\nprefix        16 bits: one item, two, planned, plain;   8 bits: the same   ratio   error to decode")
+    print("\nprefix        16 bits: planned, plain;   8 bits: one item, two, planned, plain   ratio   error to decode")
     for heads, size in product((HEADS[0], HEADS[2]), PREFIX):
         if late(limit):
             break
         launches, planned = [], []
         for form in (False, True):
-            cases = [prefix_attention(heads, *size, form, costs=costs) for costs in (*PROGRAMS, FREE)]
-            planned.append(cases[2])
+            each_costs = (*PROGRAMS, FREE) if form else (FREE,)
+            cases = [prefix_attention(heads, *size, form, costs=costs) for costs in each_costs]
+            planned.append(cases[-1])
             launches += [case.launch for case in cases]
             # Plain decode attention of so many shared bytes takes long: few launches tell enough.
-            launches.append(partial(plain_decode, cases[2]))
+            launches.append(partial(plain_decode, cases[-1]))
         times = by_turns(*launches, count=4)
         said = "  ".join(f"{each:7.1f}" for each in times)
-        ratio = times[6] / times[2]
+        ratio = times[4] / times[0]
         print(f"{planned[0].shape:26} {said}  {ratio:5.2f}  {planned[1].error():.1e}", flush=True)
 
 

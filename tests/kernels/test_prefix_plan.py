@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import torch
@@ -73,13 +74,14 @@ def test_a_long_run_is_split_whatever_else_there_is() -> None:
     items = [plan.items[at : at + ITEM_WORDS] for at in range(0, len(plan.items), ITEM_WORDS)]
     lengths = [end - begin for _, _, _, begin, end, _ in items]
     assert lengths == sorted(lengths, reverse=True), "the longest first"
-    # 16 tiles of rows for each part of the root, in two parts: 2 x 16 x 8 kv heads are just below 2 x 132.
-    assert sorted(lengths) == [128] * 64 + [4096] * 32
+    # 16 tiles of rows for each part of the root, in one part: 16 x 8 kv heads are just below 132.
+    assert sorted(lengths) == [128] * 64 + [8192] * 16
 
 
-def test_two_items_at_a_time_where_nodes_take_longer_than_tails() -> None:
+def test_two_items_at_a_time_where_nodes_in_8_bits_take_longer_than_tails() -> None:
     """Sequences behind one prompt, 32/8 heads x 128 on an H200: one and two at a time, measured, microseconds."""
-    shape = shape_of(32, 8, 128, torch.bfloat16, processors=132)
+    wide = shape_of(32, 8, 128, torch.bfloat16, processors=132)
+    shape = dataclasses.replace(wide, row_bytes=128 + 4)
 
     def programs(num_seqs: int, prefix: int, tail: int, prompts: int = 1) -> int:
         tables = [
@@ -89,9 +91,12 @@ def test_two_items_at_a_time_where_nodes_take_longer_than_tails() -> None:
             ]
             for i in range(num_seqs)
         ]
-        plan = plan_attention(tables, [prefix + tail] * num_seqs, 16, shape, costs=FREE)
+        lens = [prefix + tail] * num_seqs
+        plan, alone = (plan_attention(tables, lens, 16, each, costs=FREE) for each in (shape, wide))
         assert plan is not None
+        assert alone is not None
         assert plan.counts[0] * ITEM_WORDS == len(plan.items)
+        assert alone.counts[1] == 132, "in 16 bits always one"
         return plan.counts[1] // 132
 
     # 208 and 141, 109 and 72, 41 and 37; 54 and 63, 43 and 54, 16 and 17.
