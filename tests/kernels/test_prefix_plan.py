@@ -79,7 +79,7 @@ def test_a_long_run_is_split_whatever_else_there_is() -> None:
 
 
 def test_two_items_at_a_time_where_nodes_in_8_bits_take_longer_than_tails() -> None:
-    """Sequences behind one prompt, 32/8 heads x 128 on an H200: one and two at a time, measured, microseconds."""
+    """Sequences behind one prompt, 32/8 heads x 128 on an H200; 128 x (16,384 + 128): 195 and 111 us measured."""
     wide = shape_of(32, 8, 128, torch.bfloat16, processors=132)
     shape = dataclasses.replace(wide, row_bytes=128 + 4)
 
@@ -99,6 +99,5 @@ def test_two_items_at_a_time_where_nodes_in_8_bits_take_longer_than_tails() -> N
         assert alone.counts[1] == 132, "in 16 bits always one"
         return plan.counts[1] // 132
 
-    # 208 and 141, 109 and 72, 41 and 37; 54 and 63, 43 and 54, 16 and 17.
     assert [programs(256, 8192, 128), programs(128, 8192, 64), programs(256, 512, 8, prompts=32)] == [2, 2, 2]
     assert [programs(256, 1024, 128), programs(128, 2048, 192), programs(32, 512, 64, prompts=8)] == [1, 1, 1]
