@@ -104,6 +104,15 @@ def end_part(PART: tl.constexpr, PDL: tl.constexpr):
         wait(PDL)
 
 
+@triton.jit
+def call_into_l2(addresses):
+    """Call the lines of 128 bytes at some addresses into the L2."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Launch options: a kernel may be brought in before the one in front of it has ended, where the GPU can (9.0)."""
     if INTERPRETED.value or device.type != "cuda" or _capability(device.index or 0) < (9, 0):

@@ -90,6 +90,15 @@ def joined(values, COUNT: tl.constexpr):
 
 
 @triton.jit
+def unpacked(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
+    """Pairs of numbers of 16 bits ``[ROWS, COLUMNS / 2]`` as numbers ``[ROWS, COLUMNS]``."""
+    words = tl.reshape(words, [ROWS, COLUMNS // 2])
+    first = (words & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
+    second = (words >> 16).to(tl.int16).to(TYPE, bitcast=True)
+    return tl.reshape(tl.join(first, second), [ROWS, COLUMNS])
+
+
+@triton.jit
 def _weights(
     groups, group, BITS: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     TABLE: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
@@ -100,10 +109,7 @@ def _weights(
     for word in tl.static_range(4):
         pairs = pairs + eight_weights(groups, factors, word, BITS, SCALES, ZERO, TABLE, CODES, ROWS * 4)
     words = tl.reshape(joined(pairs, 16), [ROWS // (16 * WARPS), 2, WARPS, 8, 4, 16])
-    words = tl.reshape(tl.permute(words, (0, 2, 1, 3, 5, 4)), [ROWS, 64])
-    first = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    second = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.reshape(tl.join(first, second), [ROWS, 128])
+    return unpacked(tl.permute(words, (0, 2, 1, 3, 5, 4)), ROWS, 128, tl.float16)
 
 
 @triton.jit

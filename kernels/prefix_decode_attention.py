@@ -115,7 +115,7 @@ def _chunk_first_kernel(
 ):  # fmt: skip
     # The plan was sent before the step, so it is read before the wait.
     num_tasks = tl.load(counts_ptr) * num_kv_heads
-    num_programs = tl.minimum(tl.load(counts_ptr + 1), tl.num_programs(0))
+    num_programs = tl.load(counts_ptr + 1)
     program = tl.program_id(0)
     if program >= num_programs:
         num_tasks = 0
@@ -150,8 +150,9 @@ def _chunk_first_kernel(
         at = results.to(tl.int64) * num_heads + heads
         tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)
         tl.store(lse_ptr + at, lse, mask=is_row)
-        following = tl.minimum(task + num_programs, num_tasks - 1)
-        item = _load_item(items_ptr, order_ptr, starts_ptr, following // num_kv_heads, GROUP, ROWS)
+        following = task + num_programs
+        if following < num_tasks:
+            item = _load_item(items_ptr, order_ptr, starts_ptr, following // num_kv_heads, GROUP, ROWS)
 
 
 @triton.jit(do_not_specialize=["table_stride"])

@@ -25,24 +25,15 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Pages
-from minillm.kernels.compat import INTERPRETED, dot, finished, has_whole_products
+from minillm.kernels.compat import INTERPRETED, call_into_l2, dot, finished, has_whole_products
 from minillm.kernels.lane_products import halves, neighbours, power
-from minillm.kernels.low_bit_dot import joined
+from minillm.kernels.low_bit_dot import joined, unpacked
 from minillm.kernels.low_bit_lanes import fours
 
 TOKENS = tl.constexpr(64)  # of a tile
 WARPS = tl.constexpr(4)
 _AHEAD = tl.constexpr(3)  # tiles between the one that goes to registers and the one that is called into the L2
 _LEAST = tl.constexpr(1e-30)  # of V's scales: those of zeros have a logarithm too
-
-
-@triton.jit
-def _unpacked(words, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr):
-    """Pairs of numbers of 16 bits ``[ROWS, COLUMNS / 2]`` as numbers ``[ROWS, COLUMNS]``."""
-    words = tl.reshape(words, [ROWS, COLUMNS // 2])
-    first = (words & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
-    second = (words >> 16).to(tl.int16).to(TYPE, bitcast=True)
-    return tl.reshape(tl.join(first, second), [ROWS, COLUMNS])
 
 
 @triton.jit
@@ -54,7 +45,7 @@ def _k_tile(loaded, HEAD_DIM: tl.constexpr):
         for i in tl.static_range(4):
             pairs = pairs + halves(words[i])
     words = tl.reshape(joined(pairs, HEAD_DIM // 8), [2, WARPS, 8, 4, HEAD_DIM // 8])
-    return _unpacked(tl.permute(words, (1, 0, 2, 4, 3)), TOKENS, HEAD_DIM, tl.float16)
+    return unpacked(tl.permute(words, (1, 0, 2, 4, 3)), TOKENS, HEAD_DIM, tl.float16)
 
 
 @triton.jit
@@ -73,7 +64,7 @@ def _v_tile(loaded, HEAD_DIM: tl.constexpr):
         for i in tl.static_range(TOKENS // 8):
             pairs = pairs + (neighbours(loaded[2 * i], loaded[2 * i + 1], part),)
     words = tl.reshape(joined(pairs, PARTS * TOKENS // 8), [WARPS, 8, 4, PARTS // 2, 2, TOKENS // 8])
-    return _unpacked(tl.permute(words, (3, 0, 4, 1, 5, 2)), HEAD_DIM, TOKENS, tl.bfloat16)
+    return unpacked(tl.permute(words, (3, 0, 4, 1, 5, 2)), HEAD_DIM, TOKENS, tl.bfloat16)
 
 
 @triton.jit
@@ -154,11 +145,8 @@ def _call(tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HE
     """Call a lane's token and scale, whose places are addresses in bytes, into the L2."""
     token = _in_blocks(tokens_ptr, ids, position, SLOT, SLOT * BLOCK_SIZE, BLOCK_SIZE)
     scale = _in_blocks(scales_ptr, ids, position, 4, 4 * KV_HEADS * BLOCK_SIZE, BLOCK_SIZE)
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; mov.u32 $0, 0;", "=r,l,l", [token, scale],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    call_into_l2(token)
+    call_into_l2(scale)
 
 
 @triton.jit
@@ -200,12 +188,13 @@ def _first_tile(
 ):  # fmt: skip
     """K, V and their scales in the first tile, and the ids of the second's blocks, for K and for V."""
     SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
+    PARTS: tl.constexpr = HEAD_DIM // 32
     k_ids = _ids(table_ptr, begin, k_at, end, BLOCK_SIZE)
     v_ids = _v_ids(table_ptr, begin, v_at, end, BLOCK_SIZE)
     k = _load_k(k_ptr, k_ids, begin, HEAD_DIM, BLOCK_SIZE, SLOT // 4)
     k_scales = _load_scales(k_scales_ptr, k_ids, begin, k_at, end, BLOCK_SIZE, KV_HEADS)
     v_scales = _load_scales(v_scales_ptr, k_ids, begin, k_at, end, BLOCK_SIZE, KV_HEADS)
-    v = _load_v(v_ptr, v_ids, begin, BLOCK_SIZE, 32 * KV_HEADS)
+    v = _load_v(v_ptr, v_ids, begin, BLOCK_SIZE, SLOT // PARTS)
     k_ids = _ids(table_ptr, begin + TOKENS, k_at, end, BLOCK_SIZE)
     v_ids = _v_ids(table_ptr, begin + TOKENS, v_at, end, BLOCK_SIZE)
     return k, v, k_scales, v_scales, k_ids, v_ids
