@@ -11,7 +11,9 @@ A plan (`prefix_plan`) says which blocks are shared. There are two phases (Chunk
 The phases overlap (programmatic dependent launch): the first is busy computing, the second reading. So all programs of
 the first are on the chip at once and go through the items in turns, which lets the second in at its beginning, and no
 tail waits for a node. The plan says how many programs there are (`prefix_plan.Costs.programs`). Programs of 16 bits ask
-for more than half of a multiprocessor's shared memory, so that each has one for itself. They leave room for tails.
+for more than half of a multiprocessor's shared memory, so that each has one for itself. They leave room for tails. In 8
+bits, where long nodes want two, half of the programs would fill half of the multiprocessors; where tails are many, each
+other program works.
 
 Grids: (programs at most), (kv heads, sequences, splits) and (sequences, heads), by the number of sequences alone. The
 plan lies on the device, so sharing may change from step to step under one CUDA graph. Tiles: 64 rows (the least that
@@ -111,13 +113,16 @@ def _chunk_first_kernel(
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, num_kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, KV_HEADS: tl.constexpr,
-    ALONE: tl.constexpr, PDL: tl.constexpr,
+    ALONE: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The plan was sent before the step, so it is read before the wait.
     num_tasks = tl.load(counts_ptr) * num_kv_heads
     num_programs = tl.load(counts_ptr + 1)
-    program = tl.program_id(0)
-    if program >= num_programs:
+    step = 1
+    if APART:  # neighbours mostly share a multiprocessor: where half of the programs have work, it is each other one
+        step = tl.num_programs(0) // tl.maximum(num_programs, 1)  # an empty list has none
+    program = tl.program_id(0) // step
+    if (program >= num_programs) | (program * step != tl.program_id(0)):
         num_tasks = 0
     item = _load_item(items_ptr, order_ptr, starts_ptr, program // num_kv_heads, GROUP, ROWS)
     wait_then_release(PDL)
@@ -298,7 +303,7 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages,
         KV_HEADS=num_kv_heads if prefix_lanes.takes(q, pages) else None,
-        ALONE=shape.most_programs == 1 and has_large_shared_memory(q.device),
+        ALONE=shape.most_programs == 1 and has_large_shared_memory(q.device), APART=shape.has_many_tails(num_seqs),
         **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)

@@ -120,6 +120,10 @@ class AttentionShape:
         """The number of parts that tails are cut into, by shapes alone: a captured graph has one grid."""
         return max(1, min(64, _TAIL_PROGRAMS * self.num_processors // (num_seqs * self.num_kv_heads)))
 
+    def has_many_tails(self, num_seqs: int) -> bool:
+        """Whether a multiprocessor has more tails than are under way beside nodes at a time."""
+        return num_seqs * self.num_kv_heads > _TAIL_PROGRAMS * self.num_processors
+
     def max_items(self, num_seqs: int) -> int:
         """The most items of a batch: the grid."""
         return num_seqs // 4 + 4 * self.num_processors // self.num_kv_heads + 4

@@ -841,6 +841,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "test_prefix_decode_attention.py::test_a_plan_holds_while_sequences_grow"),
         ("parts-of-a-node-in-one-place", "+ tl.load(item_ptr + 5)\n", "\n",
          KERNELS + "test_prefix_decode_attention.py"),
+        ("half-of-the-programs-next-to-each-other", "program = tl.program_id(0) // step", "program = tl.program_id(0)",
+         KERNELS + "test_lanes.py::test_trees_in_8_bits"),
         ("item-read-twice", "following = task + num_programs", "following = task",
          KERNELS + "test_prefix_decode_attention.py"),
     ],

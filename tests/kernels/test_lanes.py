@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -292,7 +293,7 @@ def check_tree(
     assert pages.k_scales is not None
     assert pages.v_scales is not None
     pages = pages._replace(k_scales=pages.k_scales * k_growth, v_scales=pages.v_scales * v_growth)
-    shape = shape_of(*heads, dtype, processors)
+    shape = replace(shape_of(*heads, dtype, processors), row_bytes=heads[2] + 4)
     plan = plan_attention(tables, lens, block_size, shape, len(tables), FREE)
     assert plan is not None
     work = WorkList.allocate(len(tables), shape, DEVICE)
@@ -322,9 +323,12 @@ def test_nodes_in_8_bits_of_any_length(head_dim: int, block_size: int, shared: i
     check_tree(tables, lens, block_size, (4, 2, head_dim) if shared == 1 else (3, 1, head_dim), dtype)
 
 
-def test_trees_in_8_bits() -> None:
-    tables, lens = forked_tables(30 if ON_GPU else 4, 4, 2000 if ON_GPU else 40, random.Random(3))
-    check_tree(tables, lens, 4, (6, 2, 64), torch.float16, processors=132 if ON_GPU else 8)
+@pytest.mark.parametrize(
+    ("processors", "num_seqs"), [(132, 30), (2, 30)] if ON_GPU else [(8, 4), (2, 5)]
+)  # the second: many tails for few processors, of whose programs each other one works
+def test_trees_in_8_bits(processors: int, num_seqs: int) -> None:
+    tables, lens = forked_tables(num_seqs, 4, 2000 if ON_GPU else 40, random.Random(3))
+    check_tree(tables, lens, 4, (6, 2, 64), torch.float16, processors)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -101,3 +101,9 @@ def test_two_items_at_a_time_where_nodes_in_8_bits_take_longer_than_tails() -> N
 
     assert [programs(256, 8192, 128), programs(128, 8192, 64), programs(256, 512, 8, prompts=32)] == [2, 2, 2]
     assert [programs(256, 1024, 128), programs(128, 2048, 192), programs(32, 512, 64, prompts=8)] == [1, 1, 1]
+
+
+def test_tails_are_many_where_a_multiprocessor_has_more_than_four() -> None:
+    """With nodes on every multiprocessor 64 x (4,096 + 1,024) took 63, not 60 us, 256 x (1,024 + 512) 82, not 95."""
+    shape = shape_of(32, 8, 128, torch.bfloat16, processors=132)
+    assert [shape.has_many_tails(num_seqs) for num_seqs in (1, 64, 66, 67, 256)] == [False, False, False, True, True]
