@@ -141,6 +141,18 @@ def _load_scales(ptr, ids, position, at, end, BLOCK_SIZE: tl.constexpr, KV_HEADS
 
 
 @triton.jit
+def _load_keys(
+    k_ptr, k_scales_ptr, v_scales_ptr, ids, position, at, end,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr,
+):  # fmt: skip
+    """A lane's words of K, and the scales of K and V of their tokens."""
+    k = _load_k(k_ptr, ids, position, HEAD_DIM, BLOCK_SIZE, KV_HEADS * HEAD_DIM // 4)
+    k_scales = _load_scales(k_scales_ptr, ids, position, at, end, BLOCK_SIZE, KV_HEADS)
+    v_scales = _load_scales(v_scales_ptr, ids, position, at, end, BLOCK_SIZE, KV_HEADS)
+    return k, k_scales, v_scales
+
+
+@triton.jit
 def _call(tokens_ptr, scales_ptr, ids, position, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, SLOT: tl.constexpr):
     """Call a lane's token and scale, whose places are addresses in bytes, into the L2."""
     token = _in_blocks(tokens_ptr, ids, position, SLOT, SLOT * BLOCK_SIZE, BLOCK_SIZE)
@@ -166,9 +178,9 @@ def _token_pairs(x):
 
 
 @triton.jit
-def _scores(k, q, k_scales, v_scales, valid, factor, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Scores with the logarithm of V's scale added, and the scale's inverse; K and its scales as loaded."""
-    products = finished(dot(_k_tile(k, HEAD_DIM), q, tl.zeros([TOKENS, ROWS], tl.float32)))
+def _scores(k, q, k_scales, v_scales, valid, factor, ROWS: tl.constexpr):
+    """Scores of a tile of K with the logarithm of V's scale added, and the scale's inverse."""
+    products = finished(dot(k, q, tl.zeros([TOKENS, ROWS], tl.float32)))
     bias = tl.maximum(v_scales, _LEAST, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         bias = tl.log2(bias)
@@ -191,9 +203,9 @@ def _first_tile(
     PARTS: tl.constexpr = HEAD_DIM // 32
     k_ids = _ids(table_ptr, begin, k_at, end, BLOCK_SIZE)
     v_ids = _v_ids(table_ptr, begin, v_at, end, BLOCK_SIZE)
-    k = _load_k(k_ptr, k_ids, begin, HEAD_DIM, BLOCK_SIZE, SLOT // 4)
-    k_scales = _load_scales(k_scales_ptr, k_ids, begin, k_at, end, BLOCK_SIZE, KV_HEADS)
-    v_scales = _load_scales(v_scales_ptr, k_ids, begin, k_at, end, BLOCK_SIZE, KV_HEADS)
+    k, k_scales, v_scales = _load_keys(
+        k_ptr, k_scales_ptr, v_scales_ptr, k_ids, begin, k_at, end, HEAD_DIM, BLOCK_SIZE, KV_HEADS
+    )
     v = _load_v(v_ptr, v_ids, begin, BLOCK_SIZE, SLOT // PARTS)
     k_ids = _ids(table_ptr, begin + TOKENS, k_at, end, BLOCK_SIZE)
     v_ids = _v_ids(table_ptr, begin + TOKENS, v_at, end, BLOCK_SIZE)
@@ -258,13 +270,14 @@ def attend_rows(
         for position in range(begin, end, TOKENS):
             following, far = position + TOKENS, position + (_AHEAD + 1) * TOKENS
             far_ids = _ids(table_ptr, far, far_at, end, BLOCK_SIZE)
-            scores, inverse = _scores(k, q, k_scales, v_scales, position + k_at < end, factor, HEAD_DIM, ROWS)
+            k_tile, old_k_scales, old_v_scales = _k_tile(k, HEAD_DIM), k_scales, v_scales
+            k, k_scales, v_scales = _load_keys(
+                k_ptr, k_scales_ptr, v_scales_ptr, k_ids, following, k_at, end, HEAD_DIM, BLOCK_SIZE, KV_HEADS
+            )
+            k_ids = _ids(table_ptr, following + TOKENS, k_at, end, BLOCK_SIZE)
+            scores, inverse = _scores(k_tile, q, old_k_scales, old_v_scales, position + k_at < end, factor, ROWS)
             if position == anchor_at:
                 anchor = tl.max(scores, 0, keep_dims=True)
-            k = _load_k(k_ptr, k_ids, following, HEAD_DIM, BLOCK_SIZE, SLOT // 4)
-            k_scales = _load_scales(k_scales_ptr, k_ids, following, k_at, end, BLOCK_SIZE, KV_HEADS)
-            v_scales = _load_scales(v_scales_ptr, k_ids, following, k_at, end, BLOCK_SIZE, KV_HEADS)
-            k_ids = _ids(table_ptr, following + TOKENS, k_at, end, BLOCK_SIZE)
             weights = power(scores - anchor)  # times V's scales
             first, second = _token_pairs(weights)
             first_inverse, second_inverse = _token_pairs(_by_rows(inverse))
@@ -283,10 +296,12 @@ def attend_rows(
             anchor = tl.full([1, ROWS // 8, 4, 2], -1e30, tl.float32)
             for position in tl.range(begin, end, TOKENS, num_stages=1):
                 k_ids = _ids(table_ptr, position, k_at, end, BLOCK_SIZE)
-                k = _load_k(k_ptr, k_ids, position, HEAD_DIM, BLOCK_SIZE, SLOT // 4)
-                k_scales = _load_scales(k_scales_ptr, k_ids, position, k_at, end, BLOCK_SIZE, KV_HEADS)
-                v_scales = _load_scales(v_scales_ptr, k_ids, position, k_at, end, BLOCK_SIZE, KV_HEADS)
-                scores, inverse = _scores(k, q, k_scales, v_scales, position + k_at < end, factor, HEAD_DIM, ROWS)
+                k, k_scales, v_scales = _load_keys(
+                    k_ptr, k_scales_ptr, v_scales_ptr, k_ids, position, k_at, end, HEAD_DIM, BLOCK_SIZE, KV_HEADS
+                )
+                scores, inverse = _scores(
+                    _k_tile(k, HEAD_DIM), q, k_scales, v_scales, position + k_at < end, factor, ROWS
+                )
                 anchor = tl.maximum(anchor, tl.max(scores, 0, keep_dims=True))
             k, v, k_scales, v_scales, k_ids, v_ids = _first_tile(
                 k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, k_at, v_at, begin, end,
