@@ -13,6 +13,9 @@ from minillm.kernels import reference
 # oneDNN picks its blocked layout for one batch size. The layout for 16 is fast from 1 to 32 rows: 538 MB of weights
 # take 30 ms at 1 row and 50 at 16, with the layout for 1 they take 31 and 69 (2 cores of an EPYC 7003).
 _PACKED_FOR_ROWS = 16
+# Each of its calls takes 30 us, which a small product never wins back: 96 x 48 weights take 34 us at 1 row, torch's own
+# linear 3; 256 x 256 at 16 rows 69 and 42; 576 x 576 210 and 210.
+_LEAST_BLOCKED = 1 << 18  # weights
 FBGEMM = ("x86", "fbgemm")  # torch's names for the engines that multiply float32 by float16 weights
 _CHECKED_AT_ONCE = 1 << 18  # weights
 
@@ -30,7 +33,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
 
     The weight is kept in float16, half the bytes, where float32 could not tell the difference (`float16_scales`): so it
     is with every checkpoint that was published in bfloat16 or float16. None where nothing is faster than torch's own
-    `linear`: weights that are not float32 on a CPU, or a torch without these libraries.
+    `linear`: weights that are not float32 on a CPU, or are small, or a torch without these libraries.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.numel():
         return None
@@ -38,7 +41,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear | None:
         scales = float16_scales(weight)
         if scales is not None:
             return PackedLinear(_in_float16(weight, bias, scales), weight.numel() * torch.float16.itemsize)
-    if torch.backends.mkldnn.is_available():
+    if torch.backends.mkldnn.is_available() and weight.numel() >= _LEAST_BLOCKED:
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         multiply = torch.ops.mkldnn._linear_pointwise
         return PackedLinear(lambda x: multiply(x, blocked, bias, "none", [], ""), weight.nbytes)

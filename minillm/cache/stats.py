@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from minillm.cache.block_manager import BlockManager
 from minillm.cache.runs import common_length
@@ -83,23 +84,26 @@ def pool_stats(manager: BlockManager) -> CacheStats:
 
 def check(manager: BlockManager) -> None:
     """Raise AssertionError unless the books balance."""
-    held = Counter(block for table in manager.tables.values() for block in table.blocks)
+    held = [0] * manager.num_blocks
+    for table in manager.tables.values():
+        for block in table.blocks:
+            held[block] += 1
+    assert held == manager.ref_counts, "reference counts differ from what the tables hold"
     for table in manager.tables.values():
         assert len(table.blocks) == -(-table.num_tokens // manager.block_size), f"{table} has the wrong length"
         assert len(set(table.blocks)) == len(table.blocks), f"{table} holds a block twice"
         if table.num_tokens < table.writable:
             assert table.blocks, f"{table} is writable without a block"
             assert manager.ref_counts[table.blocks[-1]] == 1, f"{table} would write to a shared block"
-    assert [held[block] for block in range(manager.num_blocks)] == manager.ref_counts, (
-        "reference counts differ from what the tables hold"
-    )
     free = {block for start, length in manager._free.runs() for block in range(start, start + length)}
     assert len(free) == len(manager._free), "the free runs overlap or miscount"
-    for block in range(manager.num_blocks):
-        owned = manager.ref_counts[block] > 0 or block in manager._copy_sources
-        states = owned + (block in free) + (block in manager._cached)
-        assert states == 1, f"block {block} is in {states} of the states owned, free and cached"
-        assert block not in manager._cached or block in manager.prefixes, f"block {block} is cached and cannot be found"
+    owned = {block for block, count in enumerate(manager.ref_counts) if count}.union(manager._copy_sources)
+    states = Counter(chain(owned, free, manager._cached))
+    assert len(states) == manager.num_blocks == states.total(), (
+        f"not owned, free or cached, or several of these: {[b for b in range(manager.num_blocks) if states[b] != 1]}"
+    )
+    for block in manager._cached:
+        assert block in manager.prefixes, f"block {block} is cached and cannot be found"
     for destination, source in manager._copies.items():
         assert manager.ref_counts[destination] >= 1, f"copy to block {destination}, which nobody holds"
         assert source in manager._copy_sources, f"copy from block {source}, which may be handed out"
