@@ -702,6 +702,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "kernels/cpu/linear.py": [
         ("float16-holds-less", "if largest <= 2**-23 *", "if largest <= 2**-13 *", KERNELS + "test_cpu_linear.py"),
+        ("blocked-without-its-bias", 'multiply(x, blocked, bias, "none"', 'multiply(x, blocked, None, "none"',
+         KERNELS + "test_cpu_linear.py::test_linear"),
         ("cpu-norm-without-eps", "/ row.shape[0] + eps) ** -0.5", "/ row.shape[0]) ** -0.5",
          KERNELS + "test_cpu_linear.py"),
     ],

@@ -35,13 +35,17 @@ def test_eps_counts_where_numbers_are_small(rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 5, 16, 40])
 @pytest.mark.parametrize("biased", [False, True])
-def test_linear(dtype: torch.dtype, rows: int, biased: bool) -> None:
-    weight, bias = torch.randn(48, 80).to(dtype), torch.randn(48).to(dtype) if biased else None
-    x = torch.randn(rows, 80).to(dtype)
+@pytest.mark.parametrize("size", [(48, 80), (640, 448)])  # the second is large enough for a layout of its own
+def test_linear(dtype: torch.dtype, rows: int, biased: bool, size: tuple[int, int]) -> None:
+    weight, bias = torch.randn(size).to(dtype), torch.randn(size[0]).to(dtype) if biased else None
+    x = torch.randn(rows, size[1]).to(dtype)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    got = kernels.linear(x, LinearWeight(weight, bias))
-    assert got.shape == (rows, 48)
+    packed = LinearWeight(weight, bias)
+    got = kernels.linear(x, packed)
+    assert got.shape == (rows, size[0])
     assert relative_error(got, expected) < CPU_TOLERANCE[dtype]
+    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        assert (packed.packed is not None) == (size[0] == 640)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 16, 40])
