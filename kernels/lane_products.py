@@ -173,6 +173,17 @@ def neighbours(a, b, place: tl.constexpr):
 
 
 @triton.jit
+def logarithm(x):
+    """The logarithm of x to base 2 in float32, of normal numbers above 0, and NaN of NaN."""
+    if INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def power(x):
     """2^x in float32; what is no normal number is 0, which spares three instructions of four."""
     if INTERPRETED:

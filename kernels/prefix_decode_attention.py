@@ -297,13 +297,14 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "DIM_TILE": shape.dim_tile, "BLOCK_SIZE": block_size}
     options = pdl_options(q.device)
     node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # the most that fits every GPU's shared memory
-    _chunk_first_kernel[(min(num_kv_heads * work.items.shape[0], shape.most_programs * shape.num_processors),)](
+    _chunk_first_kernel[(shape.most_programs * shape.num_processors,)](
         partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables,
         work.counts, work.items, work.order, work.starts,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages,
         KV_HEADS=num_kv_heads if prefix_lanes.takes(q, pages) else None,
-        ALONE=shape.most_programs == 1 and has_large_shared_memory(q.device), APART=shape.has_many_tails(num_seqs),
+        ALONE=shape.most_programs == 1 and has_large_shared_memory(q.device),
+        APART=shape.most_programs > 1 and shape.has_many_tails(num_seqs),
         **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)

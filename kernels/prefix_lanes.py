@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Pages
-from minillm.kernels.compat import INTERPRETED, call_into_l2, dot, finished, has_whole_products
-from minillm.kernels.lane_products import halves, neighbours, power
+from minillm.kernels.compat import call_into_l2, dot, finished, has_whole_products
+from minillm.kernels.lane_products import halves, logarithm, neighbours, power
 from minillm.kernels.low_bit_dot import joined, unpacked
 from minillm.kernels.low_bit_lanes import fours
 
@@ -181,13 +181,7 @@ def _token_pairs(x):
 def _scores(k, q, k_scales, v_scales, valid, factor, ROWS: tl.constexpr):
     """Scores of a tile of K with the logarithm of V's scale added, and the scale's inverse."""
     products = finished(dot(k, q, tl.zeros([TOKENS, ROWS], tl.float32)))
-    bias = tl.maximum(v_scales, _LEAST, propagate_nan=tl.PropagateNan.ALL)
-    if INTERPRETED:
-        bias = tl.log2(bias)
-    else:
-        bias = tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [bias], dtype=tl.float32, is_pure=True, pack=1
-        )
+    bias = logarithm(tl.maximum(v_scales, _LEAST, propagate_nan=tl.PropagateNan.ALL))
     inverse = power(-bias)  # of just what is added, whatever that lacks
     bias = tl.where(valid, bias, float("-inf"))
     return tl.reshape(products, [TOKENS, ROWS // 8, 4, 2]) * _by_rows(k_scales * factor) + _by_rows(bias), inverse

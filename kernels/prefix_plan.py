@@ -125,7 +125,7 @@ class AttentionShape:
         return num_seqs * self.num_kv_heads > _TAIL_PROGRAMS * self.num_processors
 
     def max_items(self, num_seqs: int) -> int:
-        """The most items of a batch: the grid."""
+        """The most items of a batch."""
         return num_seqs // 4 + 4 * self.num_processors // self.num_kv_heads + 4
 
     def max_results(self, num_seqs: int) -> int:

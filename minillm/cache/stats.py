@@ -84,11 +84,9 @@ def pool_stats(manager: BlockManager) -> CacheStats:
 
 def check(manager: BlockManager) -> None:
     """Raise AssertionError unless the books balance."""
-    held = [0] * manager.num_blocks
-    for table in manager.tables.values():
-        for block in table.blocks:
-            held[block] += 1
-    assert held == manager.ref_counts, "reference counts differ from what the tables hold"
+    held = Counter(block for table in manager.tables.values() for block in table.blocks)
+    owned = {block: count for block, count in enumerate(manager.ref_counts) if count}
+    assert dict(held) == owned, "reference counts differ from what the tables hold"
     for table in manager.tables.values():
         assert len(table.blocks) == -(-table.num_tokens // manager.block_size), f"{table} has the wrong length"
         assert len(set(table.blocks)) == len(table.blocks), f"{table} holds a block twice"
@@ -97,8 +95,7 @@ def check(manager: BlockManager) -> None:
             assert manager.ref_counts[table.blocks[-1]] == 1, f"{table} would write to a shared block"
     free = {block for start, length in manager._free.runs() for block in range(start, start + length)}
     assert len(free) == len(manager._free), "the free runs overlap or miscount"
-    owned = {block for block, count in enumerate(manager.ref_counts) if count}.union(manager._copy_sources)
-    states = Counter(chain(owned, free, manager._cached))
+    states = Counter(chain(owned.keys() | manager._copy_sources.keys(), free, manager._cached))
     assert len(states) == manager.num_blocks == states.total(), (
         f"not owned, free or cached, or several of these: {[b for b in range(manager.num_blocks) if states[b] != 1]}"
     )

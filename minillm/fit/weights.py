@@ -18,7 +18,7 @@ _IQ4_XS_BITS = 4.3125  # its scales take 8 bits in memory, and 6 in the file
 QUANTIZED = ("int8", "int4", "fp8")  # by --quantize
 _BITS = {"int8": 9.0, "int4": 5.0}  # per weight; FP8 has 8, and 32 a row
 _FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
-_LEAST_PACKED = 1 << 18  # weights in float32: `minillm.kernels.cpu.linear`
+_LEAST_BLOCKED = 1 << 18  # weights in float32: `minillm.kernels.cpu.linear`
 _TYPICAL = ("Q4_K", "Q6_K", "Q8_0")  # the types of a model of which only the size is known
 PACKED = "model.layers.packed"  # all matrices of a low-bit model of which only the size is known
 _PACKED_BITS = 4.5  # of a weight there
@@ -180,7 +180,7 @@ def _in_fp8(tensor: StoredTensor) -> int:
 
 def _has_packed_products(tensor: StoredTensor) -> bool:
     """Whether `kernels.cpu.packed_linear` gives numbers another layout, rather than leave them to torch."""
-    return tensor.kind in _HALVES or (tensor.kind in _FLOATS and tensor.count >= _LEAST_PACKED)
+    return tensor.kind in _HALVES or (tensor.kind in _FLOATS and tensor.count >= _LEAST_BLOCKED)
 
 
 def _packed(tensor: StoredTensor) -> int:

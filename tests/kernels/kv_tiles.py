@@ -25,6 +25,7 @@ from torch import Tensor
 
 from minillm.bench.meter import read_bandwidth
 from minillm.bench.ops import Case, Heads, paged_attention, prefill_attention, prefix_attention
+from minillm.forms import kv_row_bytes
 from minillm.kernels import (
     AttentionShape,
     LayerCache,
@@ -107,7 +108,7 @@ def check(seed: int, *, prefill: bool) -> str:
         shared_lens[row] = shared * block_size
     rows = [[each for each in row if each < 1 << 30] for row in tables.tolist()]
     for processors in (1 if seed % 2 else 132,):
-        shape = AttentionShape(heads, kv_heads, dim, 2, processors)
+        shape = AttentionShape(heads, kv_heads, dim, 2, processors, kv_row_bytes(dim, 1))
         plan = plan_attention(rows, shared_lens.tolist(), block_size, shape, costs=FREE)
         if plan is not None:
             work = WorkList.allocate(len(lens), shape, torch.device("cuda"))

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minillm.forms import kv_row_bytes
 from minillm.kernels import AttentionShape, Pages, SamplingInputs, reference
 
 ON_GPU = torch.cuda.is_available()
@@ -175,6 +176,7 @@ def forked_tables(
 
 
 def shape_of(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, processors: int = 4
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, processors: int = 4, in_8_bits: bool = False
 ) -> AttentionShape:
-    return AttentionShape(num_heads, num_kv_heads, head_dim, dtype.itemsize, processors)
+    row = kv_row_bytes(head_dim, 1 if in_8_bits else dtype.itemsize)
+    return AttentionShape(num_heads, num_kv_heads, head_dim, dtype.itemsize, processors, row)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -205,7 +204,7 @@ def test_a_query_that_is_not_finite_spoils_its_own_head_only(value: float) -> No
 
 def attention_of(pages: Pages, heads: tuple[int, int, int]) -> dict[str, Attend]:
     """Decode attention, and over a tree: lanes read 8 bits in both."""
-    shape, block_size = shape_of(*heads, torch.bfloat16, processors=1), pages.k.shape[1]
+    shape, block_size = shape_of(*heads, torch.bfloat16, processors=1, in_8_bits=True), pages.k.shape[1]
     rows, lens = pages.tables.tolist(), pages.lens.tolist()
     rows = [row[: -(-length // block_size)] for row, length in zip(rows, lens, strict=True)]
     plan = plan_attention(rows, lens, block_size, shape, len(rows), FREE)
@@ -293,7 +292,7 @@ def check_tree(
     assert pages.k_scales is not None
     assert pages.v_scales is not None
     pages = pages._replace(k_scales=pages.k_scales * k_growth, v_scales=pages.v_scales * v_growth)
-    shape = replace(shape_of(*heads, dtype, processors), row_bytes=heads[2] + 4)
+    shape = shape_of(*heads, dtype, processors, in_8_bits=True)
     plan = plan_attention(tables, lens, block_size, shape, len(tables), FREE)
     assert plan is not None
     work = WorkList.allocate(len(tables), shape, DEVICE)

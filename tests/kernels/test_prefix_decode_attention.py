@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -88,9 +87,7 @@ def test_prefix_attention(
     dtype: torch.dtype, heads: tuple[int, int, int, int, int], splitting: tuple[int, bool]
 ) -> None:
     (num_seqs, num_heads, num_kv_heads, head_dim, block_size), (processors, in_8_bits) = heads, splitting
-    shape = shape_of(num_heads, num_kv_heads, head_dim, dtype, processors)
-    if in_8_bits:
-        shape = replace(shape, row_bytes=head_dim + 4)
+    shape = shape_of(num_heads, num_kv_heads, head_dim, dtype, processors, in_8_bits)
     for seed in range(3 if ON_GPU else 1):
         tables, lens = forked_tables(num_seqs, block_size, 2000 if ON_GPU else 70, random.Random(seed))
         check_against_reference(tables, lens, block_size, shape, dtype, in_8_bits=in_8_bits)

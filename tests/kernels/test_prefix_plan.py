@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import torch
@@ -80,8 +79,7 @@ def test_a_long_run_is_split_whatever_else_there_is() -> None:
 
 def test_two_items_at_a_time_where_nodes_in_8_bits_take_longer_than_tails() -> None:
     """Sequences behind one prompt, 32/8 heads x 128 on an H200; 128 x (16,384 + 128): 195 and 111 us measured."""
-    wide = shape_of(32, 8, 128, torch.bfloat16, processors=132)
-    shape = dataclasses.replace(wide, row_bytes=128 + 4)
+    shape, wide = (shape_of(32, 8, 128, torch.bfloat16, 132, in_8_bits) for in_8_bits in (True, False))
 
     def programs(num_seqs: int, prefix: int, tail: int, prompts: int = 1) -> int:
         tables = [
