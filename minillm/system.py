@@ -139,10 +139,12 @@ def deferred_interrupt() -> Iterator[None]:
 
 @contextmanager
 def no_interrupt_lost() -> Iterator[None]:
-    """Send ctrl-c again where Python drops it, until the block ends.
+    """Let ctrl-c end the block where Python drops it or takes it for another error; also as a decorator.
 
     The signal may come while a destructor runs, or a callback of a weak reference, as imports have many. Python reports
-    an exception of those as one that it ignores, and goes on.
+    an exception of those as one that it ignores, and goes on: the signal is sent again. Or it comes while Python words
+    an ImportError, as imports raise many that their modules expect; then a TypeError takes its place (CPython's
+    ``PyErr_SetImportError`` without a message, in 3.11 to 3.13 at least).
     """
     report = sys.unraisablehook
 
@@ -157,6 +159,10 @@ def no_interrupt_lost() -> Iterator[None]:
     sys.unraisablehook = hook
     try:
         yield
+    except TypeError as error:
+        if str(error) == "expected a message argument":
+            raise KeyboardInterrupt from error
+        raise
     finally:
         sys.unraisablehook = report
 

@@ -1064,6 +1064,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("heap-keeps-its-holes", "libc.mallopt(_MMAP, 1 << 20)", "libc.mallopt(_MMAP, 1 << 24)",
          "tests/test_system.py"),
         ("heap-is-not-trimmed", "libc.malloc_trim(0)", "libc.malloc_trim", "tests/test_system.py"),
+        ("ctrl-c-is-a-type-error", "raise KeyboardInterrupt from error", "raise",
+         "tests/cli/test_cli.py::test_ctrl_c_that_comes_while_an_import_fails_is_no_error"),
     ],
     "kernels/cpu/low_bit.py": [
         ("int8-remainders-dropped", "scratch.given.index_select(1, self._finer), scalar(1 / _FINER)",

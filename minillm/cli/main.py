@@ -185,8 +185,7 @@ _WHILE_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EBADF, errno.EI
 def main(argv: list[str] | None = None) -> int:
     """Run the command line. Returns the exit code; prints errors that a user can cause as one line."""
     settle_streams()
-    with no_interrupt_lost():
-        code = _guarded(sys.argv[1:] if argv is None else argv)
+    code = _guarded(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -237,6 +236,7 @@ def _guarded(argv: Sequence[str]) -> int:
         return _say(f"{what} (set MINILLM_DEBUG=1 for the whole story)", kind="internal error: ")
 
 
+@no_interrupt_lost()
 @memory_errors()
 def _run(argv: Sequence[str]) -> int:
     try:

@@ -399,6 +399,28 @@ raise SystemExit(main.main(["info"]))
     assert done.returncode == 130
 
 
+def test_ctrl_c_that_comes_while_an_import_fails_is_no_error() -> None:
+    """Python makes a TypeError of it, where the module that imports expects an ImportError."""
+    code = """
+import os, signal, threading
+from minillm.cli import info, main
+
+def run(arguments):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    while True:
+        try:
+            from os import nothing
+        except ImportError:
+            pass
+
+info.run = run
+raise SystemExit(main.main(["info"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.stderr == "minillm: stopped\n"
+    assert done.returncode == 130
+
+
 def run_on_terminal(*arguments: str) -> tuple[int, str]:
     """Run with stdin, stdout and stderr on a terminal. Returns the exit code and the output."""
     pid, master = pty.fork()
