@@ -1247,6 +1247,12 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("pace-of-no-work", "if self._pause and self.engine.has_work:", "if self._pause:",
          "tests/service/test_conversations.py::test_a_slow_pace_hears_commands_at_once"),
     ],
+    "ui/chat/long_list.py": [
+        ("mounts-what-the-reader-has-left", "if self.items and self.place is None:", "if self.items:",
+         "tests/ui/test_long_conversation.py::test_a_turn_that_is_brought_stays_where_the_reader_scrolls_meanwhile"),
+        ("settled-before-a-layout", "self.place is not place or not self.is_place_laid_out", "self.place is not place",
+         "tests/ui/test_long_conversation.py::test_a_turn_that_is_brought_is_in_sight_where_its_layout_comes_late"),
+    ],
     "ui/chat/tour.py": [
         ("question-not-waited-for", "await until(is_asked)", "pass",
          "tests/ui/test_tour.py::test_the_tour_forks_copies_frees_and_gives_the_settings_back"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 from driving import ask, chat, say, screen, seen, until
 from hypothesis import given
@@ -173,6 +174,33 @@ async def test_notes_stay_between_the_turns_where_they_were_made() -> None:
         assert "a note of now" not in seen(pilot)
         await transcript.bring(transcript.turns[30])
         await until(pilot, lambda: "a note of now" in seen(pilot) and "number 0" in seen(pilot))
+
+
+async def test_a_turn_that_is_brought_stays_where_the_reader_scrolls_meanwhile() -> None:
+    """More is due for the lines in sight; it waits until the turn is mounted, and those lines are left by then."""
+    async with chat(size=(100, 30)) as pilot:
+        transcript = await opened(pilot)
+        for number in (77, 200, 20):
+            transcript.scroll_to(y=transcript.scroll_y - 40, animate=False)
+            transcript.release_anchor()
+            assert await transcript.bring(transcript.turns[number]) is not None
+            await until(pilot, lambda: transcript.is_settled)
+            await pilot.pause(0.1)
+            assert f"question {number}." in seen(pilot), number
+            check(transcript)
+
+
+async def test_a_turn_that_is_brought_is_in_sight_where_its_layout_comes_late() -> None:
+    """Textual calls back "after a refresh" without one, while a batch of updates is under way or messages wait."""
+    async with chat(size=(100, 30)) as pilot:
+        transcript = await opened(pilot)
+        with pilot.app.batch_update():
+            await transcript.bring(transcript.turns[77])
+            await anyio.sleep(0.1)
+            assert not transcript.is_settled
+        await until(pilot, lambda: transcript.is_settled)
+        assert "question 77." in seen(pilot)
+        check(transcript)
 
 
 async def test_another_width_of_the_window_in_the_midst_of_a_long_conversation() -> None:

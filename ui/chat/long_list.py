@@ -81,6 +81,8 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         """See `Widget.arrange`."""
         if self.is_held_at_end and self.shown.stop < len(self.items):
             self.call_after_refresh(self._follow)  # nothing else tells that this layout scrolls
+        if self.place is not None and not self.is_place_laid_out:
+            self.call_after_refresh(self._settle, self.place)
         return super().arrange(size, optimal)
 
     def on_resize(self, event: events.Resize) -> None:
@@ -184,12 +186,15 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
             self.call_after_refresh(self._move)
 
     async def _move(self) -> None:
-        """Mount the part around what is in sight, which stays where it is on the screen."""
+        """Mount the part around what is in sight, which stays where it is on the screen.
+
+        Not where another place is to be in sight from the next layout on; `_settle` looks again behind that.
+        """
         async with self._changing:
             try:
-                self._measure()
-                heights, top = self._all_heights(), self.scroll_offset.y
-                if self.items:
+                if self.items and self.place is None:
+                    self._measure()
+                    heights, top = self._all_heights(), self.scroll_offset.y
                     await self._show_around(self._around(heights, top), *window.at(heights, top))
             finally:
                 self._follows = False
@@ -213,9 +218,12 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         """After a layout: all has its place. Where it became less than was expected, more is mounted.
 
         Args:
-            place: the one that was kept when this was asked for. Another one since then waits for a layout of its own.
+            place: the one that was kept when this was asked for. Another one since then waits for a layout of its own,
+                as does this one where Textual has made none yet; `arrange` asks again then.
         """
-        if self._changing.locked() or (self.place is not None and self.place is not place):
+        if self._changing.locked():
+            return
+        if self.place is not None and (self.place is not place or not self.is_place_laid_out):
             return
         self.give_place_up()
         self._measure()
