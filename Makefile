@@ -11,11 +11,14 @@ PYTHON ?= python3
 MODEL ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 BRIEFLY := sed -un -e '/\.metadata/d' -e '/Downloading\|Using cached\|Processing/p' -e 's/^Installing.*/Installing them/p'
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 HAS_DRIVER := $(shell command -v nvidia-smi || ls -d /proc/driver/nvidia 2>/dev/null)
+
+# pip compiles none of the 13,000 modules, most of which nobody imports. Python keeps those that it has compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: chat serve test test-fast test-gpu lint format bench parity soak mutants clean
 .DELETE_ON_ERROR:
@@ -26,26 +29,30 @@ $(BIN)/python:
 # torch goes first, alone: otherwise pip would resolve it to the largest build it knows. On Linux the public index has only
 # the build for CUDA. Where no driver is that could use it, and pip would take it (it names NVIDIA's libraries), uv installs
 # the build for CPUs, for it knows PyTorch's own indexes.
-$(VENV)/installed: pyproject.toml | $(BIN)/python
+$(VENV)/torch: pyproject.toml | $(BIN)/python
 ifneq ($(TORCH_INDEX),)
 	@echo "minillm: installing $(TORCH) from $(TORCH_INDEX)"
-	$(PIP) install --index-url "$(TORCH_INDEX)" "$(TORCH)"
+	$(INSTALL) --index-url "$(TORCH_INDEX)" "$(TORCH)"
 else ifneq ($(HAS_DRIVER),)
 	@echo "minillm: installing $(TORCH) for the NVIDIA driver of this machine: several GB (TORCH_INDEX=... for another build)"
-	$(PIP) install "$(TORCH)"
+	$(INSTALL) "$(TORCH)"
 else
 	@echo "minillm: no NVIDIA driver here: installing $(TORCH) for CPUs, 0.2 GB (TORCH_INDEX=... for another build)"
-	@if $(PIP) install --quiet --dry-run --report - "$(TORCH)" | grep -q '"name": "nvidia-'; then set -x; \
-	  $(PIP) install --quiet uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu "$(TORCH)"; \
-	else set -x; $(PIP) install "$(TORCH)"; fi
+	@if $(INSTALL) --quiet --dry-run --report - "$(TORCH)" | grep -q '"name": "nvidia-'; then set -x; \
+	  $(INSTALL) --quiet uv && $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu "$(TORCH)"; \
+	else set -x; $(INSTALL) "$(TORCH)"; fi
 endif
-	@echo "minillm: installing the other packages: 0.4 GB, most of it Triton"
-	@$(PIP) install --editable ".[serve]" | $(BRIEFLY)
 	touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
-	@$(PIP) install --editable ".[serve,dev]" | $(BRIEFLY)
+$(VENV)/installed: $(VENV)/torch
+	@echo "minillm: installing the other packages: 0.4 GB, most of it Triton"
+	@$(INSTALL) --editable ".[serve]" | $(BRIEFLY)
 	touch $@
+
+$(VENV)/installed-dev: $(VENV)/torch
+	@echo "minillm: installing the other packages, and those for development: 0.5 GB, most of it Triton"
+	@$(INSTALL) --editable ".[serve,dev]" | $(BRIEFLY)
+	touch $(VENV)/installed $@
 
 chat: $(VENV)/installed
 	$(BIN)/minillm chat $(if $(MODEL),--model $(MODEL))
@@ -65,9 +72,7 @@ format: $(VENV)/installed-dev
 # Processes of one thread each: small tensors gain nothing from two threads, and lose by waiting for each other. Three on
 # two cores: many tests wait for a process or a clock.
 # The default weights are fetched first, so that a failed download reads as one and not as fifty failed tests.
-# Python keeps its compiled modules: the tests start hundreds of processes.
 # Hypothesis draws the same examples in each run, as on its profile for CI; `make soak` draws others.
-test: export PYTHONDONTWRITEBYTECODE :=
 test: lint
 	$(BIN)/minillm pull
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --hypothesis-profile=ci \
