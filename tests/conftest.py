@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
+import ssl
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -70,6 +72,14 @@ def _styles_are_parsed_once() -> Iterator[None]:
     from parsed_styles import parsed_once
 
     with parsed_once():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates_are_read_once() -> Iterator[None]:
+    """Each request of httpx reads all of them, which takes longer than most answers, though no test uses TLS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 
 

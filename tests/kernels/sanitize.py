@@ -10,7 +10,7 @@ Without torch's caching allocator every tensor is an allocation of its own, so t
 from __future__ import annotations
 
 import torch
-from shapes import DEVICE, make_pool, randn, rounded
+from shapes import DEVICE, make_pool, randn, rounded, shape_of
 
 from minillm.kernels import (
     DecodeInputs,
@@ -23,6 +23,9 @@ from minillm.kernels import (
     beam_rows,
     blocks,
     decode_rows,
+    guess_rows,
+    invariant_attention,
+    invariant_linear,
     masks,
     matvec,
     norm,
@@ -36,7 +39,7 @@ from minillm.kernels.chunked_prefill import prefill_attention
 from minillm.kernels.decode_attention import paged_attention
 from minillm.kernels.low_bit import FP8, Layout, random_matrix
 from minillm.kernels.prefix_decode_attention import prefix_attention
-from minillm.kernels.prefix_plan import FREE, AttentionShape, WorkList, plan_attention
+from minillm.kernels.prefix_plan import FREE, WorkList, plan_attention
 
 
 def main() -> None:
@@ -51,21 +54,23 @@ def main() -> None:
             for splits, window in ((1, None), (3, None), (1, 33), (3, 33)):
                 for each in (pool, levels):
                     paged_attention(q, each._replace(window=window), 0.1, num_splits=splits)
+                    invariant_attention.paged_attention(q, each._replace(window=window), 0.1, num_splits=splits)
             chosen = torch.tensor([3, 3, 1, 2], device=DEVICE)  # two of them share all of their full blocks
             tables, lens = pool.tables[chosen], pool.lens[chosen]
             for processors in (1, 132):
-                shape = AttentionShape(heads, kv_heads, dim, dtype.itemsize, processors)
-                plan = plan_attention(tables.tolist(), lens.tolist(), block_size, shape, 4, FREE)
-                assert plan is not None
-                work = WorkList.allocate(4, shape, DEVICE)
-                work.fill(plan)
                 for each in (pool, levels):
+                    shape = shape_of(heads, kv_heads, dim, dtype, processors, each is levels)
+                    plan = plan_attention(tables.tolist(), lens.tolist(), block_size, shape, 4, FREE)
+                    assert plan is not None
+                    work = WorkList.allocate(4, shape, DEVICE)
+                    work.fill(plan)
                     prefix_attention(q, each._replace(tables=tables, lens=lens), 0.1, work)
             starts = torch.tensor([0, 1, 20, 20, 90], dtype=torch.int32, device=DEVICE)
             chunk = randn(90, heads, dim, dtype=dtype)
             for window in (None, 1, 33):
                 for each in (pool, levels):
                     prefill_attention(chunk, each._replace(window=window), starts, 0.1)
+                    invariant_attention.prefill_attention(chunk, each._replace(window=window), starts, 0.1)
                 for capacity in (38, 168):  # of contexts of 168 tokens: some are unpacked, or all
                     prefill_attention(chunk, levels._replace(window=window), starts, 0.1, capacity=capacity)
             k, v = randn(4, kv_heads, dim, dtype=dtype), randn(4, kv_heads, dim, dtype=dtype)
@@ -76,12 +81,16 @@ def main() -> None:
             for layer in (LayerCache(pool.k, pool.v), LayerCache(levels.k, levels.v, levels.k_scales, levels.v_scales)):
                 rotary.rotary_write_kv(q, k, v, places, layer)
                 rotary.rotary_write_kv(q, k, v, places, layer, norms)
-        for tokens in (1, 3):
+        for tokens in (1, 3, 5):  # of which the matrix unit multiplies some in bfloat16
             few, residual = x[:tokens].contiguous(), randn(tokens, 90, dtype=dtype)
             matvec.norm_matvec(few, weight, 1e-5, randn(91, 577, dtype=dtype), randn(91, dtype=dtype))
             matvec.norm_gated_matvec(few, weight, 1e-5, randn(2 * 91, 577, dtype=dtype))
             matvec.matvec(few, randn(90, 577, dtype=dtype))
             matvec.matvec_add(few, randn(90, 577, dtype=dtype), None, residual)
+        for tokens in (1, 20, 150, 300):
+            x, weight = randn(tokens, 520, dtype=dtype), randn(2 * 88, 520, dtype=dtype)
+            invariant_linear.product(x, weight, randn(176, dtype=dtype), randn(tokens, 176, dtype=dtype), add=True)
+            invariant_linear.product(x, weight, None, randn(tokens, 88, dtype=dtype), gated=True)
         cache = randn(2, 2, 5, 4, 3, 64, dtype=dtype)
         blocks.block_copy(cache, torch.tensor([[0, 4], [1, 2]], device=DEVICE))
         ids, staging = torch.tensor([3, 1], device=DEVICE), torch.zeros(2, 2, 2, 4, 3, 64, dtype=dtype, device=DEVICE)
@@ -128,6 +137,10 @@ def main() -> None:
         bits = torch.zeros(2, vocab // 32 + 1, dtype=torch.int32, device=DEVICE)
         masks.mask_logits(logits[:4], torch.tensor([1, -1, 0, 1], dtype=torch.int32, device=DEVICE), bits, logits[:4])
         decode_rows.end_decode(words, counts, chosen, torch.tensor([0, 1, 2, vocab - 1], device=DEVICE))
+        history, guesses = torch.zeros(28, dtype=torch.int32, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+        for row in (rows - 1, -1):
+            guess_rows.begin_guesses(words, chosen.new_tensor([row]), history, 4, inputs, guesses)
+            guess_rows.end_guesses(words, chosen.new_tensor([row]), history, torch.zeros_like(inputs.token_ids), guesses)
         beams = torch.tensor([rows - 1, 2, 0, -1], dtype=torch.int32, device=DEVICE)
         words[:, Field.POSITION], words[:, Field.RANK] = 27, torch.arange(rows, device=DEVICE)
         searches = torch.zeros(2, SearchField.WORDS, dtype=torch.int32, device=DEVICE)
