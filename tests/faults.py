@@ -1250,7 +1250,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "ui/chat/long_list.py": [
         ("mounts-what-the-reader-has-left", "if self.items and self.place is None:", "if self.items:",
          "tests/ui/test_long_conversation.py::test_a_turn_that_is_brought_stays_where_the_reader_scrolls_meanwhile"),
-        ("settled-before-a-layout", "self.place is not place or not self.is_place_laid_out", "self.place is not place",
+        ("settled-before-a-layout", "self._changing.locked() or self.waits_for_layout:", "self._changing.locked():",
          "tests/ui/test_long_conversation.py::test_a_turn_that_is_brought_is_in_sight_where_its_layout_comes_late"),
     ],
     "ui/chat/tour.py": [

@@ -138,17 +138,21 @@ class KeepsPlace:
     """
 
     _kept: tuple[Widget, int] | None = None
-    is_place_laid_out = False
-    """Whether a layout has been made since `keep_place`. Textual also calls back "after a refresh" without one."""
+    _is_laid_out = False  # since the place was kept
 
     def keep_place(self, child: Widget, line: int) -> None:
         """Have this line of a child at the top of the screen from the next layout on, until `give_place_up`."""
-        self._kept, self.is_place_laid_out = (child, line), False
+        self._kept, self._is_laid_out = (child, line), False
 
     @property
     def place(self) -> tuple[Widget, int] | None:
         """The child and the line that are kept."""
         return self._kept
+
+    @property
+    def waits_for_layout(self) -> bool:
+        """Whether no layout has been made since `keep_place`. Textual also calls back "after a refresh" without one."""
+        return self._kept is not None and not self._is_laid_out
 
     def give_place_up(self) -> None:
         self._kept = None
@@ -163,7 +167,7 @@ class KeepsPlace:
         """See `Widget.arrange`."""
         assert isinstance(self, Widget)
         result: DockArrangeResult = super().arrange(size, optimal)  # type: ignore[misc]
-        self.is_place_laid_out = True
+        self._is_laid_out = True
         if self._kept is not None and not self.is_held_at_end:
             child, line = self._kept
             for placement in result.placements:

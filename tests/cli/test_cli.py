@@ -376,11 +376,16 @@ def test_ctrl_c_while_loading_is_quiet(of_long_answers: Path) -> None:
             assert "Traceback" not in err
 
 
+def in_place_of_info(code: str) -> subprocess.CompletedProcess[str]:
+    """Have `minillm info` call ``run(arguments)`` of this code."""
+    program = f"{code}\nfrom minillm.cli import info, main\ninfo.run = run\nraise SystemExit(main.main(['info']))"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+
+
 def test_ctrl_c_that_comes_during_a_destructor_is_not_lost() -> None:
     """Python ignores what a destructor raises; while modules are imported, that is a part of the time."""
-    code = """
+    done = in_place_of_info("""
 import signal, time
-from minillm.cli import info, main
 
 class Dropped:
     def __del__(self):
@@ -390,20 +395,15 @@ def run(arguments):
     Dropped()
     print("goes on", flush=True)
     time.sleep(60)
-
-info.run = run
-raise SystemExit(main.main(["info"]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+""")
     assert done.stderr == "minillm: stopped\n"
     assert done.returncode == 130
 
 
 def test_ctrl_c_that_comes_while_an_import_fails_is_no_error() -> None:
     """Python makes a TypeError of it, where the module that imports expects an ImportError."""
-    code = """
+    done = in_place_of_info("""
 import os, signal, threading
-from minillm.cli import info, main
 
 def run(arguments):
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -412,11 +412,7 @@ def run(arguments):
             from os import nothing
         except ImportError:
             pass
-
-info.run = run
-raise SystemExit(main.main(["info"]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+""")
     assert done.stderr == "minillm: stopped\n"
     assert done.returncode == 130
 

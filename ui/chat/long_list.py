@@ -81,8 +81,8 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         """See `Widget.arrange`."""
         if self.is_held_at_end and self.shown.stop < len(self.items):
             self.call_after_refresh(self._follow)  # nothing else tells that this layout scrolls
-        if self.place is not None and not self.is_place_laid_out:
-            self.call_after_refresh(self._settle, self.place)
+        if self.waits_for_layout:
+            self.call_after_refresh(self._settle)
         return super().arrange(size, optimal)
 
     def on_resize(self, event: events.Resize) -> None:
@@ -94,7 +94,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         if not self._changing.locked():
             self._measure()
             self._make_room()
-            self._settle(self.place)
+            self._settle()
 
     async def replace_items(self, end: int, added: Sequence[Item], *, into_sight: bool) -> None:
         """Have other items from number ``end`` on. ``into_sight``: scroll to the last one, wherever the reader is."""
@@ -117,7 +117,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                     self._make_room()
             if into_sight:
                 self.anchor()
-        self.call_after_refresh(self._settle, self.place)
+        self.call_after_refresh(self._settle)
 
     async def bring_item(self, item: Item) -> None:
         """Have an item mounted; one that was not is in sight then. Nothing happens where it is not in the list."""
@@ -128,7 +128,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
             heights, index = self._all_heights(), self.items.index(item)
             self.release_anchor()
             await self._show_around(self._around(heights, sum(heights[:index])), index, -(self.size.height // 3))
-        self.call_after_refresh(self._settle, self.place)
+        self.call_after_refresh(self._settle)
 
     async def _mount(self, wanted: range) -> None:
         """Have this part of the list mounted."""
@@ -198,7 +198,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                     await self._show_around(self._around(heights, top), *window.at(heights, top))
             finally:
                 self._follows = False
-        self.call_after_refresh(self._settle, self.place)
+        self.call_after_refresh(self._settle)
 
     def _around(self, heights: list[int], top: int) -> range:
         """The part that belongs to a screen whose first line is ``top``."""
@@ -214,16 +214,12 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
             if index in wanted:
                 self.keep_place(self.views[index - wanted.start], line)
 
-    def _settle(self, place: tuple[Widget, int] | None) -> None:
+    def _settle(self) -> None:
         """After a layout: all has its place. Where it became less than was expected, more is mounted.
 
-        Args:
-            place: the one that was kept when this was asked for. Another one since then waits for a layout of its own,
-                as does this one where Textual has made none yet; `arrange` asks again then.
+        Where a place still waits for its layout, `arrange` asks again.
         """
-        if self._changing.locked():
-            return
-        if self.place is not None and (self.place is not place or not self.is_place_laid_out):
+        if self._changing.locked() or self.waits_for_layout:
             return
         self.give_place_up()
         self._measure()
