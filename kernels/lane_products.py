@@ -150,26 +150,51 @@ def halves(word):
 
 @triton.jit
 def _bfloat(word, place: tl.constexpr):
-    """As `_half`, in bfloat16."""
-    number = ((word << (24 - 8 * place)) >> 24).to(tl.float32)
+    """As `_half`, in bfloat16 and times 2^-13."""
+    number = ((word << (24 - 8 * place)) >> 24).to(tl.float32) * 0.0001220703125
     return (number.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
 
 
 @triton.jit
 def neighbours(a, b, place: tl.constexpr):
-    """The whole numbers of 8 bits at a place in two words, as a pair of bfloat16.
+    """The whole numbers of 8 bits at a place in two words, times 2^-13, as a pair of bfloat16.
 
-    128 and a number's lower seven bits, behind one exponent, less 128 or, if it has a sign, 256: all of it is exact.
+    128 more than a number, as the bits of a bfloat16, is that times 2^-133, for it is subnormal or just not: all of it
+    is exact.
     """
     if INTERPRETED:
         return _bfloat(a, place) | (_bfloat(b, place) << 16)
     else:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 p, q, m; prmt.b32 p, $1, $2, $3; mov.b32 m, 0x43004300; "
-            "lop3.b32 q, p, 0x00800080, m, 0xEA; lop3.b32 p, p, 0x007F007F, m, 0xEA; "
-            "mov.b32 m, 0xBF80BF80; fma.rn.bf16x2 $0, q, m, p; }",
+            "{ .reg .b32 p, m, n; prmt.b32 p, $1, $2, $3; mov.b32 m, 0x00800080; mov.b32 n, 0x00FF00FF; "
+            "lop3.b32 p, p, m, n, 0x28; mov.b32 m, 0x7B807B80; mov.b32 n, 0xBC80BC80; fma.rn.bf16x2 $0, p, m, n; }",
             "=r,r,r,r", [a, b, 0x4400 + 0x1111 * place], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def brains(word):
+    """Four whole numbers of 8 bits, times 2^-13, as two pairs of bfloat16; see `neighbours`."""
+    if INTERPRETED:
+        return _bfloat(word, 0) | (_bfloat(word, 1) << 16), _bfloat(word, 2) | (_bfloat(word, 3) << 16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 n, m, o; xor.b32 n, $2, 0x80808080; mov.b32 m, 0x7B807B80; mov.b32 o, 0xBC80BC80; "
+            "prmt.b32 $0, n, 0, 0x4140; prmt.b32 $1, n, 0, 0x4342; "
+            "fma.rn.bf16x2 $0, $0, m, o; fma.rn.bf16x2 $1, $1, m, o; }",
+            "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x in float32, but for the last bit."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit

@@ -10,14 +10,15 @@ A plan (`prefix_plan`) says which blocks are shared. There are two phases (Chunk
 
 The phases overlap (programmatic dependent launch): the first is busy computing, the second reading. So all programs of
 the first are on the chip at once and go through the items in turns, which lets the second in at its beginning, and no
-tail waits for a node. The plan says how many programs there are (`prefix_plan.Costs.programs`). Programs of 16 bits ask
-for more than half of a multiprocessor's shared memory, so that each has one for itself. They leave room for tails. In 8
-bits, where long nodes want two, half of the programs would fill half of the multiprocessors; where tails are many, each
-other program works.
+tail waits for a node. The plan says how many programs a multiprocessor should have (`prefix_plan.Costs.at_a_time`).
+Where that is one, they ask for more than half of its shared memory, so that each has one for itself and leaves room for
+tails. But many tails make a node in 8 bits take twice as long: then there are two programs for each multiprocessor, of
+which each other one works, so that nodes share some multiprocessors and tails have others.
 
-Grids: (programs at most), (kv heads, sequences, splits) and (sequences, heads), by the number of sequences alone. The
-plan lies on the device, so sharing may change from step to step under one CUDA graph. Tiles: 64 rows (the least that
-Hopper's matrix unit takes) times 16 kB of K, 16 rows times 16 tokens or 8 kB, and up to 8 heads.
+Grids: (programs), (kv heads, sequences, splits) and (sequences, heads), by the number of sequences and of items at a
+time alone. The rest of the plan lies on the device, so sharing may change from step to step under one CUDA graph.
+Tiles: 64 rows (the least that Hopper's matrix unit takes) times 16 kB of K, 16 rows times 16 tokens or 8 kB, and up to
+8 heads.
 
 Bytes: each node's blocks once for every 64 rows (from the L2 but for the first time), each tail once, and 8 x head_dim
 for each query head and result. FLOPs: 4 x head_dim for each query head and token, as without sharing.
@@ -40,7 +41,7 @@ from minillm.kernels.compat import (
     wait_then_release,
 )
 from minillm.kernels.decode_attention import attend_tile, check_inputs, load_scales, paged_attention
-from minillm.kernels.prefix_lanes import attend_rows
+from minillm.kernels.prefix_lanes import attend_rows, store_rows
 from minillm.kernels.prefix_plan import ITEM_WORDS, AttentionShape, WorkList
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)
@@ -117,12 +118,9 @@ def _chunk_first_kernel(
 ):  # fmt: skip
     # The plan was sent before the step, so it is read before the wait.
     num_tasks = tl.load(counts_ptr) * num_kv_heads
-    num_programs = tl.load(counts_ptr + 1)
-    step = 1
-    if APART:  # neighbours mostly share a multiprocessor: where half of the programs have work, it is each other one
-        step = tl.num_programs(0) // tl.maximum(num_programs, 1)  # an empty list has none
-    program = tl.program_id(0) // step
-    if (program >= num_programs) | (program * step != tl.program_id(0)):
+    STEP: tl.constexpr = 2 if APART else 1
+    program, num_programs = tl.program_id(0) // STEP, tl.num_programs(0) // STEP
+    if program * STEP != tl.program_id(0):
         num_tasks = 0
     item = _load_item(items_ptr, order_ptr, starts_ptr, program // num_kv_heads, GROUP, ROWS)
     wait_then_release(PDL)
@@ -141,7 +139,7 @@ def _chunk_first_kernel(
         q_offsets = seqs.to(tl.int64)[:, None] * q_seq_stride + heads[:, None] * q_head_stride + dims[None, :]
         q = tl.load(q_ptr + q_offsets, mask=row_mask, other=0.0)
         if KV_HEADS is not None:
-            out, lse = attend_rows(
+            out, factors, lse = attend_rows(
                 q, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, table_ptr, kv_head, begin, end, scale_log2e,
                 ROWS, HEAD_DIM, BLOCK_SIZE, KV_HEADS,
             )  # fmt: skip
@@ -153,7 +151,10 @@ def _chunk_first_kernel(
             )  # fmt: skip
             out, lse = out / total[:, None], maximum + tl.log2(total)
         at = results.to(tl.int64) * num_heads + heads
-        tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)
+        if KV_HEADS is not None:
+            store_rows(partial_ptr, at, is_row, out, factors, ROWS, HEAD_DIM)
+        else:
+            tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)
         tl.store(lse_ptr + at, lse, mask=is_row)
         following = task + num_programs
         if following < num_tasks:
@@ -296,15 +297,15 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     scale, slot_stride = softmax_scale * 1.4426950408889634, num_kv_heads * head_dim
     sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "DIM_TILE": shape.dim_tile, "BLOCK_SIZE": block_size}
     options = pdl_options(q.device)
+    programs = shape.most_at_a_time if shape.has_many_tails(num_seqs) else work.at_a_time
     node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # the most that fits every GPU's shared memory
-    _chunk_first_kernel[(shape.most_programs * shape.num_processors,)](
+    _chunk_first_kernel[(programs * shape.num_processors,)](
         partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables,
         work.counts, work.items, work.order, work.starts,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages,
         KV_HEADS=num_kv_heads if prefix_lanes.takes(q, pages) else None,
-        ALONE=shape.most_programs == 1 and has_large_shared_memory(q.device),
-        APART=shape.most_programs > 1 and shape.has_many_tails(num_seqs),
+        ALONE=programs == 1 and has_large_shared_memory(q.device), APART=programs > work.at_a_time,
         **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)

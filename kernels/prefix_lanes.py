@@ -3,8 +3,8 @@
 Everything is transposed: scores are K times queries, outputs V times weights. So K and V are the matrix unit's first
 operand, which it takes from registers: they go from memory to registers as they lie there, a tile ahead, and never
 through shared memory. Queries lie in shared memory while an item lasts, and each tile's weights of the softmax pass
-through it. Whole numbers of 8 bits are exact in float16, as K is, and in bfloat16, as V is; queries are exact, times a
-power of two, but for what is 2^-24 of the largest.
+through it. Whole numbers of 8 bits are exact in both types of 16 bits. K has that of the queries, V is in bfloat16; in
+bfloat16 they are times 2^-13, for then they are a product of their own bits.
 
 Weights are powers of two of scores less an anchor: a query's highest score of the first tile. A running maximum would
 cost all warps a barrier a tile, and bfloat16 needs none: the first tile's may be up to 2^100 times too low or too high.
@@ -16,7 +16,10 @@ Lane 4r + t of warp w has, of 64 tokens,
 
 - of K, tokens 16w + r and 16w + r + 8, dimensions 16t to 16t + 15 of each 64: the queries' are put in that order;
 - of V, tokens 2t and 2t + 1 of each 8, four (of 64: two) neighbouring dimensions;
-- scores, weights and scales of its tokens of K; of the output, its dimensions of V.
+- scores, weights and scales of its tokens of K; of the output, its dimensions of V, which it stores itself.
+
+What happens once an item is kept short, for instructions that are seldom used come late: 1,500 of them behind the last
+tile took 4 us.
 """
 
 # ruff: noqa: RUF005 (Triton adds tuples and unpacks none)
@@ -26,7 +29,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import call_into_l2, dot, finished, has_whole_products
-from minillm.kernels.lane_products import halves, logarithm, neighbours, power
+from minillm.kernels.lane_products import brains, halves, logarithm, neighbours, power, reciprocal
 from minillm.kernels.low_bit_dot import joined, unpacked
 from minillm.kernels.low_bit_lanes import fours
 
@@ -37,15 +40,18 @@ _LEAST = tl.constexpr(1e-30)  # of V's scales: those of zeros have a logarithm t
 
 
 @triton.jit
-def _k_tile(loaded, HEAD_DIM: tl.constexpr):
-    """A tile of K, ``[TOKENS, HEAD_DIM]`` float16; the order of the dimensions is `_in_order_of_k`'s."""
+def _k_tile(loaded, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
+    """A tile of K, ``[TOKENS, HEAD_DIM]`` of 16 bits; the order of the dimensions is `_in_order_of_k`'s.
+
+    In bfloat16 it is times 2^-13.
+    """
     pairs = ()
     for chunk in tl.static_range(HEAD_DIM // 64):
         words = fours(loaded[chunk], TOKENS * 4)
         for i in tl.static_range(4):
-            pairs = pairs + halves(words[i])
+            pairs = pairs + (brains(words[i]) if DTYPE == tl.bfloat16 else halves(words[i]))  # noqa: SIM300
     words = tl.reshape(joined(pairs, HEAD_DIM // 8), [2, WARPS, 8, 4, HEAD_DIM // 8])
-    return unpacked(tl.permute(words, (1, 0, 2, 4, 3)), TOKENS, HEAD_DIM, tl.float16)
+    return unpacked(tl.permute(words, (1, 0, 2, 4, 3)), TOKENS, HEAD_DIM, DTYPE)
 
 
 @triton.jit
@@ -57,7 +63,7 @@ def _in_order_of_k(q, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _v_tile(loaded, HEAD_DIM: tl.constexpr):
-    """A tile of V, transposed, ``[HEAD_DIM, TOKENS]`` bfloat16; the order of the dimensions is `_in_order`'s."""
+    """A tile of V, transposed, ``[HEAD_DIM, TOKENS]`` bfloat16; the order of the dimensions is `store_rows`'s."""
     PARTS: tl.constexpr = HEAD_DIM // 32  # dimensions of a lane
     pairs = ()
     for part in tl.static_range(PARTS):
@@ -68,10 +74,39 @@ def _v_tile(loaded, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _in_order(out, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Outputs ``[dimensions of _v_tile, ROWS]`` as ``[ROWS, HEAD_DIM]``."""
-    out = tl.reshape(out, [HEAD_DIM // 64, WARPS, 2, 8, ROWS])
-    return tl.reshape(tl.permute(out, (4, 1, 3, 0, 2)), [ROWS, HEAD_DIM])
+def _parts(x, COUNT: tl.constexpr):
+    """The last dimension's elements of ``[…, …, COUNT]``, each as ``[…, …]``, for all x in the same order."""
+    if COUNT == 1:
+        return (tl.reshape(x, [x.shape[0], x.shape[1]]),)
+    else:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], COUNT // 2, 2]))
+        return _parts(even, COUNT // 2) + _parts(odd, COUNT // 2)
+
+
+@triton.jit
+def _by_lanes(rows, ROWS: tl.constexpr):
+    """``[ROWS]`` for each lane's rows, ``[lanes, 1, ROWS / 4]``."""
+    rows = tl.broadcast_to(tl.reshape(rows, [1, ROWS // 8, 4, 2]), [WARPS * 8, ROWS // 8, 4, 2])
+    return tl.reshape(tl.permute(rows, (0, 2, 1, 3)), [WARPS * 32, 1, ROWS // 4])
+
+
+@triton.jit
+def store_rows(ptr, at, is_row, out, factors, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Store ``out``, ``[dimensions of _v_tile, ROWS]``, times ``factors [ROWS]``, of `attend_rows`, where ``is_row``.
+
+    ``at [ROWS]`` are rows of HEAD_DIM numbers from ``ptr`` on. A lane stores its neighbouring dimensions of each of its
+    rows as it has them.
+    """
+    LANES: tl.constexpr = WARPS * 32
+    PARTS: tl.constexpr = HEAD_DIM // 32
+    out = tl.reshape(out, [HEAD_DIM // 64, WARPS, 2, 8, ROWS // 8, 4, 2])
+    out = tl.reshape(tl.permute(out, (1, 3, 5, 0, 2, 4, 6)), [LANES, PARTS, ROWS // 4])
+    outs = _parts(out, ROWS // 4)
+    ats = _parts(_by_lanes(tl.where(is_row, at, -1), ROWS), ROWS // 4)
+    factors = _parts(_by_lanes(factors, ROWS), ROWS // 4)
+    dims = (tl.arange(0, LANES) // 4 * PARTS)[:, None] + tl.arange(0, PARTS)[None, :]
+    for i in tl.static_range(ROWS // 4):
+        tl.store(ptr + ats[i].to(tl.int64) * HEAD_DIM + dims, outs[i] * factors[i], mask=ats[i] >= 0)
 
 
 @triton.jit
@@ -214,7 +249,7 @@ def attend_rows(
     """Attention of ``q [ROWS, HEAD_DIM]`` over tokens ``begin … end - 1``, at least one, from a block's first on.
 
     Returns:
-        Outputs ``[ROWS, HEAD_DIM]`` and log-sum-exps, base 2, ``[ROWS]``, in float32.
+        Outputs and what they are to be times, for `store_rows`, and log-sum-exps, base 2, ``[ROWS]``, in float32.
     """
     SLOT: tl.constexpr = KV_HEADS * HEAD_DIM
     PARTS: tl.constexpr = HEAD_DIM // 32
@@ -245,13 +280,8 @@ def attend_rows(
         far_ids = _ids(table_ptr, begin + i * TOKENS, far_at, end, BLOCK_SIZE)
         _call(far_tokens, far_scales, far_ids, begin + i * TOKENS, BLOCK_SIZE, KV_HEADS, SLOT)
 
-    q = q.to(tl.float32)
-    size = tl.abs(q)
-    bits = tl.max(tl.where(size < float("inf"), size, 0.0)).to(tl.int32, bitcast=True)
-    exponent = tl.minimum(tl.maximum(bits >> 23, 20), 240)
-    growth = ((267 - exponent) << 23).to(tl.float32, bitcast=True)  # the largest becomes 2^13 to 2^14
-    factor = scale_log2e * ((exponent - 13) << 23).to(tl.float32, bitcast=True)
-    q = (_in_order_of_k(q, ROWS, HEAD_DIM) * growth).to(tl.float16)
+    q = _in_order_of_k(q, ROWS, HEAD_DIM)
+    factor = scale_log2e * (8192.0 if q.dtype == tl.bfloat16 else 1.0)
 
     anchor = tl.full([1, ROWS // 8, 4, 2], -1e30, tl.float32)
     totals = tl.zeros([TOKENS // 2, ROWS // 8, 4, 2], tl.float32)
@@ -264,7 +294,7 @@ def attend_rows(
         for position in range(begin, end, TOKENS):
             following, far = position + TOKENS, position + (_AHEAD + 1) * TOKENS
             far_ids = _ids(table_ptr, far, far_at, end, BLOCK_SIZE)
-            k_tile, old_k_scales, old_v_scales = _k_tile(k, HEAD_DIM), k_scales, v_scales
+            k_tile, old_k_scales, old_v_scales = _k_tile(k, HEAD_DIM, q.dtype), k_scales, v_scales
             k, k_scales, v_scales = _load_keys(
                 k_ptr, k_scales_ptr, v_scales_ptr, k_ids, following, k_at, end, HEAD_DIM, BLOCK_SIZE, KV_HEADS
             )
@@ -283,7 +313,7 @@ def attend_rows(
             out = finished(dot(v_tile, weights, out))
             v_ids = _v_ids(table_ptr, following + TOKENS, v_at, end, BLOCK_SIZE)
             _call(far_tokens, far_scales, far_ids, far, BLOCK_SIZE, KV_HEADS, SLOT)
-        is_wrong = tl.max((out - out != 0.0).to(tl.int32)) > 0
+        is_wrong = tl.sum(out * 0.0) != 0.0  # NaN, of an infinity or a NaN
         goes_on = is_wrong & (anchor_at == begin)
         if goes_on:
             anchor_at = -1
@@ -294,7 +324,7 @@ def attend_rows(
                     k_ptr, k_scales_ptr, v_scales_ptr, k_ids, position, k_at, end, HEAD_DIM, BLOCK_SIZE, KV_HEADS
                 )
                 scores, inverse = _scores(
-                    _k_tile(k, HEAD_DIM), q, k_scales, v_scales, position + k_at < end, factor, ROWS
+                    _k_tile(k, HEAD_DIM, q.dtype), q, k_scales, v_scales, position + k_at < end, factor, ROWS
                 )
                 anchor = tl.maximum(anchor, tl.max(scores, 0, keep_dims=True))
             k, v, k_scales, v_scales, k_ids, v_ids = _first_tile(
@@ -302,8 +332,8 @@ def attend_rows(
                 HEAD_DIM, BLOCK_SIZE, KV_HEADS,
             )  # fmt: skip
     total = tl.sum(totals, 0, keep_dims=True)
-    out = tl.reshape(tl.reshape(out, [HEAD_DIM, ROWS // 8, 4, 2]) / total, [HEAD_DIM, ROWS])
-    return _in_order(out, ROWS, HEAD_DIM), tl.reshape(anchor + tl.log2(total), [ROWS])
+    factors = tl.reshape(8192.0 * reciprocal(total), [ROWS])
+    return out, factors, tl.reshape(anchor + logarithm(total), [ROWS])
 
 
 def takes(q: Tensor, pages: Pages) -> bool:

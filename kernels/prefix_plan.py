@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -50,7 +50,7 @@ class Costs:
         """Whether to save ``spared`` bytes of reads, beside tails of ``tails`` bytes."""
         return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
 
-    def programs(self, tiles: float, tails: int) -> int:
+    def at_a_time(self, tiles: float, tails: int) -> int:
         """Items that a multiprocessor should have at a time: two compute faster, one leaves room for tails.
 
         ``tiles`` are of nodes, for each multiprocessor and counted for each kv head; ``tails`` are bytes.
@@ -99,7 +99,7 @@ class AttentionShape:
         return max(16 if self.element_size == 4 else 64, _power_of_two(self.group))
 
     @property
-    def most_programs(self) -> int:
+    def most_at_a_time(self) -> int:
         """Items that a multiprocessor works on at a time: two of 8 bits, whose registers allow no more.
 
         In 16 bits two at a time are no faster than one after the other.
@@ -140,11 +140,12 @@ class WorkList:
     order: Tensor  # [n] int32, the sequences so that those of a node are neighbours
     tails: Tensor  # [n] int32, in that order: the first token that a sequence reads on its own
     starts: Tensor  # [n + 1] int32, in that order: the start of a sequence's results
-    counts: Tensor  # [2] int32: items, and the programs that work on them
+    counts: Tensor  # [2] int32: items, and how many a multiprocessor works on at a time, which no kernel reads
     items: Tensor  # [max_items(n), ITEM_WORDS] int32
     shape: AttentionShape
     words: Tensor  # int32, the whole buffer
     capacity: int  # sequences that it has room for
+    at_a_time: int = 1  # items that a multiprocessor works on: known to the host, for a launch depends on it
 
     @classmethod
     def allocate(cls, num_seqs: int, shape: AttentionShape, device: torch.device) -> WorkList:
@@ -159,16 +160,17 @@ class WorkList:
         starts, counts = words[2 * capacity :][: num_seqs + 1], words[3 * capacity + 1 :][:2]
         return cls(order, tails, starts, counts, items.view(-1, ITEM_WORDS), shape, words, capacity)
 
-    def first(self, num_seqs: int) -> WorkList:
+    def first(self, num_seqs: int, at_a_time: int = 1) -> WorkList:
         """The list of a smaller batch, in the same memory."""
-        return self._view(self.words, self.capacity, num_seqs, self.shape)
+        return replace(self._view(self.words, self.capacity, num_seqs, self.shape), at_a_time=at_a_time)
 
-    def fill(self, plan: Plan) -> None:
-        """Send a plan for as many sequences to the device, in one copy."""
+    def fill(self, plan: Plan) -> WorkList:
+        """Send a plan for as many sequences to the device, in one copy. Returns the list with its `at_a_time`."""
         room = [0] * (self.capacity - len(plan.order))
         words = plan.order + room + plan.tails + room + plan.starts + room + plan.counts + plan.items
         sent = torch.tensor(words, dtype=torch.int32, pin_memory=self.words.is_cuda)
         self.words[: len(words)].copy_(sent, non_blocking=True)
+        return replace(self, at_a_time=plan.at_a_time)
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,11 @@ class Plan:
     starts: list[int]
     counts: list[int]
     items: list[int]
+
+    @property
+    def at_a_time(self) -> int:
+        """Items that a multiprocessor works on."""
+        return self.counts[1]
 
 
 def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_blocks: int = 1) -> PrefixTree:
@@ -292,11 +299,11 @@ def _cut(
     chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
     deepest = max(tiles)
     work = sum(map(int.__mul__, tiles, chunks)) * shape.num_kv_heads
-    programs = min(shape.most_programs, costs.programs(work / shape.num_processors, tail_bytes))
+    at_a_time = min(shape.most_at_a_time, costs.at_a_time(work / shape.num_processors, tail_bytes))
     # A tile costs about as much as a result to merge, so a node of n tiles in parts of t takes t + n / t. Few sequences
     # have a chip for themselves.
     longest = 1 if shape.tail_splits(num_rows) > 1 else math.isqrt(deepest - 1) + 1
-    at_a_time = programs * shape.num_processors // shape.num_kv_heads
+    at_once = at_a_time * shape.num_processors // shape.num_kv_heads
     while True:
         parts = [-(-count // longest) for count in tiles]
         num_items = sum(map(int.__mul__, parts, chunks))
@@ -304,7 +311,7 @@ def _cut(
         fits = num_items <= shape.max_items(num_rows) and num_results <= shape.max_results(num_rows)
         # A few items more than the chip works on at a time would double the time. Short ones fill the gaps.
         long = sum(p * c for p, c, count in zip(parts, chunks, tiles, strict=True) if 2 * count > longest)
-        if fits and (long <= at_a_time or longest >= deepest):
+        if fits and (long <= at_once or longest >= deepest):
             break
         if longest >= deepest:
             return None
@@ -326,7 +333,7 @@ def _cut(
         order=tree.order + list(range(len(results), num_rows)),
         tails=[block * block_size for block in tree.tails] + [0] * padding,
         starts=starts + [starts[-1]] * padding,
-        counts=[len(items), programs * shape.num_processors],
+        counts=[len(items), at_a_time],
         items=[word for _, words in items for word in words],
     )
 

@@ -708,6 +708,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "test_cpu_linear.py"),
     ],
     "kernels/prefix_plan.py": [
+        ("one-item-at-a-time-after-all", "return replace(self, at_a_time=plan.at_a_time)", "return self",
+         KERNELS + "test_prefix_plan.py"),
         ("partly-filled-block-shared", "if num_full[member] > depth else", "if num_full[member] >= depth else",
          KERNELS + "test_prefix_plan.py"),
         ("node-longer-than-common", "min(num_full[member] for member in members))",
@@ -809,6 +811,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          LANES + "test_a_query_that_is_not_finite_spoils_its_own_head_only[inf]"),
     ],
     "kernels/prefix_lanes.py": [
+        ("node-results-of-no-row", "tl.where(is_row, at, -1)", "at", LANES + "test_trees_in_8_bits"),
+        ("node-keys-times-too-little", "(8192.0 if q.dtype == tl.bfloat16 else 1.0)", "1.0",
+         LANES + "test_nodes_in_8_bits_of_any_length"),
         ("node-weights-with-v-in-the-sum", "totals += first * first_inverse", "totals += first",
          LANES + "test_nodes_in_8_bits_of_any_length"),
         ("node-weights-without-v", "* _by_rows(k_scales * factor) + _by_rows(bias)",
@@ -843,7 +848,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "test_prefix_decode_attention.py::test_a_plan_holds_while_sequences_grow"),
         ("parts-of-a-node-in-one-place", "+ tl.load(item_ptr + 5)\n", "\n",
          KERNELS + "test_prefix_decode_attention.py"),
-        ("half-of-the-programs-next-to-each-other", "program = tl.program_id(0) // step", "program = tl.program_id(0)",
+        ("half-of-the-programs-next-to-each-other", "tl.program_id(0) // STEP,", "tl.program_id(0),",
          KERNELS + "test_lanes.py::test_trees_in_8_bits"),
         ("item-read-twice", "following = task + num_programs", "following = task",
          KERNELS + "test_prefix_decode_attention.py"),

@@ -177,8 +177,7 @@ def prefix_attention(
     then = prefix + (tail if planned_tail is None else planned_tail)
     plan = plan_attention(tables[0].tolist(), [then] * seqs, _BLOCK_SIZE, attention, costs=costs)
     assert plan is not None
-    work = WorkList.allocate(seqs, attention, DEVICE)
-    work.fill(plan)
+    work = WorkList.allocate(seqs, attention, DEVICE).fill(plan)
     lens = torch.full((seqs,), prefix + tail, device=DEVICE, dtype=torch.int32)
     inputs = [(q, cache.pages(each, lens), dim**-0.5, work) for each in tables]
 

@@ -121,7 +121,7 @@ class DeviceRunner(Runner):
         self._masks = torch.zeros(capacity, vocab // 32 + 1, dtype=torch.int32, device=self._device)
         self._mask_places = torch.zeros(capacity, dtype=torch.int32, device=self._device)  # of each row of logits
         self._told_places: list[int] = []
-        self._work_list = WorkList.allocate(capacity, shape, self._device)
+        self._work_list, self._at_a_time = WorkList.allocate(capacity, shape, self._device), 1
         self._tokens = TokenRows(padded_size(MOST_TOKENS), width, self._device, pinned=graphs)
         self._text = torch.zeros(max_model_len + MOST_DEVICE_GUESSES + 1, dtype=torch.int32, device=self._device)
         self._guesses = torch.zeros(MOST_DEVICE_GUESSES, dtype=torch.int64, device=self._device)
@@ -191,7 +191,8 @@ class DeviceRunner(Runner):
                 return logits
             shared = self._shared(work.decode, size)
             blocks = self._width if shared is not None else self._blocks_for(size, work.decode.longest)
-            self._forwards.run((size, blocks, shared is not None), lambda: self._forward(size, blocks, shared))
+            at_a_time = 0 if shared is None else shared.at_a_time
+            self._forwards.run((size, blocks, at_a_time), lambda: self._forward(size, blocks, shared))
         if work.decode is not None and work.decode.num_beams:
             self._take_steps(logits)
         return logits
@@ -465,8 +466,8 @@ class DeviceRunner(Runner):
     def _shared(self, work: DecodeWork, size: int) -> WorkList | None:
         """The step's work list, on the device; None where reading shared blocks once is not worth it."""
         if work.plan is not None:
-            self._work_list.first(size).fill(Plan(*work.plan))
-        return self._work_list.first(size) if work.shares_blocks else None
+            self._at_a_time = self._work_list.first(size).fill(Plan(*work.plan)).at_a_time
+        return self._work_list.first(size, self._at_a_time) if work.shares_blocks else None
 
     # --- recorded in graphs -------------------------------------------------------------------------------------------
 

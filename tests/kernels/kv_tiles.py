@@ -111,8 +111,7 @@ def check(seed: int, *, prefill: bool) -> str:
         shape = AttentionShape(heads, kv_heads, dim, 2, processors, kv_row_bytes(dim, 1))
         plan = plan_attention(rows, shared_lens.tolist(), block_size, shape, costs=FREE)
         if plan is not None:
-            work = WorkList.allocate(len(lens), shape, torch.device("cuda"))
-            work.fill(plan)
+            work = WorkList.allocate(len(lens), shape, torch.device("cuda")).fill(plan)
             exact = reference.paged_attention(q.double(), wide._replace(tables=tables, lens=shared_lens), scale)
             got = prefix_kernels.prefix_attention(q, pages._replace(tables=tables, lens=shared_lens), scale, work)
             found[f"prefix {processors}"] = error(got, exact)

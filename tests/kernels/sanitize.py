@@ -58,8 +58,7 @@ def check_attention(dtype: torch.dtype) -> None:
                 shape = shape_of(heads, kv_heads, dim, dtype, processors, each is levels)
                 plan = plan_attention(tables.tolist(), lens.tolist(), block_size, shape, 4, FREE)
                 assert plan is not None
-                work = WorkList.allocate(4, shape, DEVICE)
-                work.fill(plan)
+                work = WorkList.allocate(4, shape, DEVICE).fill(plan)
                 prefix_attention(q, each._replace(tables=tables, lens=lens), 0.1, work)
         starts = torch.tensor([0, 1, 20, 20, 90], dtype=torch.int32, device=DEVICE)
         chunk = randn(90, heads, dim, dtype=dtype)

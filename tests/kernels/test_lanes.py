@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,13 +36,16 @@ from minillm.kernels.attention_lanes import attend_group, load_group
 from minillm.kernels.chunked_prefill import prefill_attention
 from minillm.kernels.decode_attention import paged_attention
 from minillm.kernels.lane_products import (
+    brains,
     by_number,
     bytes_at,
     halves,
+    logarithm,
     mma,
     neighbours,
     of_eights,
     power,
+    reciprocal,
     turned,
     two_digits,
 )
@@ -70,7 +74,7 @@ def _instructions_kernel(out_ptr, words_ptr, LANES: tl.constexpr, WARPS: tl.cons
         turned(a, WARPS), two_digits(a & 0xFFFF, b & 0xFFFF), bytes_at(a, b, c, d, place), of_eights(shared, WARPS),
         high, low,
     )  # fmt: skip
-    results = signed + unsigned + number + others + pairs
+    results = signed + unsigned + number + others + pairs + brains(a)
     for i in tl.static_range(len(results)):
         tl.store(out_ptr + i * LANES + lanes, results[i])
 
@@ -84,7 +88,7 @@ def test_instructions_do_what_their_manual_says() -> None:
     """Lane 4r + t has of a row r what NVIDIA's manual of PTX says: bytes 4t to 4t + 3."""
     words = torch.randint(-(1 << 31), 1 << 31, (6, LANES)).int()
     words[0] &= 0x7FFFFFFF  # what `of_eights` moves is compared as whole numbers
-    out = torch.zeros(22, LANES, dtype=torch.int32, device=DEVICE)
+    out = torch.zeros(24, LANES, dtype=torch.int32, device=DEVICE)
     _instructions_kernel[(1,)](out, words.to(DEVICE), LANES=LANES, WARPS=WARPS, num_warps=WARPS)
     got = list(out.cpu())
     a, b, c, d = words[:4]
@@ -109,7 +113,9 @@ def test_instructions_do_what_their_manual_says() -> None:
     found = torch.stack((first, second), 1).view(torch.float16)
     assert torch.equal(found, as_bytes(a).half().view(LANES, 4))
     found = torch.stack(got[18:22], 1).view(torch.bfloat16)
-    assert torch.equal(found, matrix[:, :2].mT.bfloat16().reshape(LANES, 8))
+    assert torch.equal(found, (matrix[:, :2].mT * 2.0**-13).bfloat16().reshape(LANES, 8))
+    found = torch.stack(got[22:24], 1).view(torch.bfloat16)
+    assert torch.equal(found, (as_bytes(a) * 2.0**-13).bfloat16().view(LANES, 4))
 
 
 @triton.jit
@@ -128,6 +134,24 @@ def test_a_power_of_two_that_is_no_normal_number_may_be_zero() -> None:
     exact = torch.exp2(x[:-3].double())
     tiny = torch.finfo(torch.float32).tiny
     assert bool(((out[:-3] - exact).abs() <= 1e-6 * exact + tiny).all())
+
+
+@triton.jit
+def _inverse_kernel(out_ptr, x_ptr, LANES: tl.constexpr):
+    lanes = tl.arange(0, LANES)
+    x = tl.load(x_ptr + lanes)
+    tl.store(out_ptr + lanes, reciprocal(x))
+    tl.store(out_ptr + LANES + lanes, logarithm(x))
+
+
+def test_inverses_and_logarithms_of_normal_numbers() -> None:
+    x = torch.cat((torch.logspace(-37, 37, LANES - 1), torch.tensor([float("nan")]))).to(DEVICE)
+    out = torch.zeros(2, LANES, device=DEVICE)
+    _inverse_kernel[(1,)](out, x, LANES=LANES, num_warps=WARPS)
+    assert bool(out[:, -1].isnan().all())
+    exact = x[:-1].double()
+    assert bool(((out[0, :-1] * exact - 1).abs() < 1e-6).all())
+    assert bool(((out[1, :-1] - exact.log2()).abs() < 1e-6 + 1e-6 * exact.log2().abs()).all())
 
 
 @triton.jit
@@ -209,8 +233,7 @@ def attention_of(pages: Pages, heads: tuple[int, int, int]) -> dict[str, Attend]
     rows = [row[: -(-length // block_size)] for row, length in zip(rows, lens, strict=True)]
     plan = plan_attention(rows, lens, block_size, shape, len(rows), FREE)
     assert plan is not None, "this batch shares nothing"
-    work = WorkList.allocate(len(rows), shape, DEVICE)
-    work.fill(plan)
+    work = WorkList.allocate(len(rows), shape, DEVICE).fill(plan)
     return {
         "decode": lambda q, pages: paged_attention(q, pages, 0.1, num_splits=1),
         "prefix": lambda q, pages: prefix_attention(q, pages, 0.1, work),
@@ -286,7 +309,7 @@ def pool_of(tables: list[list[int]], lens: list[int], block_size: int, kv_heads:
 
 def check_tree(
     tables: list[list[int]], lens: list[int], block_size: int, heads: tuple[int, int, int], dtype: torch.dtype,
-    processors: int = 1, k_growth: float | Tensor = 1.0, v_growth: float | Tensor = 1.0,
+    processors: int = 1, k_growth: float | Tensor = 1.0, v_growth: float | Tensor = 1.0, at_a_time: int = 1,
 ) -> None:  # fmt: skip
     pages = pool_of(tables, lens, block_size, *heads[1:])
     assert pages.k_scales is not None
@@ -295,8 +318,7 @@ def check_tree(
     shape = shape_of(*heads, dtype, processors, in_8_bits=True)
     plan = plan_attention(tables, lens, block_size, shape, len(tables), FREE)
     assert plan is not None
-    work = WorkList.allocate(len(tables), shape, DEVICE)
-    work.fill(plan)
+    work = replace(WorkList.allocate(len(tables), shape, DEVICE).fill(plan), at_a_time=at_a_time)
     q, scale = randn(len(tables), heads[0], heads[2], dtype=dtype), heads[2] ** -0.5
     assert prefix_lanes.takes(q, pages)
     exact = reference.paged_attention(q.double(), in_float64(pages), scale)
@@ -322,12 +344,13 @@ def test_nodes_in_8_bits_of_any_length(head_dim: int, block_size: int, shared: i
     check_tree(tables, lens, block_size, (4, 2, head_dim) if shared == 1 else (3, 1, head_dim), dtype)
 
 
+@pytest.mark.parametrize("at_a_time", [1, 2])
 @pytest.mark.parametrize(
     ("processors", "num_seqs"), [(132, 30), (2, 30)] if ON_GPU else [(8, 4), (2, 5)]
-)  # the second: many tails for few processors, of whose programs each other one works
-def test_trees_in_8_bits(processors: int, num_seqs: int) -> None:
+)  # the second: many tails for few processors, of whose programs each other one works if one is to work at a time
+def test_trees_in_8_bits(processors: int, num_seqs: int, at_a_time: int) -> None:
     tables, lens = forked_tables(num_seqs, 4, 2000 if ON_GPU else 40, random.Random(3))
-    check_tree(tables, lens, 4, (6, 2, 64), torch.float16, processors)
+    check_tree(tables, lens, 4, (6, 2, 64), torch.float16, processors, at_a_time=at_a_time)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -39,7 +39,7 @@ def check_against_reference(
     n = len(tables) + 2
     work = WorkList.allocate(n, shape, DEVICE)
     work.words.fill_(1)  # of the previous plan
-    work.fill(plan)
+    work = work.fill(plan)
     tables, lens = [*tables, [], []], [*lens, 0, 0]
     num_blocks = max(block for table in tables for block in table) + 1
     pool = torch.full((2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim), float("nan"), dtype=dtype)
@@ -143,8 +143,7 @@ def test_launches_in_a_row_use_results_of_their_own() -> None:
         lens = torch.full((num_seqs,), prefix + tail, dtype=torch.int32, device=DEVICE)
         plan = plan_attention(tables, lens.tolist(), 8, shape, costs=FREE)
         assert plan is not None
-        work = WorkList.allocate(num_seqs, shape, DEVICE)
-        work.fill(plan)
+        work = WorkList.allocate(num_seqs, shape, DEVICE).fill(plan)
         pool = randn(2, prefix + 20 * num_seqs, 8, 2, 64, dtype=torch.bfloat16)
         padded = torch.tensor(tables, dtype=torch.int32, device=DEVICE)
         queries = [randn(num_seqs, 8, 64, dtype=torch.bfloat16) for _ in range(12 if ON_GPU else 2)]

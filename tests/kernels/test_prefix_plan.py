@@ -7,7 +7,7 @@ import random
 import torch
 from shapes import forked_tables, shape_of
 
-from minillm.kernels.prefix_plan import FREE, ITEM_WORDS, plan_attention, prefix_tree
+from minillm.kernels.prefix_plan import FREE, ITEM_WORDS, WorkList, plan_attention, prefix_tree
 
 
 def test_the_tree_holds_what_tables_have_in_common_and_nothing_else() -> None:
@@ -81,7 +81,7 @@ def test_two_items_at_a_time_where_nodes_in_8_bits_take_longer_than_tails() -> N
     """Sequences behind one prompt, 32/8 heads x 128 on an H200; 128 x (16,384 + 128): 195 and 111 us measured."""
     shape, wide = (shape_of(32, 8, 128, torch.bfloat16, 132, in_8_bits) for in_8_bits in (True, False))
 
-    def programs(num_seqs: int, prefix: int, tail: int, prompts: int = 1) -> int:
+    def at_a_time(num_seqs: int, prefix: int, tail: int, prompts: int = 1) -> int:
         tables = [
             [
                 *range(10**5 * (i % prompts), 10**5 * (i % prompts) + prefix // 16),
@@ -94,14 +94,9 @@ def test_two_items_at_a_time_where_nodes_in_8_bits_take_longer_than_tails() -> N
         assert plan is not None
         assert alone is not None
         assert plan.counts[0] * ITEM_WORDS == len(plan.items)
-        assert alone.counts[1] == 132, "in 16 bits always one"
-        return plan.counts[1] // 132
+        assert alone.at_a_time == 1, "in 16 bits always one"
+        assert WorkList.allocate(num_seqs, shape, torch.device("cpu")).fill(plan).at_a_time == plan.at_a_time
+        return plan.at_a_time
 
-    assert [programs(256, 8192, 128), programs(128, 8192, 64), programs(256, 512, 8, prompts=32)] == [2, 2, 2]
-    assert [programs(256, 1024, 128), programs(128, 2048, 192), programs(32, 512, 64, prompts=8)] == [1, 1, 1]
-
-
-def test_tails_are_many_where_a_multiprocessor_has_more_than_four() -> None:
-    """With nodes on every multiprocessor 64 x (4,096 + 1,024) took 63, not 60 us, 256 x (1,024 + 512) 82, not 95."""
-    shape = shape_of(32, 8, 128, torch.bfloat16, processors=132)
-    assert [shape.has_many_tails(num_seqs) for num_seqs in (1, 64, 66, 67, 256)] == [False, False, False, True, True]
+    assert [at_a_time(256, 8192, 128), at_a_time(128, 8192, 64), at_a_time(256, 512, 8, prompts=32)] == [2, 2, 2]
+    assert [at_a_time(256, 1024, 128), at_a_time(128, 2048, 192), at_a_time(32, 512, 64, prompts=8)] == [1, 1, 1]
