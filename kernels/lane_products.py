@@ -10,6 +10,8 @@ import triton.language as tl
 
 from minillm.kernels.compat import INTERPRETED
 
+BFLOAT_UNIT = tl.constexpr(2.0**-13)  # one, as `neighbours` and `brains` have it
+
 
 @triton.jit
 def _products(a, b, UNSIGNED: tl.constexpr, WARPS: tl.constexpr):
@@ -150,14 +152,14 @@ def halves(word):
 
 @triton.jit
 def _bfloat(word, place: tl.constexpr):
-    """As `_half`, in bfloat16 and times 2^-13."""
-    number = ((word << (24 - 8 * place)) >> 24).to(tl.float32) * 0.0001220703125
+    """As `_half`, in bfloat16 and times `BFLOAT_UNIT`."""
+    number = ((word << (24 - 8 * place)) >> 24).to(tl.float32) * BFLOAT_UNIT
     return (number.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
 
 
 @triton.jit
 def neighbours(a, b, place: tl.constexpr):
-    """The whole numbers of 8 bits at a place in two words, times 2^-13, as a pair of bfloat16.
+    """The whole numbers of 8 bits at a place in two words, times `BFLOAT_UNIT`, as a pair of bfloat16.
 
     128 more than a number, as the bits of a bfloat16, is that times 2^-133, for it is subnormal or just not: all of it
     is exact.
@@ -174,7 +176,7 @@ def neighbours(a, b, place: tl.constexpr):
 
 @triton.jit
 def brains(word):
-    """Four whole numbers of 8 bits, times 2^-13, as two pairs of bfloat16; see `neighbours`."""
+    """Four whole numbers of 8 bits, times `BFLOAT_UNIT`, as two pairs of bfloat16; see `neighbours`."""
     if INTERPRETED:
         return _bfloat(word, 0) | (_bfloat(word, 1) << 16), _bfloat(word, 2) | (_bfloat(word, 3) << 16)
     else:

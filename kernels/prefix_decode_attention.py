@@ -110,14 +110,14 @@ def _load_item(items_ptr, order_ptr, starts_ptr, number, GROUP: tl.constexpr, RO
 @triton.jit(do_not_specialize=["table_stride"])
 def _chunk_first_kernel(
     partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr,
-    counts_ptr, items_ptr, order_ptr, starts_ptr,
+    count_ptr, items_ptr, order_ptr, starts_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, num_kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, KV_HEADS: tl.constexpr,
     ALONE: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The plan was sent before the step, so it is read before the wait.
-    num_tasks = tl.load(counts_ptr) * num_kv_heads
+    num_tasks = tl.load(count_ptr) * num_kv_heads
     STEP: tl.constexpr = 2 if APART else 1
     program, num_programs = tl.program_id(0) // STEP, tl.num_programs(0) // STEP
     if program * STEP != tl.program_id(0):
@@ -301,7 +301,7 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # the most that fits every GPU's shared memory
     _chunk_first_kernel[(programs * shape.num_processors,)](
         partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables,
-        work.counts, work.items, work.order, work.starts,
+        work.count, work.items, work.order, work.starts,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages,
         KV_HEADS=num_kv_heads if prefix_lanes.takes(q, pages) else None,

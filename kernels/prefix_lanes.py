@@ -4,7 +4,7 @@ Everything is transposed: scores are K times queries, outputs V times weights. S
 operand, which it takes from registers: they go from memory to registers as they lie there, a tile ahead, and never
 through shared memory. Queries lie in shared memory while an item lasts, and each tile's weights of the softmax pass
 through it. Whole numbers of 8 bits are exact in both types of 16 bits. K has that of the queries, V is in bfloat16; in
-bfloat16 they are times 2^-13, for then they are a product of their own bits.
+bfloat16 they are times `BFLOAT_UNIT`, for then they are a product of their own bits.
 
 Weights are powers of two of scores less an anchor: a query's highest score of the first tile. A running maximum would
 cost all warps a barrier a tile, and bfloat16 needs none: the first tile's may be up to 2^100 times too low or too high.
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from minillm.kernels.arguments import Pages
 from minillm.kernels.compat import call_into_l2, dot, finished, has_whole_products
-from minillm.kernels.lane_products import brains, halves, logarithm, neighbours, power, reciprocal
+from minillm.kernels.lane_products import BFLOAT_UNIT, brains, halves, logarithm, neighbours, power, reciprocal
 from minillm.kernels.low_bit_dot import joined, unpacked
 from minillm.kernels.low_bit_lanes import fours
 
@@ -43,7 +43,7 @@ _LEAST = tl.constexpr(1e-30)  # of V's scales: those of zeros have a logarithm t
 def _k_tile(loaded, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
     """A tile of K, ``[TOKENS, HEAD_DIM]`` of 16 bits; the order of the dimensions is `_in_order_of_k`'s.
 
-    In bfloat16 it is times 2^-13.
+    In bfloat16 it is times `BFLOAT_UNIT`.
     """
     pairs = ()
     for chunk in tl.static_range(HEAD_DIM // 64):
@@ -94,8 +94,8 @@ def _by_lanes(rows, ROWS: tl.constexpr):
 def store_rows(ptr, at, is_row, out, factors, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Store ``out``, ``[dimensions of _v_tile, ROWS]``, times ``factors [ROWS]``, of `attend_rows`, where ``is_row``.
 
-    ``at [ROWS]`` are rows of HEAD_DIM numbers from ``ptr`` on. A lane stores its neighbouring dimensions of each of its
-    rows as it has them.
+    ``at [ROWS]`` (int64) are rows of HEAD_DIM numbers from ``ptr`` on. A lane stores its neighbouring dimensions of
+    each of its rows as it has them.
     """
     LANES: tl.constexpr = WARPS * 32
     PARTS: tl.constexpr = HEAD_DIM // 32
@@ -106,7 +106,7 @@ def store_rows(ptr, at, is_row, out, factors, ROWS: tl.constexpr, HEAD_DIM: tl.c
     factors = _parts(_by_lanes(factors, ROWS), ROWS // 4)
     dims = (tl.arange(0, LANES) // 4 * PARTS)[:, None] + tl.arange(0, PARTS)[None, :]
     for i in tl.static_range(ROWS // 4):
-        tl.store(ptr + ats[i].to(tl.int64) * HEAD_DIM + dims, outs[i] * factors[i], mask=ats[i] >= 0)
+        tl.store(ptr + ats[i] * HEAD_DIM + dims, outs[i] * factors[i], mask=ats[i] >= 0)
 
 
 @triton.jit
@@ -281,7 +281,7 @@ def attend_rows(
         _call(far_tokens, far_scales, far_ids, begin + i * TOKENS, BLOCK_SIZE, KV_HEADS, SLOT)
 
     q = _in_order_of_k(q, ROWS, HEAD_DIM)
-    factor = scale_log2e * (8192.0 if q.dtype == tl.bfloat16 else 1.0)
+    factor = scale_log2e * (1.0 / BFLOAT_UNIT if q.dtype == tl.bfloat16 else 1.0)
 
     anchor = tl.full([1, ROWS // 8, 4, 2], -1e30, tl.float32)
     totals = tl.zeros([TOKENS // 2, ROWS // 8, 4, 2], tl.float32)
@@ -332,7 +332,7 @@ def attend_rows(
                 HEAD_DIM, BLOCK_SIZE, KV_HEADS,
             )  # fmt: skip
     total = tl.sum(totals, 0, keep_dims=True)
-    factors = tl.reshape(8192.0 * reciprocal(total), [ROWS])
+    factors = tl.reshape(reciprocal(total) * (1.0 / BFLOAT_UNIT), [ROWS])
     return out, factors, tl.reshape(anchor + logarithm(total), [ROWS])
 
 

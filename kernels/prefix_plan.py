@@ -140,7 +140,7 @@ class WorkList:
     order: Tensor  # [n] int32, the sequences so that those of a node are neighbours
     tails: Tensor  # [n] int32, in that order: the first token that a sequence reads on its own
     starts: Tensor  # [n + 1] int32, in that order: the start of a sequence's results
-    counts: Tensor  # [2] int32: items, and how many a multiprocessor works on at a time, which no kernel reads
+    count: Tensor  # [1] int32: items
     items: Tensor  # [max_items(n), ITEM_WORDS] int32
     shape: AttentionShape
     words: Tensor  # int32, the whole buffer
@@ -150,24 +150,24 @@ class WorkList:
     @classmethod
     def allocate(cls, num_seqs: int, shape: AttentionShape, device: torch.device) -> WorkList:
         """Room for plans of up to ``num_seqs`` sequences; `fill` it before it is used."""
-        size = 3 * num_seqs + 3 + shape.max_items(num_seqs) * ITEM_WORDS
+        size = 3 * num_seqs + 2 + shape.max_items(num_seqs) * ITEM_WORDS
         return cls._view(torch.zeros(size, dtype=torch.int32, device=device), num_seqs, num_seqs, shape)
 
     @classmethod
     def _view(cls, words: Tensor, capacity: int, num_seqs: int, shape: AttentionShape) -> WorkList:
-        items = words[3 * capacity + 3 :][: shape.max_items(num_seqs) * ITEM_WORDS]
+        items = words[3 * capacity + 2 :][: shape.max_items(num_seqs) * ITEM_WORDS]
         order, tails = words[:num_seqs], words[capacity:][:num_seqs]
-        starts, counts = words[2 * capacity :][: num_seqs + 1], words[3 * capacity + 1 :][:2]
-        return cls(order, tails, starts, counts, items.view(-1, ITEM_WORDS), shape, words, capacity)
+        starts, count = words[2 * capacity :][: num_seqs + 1], words[3 * capacity + 1 :][:1]
+        return cls(order, tails, starts, count, items.view(-1, ITEM_WORDS), shape, words, capacity)
 
-    def first(self, num_seqs: int, at_a_time: int = 1) -> WorkList:
+    def first(self, num_seqs: int) -> WorkList:
         """The list of a smaller batch, in the same memory."""
-        return replace(self._view(self.words, self.capacity, num_seqs, self.shape), at_a_time=at_a_time)
+        return replace(self._view(self.words, self.capacity, num_seqs, self.shape), at_a_time=self.at_a_time)
 
     def fill(self, plan: Plan) -> WorkList:
-        """Send a plan for as many sequences to the device, in one copy. Returns the list with its `at_a_time`."""
+        """Send a plan for as many sequences or fewer, in one copy. Returns the list with the plan's `at_a_time`."""
         room = [0] * (self.capacity - len(plan.order))
-        words = plan.order + room + plan.tails + room + plan.starts + room + plan.counts + plan.items
+        words = plan.order + room + plan.tails + room + plan.starts + room + plan.counts[:1] + plan.items
         sent = torch.tensor(words, dtype=torch.int32, pin_memory=self.words.is_cuda)
         self.words[: len(words)].copy_(sent, non_blocking=True)
         return replace(self, at_a_time=plan.at_a_time)
@@ -199,12 +199,12 @@ class Plan:
     order: list[int]
     tails: list[int]
     starts: list[int]
-    counts: list[int]
+    counts: list[int]  # items, and how many a multiprocessor works on at a time
     items: list[int]
 
     @property
     def at_a_time(self) -> int:
-        """Items that a multiprocessor works on."""
+        """Items that a multiprocessor works on; see `Costs.at_a_time`."""
         return self.counts[1]
 
 

@@ -812,7 +812,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "kernels/prefix_lanes.py": [
         ("node-results-of-no-row", "tl.where(is_row, at, -1)", "at", LANES + "test_trees_in_8_bits"),
-        ("node-keys-times-too-little", "(8192.0 if q.dtype == tl.bfloat16 else 1.0)", "1.0",
+        ("node-keys-times-too-little", "(1.0 / BFLOAT_UNIT if q.dtype == tl.bfloat16 else 1.0)", "1.0",
          LANES + "test_nodes_in_8_bits_of_any_length"),
         ("node-weights-with-v-in-the-sum", "totals += first * first_inverse", "totals += first",
          LANES + "test_nodes_in_8_bits_of_any_length"),

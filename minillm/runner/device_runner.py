@@ -121,7 +121,7 @@ class DeviceRunner(Runner):
         self._masks = torch.zeros(capacity, vocab // 32 + 1, dtype=torch.int32, device=self._device)
         self._mask_places = torch.zeros(capacity, dtype=torch.int32, device=self._device)  # of each row of logits
         self._told_places: list[int] = []
-        self._work_list, self._at_a_time = WorkList.allocate(capacity, shape, self._device), 1
+        self._work_list = WorkList.allocate(capacity, shape, self._device)
         self._tokens = TokenRows(padded_size(MOST_TOKENS), width, self._device, pinned=graphs)
         self._text = torch.zeros(max_model_len + MOST_DEVICE_GUESSES + 1, dtype=torch.int32, device=self._device)
         self._guesses = torch.zeros(MOST_DEVICE_GUESSES, dtype=torch.int64, device=self._device)
@@ -466,8 +466,8 @@ class DeviceRunner(Runner):
     def _shared(self, work: DecodeWork, size: int) -> WorkList | None:
         """The step's work list, on the device; None where reading shared blocks once is not worth it."""
         if work.plan is not None:
-            self._at_a_time = self._work_list.first(size).fill(Plan(*work.plan)).at_a_time
-        return self._work_list.first(size, self._at_a_time) if work.shares_blocks else None
+            self._work_list = self._work_list.fill(Plan(*work.plan))
+        return self._work_list.first(size) if work.shares_blocks else None
 
     # --- recorded in graphs -------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def test_a_long_run_is_split_whatever_else_there_is() -> None:
 
 
 def test_two_items_at_a_time_where_nodes_in_8_bits_take_longer_than_tails() -> None:
-    """Sequences behind one prompt, 32/8 heads x 128 on an H200; 128 x (16,384 + 128): 195 and 111 us measured."""
+    """Sequences behind one prompt, 32/8 heads x 128 on an H200; 128 x (16,384 + 128): 139 and 105 us measured."""
     shape, wide = (shape_of(32, 8, 128, torch.bfloat16, 132, in_8_bits) for in_8_bits in (True, False))
 
     def at_a_time(num_seqs: int, prefix: int, tail: int, prompts: int = 1) -> int:
@@ -100,3 +100,9 @@ def test_two_items_at_a_time_where_nodes_in_8_bits_take_longer_than_tails() -> N
 
     assert [at_a_time(256, 8192, 128), at_a_time(128, 8192, 64), at_a_time(256, 512, 8, prompts=32)] == [2, 2, 2]
     assert [at_a_time(256, 1024, 128), at_a_time(128, 2048, 192), at_a_time(32, 512, 64, prompts=8)] == [1, 1, 1]
+
+
+def test_tails_are_many_where_a_multiprocessor_has_more_than_four() -> None:
+    """With a node on every multiprocessor 64 x (4,096 + 128) takes 28, not 33 us, 256 x (1,024 + 512) 103, not 81."""
+    shape = shape_of(32, 8, 128, torch.bfloat16, processors=132)
+    assert [shape.has_many_tails(num_seqs) for num_seqs in (1, 64, 66, 67, 256)] == [False, False, False, True, True]

@@ -171,7 +171,7 @@ def attend_by_list(q: Tensor, pages: Pages, scale: float, work: WorkList) -> Ten
     for place, seq in enumerate(work.order.tolist()):
         runs = [
             (begin, end, lead)
-            for count, lead, first, begin, end, _ in work.items[: int(work.counts[0])].tolist()
+            for count, lead, first, begin, end, _ in work.items[: int(work.count)].tolist()
             if first <= place < first + count
         ]
         runs = sorted([*runs, (int(work.tails[place]), int(lens[seq]), seq)])
