@@ -10,13 +10,13 @@ A plan (`prefix_plan`) says which blocks are shared. There are two phases (Chunk
 
 The phases overlap (programmatic dependent launch): the first is busy computing, the second reading. So all programs of
 the first are on the chip at once and go through the items in turns, which lets the second in at its beginning, and no
-tail waits for a node. The plan says how many programs a multiprocessor should have (`prefix_plan.Costs.at_a_time`).
-Where that is one, they ask for more than half of its shared memory, so that each has one for itself and leaves room for
-tails. But many tails make a node in 8 bits take twice as long: then there are two programs for each multiprocessor, of
-which each other one works, so that nodes share some multiprocessors and tails have others.
+tail waits for a node. The plan says where they work (`prefix_plan.AttentionShape.ways`). Either each multiprocessor has
+one, which asks for more than half of its shared memory so that it has no second one and leaves room for tails; or, in 8
+bits, some have two, and the others have tails.
 
-Grids: (programs), (kv heads, sequences, splits) and (sequences, heads), by the number of sequences and of items at a
-time alone. The rest of the plan lies on the device, so sharing may change from step to step under one CUDA graph.
+Grids: (programs), (kv heads, sequences, splits) and (sequences, heads), by the number of sequences and what a plan says
+to the host (`prefix_plan.WorkList.launch`). The rest of the plan lies on the device, so sharing may change from step to
+step under one CUDA graph.
 Tiles: 64 rows (the least that Hopper's matrix unit takes) times 16 kB of K, 16 rows times 16 tokens or 8 kB, and up to
 8 heads.
 
@@ -110,18 +110,24 @@ def _load_item(items_ptr, order_ptr, starts_ptr, number, GROUP: tl.constexpr, RO
 @triton.jit(do_not_specialize=["table_stride"])
 def _chunk_first_kernel(
     partial_ptr, lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, tables_ptr,
-    count_ptr, items_ptr, order_ptr, starts_ptr,
+    counts_ptr, items_ptr, order_ptr, starts_ptr,
     q_seq_stride, q_head_stride, table_stride, slot_stride, scale_log2e, num_heads, num_kv_heads,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, KV_HEADS: tl.constexpr,
-    ALONE: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
+    ALONE: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # The plan was sent before the step, so it is read before the wait.
-    num_tasks = tl.load(count_ptr) * num_kv_heads
-    STEP: tl.constexpr = 2 if APART else 1
-    program, num_programs = tl.program_id(0) // STEP, tl.num_programs(0) // STEP
-    if program * STEP != tl.program_id(0):
-        num_tasks = 0
+    num_tasks = tl.load(counts_ptr) * num_kv_heads
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    if PAIRS:
+        # Programs i and i + num_processors share a multiprocessor. Those that work are spread evenly.
+        num_processors, num_pairs = num_programs // 2, tl.load(counts_ptr + 1)
+        place = program % num_processors
+        pair = place * num_pairs // num_processors
+        if (place + 1) * num_pairs // num_processors == pair:
+            num_tasks = 0
+        program = program // num_processors * num_pairs + pair
+        num_programs = 2 * num_pairs
     item = _load_item(items_ptr, order_ptr, starts_ptr, program // num_kv_heads, GROUP, ROWS)
     wait_then_release(PDL)
     if ALONE:
@@ -291,21 +297,20 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     out = torch.empty(num_seqs, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if not num_seqs:
         return out
-    splits, max_results = shape.tail_splits(num_seqs), shape.max_results(num_seqs)
+    splits, max_results = work.tail_splits, shape.max_results(num_seqs)
     partial = q.new_empty(max_results + num_seqs * splits, num_heads, head_dim, dtype=torch.float32)
     lse = q.new_empty(partial.shape[:2], dtype=torch.float32)
     scale, slot_stride = softmax_scale * 1.4426950408889634, num_kv_heads * head_dim
     sizes = {"GROUP": shape.group, "HEAD_DIM": head_dim, "DIM_TILE": shape.dim_tile, "BLOCK_SIZE": block_size}
     options = pdl_options(q.device)
-    programs = shape.most_at_a_time if shape.has_many_tails(num_seqs) else work.at_a_time
     node_stages = 3 if options["PDL"] and shape.dim_tile <= 128 else 2  # the most that fits every GPU's shared memory
-    _chunk_first_kernel[(programs * shape.num_processors,)](
+    _chunk_first_kernel[(work.at_a_time * shape.num_processors,)](
         partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables,
-        work.count, work.items, work.order, work.starts,
+        work.counts, work.items, work.order, work.starts,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, num_kv_heads,
         ROWS=shape.rows, TILE=shape.tile, STAGES=node_stages,
         KV_HEADS=num_kv_heads if prefix_lanes.takes(q, pages) else None,
-        ALONE=programs == 1 and has_large_shared_memory(q.device), APART=programs > work.at_a_time,
+        ALONE=work.at_a_time == 1 and has_large_shared_memory(q.device), PAIRS=work.at_a_time == 2,
         **sizes, num_warps=4, **options,
     )  # fmt: skip
     tile, stages, warps = _tail_tiling(shape)

@@ -22,7 +22,8 @@ from torch import Tensor
 ITEM_WORDS = 6
 
 _PROGRAMS = 4  # a multiprocessor, in decode attention; `minillm bench kernels --op paged_attention` measured 1 to 16
-_TAIL_PROGRAMS = 4  # tails, or parts of them, that a multiprocessor should have
+_TAIL_PROGRAMS = 4, 8  # tails, or parts of them, that a multiprocessor should have: short ones, and long ones
+_LONG_PART = 256  # tokens
 
 
 def most_parts(num_seqs: int, num_kv_heads: int, num_processors: int) -> int:
@@ -31,8 +32,20 @@ def most_parts(num_seqs: int, num_kv_heads: int, num_processors: int) -> int:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How nodes are cut into items, and laid over multiprocessors."""
+
+    at_a_time: int  # items that share a multiprocessor
+    num_processors: int  # that have items
+    parts: list[int]  # of each node, along its tokens
+    longest: int  # tiles of an item
+    num_tasks: int  # items, for each kv head
+    num_results: float  # of a sequence, on average
+
+
+@dataclass(frozen=True)
 class Costs:
-    """The conditions under which reading shared blocks once pays: microseconds, and bytes per microsecond.
+    """The times that decide whether to read shared blocks once, and how: microseconds, and bytes per microsecond.
 
     It saves reads, most of which would hit the L2. It costs two more launches, results that are written and merged, and
     a kernel for the tails that is made for short ones. The defaults were measured on an H200: see the README.
@@ -43,19 +56,34 @@ class Costs:
     tail_rate: float = 4.3e6
     tail_loss: float = 0.15  # share of the time of the tails
     node_bytes: float = 1e6  # least that a node must save
-    alone: float = 6.0  # lost where tails are not read beside the nodes
-    tile: float = 0.64  # of 8 bits, saved for each tile and kv head where a multiprocessor has two items at a time
+    # Of nodes in 8 bits, which can be spread in several ways:
+    tile: float = 1.0  # of an item that has a multiprocessor to itself, but for tails
+    pair_tile: float = 1.45  # of two items that share one, without tails
+    pair: float = 3.0  # more than for one item to begin and to end, and for tails to begin behind them
+    turn: float = 8.0  # for each item behind a program's first
+    result: float = 0.6  # for each result of a sequence to be written and merged
+    processor_rate: float = 4.4e4  # of tails on a multiprocessor that has no nodes
 
     def worth(self, spared: int, tails: int) -> bool:
         """Whether to save ``spared`` bytes of reads, beside tails of ``tails`` bytes."""
         return spared / self.spared_rate > self.launch + self.tail_loss * tails / self.tail_rate
 
-    def at_a_time(self, tiles: float, tails: int) -> int:
-        """Items that a multiprocessor should have at a time: two compute faster, one leaves room for tails.
+    def of_spread(self, spread: Spread, tails: int, num_processors: int) -> float:
+        """Microseconds of nodes and ``tails``, in bytes, on a chip.
 
-        ``tiles`` are of nodes, for each multiprocessor and counted for each kv head; ``tails`` are bytes.
+        Where both lie on one multiprocessor they take as long as one after the other. Two items at a time leave no room
+        for tails, which take the other multiprocessors.
         """
-        return 2 if tiles * self.tile > self.alone + tails / self.tail_rate else 1
+        turns = -(-spread.num_tasks // (spread.at_a_time * spread.num_processors))
+        nodes = (turns - 1) * self.turn
+        merged = self.result * spread.num_results
+        if spread.at_a_time == 1:
+            return nodes + turns * spread.longest * self.tile + tails / self.tail_rate + merged
+        nodes += self.pair + turns * spread.longest * self.pair_tile
+        others = num_processors - spread.num_processors
+        left = tails - min(self.tail_rate, others * self.processor_rate) * nodes
+        behind = max(0.0, left / self.tail_rate)
+        return nodes + merged + behind + min(behind, self.pair)
 
 
 MEASURED = Costs()
@@ -98,14 +126,18 @@ class AttentionShape:
         """Rows of a node's tile: at least as many as Hopper's matrix unit takes."""
         return max(16 if self.element_size == 4 else 64, _power_of_two(self.group))
 
-    @property
-    def most_at_a_time(self) -> int:
-        """Items that a multiprocessor works on at a time: two of 8 bits, whose registers allow no more.
+    def ways(self, num_seqs: int) -> list[tuple[int, int]]:
+        """Items that may share a multiprocessor, and on how many of them.
 
-        In 16 bits two at a time are no faster than one after the other.
+        In 8 bits an item waits long for itself, and two have time for each other. In 16 bits two at a time are no
+        faster than one after the other. Beside many tails an item takes twice as long.
         """
-        in_8_bits = self.row_bytes is not None and self.row_bytes < self.head_dim * self.element_size
-        return 2 if in_8_bits else 1
+        everywhere = self.num_processors
+        one = [(1, everywhere)]
+        if self.row_bytes is None or self.row_bytes >= self.head_dim * self.element_size:
+            return one
+        many_tails = num_seqs * self.num_kv_heads > _TAIL_PROGRAMS[0] * everywhere
+        return [*([] if many_tails else one), *((2, max(1, everywhere * i // 4)) for i in (2, 3, 4))]
 
     @property
     def seqs(self) -> int:
@@ -116,13 +148,14 @@ class AttentionShape:
         """The most parts that contexts are cut into in decode attention, where each has enough tokens."""
         return most_parts(num_seqs, self.num_kv_heads, self.num_processors)
 
-    def tail_splits(self, num_seqs: int) -> int:
-        """The number of parts that tails are cut into, by shapes alone: a captured graph has one grid."""
-        return max(1, min(64, _TAIL_PROGRAMS * self.num_processors // (num_seqs * self.num_kv_heads)))
+    def tail_splits(self, num_seqs: int, tokens: float = 0) -> int:
+        """The number of parts that tails of ``tokens``, on average, are cut into.
 
-    def has_many_tails(self, num_seqs: int) -> bool:
-        """Whether a multiprocessor has more tails than are under way beside nodes at a time."""
-        return num_seqs * self.num_kv_heads > _TAIL_PROGRAMS * self.num_processors
+        A program waits for each of its loads, so a multiprocessor should have several, and twice as many where tails
+        are long. Of short ones so many would cost more to merge than they save.
+        """
+        splits, more = (programs * self.num_processors // (num_seqs * self.num_kv_heads) for programs in _TAIL_PROGRAMS)
+        return max(1, min(64, more if tokens >= more * _LONG_PART else splits))
 
     def max_items(self, num_seqs: int) -> int:
         """The most items of a batch."""
@@ -140,37 +173,45 @@ class WorkList:
     order: Tensor  # [n] int32, the sequences so that those of a node are neighbours
     tails: Tensor  # [n] int32, in that order: the first token that a sequence reads on its own
     starts: Tensor  # [n + 1] int32, in that order: the start of a sequence's results
-    count: Tensor  # [1] int32: items
+    counts: Tensor  # [2] int32: items, and the multiprocessors that have some where they have two at a time
     items: Tensor  # [max_items(n), ITEM_WORDS] int32
     shape: AttentionShape
     words: Tensor  # int32, the whole buffer
     capacity: int  # sequences that it has room for
-    at_a_time: int = 1  # items that a multiprocessor works on: known to the host, for a launch depends on it
+    # Known to the host, for launches depend on them:
+    at_a_time: int = 1  # items that a multiprocessor works on
+    tail_splits: int = 1  # parts of each tail
 
     @classmethod
     def allocate(cls, num_seqs: int, shape: AttentionShape, device: torch.device) -> WorkList:
         """Room for plans of up to ``num_seqs`` sequences; `fill` it before it is used."""
-        size = 3 * num_seqs + 2 + shape.max_items(num_seqs) * ITEM_WORDS
+        size = 3 * num_seqs + 3 + shape.max_items(num_seqs) * ITEM_WORDS
         return cls._view(torch.zeros(size, dtype=torch.int32, device=device), num_seqs, num_seqs, shape)
 
     @classmethod
     def _view(cls, words: Tensor, capacity: int, num_seqs: int, shape: AttentionShape) -> WorkList:
-        items = words[3 * capacity + 2 :][: shape.max_items(num_seqs) * ITEM_WORDS]
+        items = words[3 * capacity + 3 :][: shape.max_items(num_seqs) * ITEM_WORDS]
         order, tails = words[:num_seqs], words[capacity:][:num_seqs]
-        starts, count = words[2 * capacity :][: num_seqs + 1], words[3 * capacity + 1 :][:1]
-        return cls(order, tails, starts, count, items.view(-1, ITEM_WORDS), shape, words, capacity)
+        starts, counts = words[2 * capacity :][: num_seqs + 1], words[3 * capacity + 1 :][:2]
+        return cls(order, tails, starts, counts, items.view(-1, ITEM_WORDS), shape, words, capacity)
 
     def first(self, num_seqs: int) -> WorkList:
         """The list of a smaller batch, in the same memory."""
-        return replace(self._view(self.words, self.capacity, num_seqs, self.shape), at_a_time=self.at_a_time)
+        smaller = self._view(self.words, self.capacity, num_seqs, self.shape)
+        return replace(smaller, at_a_time=self.at_a_time, tail_splits=self.tail_splits)
+
+    @property
+    def launch(self) -> tuple[int, int]:
+        """The launches that the list needs: a graph holds for lists with the same."""
+        return self.at_a_time, self.tail_splits
 
     def fill(self, plan: Plan) -> WorkList:
-        """Send a plan for as many sequences or fewer, in one copy. Returns the list with the plan's `at_a_time`."""
+        """Send a plan for as many sequences or fewer, in one copy. Returns the list with the plan's `launch`."""
         room = [0] * (self.capacity - len(plan.order))
-        words = plan.order + room + plan.tails + room + plan.starts + room + plan.counts[:1] + plan.items
+        words = plan.order + room + plan.tails + room + plan.starts + room + plan.counts[:2] + plan.items
         sent = torch.tensor(words, dtype=torch.int32, pin_memory=self.words.is_cuda)
         self.words[: len(words)].copy_(sent, non_blocking=True)
-        return replace(self, at_a_time=plan.at_a_time)
+        return replace(self, at_a_time=plan.counts[2], tail_splits=plan.counts[3])
 
 
 @dataclass(frozen=True)
@@ -199,13 +240,8 @@ class Plan:
     order: list[int]
     tails: list[int]
     starts: list[int]
-    counts: list[int]  # items, and how many a multiprocessor works on at a time
+    counts: list[int]  # items, multiprocessors for them, items that one works on at a time, parts of each tail
     items: list[int]
-
-    @property
-    def at_a_time(self) -> int:
-        """Items that a multiprocessor works on; see `Costs.at_a_time`."""
-        return self.counts[1]
 
 
 def prefix_tree(tables: Sequence[Sequence[int]], num_full: Sequence[int], min_blocks: int = 1) -> PrefixTree:
@@ -295,15 +331,45 @@ def _cut(
     tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int, tail_bytes: int, costs: Costs
 ) -> Plan | None:
     """Split a tree's nodes into items of similar length; None if there are too many even without a split."""
-    tiles = [-(-(node.end - node.begin) * block_size // shape.tile) for node in tree.nodes]
+    spreads = [_spread(tree, block_size, shape, num_rows, *way) for way in shape.ways(num_rows)]
+    possible = [spread for spread in spreads if spread is not None]
+    if not possible:
+        return None
+    spread = min(possible, key=lambda each: costs.of_spread(each, tail_bytes, shape.num_processors))
+    results = [0] * len(tree.order)  # of each sequence, from the nodes so far
+    items: list[tuple[int, list[int]]] = []
+    for node, num_parts in zip(tree.nodes, spread.parts, strict=True):
+        last, end = node.first + node.count, node.end * block_size
+        step = -(-_tiles(node, block_size, shape) // num_parts) * shape.tile
+        for part, begin in enumerate(range(node.begin * block_size, end, step)):
+            for first in range(node.first, last, shape.seqs):
+                words = [min(shape.seqs, last - first), tree.order[first], first, begin, min(begin + step, end)]
+                items.append((min(begin + step, end) - begin, [*words, results[node.first] + part]))
+        results[node.first : last] = [results[node.first] + part + 1] * node.count
+    items.sort(key=lambda item: -item[0])  # the longest first, so that none begins when the others end
+    starts = list(accumulate(results, initial=0))
+    padding = num_rows - len(results)
+    own = tail_bytes / shape.token_bytes
+    return Plan(
+        order=tree.order + list(range(len(results), num_rows)),
+        tails=[block * block_size for block in tree.tails] + [0] * padding,
+        starts=starts + [starts[-1]] * padding,
+        counts=[len(items), spread.num_processors, spread.at_a_time, shape.tail_splits(num_rows, own / num_rows)],
+        items=[word for _, words in items for word in words],
+    )
+
+
+def _spread(
+    tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int, at_a_time: int, num_processors: int
+) -> Spread | None:
+    """Items of a tree's nodes for so many multiprocessors, that many for each at a time; None if there is no room."""
+    tiles = [_tiles(node, block_size, shape) for node in tree.nodes]
     chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
     deepest = max(tiles)
-    work = sum(map(int.__mul__, tiles, chunks)) * shape.num_kv_heads
-    at_a_time = min(shape.most_at_a_time, costs.at_a_time(work / shape.num_processors, tail_bytes))
     # A tile costs about as much as a result to merge, so a node of n tiles in parts of t takes t + n / t. Few sequences
     # have a chip for themselves.
     longest = 1 if shape.tail_splits(num_rows) > 1 else math.isqrt(deepest - 1) + 1
-    at_once = at_a_time * shape.num_processors // shape.num_kv_heads
+    at_once = at_a_time * num_processors // shape.num_kv_heads
     while True:
         parts = [-(-count // longest) for count in tiles]
         num_items = sum(map(int.__mul__, parts, chunks))
@@ -316,26 +382,13 @@ def _cut(
         if longest >= deepest:
             return None
         longest += -(-longest // 8)
-    results = [0] * len(tree.order)  # of each sequence, from the nodes so far
-    items: list[tuple[int, list[int]]] = []
-    for node, num_tiles, num_parts in zip(tree.nodes, tiles, parts, strict=True):
-        last, end = node.first + node.count, node.end * block_size
-        step = -(-num_tiles // num_parts) * shape.tile
-        for part, begin in enumerate(range(node.begin * block_size, end, step)):
-            for first in range(node.first, last, shape.seqs):
-                words = [min(shape.seqs, last - first), tree.order[first], first, begin, min(begin + step, end)]
-                items.append((min(begin + step, end) - begin, [*words, results[node.first] + part]))
-        results[node.first : last] = [results[node.first] + part + 1] * node.count
-    items.sort(key=lambda item: -item[0])  # the longest first, so that none begins when the others end
-    starts = list(accumulate(results, initial=0))
-    padding = num_rows - len(results)
-    return Plan(
-        order=tree.order + list(range(len(results), num_rows)),
-        tails=[block * block_size for block in tree.tails] + [0] * padding,
-        starts=starts + [starts[-1]] * padding,
-        counts=[len(items), at_a_time],
-        items=[word for _, words in items for word in words],
-    )
+    longest = max(-(-count // p) for count, p in zip(tiles, parts, strict=True))
+    num_tasks = num_items * shape.num_kv_heads
+    return Spread(at_a_time, num_processors, parts, longest, num_tasks, num_results / len(tree.order))
+
+
+def _tiles(node: Node, block_size: int, shape: AttentionShape) -> int:
+    return -(-(node.end - node.begin) * block_size // shape.tile)
 
 
 def _power_of_two(n: int) -> int:

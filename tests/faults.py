@@ -507,6 +507,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     # --- the device's rows --------------------------------------------------------------------------------------------
     "minillm/runner/rows.py": [
+        ("plan-for-ever", "self._good_for -= 1", "pass",
+         ROWS + "test_a_plan_is_made_anew_when_own_tokens_have_doubled"),
         ("blocks-of-wrong-guesses-taken-for-told", "if row.num_blocks > len(sequence.blocks):", "if False:",
          BY_DEVICE + "test_blocks_of_wrong_guesses_may_become_others"),
         ("rows-stay-where-guesses-were-right", "row.position += num_right", "row.position += 0",
@@ -708,7 +710,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "test_cpu_linear.py"),
     ],
     "kernels/prefix_plan.py": [
-        ("one-item-at-a-time-after-all", "return replace(self, at_a_time=plan.at_a_time)", "return self",
+        ("one-item-at-a-time-after-all", "return replace(self, at_a_time=plan.counts[2], ", "return replace(self, ",
+         KERNELS + "test_prefix_plan.py"),
+        ("tails-beside-no-nodes", "left = tails - min(", "left = tails - 0 * min(", KERNELS + "test_prefix_plan.py"),
+        ("tails-of-any-length-alike", "more if tokens >= more * _LONG_PART else splits", "splits",
          KERNELS + "test_prefix_plan.py"),
         ("partly-filled-block-shared", "if num_full[member] > depth else", "if num_full[member] >= depth else",
          KERNELS + "test_prefix_plan.py"),
@@ -848,7 +853,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "test_prefix_decode_attention.py::test_a_plan_holds_while_sequences_grow"),
         ("parts-of-a-node-in-one-place", "+ tl.load(item_ptr + 5)\n", "\n",
          KERNELS + "test_prefix_decode_attention.py"),
-        ("half-of-the-programs-next-to-each-other", "tl.program_id(0) // STEP,", "tl.program_id(0),",
+        ("pairs-with-the-same-items", "program // num_processors * num_pairs + pair", "pair",
+         KERNELS + "test_lanes.py::test_trees_in_8_bits"),
+        ("pairs-leave-items-out", "num_programs = 2 * num_pairs", "pass",
          KERNELS + "test_lanes.py::test_trees_in_8_bits"),
         ("item-read-twice", "following = task + num_programs", "following = task",
          KERNELS + "test_prefix_decode_attention.py"),

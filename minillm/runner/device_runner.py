@@ -191,8 +191,8 @@ class DeviceRunner(Runner):
                 return logits
             shared = self._shared(work.decode, size)
             blocks = self._width if shared is not None else self._blocks_for(size, work.decode.longest)
-            at_a_time = 0 if shared is None else shared.at_a_time
-            self._forwards.run((size, blocks, at_a_time), lambda: self._forward(size, blocks, shared))
+            launch = (0, 0) if shared is None else shared.launch
+            self._forwards.run((size, blocks, *launch), lambda: self._forward(size, blocks, shared))
         if work.decode is not None and work.decode.num_beams:
             self._take_steps(logits)
         return logits

@@ -4,6 +4,7 @@ A row has a sequence's next token, that token's position, its sampling parameter
 only the words that have changed since the last step.
 """
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from minillm.runner.step import DecodeWork
 from minillm.sequence import Chunk, Sequence
 
 SHORTEST = 256  # tokens of a context that attention is cut up for, at least
+_LEAST_STEPS = 32  # for which a plan of how to read shared blocks is good: it takes the host up to 0.7 ms
 
 
 def padded_size(n: int) -> int:
@@ -76,6 +78,7 @@ class Rows:
         self._replan = True  # tables have changed since, other than by growing
         self._shares = False  # there is a plan: sharing is worth it
         self._common = 0  # blocks that beams had in common when it was made, counted for each of them
+        self._good_for: float = math.inf  # steps, until sequences have outgrown it
         self._told_beams: list[int] = []
 
     def work_for(self, chunks: list[Chunk], *, joins: bool) -> DecodeWork:
@@ -203,22 +206,28 @@ class Rows:
     def _plan(self, chunks: list[Chunk], rows: list[int], size: int) -> list[list[int]] | None:
         """Plan how a batch of ``size`` reads shared blocks; None where the last plan still holds, or none pays.
 
-        A plan stays good while its sequences only grow, so it is made anew when others decode or when a table changes.
-        Tables that the device lets fork change without notice; the blocks that they have in common stay. There it is
-        made anew when these have become many more.
+        A plan holds while its sequences only grow, so it is made anew when others decode or when a table changes, and
+        when their own tokens have become twice as many, for then another may be faster. Tables that the device lets
+        fork change without notice; the blocks that they have in common stay. There it is made anew when these have
+        become many more.
         """
         if self._sharing is None:
             return None
         fixed, common = self._fixed(chunks)
         grown = common - self._common >= 2 * len(chunks)
-        if not self._replan and not grown and (rows, size) == self._planned:
+        self._good_for -= 1
+        if not self._replan and not grown and self._good_for > 0 and (rows, size) == self._planned:
             return None
         tables = [chunk.sequence.blocks for chunk in chunks]
         lens = [chunk.sequence.num_computed + 1 for chunk in chunks]
         shape, costs = self._sharing.shape, self._sharing.costs
         plan = kernels.plan_attention(tables, lens, self._block_size, shape, size, costs, fixed)
         self._planned, self._replan, self._shares, self._common = (rows, size), False, plan is not None, common
-        return None if plan is None else [plan.order, plan.tails, plan.starts, plan.counts, plan.items]
+        if plan is None:
+            self._good_for = math.inf
+            return None
+        self._good_for = max(_LEAST_STEPS, (sum(lens) - sum(plan.tails)) // len(lens))
+        return [plan.order, plan.tails, plan.starts, plan.counts, plan.items]
 
     def _fixed(self, chunks: list[Chunk]) -> tuple[list[int] | None, int]:
         """How many of each sequence's first blocks stay where they are (None: all do), and of beams', the sum."""

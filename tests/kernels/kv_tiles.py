@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -38,7 +39,7 @@ from minillm.kernels import (
     reference,
 )
 from minillm.kernels import prefix_decode_attention as prefix_kernels
-from minillm.kernels.prefix_plan import FREE, Costs
+from minillm.kernels.prefix_plan import FREE
 from minillm.kernels.staging import stage
 from minillm.kernels.timing import graph_microseconds
 
@@ -56,7 +57,7 @@ SWEEP = (
 )  # fmt: skip
 WARPS, REGISTERS = (1, 2, 4), (None, 128)
 # One item of 8 bits at a time on a multiprocessor, or two.
-PROGRAMS = tuple(Costs(launch=0, tail_loss=0, node_bytes=0, tile=tile) for tile in (0.0, 1e9))
+PROGRAMS = tuple(replace(FREE, **{what: 1e9}) for what in ("pair", "tile"))
 PARTS = ("check", "decode", "prefix", "sweep", "prefill", "stage")
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

@@ -318,7 +318,9 @@ def check_tree(
     shape = shape_of(*heads, dtype, processors, in_8_bits=True)
     plan = plan_attention(tables, lens, block_size, shape, len(tables), FREE)
     assert plan is not None
-    work = replace(WorkList.allocate(len(tables), shape, DEVICE).fill(plan), at_a_time=at_a_time)
+    in_use = max(1, processors // at_a_time)  # by two on half of the multiprocessors
+    plan = replace(plan, counts=[plan.counts[0], in_use, at_a_time, plan.counts[3]])
+    work = WorkList.allocate(len(tables), shape, DEVICE).fill(plan)
     q, scale = randn(len(tables), heads[0], heads[2], dtype=dtype), heads[2] ** -0.5
     assert prefix_lanes.takes(q, pages)
     exact = reference.paged_attention(q.double(), in_float64(pages), scale)
@@ -347,7 +349,7 @@ def test_nodes_in_8_bits_of_any_length(head_dim: int, block_size: int, shared: i
 @pytest.mark.parametrize("at_a_time", [1, 2])
 @pytest.mark.parametrize(
     ("processors", "num_seqs"), [(132, 30), (2, 30)] if ON_GPU else [(8, 4), (2, 5)]
-)  # the second: many tails for few processors, of whose programs each other one works if one is to work at a time
+)  # the second: few multiprocessors, whose programs take several items
 def test_trees_in_8_bits(processors: int, num_seqs: int, at_a_time: int) -> None:
     tables, lens = forked_tables(num_seqs, 4, 2000 if ON_GPU else 40, random.Random(3))
     check_tree(tables, lens, 4, (6, 2, 64), torch.float16, processors, at_a_time=at_a_time)

@@ -77,11 +77,12 @@ def test_a_long_run_is_split_whatever_else_there_is() -> None:
     assert sorted(lengths) == [128] * 64 + [8192] * 16
 
 
-def test_two_items_at_a_time_where_nodes_in_8_bits_take_longer_than_tails() -> None:
-    """Sequences behind one prompt, 32/8 heads x 128 on an H200; 128 x (16,384 + 128): 139 and 105 us measured."""
+def test_nodes_in_8_bits_are_spread_as_tails_leave_room() -> None:
+    """Sequences behind one prompt, 32/8 heads x 128 on an H200. In 16 bits each has a multiprocessor, as measured."""
     shape, wide = (shape_of(32, 8, 128, torch.bfloat16, 132, in_8_bits) for in_8_bits in (True, False))
 
-    def at_a_time(num_seqs: int, prefix: int, tail: int, prompts: int = 1) -> int:
+    def spread(num_seqs: int, prefix: int, tail: int, prompts: int = 1) -> tuple[int, int]:
+        """Items at a time on a multiprocessor, and on how many."""
         tables = [
             [
                 *range(10**5 * (i % prompts), 10**5 * (i % prompts) + prefix // 16),
@@ -94,15 +95,27 @@ def test_two_items_at_a_time_where_nodes_in_8_bits_take_longer_than_tails() -> N
         assert plan is not None
         assert alone is not None
         assert plan.counts[0] * ITEM_WORDS == len(plan.items)
-        assert alone.at_a_time == 1, "in 16 bits always one"
-        assert WorkList.allocate(num_seqs, shape, torch.device("cpu")).fill(plan).at_a_time == plan.at_a_time
-        return plan.at_a_time
+        assert alone.counts[2] == 1, "in 16 bits always one"
+        assert alone.counts[0] * 8 <= 132 or prompts > 1
+        work = WorkList.allocate(num_seqs, shape, torch.device("cpu")).fill(plan)
+        assert [*work.counts.tolist(), *work.launch] == plan.counts
+        assert work.first(1).launch == work.launch
+        return work.at_a_time, plan.counts[1]
 
-    assert [at_a_time(256, 8192, 128), at_a_time(128, 8192, 64), at_a_time(256, 512, 8, prompts=32)] == [2, 2, 2]
-    assert [at_a_time(256, 1024, 128), at_a_time(128, 2048, 192), at_a_time(32, 512, 64, prompts=8)] == [1, 1, 1]
+    # Few tails lie beside nodes that have all multiprocessors: 28 us and 29 to 33 by two.
+    assert [spread(64, 4096, 128), spread(16, 4096, 64), spread(8, 2048, 128)] == [(1, 132)] * 3
+    # Half of the multiprocessors, for tails take as long: 34 us, and 40 one by one; 50 and 64.
+    assert [spread(256, 1024, 128), spread(64, 4096, 1024)] == [(2, 66)] * 2
+    # Three quarters: 28 us, 34 in half of them and 33 one by one; 26, and 30 in all of them.
+    assert [spread(128, 2048, 128), spread(128, 2048, 64)] == [(2, 99)] * 2
+    # All, for nodes are most of the work: 106 us, and 139 one by one. Or a program would take two: 41 and 44.
+    assert [spread(128, 16384, 128), *(spread(256, 512, tail, prompts=32) for tail in (16, 112))] == [(2, 132)] * 3
 
 
-def test_tails_are_many_where_a_multiprocessor_has_more_than_four() -> None:
-    """With a node on every multiprocessor 64 x (4,096 + 128) takes 28, not 33 us, 256 x (1,024 + 512) 103, not 81."""
+def test_long_tails_are_cut_into_twice_as_many_parts() -> None:
+    """64 x (4,096 + 1,024): 50 us and 62, in 16 bits 86 and 100; but 64 x (4,096 + 128) 33 and 28, 31 and 28."""
     shape = shape_of(32, 8, 128, torch.bfloat16, processors=132)
-    assert [shape.has_many_tails(num_seqs) for num_seqs in (1, 64, 66, 67, 256)] == [False, False, False, True, True]
+    cases = (1, 16, 33, 64, 256)
+    assert [shape.tail_splits(num_seqs) for num_seqs in cases] == [64, 4, 2, 1, 1]
+    assert [shape.tail_splits(num_seqs, 511) for num_seqs in cases] == [64, 4, 2, 1, 1]
+    assert [shape.tail_splits(num_seqs, 1024) for num_seqs in cases] == [64, 4, 4, 2, 1]

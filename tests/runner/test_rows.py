@@ -171,7 +171,7 @@ def attend_by_list(q: Tensor, pages: Pages, scale: float, work: WorkList) -> Ten
     for place, seq in enumerate(work.order.tolist()):
         runs = [
             (begin, end, lead)
-            for count, lead, first, begin, end, _ in work.items[: int(work.count)].tolist()
+            for count, lead, first, begin, end, _ in work.items[: int(work.counts[0])].tolist()
             if first <= place < first + count
         ]
         runs = sorted([*runs, (int(work.tails[place]), int(lens[seq]), seq)])
@@ -230,6 +230,27 @@ def test_a_plan_is_made_when_tables_change_and_not_when_they_grow(
     assert 1 <= len(plans) <= 3, "the prompt's samples, and their first copies on write"
     assert plans[0] is not None
     assert plans[0].tails[:3] == [20, 20, 20]
+
+
+def test_a_plan_is_made_anew_when_own_tokens_have_doubled(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for few tokens of their own may be the wrong one for many."""
+    own: list[int] = []
+    plan_attention = kernels.plan_attention
+
+    def noted(tables: list[list[int]], lens: list[int], *arguments: Any) -> Any:
+        plan = plan_attention(tables, lens, *arguments)
+        assert plan is not None
+        own.append(lens[0] - plan.tails[0])
+        return plan
+
+    monkeypatch.setattr(kernels, "plan_attention", noted)
+    engine = engine_for(model, num_blocks=200, on_device=True)
+    engine.add_request("0", list(range(3, 23)), SamplingParams(n=3, seed=0, max_tokens=150, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    first = own[-4]
+    assert first < 8, "those of the beginning"
+    assert own[-3:] == [first + 32, 2 * (first + 32), 4 * (first + 32)]
 
 
 def test_the_next_step_is_launched_before_the_host_has_seen_this_one(model: Llama) -> None:
