@@ -189,14 +189,20 @@ def brains(word):
 
 
 @triton.jit
+def _approximately(x, FUNCTION: tl.constexpr):
+    """A function of x in float32 by the instruction for it; what is no normal number is taken for 0."""
+    return tl.inline_asm_elementwise(
+        FUNCTION + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x in float32, but for the last bit."""
     if INTERPRETED:
         return 1.0 / x
     else:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _approximately(x, "rcp")
 
 
 @triton.jit
@@ -205,9 +211,7 @@ def logarithm(x):
     if INTERPRETED:
         return tl.log2(x)
     else:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _approximately(x, "lg2")
 
 
 @triton.jit
@@ -216,6 +220,4 @@ def power(x):
     if INTERPRETED:
         return tl.exp2(x)
     else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _approximately(x, "ex2")

@@ -331,16 +331,17 @@ def _cut(
     tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int, tail_bytes: int, costs: Costs
 ) -> Plan | None:
     """Split a tree's nodes into items of similar length; None if there are too many even without a split."""
-    spreads = [_spread(tree, block_size, shape, num_rows, *way) for way in shape.ways(num_rows)]
+    tiles = [-(-(node.end - node.begin) * block_size // shape.tile) for node in tree.nodes]
+    spreads = [_spread(tree, tiles, shape, num_rows, *way) for way in shape.ways(num_rows)]
     possible = [spread for spread in spreads if spread is not None]
     if not possible:
         return None
     spread = min(possible, key=lambda each: costs.of_spread(each, tail_bytes, shape.num_processors))
     results = [0] * len(tree.order)  # of each sequence, from the nodes so far
     items: list[tuple[int, list[int]]] = []
-    for node, num_parts in zip(tree.nodes, spread.parts, strict=True):
+    for node, num_tiles, num_parts in zip(tree.nodes, tiles, spread.parts, strict=True):
         last, end = node.first + node.count, node.end * block_size
-        step = -(-_tiles(node, block_size, shape) // num_parts) * shape.tile
+        step = -(-num_tiles // num_parts) * shape.tile
         for part, begin in enumerate(range(node.begin * block_size, end, step)):
             for first in range(node.first, last, shape.seqs):
                 words = [min(shape.seqs, last - first), tree.order[first], first, begin, min(begin + step, end)]
@@ -360,10 +361,9 @@ def _cut(
 
 
 def _spread(
-    tree: PrefixTree, block_size: int, shape: AttentionShape, num_rows: int, at_a_time: int, num_processors: int
+    tree: PrefixTree, tiles: list[int], shape: AttentionShape, num_rows: int, at_a_time: int, num_processors: int
 ) -> Spread | None:
-    """Items of a tree's nodes for so many multiprocessors, that many for each at a time; None if there is no room."""
-    tiles = [_tiles(node, block_size, shape) for node in tree.nodes]
+    """Cut nodes of ``tiles`` each into items, ``at_a_time`` for each multiprocessor; None if they have no room."""
     chunks = [-(-node.count // shape.seqs) for node in tree.nodes]
     deepest = max(tiles)
     # A tile costs about as much as a result to merge, so a node of n tiles in parts of t takes t + n / t. Few sequences
@@ -385,10 +385,6 @@ def _spread(
     longest = max(-(-count // p) for count, p in zip(tiles, parts, strict=True))
     num_tasks = num_items * shape.num_kv_heads
     return Spread(at_a_time, num_processors, parts, longest, num_tasks, num_results / len(tree.order))
-
-
-def _tiles(node: Node, block_size: int, shape: AttentionShape) -> int:
-    return -(-(node.end - node.begin) * block_size // shape.tile)
 
 
 def _power_of_two(n: int) -> int:
