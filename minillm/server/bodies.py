@@ -5,6 +5,7 @@ Fields are OpenAI's (https://platform.openai.com/docs/api-reference), then ours 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +21,9 @@ MAX_PROMPTS = 256  # of one request
 _PARAMS = {name for cls in (SamplingParams, BeamSearchParams) for name, _, _ in declared(cls)} - {"grammar"}
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
+_LONE_SURROGATE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -302,6 +306,9 @@ def read_body(kind: type[Body], data: bytes) -> Body:
         shown = f"{path.rstrip('`')}: " if path else ""
         raise BadField(f"{shown}{what[:1].lower()}{what[1:]}", field) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if found := _LONE_SURROGATE.search(data):
+            escape = found[0].decode()
+            raise BadField(f"the body has the lone surrogate {escape}; send whole characters") from None
         raise BadField(f"the body is not valid JSON: {str(error)[:200]}") from None
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minillm.server.parts import Arguments, Called, Part, Said
-from minillm.text.safe import parse_json
+from minillm.text.safe import parse_strict_json
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
@@ -214,7 +214,7 @@ class ForcedReader:
 def calls_in(text: str, names: Collection[str]) -> list[tuple[str, str]]:
     """The calls that a text of JSON says, each a name and its arguments as JSON; none unless all are valid."""
     try:
-        value = parse_json(text)
+        value = parse_strict_json(text)
     except ValueError:
         return []
     found = [_call(each, names) for each in (value if isinstance(value, list) else [value])]
@@ -232,7 +232,7 @@ def _call(value: Any, names: Collection[str]) -> tuple[str, str] | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
-            arguments = parse_json(arguments)
+            arguments = parse_strict_json(arguments)
         except ValueError:
             return None
     if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):

@@ -8,6 +8,8 @@ text passes through `clean` before it reaches a widget, a title, a log line or s
 Markup is not escaped here: widgets that parse markup must not be given text that we did not write.
 """
 
+import math
+import re
 from functools import cache
 from typing import Any
 
@@ -62,6 +64,30 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError(str(error)) from None
+
+
+def parse_strict_json(text: str) -> Any:
+    """Return the value of a JSON text from a model or a client, which can be written as JSON and UTF-8 again.
+
+    Escapes of lone surrogates become U+FFFD. Raises ValueError for NaN, infinities and numbers beyond float64, and as
+    `parse_json` does.
+    """
+    import json
+
+    try:
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        return json.loads(_LONE.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+_LONE = re.compile("[\ud800-\udfff]")
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is no finite number")
+    return value
 
 
 def json_line(value: object, *, ascii_only: bool = False) -> str:

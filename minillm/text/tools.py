@@ -6,13 +6,14 @@ The form is OpenAI's: a tool is ``{"type": "function", "function": {"name", "des
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from minillm.checks import check_names, shown
 from minillm.errors import UsageError
-from minillm.text.safe import clean_line, parse_json
+from minillm.text.safe import clean_line, parse_strict_json
 
 MAX_TOOLS = 128
 _MAX_DEPTH = 64  # of a schema, and of arguments
@@ -85,7 +86,7 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = parse_json(arguments or "{}")
+            arguments = parse_strict_json(arguments or "{}")
         except ValueError as error:
             raise UsageError(f"{where}.arguments are not JSON: {clean_line(str(error))}") from None
     arguments = {} if arguments is None else arguments
@@ -132,6 +133,8 @@ def _plain_json(value: Any, where: str, depth: int = 0) -> Any:
         return {key: _plain_json(each, where, depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain_json(each, where, depth + 1) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"{where}: JSON has no number {value}; use null or text")
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise UsageError(f"{where}: JSON has no {type(value).__name__}")

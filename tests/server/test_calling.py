@@ -29,6 +29,12 @@ NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 SAYS = 'I see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bern", "days": 2}}\n</tool_call>'
 
 
+def said(arguments: str) -> dict[str, Any]:
+    """An assistant's message with a call that has these arguments."""
+    function = {"name": "clock", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+
+
 @pytest.fixture(scope="module")
 def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One with room for a prompt that tells of tools, a token a byte."""
@@ -113,6 +119,21 @@ def test_a_free_answer_may_call(client: openai.OpenAI) -> None:
         assert (choice.finish_reason, choice.message.content) == ("stop", SAYS)
 
 
+def test_arguments_with_half_a_character_are_sent_back_and_forth(client: openai.OpenAI) -> None:
+    """Cover lone surrogates, which have no UTF-8: a model can write their escapes."""
+    says = r'<tool_call>{"name": "clock", "arguments": {"zone": "\ud83d"}}</tool_call>'
+    [choice] = create(client, extra_body={"guided_choice": [says]}).choices
+    [call] = choice.message.tool_calls
+    assert json.loads(call.function.arguments) == {"zone": "\ufffd"}
+    streamed = create(client, extra_body={"guided_choice": [says]}, stream=True)
+    pieces = [each.function.arguments for chunk in streamed for each in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(pieces) == call.function.arguments
+    answer: Any = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
+    half = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": r'{"zone": "\ud83d"}'}}
+    for asked in (choice.message, {"role": "assistant", "tool_calls": [half]}):
+        assert create(client, messages=[*MESSAGES, asked, answer], max_tokens=2).usage.completion_tokens
+
+
 def test_the_conversation_goes_on_with_the_tools_answer(client: openai.OpenAI) -> None:
     asked = create(client, tool_choice="required", parallel_tool_calls=False).choices[0].message
     answer: Any = {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": "rain"}
@@ -144,6 +165,8 @@ def test_tools_are_part_of_the_prompt(client: openai.OpenAI, server: Server) -> 
             "type": "object", "properties": {"a": {"type": "nothing"}}}}}]}, "tools", "tools.*refused"),
         ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, None, r"tool_calls\[0\]"),
         ({"messages": [*MESSAGES, {"role": "user", "content": "x", "tool_calls": []}]}, None, "unknown key"),
+        ({"messages": [*MESSAGES, said('{"a": NaN}')]}, None, "arguments are not JSON: NaN"),
+        ({"messages": [*MESSAGES, said('{"a": 1e400}')]}, None, "arguments are not JSON: 1e400"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str | None, said: str) -> None:

@@ -123,6 +123,15 @@ def test_numbers_of_more_than_64_bits_are_the_clients_fault(server: Server, path
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/prefixes"])
+@pytest.mark.parametrize("text", [r"\ud83d", r"\uDE00", r"\ude00\ud83d more", r"\ud83d\ud83d\ude00"])
+def test_half_a_character_in_a_body_is_named(server: Server, path: str, text: str) -> None:
+    data = f'{{"messages": [{{"role": "user", "content": "{text}"}}]}}'
+    answer = httpx.post(server.url + path, content=data, headers={"content-type": "application/json"}, timeout=20)
+    assert answer.status_code == 400
+    assert f"lone surrogate {text[:6]}" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/prefixes"])
 def test_values_of_any_depth_get_an_answer(server: Server, path: str) -> None:
     """Also at the border, where one side can just read what the other can just not write."""
     for depth in (*range(1, 1100, 60), *range(880, 1010, 3)):

@@ -22,6 +22,10 @@ F_ARGUMENTS = {"a": '} </tool_call> " {', "b": [1, {}]}
 BOTH = [("f", F_ARGUMENTS), ("g", {})]
 BROKEN = "<tool_call>{x}</tool_call>"
 NO_OBJECT = '<tool_call>{"name": "g", "arguments": [1]}</tool_call>'
+HALF = r'<tool_call>{"name": "g", "arguments": {"a": "\ud83d", "\ude00": 1}}</tool_call>'
+NO_NUMBER = '<tool_call>{"name": "g", "arguments": {"a": NaN}}</tool_call>'
+TOO_LARGE = '<tool_call>{"name": "g", "arguments": {"a": [-1e400]}}</tool_call>'
+IN_TEXT = r'<tool_call>{"name": "g", "arguments": "{\"a\": Infinity}"}</tool_call>'
 # text, content, calls
 CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     "words": ("Hello  you\n", "Hello  you\n", []),
@@ -46,6 +50,10 @@ CASES: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
     "in words": (f"So {G}", f"So {G}", []),
     "the tag alone": ("<tool_call>", "<tool_call>", []),
     "tags within tags": (f"<tool_call><tool_call>{G}</tool_call>", "<tool_call>", [("g", {})]),
+    "half a character": (HALF, "", [("g", {"a": "\ufffd", "\ufffd": 1})]),
+    "no number": (NO_NUMBER, NO_NUMBER, []),
+    "too large a number": (TOO_LARGE, TOO_LARGE, []),
+    "no number in text": (IN_TEXT, IN_TEXT, []),
     "nothing": ("", "", []),
     "spaces": (" \n", " \n", []),
 }  # fmt: skip
@@ -70,7 +78,11 @@ def together(parts: list[Part]) -> tuple[str, list[tuple[str, Any]]]:
             case Arguments(index, text):
                 assert index == len(names) - 1
                 arguments[index] += text
-    return said, [(name, json.loads(text)) for name, text in zip(names, arguments, strict=True)]
+    for text in (said, *arguments):
+        text.encode("utf-8")
+    return said, [
+        (name, json.loads(text, parse_constant=pytest.fail)) for name, text in zip(names, arguments, strict=True)
+    ]
 
 
 def read(reader: Any, text: str, cuts: list[int]) -> list[Part]:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from minillm.text.safe import clean, clean_line, json_line, parse_json
+from minillm.text.safe import clean, clean_line, json_line, parse_json, parse_strict_json
 
 HOSTILE = [
     "\x1b]52;c;ZXZpbA==\x07",  # writes the clipboard
@@ -75,3 +75,16 @@ def test_json_for_a_terminal_says_what_json_says() -> None:
 def test_json_that_is_none_is_a_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError):
         parse_json(text)
+
+
+@pytest.mark.parametrize("text", ["NaN", "[Infinity]", '{"a": -Infinity}', "1e400", "[-1e999]", "[" * 5000, "1" * 5000])
+def test_numbers_that_json_cannot_carry_are_rejected(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_strict_json(text)
+
+
+def test_strict_json_can_always_be_encoded() -> None:
+    text = r'{"\ud83d": ["\ude00\ud83d", "\ud83d\ude00", "\\ud83d", 1e308, -0.1, 12345678901234567890]}'
+    value = parse_strict_json(text)
+    assert value == {"\ufffd": ["\ufffd\ufffd", "\U0001f600", r"\ud83d", 1e308, -0.1, 12345678901234567890]}
+    json.dumps(value, ensure_ascii=False).encode("utf-8")

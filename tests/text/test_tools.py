@@ -13,6 +13,7 @@ from test_tokenizer import byte_level
 from minillm.errors import UsageError
 from minillm.text.chat_template import ChatTemplate
 from minillm.text.tokenizer import Tokenizer
+from minillm.text.tools import plain_calls, plain_tools
 
 # As in Qwen 2.5.
 QWEN = r"""{%- if tools %}
@@ -208,3 +209,12 @@ def test_an_answer_is_taken_as_it_was_given() -> None:
     assert ChatTemplate("{{ messages[0] | tojson }}", {}).render([message]) == '{"role": "assistant", "content": "x"}'
     with pytest.raises(UsageError, match="refusal"):
         ChatTemplate("ok", {}).render([{**message, "refusal": "no"}])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {"x": [float("-inf")]}])
+def test_numbers_that_json_cannot_carry_are_rejected(value: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {"default": value}}}
+    with pytest.raises(UsageError, match=r"tools\[0\].*JSON has no number"):
+        plain_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    with pytest.raises(UsageError, match=r"tool_calls\[0\].*JSON has no number"):
+        plain_calls([{"function": {"name": "f", "arguments": {"a": value}}}])
