@@ -11,53 +11,38 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from minillm.errors import WeightsError
+from minillm.text.gguf_tokens import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Tokens, read_tokens, texts_of
 from minillm.text.pre_tokenizers import SPLITS
 from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import quiet
 
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
-_UNKNOWN = 2
-_MAX_TOKEN = 1 << 10  # characters
+_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
 def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None]:
-    """The tokenizer, its special tokens by name (``bos_token``, ``eos_token``, …), and its chat template if it has one.
+    """Rebuild a tokenizer; returns it, its special tokens by name (``bos_token`` and so on), and its chat template.
 
     Raises WeightsError where the metadata is damaged, or describes a tokenizer that is not supported.
     """
     values = Values("the metadata", metadata)
-    kind = metadata.get("tokenizer.ggml.model")
-    tokens = _texts(metadata, "tokens")
-    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    if not isinstance(types, list) or len(types) != len(tokens) or not all(type(kind) is int for kind in types):
-        raise WeightsError("tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens")
-    longest = max(map(len, tokens))
-    if longest > _MAX_TOKEN:
-        raise WeightsError(f"tokenizer.ggml.tokens holds a token of {longest} characters, which no model has")
-    vocabulary = {text: token_id for token_id, text in enumerate(tokens)}
-    if len(vocabulary) != len(tokens):
-        twice = next(text for token_id, text in enumerate(tokens) if vocabulary[text] != token_id)
-        raise WeightsError(f"tokenizer.ggml.tokens holds {clean_line(twice)!r} twice")
+    kind, tokens = metadata.get("tokenizer.ggml.model"), read_tokens(values)
     try:
         if kind == "gpt2":
-            backend, adds_bos = _byte_level(metadata, vocabulary)
+            backend, adds_bos = _byte_level(metadata, tokens)
         elif kind == "llama":
-            backend, adds_bos = _sentencepiece(values, tokens, types, vocabulary), True
+            backend, adds_bos = _sentencepiece(values, tokens), True
         else:
             raise WeightsError(f"tokenizer.ggml.model {shown(kind)} is not supported (gpt2 and llama are)")
     except (WeightsError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
         raise WeightsError(f"the tokenizer in the metadata is damaged: {clean_line(str(error))}") from None
-    hidden = (_CONTROL, _UNKNOWN) if kind == "llama" else (_CONTROL,)
-    typed = list(zip(tokens, types, strict=True))
+    hidden = (CONTROL, UNKNOWN) if kind == "llama" else (CONTROL,)
+    typed = list(zip(tokens.texts, tokens.kinds, strict=True))
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text, t in typed if t in hidden])
-    backend.add_tokens([AddedToken(text, normalized=False) for text, t in typed if t == _USER_DEFINED])
-    special = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        if values.has(f"tokenizer.ggml.{key}_token_id"):
-            special[f"{name}_token"] = tokens[_token_id(values, key, tokens)]
+    backend.add_tokens([AddedToken(text, normalized=False) for text, t in typed if t == USER_DEFINED])
+    special = {_NAMES[name]: tokens.texts[token_id] for name, token_id in tokens.special.items() if name in _NAMES}
     # By other names: a token's text could hold the characters that a template's syntax needs.
     around = {
         name.upper(): special[f"{name}_token"]
@@ -67,16 +52,12 @@ def rebuild(metadata: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str
     if around:
         backend.post_processor = processors.TemplateProcessing(
             single=[name for name in ("BOS", "$A", "EOS") if name in around or name == "$A"],
-            special_tokens=[{"id": name, "ids": [vocabulary[text]], "tokens": [text]} for name, text in around.items()],
+            special_tokens=[{"id": name, "ids": [tokens.ids[text]], "tokens": [text]} for name, text in around.items()],
         )
     return backend, special, values.text("tokenizer.chat_template", "") or None
 
 
-def _token_id(values: Values, key: str, tokens: list[str], default: int | None = None) -> int:
-    return values.integer(f"tokenizer.ggml.{key}_token_id", default, least=0, most=len(tokens) - 1)
-
-
-def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level(metadata: Mapping[str, Any], tokens: Tokens) -> tuple[tokenizers.Tokenizer, bool]:
     """Byte-level BPE; and whether it puts BOS before a text unless told otherwise."""
     name = metadata.get("tokenizer.ggml.pre")
     name = "default" if name in (None, "") else name
@@ -86,13 +67,11 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tupl
             f"supported: {', '.join(SPLITS)}"
         )
     split = SPLITS[name]
-    merges = [(left, right) for left, _, right in (each.partition(" ") for each in _texts(metadata, "merges"))]
-    for left, right in merges:
-        if not right or not {left, right, left + right} <= vocabulary.keys():
-            pair = clean_line(f"{left} {right}")
-            raise WeightsError(f"tokenizer.ggml.merges holds {pair!r}, no pair of known tokens")
+    # A merge into or of unknown tokens never happens.
+    pairs = [(left, right) for left, _, right in (each.partition(" ") for each in texts_of(metadata, "merges"))]
+    merges = [pair for pair in pairs if all(pair) and {*pair, "".join(pair)} <= tokens.ids.keys()]
     with quiet():
-        model = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=split.ignore_merges)
+        model = models.BPE(vocab=tokens.ids, merges=merges, fuse_unk=False, ignore_merges=split.ignore_merges)
     backend = tokenizers.Tokenizer(model)
     if split.composes:
         backend.normalizer = normalizers.NFC()
@@ -103,27 +82,28 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> tupl
     return backend, split.adds_bos
 
 
-def _sentencepiece(
-    values: Values, tokens: list[str], types: list[int], vocabulary: dict[str, int]
-) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE, which merges the pair with the best score, as BPE with a list of merges in that order."""
-    scores: Any = values.values.get("tokenizer.ggml.scores")
-    sound = isinstance(scores, list) and all(type(score) is float and math.isfinite(score) for score in scores)
-    if not sound or len(scores) != len(tokens):
+def _sentencepiece(values: Values, tokens: Tokens) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE, which merges the pair with the best score, as BPE with a list of merges in that order.
+
+    Equal scores, and none at all, go by ids: SentencePiece numbers tokens in the order of their scores.
+    """
+    scores: Any = values.values.get("tokenizer.ggml.scores", [0.0] * len(tokens.texts))
+    sound = isinstance(scores, list) and all(type(score) in (int, float) and math.isfinite(score) for score in scores)
+    if not sound or len(scores) < len(tokens.texts):
         raise WeightsError("tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
-    mergeable = {text for text, kind in zip(tokens, types, strict=True) if kind not in (_UNKNOWN, _CONTROL, _BYTE)}
+    ids, apart = tokens.ids, (UNKNOWN, CONTROL, BYTE)
+    mergeable = {text for text, kind in zip(tokens.texts, tokens.kinds, strict=True) if kind not in apart}
     merges = []
     for text in mergeable:
-        score = scores[vocabulary[text]]
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if left in mergeable and right in mergeable:
-                merges.append((-score, vocabulary[text], vocabulary[left], left, right))
+                merges.append((-scores[ids[text]], ids[text], ids[left], left, right))
     merges.sort(key=lambda merge: merge[:3])
-    unknown = tokens[_token_id(values, "unknown", tokens, 0)]
     pairs = [(left, right) for *_, left, right in merges]
+    unknown = tokens.texts[tokens.special["unknown"]]
     with quiet():
-        model = models.BPE(vocab=vocabulary, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        model = models.BPE(vocab=ids, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
     before: list[Any] = [normalizers.Replace(" ", "▁")]
     after: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -132,10 +112,3 @@ def _sentencepiece(
         after.append(decoders.Strip(" ", 1, 0))
     backend.normalizer, backend.decoder = normalizers.Sequence(before), decoders.Sequence(after)
     return backend
-
-
-def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
-    values = metadata.get(f"tokenizer.ggml.{key}")
-    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
-        raise WeightsError(f"the metadata has no usable tokenizer.ggml.{key}")
-    return values

@@ -15,6 +15,7 @@ from torch import Tensor
 from minillm.errors import WeightsError
 from minillm.kernels import LowBit
 from minillm.kernels.low_bit import GROUP, in_eight_bits
+from minillm.text.gguf_tokens import end_ids, special_ids
 from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
 from minillm.weights.gguf_blocks import is_low_bit, low_bit
@@ -225,7 +226,6 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
     turned = count("rope.dimension_count", head_dim)
     if turned != head_dim:
         raise WeightsError(f"{path}: rotary over {turned} of {head_dim} dimensions (partial rotary) is not supported")
-    ends = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
     biases = any(re.search(r"attn_(q|k|v|output)\.bias$", name) for name in header.tensors)
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[architecture]],
@@ -243,8 +243,8 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": architecture == "qwen2" or biases,
         "mlp_bias": any(re.search(r"ffn_(gate|up|down)\.bias$", name) for name in header.tensors),
-        "bos_token_id": next(iter(metadata.token_ids("tokenizer.ggml.bos_token_id", vocab_size)), None),
-        "eos_token_id": [each for key in ends for each in metadata.token_ids(key, vocab_size)],
+        "bos_token_id": special_ids(metadata, vocab_size).get("bos"),
+        "eos_token_id": end_ids(metadata, vocab_size),
     }
     if window := count("attention.sliding_window", 0, least=0):
         if architecture != "llama":

@@ -1,0 +1,126 @@
+"""The tokens in a GGUF file's metadata: their texts, their kinds, the special ones and the ends of an answer.
+
+Files disagree with themselves: a tune keeps the base model's end token, a converter marks ``<|im_end|>`` as a word.
+llama.cpp repairs them by the tokens' texts (src/llama-vocab.cpp), and files are tested with it. minillm does the same.
+The one exception is a byte-level file without end token, which llama.cpp ends at token 11 whatever that is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minillm.errors import WeightsError
+from minillm.text.reading import Values
+from minillm.text.safe import clean_line
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+_MAX_TOKEN = 1 << 10  # characters
+
+# Tokens with these texts end an answer.
+_ENDS = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
+        *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<eos>"),
+        *("<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
+    )
+)
+# These end it as well, unless a key names another token of that meaning.
+_ENDS_BY_KEY = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+# Code models have these around a gap to be filled.
+_FILL_IN = (
+    *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>"),
+    *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>"),
+    *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>"),
+    *("<|prefix|>", "<|suffix|>", "<|middle|>"),
+)
+_SHOWN = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # readers of gpt-oss answers look for them
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # where no key names another
+_NAMES = ("bos", "eos", "eot", "eom", "unknown", "padding", *_ENDS_BY_KEY)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A vocabulary. ``ids`` finds a token by its text, ``special`` by its name (``bos``, ``eos``, ``unknown``)."""
+
+    texts: list[str]
+    kinds: list[int]
+    ids: dict[str, int]
+    special: dict[str, int]
+
+
+def read_tokens(values: Values) -> Tokens:
+    """Read and repair the tokens of GGUF metadata. Raises WeightsError where they are damaged."""
+    found = texts_of(values.values, "tokens")
+    kinds = values.values.get("tokenizer.ggml.token_type", [NORMAL] * len(found))
+    if not isinstance(kinds, list) or len(kinds) < len(found) or not all(type(kind) is int for kind in kinds):
+        raise WeightsError("tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens")
+    longest = max(map(len, found))
+    if longest > _MAX_TOKEN:
+        raise WeightsError(f"tokenizer.ggml.tokens holds a token of {longest} characters, which no model has")
+    texts = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(found)]
+    ids = {text: token_id for token_id, text in enumerate(texts)}
+    if len(ids) != len(texts):
+        twice = next(text for token_id, text in enumerate(texts) if ids[text] != token_id)
+        raise WeightsError(f"tokenizer.ggml.tokens holds {clean_line(twice)!r} twice")
+    kinds, special = kinds[: len(texts)], special_ids(values, len(texts))
+    by_text = dict.fromkeys((*_ends_by_text(special), *_FILL_IN), CONTROL) | dict.fromkeys(_SHOWN, USER_DEFINED)
+    for text, kind in (by_text | _not_ends(ids)).items():
+        if text in ids:
+            kinds[ids[text]] = kind
+    return Tokens(texts, kinds, ids, special)
+
+
+def texts_of(metadata: Mapping[str, Any], key: str) -> list[str]:
+    """A list of texts that the metadata must have. Raises WeightsError where it has none."""
+    values = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+        raise WeightsError(f"the metadata has no usable tokenizer.ggml.{key}")
+    return values
+
+
+def special_ids(values: Values, count: int) -> dict[str, int]:
+    """Token ids by name, from keys and SentencePiece's defaults. An id that is not below ``count`` counts as absent.
+
+    Raises WeightsError where the value of a key is no whole number.
+    """
+    defaults = _SENTENCEPIECE_IDS if values.values.get("tokenizer.ggml.model") == "llama" else {}
+    found: dict[str, int] = {}
+    for name in _NAMES:
+        default = defaults.get(name, -1)
+        given = values.integer(f"tokenizer.ggml.{name}_token_id", default, least=-(1 << 63), most=1 << 64)
+        for token_id in (given, default):
+            if 0 <= token_id < count:
+                found.setdefault(name, token_id)
+    return found
+
+
+def end_ids(values: Values, count: int) -> list[int]:
+    """The tokens that end an answer, the file's own end token first; only ids below ``count``, the embedding's rows."""
+    tokens = values.values.get("tokenizer.ggml.tokens")
+    texts = tokens if isinstance(tokens, list) else []
+    special = special_ids(values, min(count, len(texts)) or count)
+    by_text = _ends_by_text(special)
+    ids = {text: token_id for token_id, text in enumerate(texts[:count]) if text in by_text}
+    ends = [special[name] for name in ("eos", "eot", "eom", *_ENDS_BY_KEY) if name in special]
+    # In gpt-oss and Solar Open, <|end|> ends a message of several; in Gemma 4, </s> is a word.
+    not_ends = {ids.get(text) for text in _not_ends(ids)}
+    return [each for each in dict.fromkeys([*ends, *ids.values()]) if each not in not_ends]
+
+
+def _ends_by_text(special: Mapping[str, int]) -> frozenset[str]:
+    return _ENDS.union(*(texts for name, texts in _ENDS_BY_KEY.items() if name not in special))
+
+
+def _not_ends(texts: Mapping[str, int]) -> dict[str, int]:
+    """Tokens whose texts are ends in other vocabularies only, and their kinds."""
+    found = {}
+    calls = bool({"<|call|>", "<|calls|>"} & texts.keys())
+    if calls and {"<|return|>", "<|flush|>"} & texts.keys():
+        found["<|end|>"] = USER_DEFINED
+    if "<|tool_response>" in texts:
+        found["</s>"] = NORMAL
+    return found
