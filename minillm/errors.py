@@ -27,6 +27,10 @@ class UsageError(MinillmError):
     exit_code = 2
 
 
+class ContextLengthError(UsageError):
+    """A prompt is longer than the context."""
+
+
 class WeightsError(MinillmError):
     """A model's files are missing, damaged, unsafe or of a kind that is not supported."""
 

@@ -10,7 +10,7 @@ from operator import countOf
 
 from minillm.cache import BlockManager
 from minillm.checks import shown
-from minillm.errors import UsageError
+from minillm.errors import ContextLengthError, UsageError
 from minillm.params import Params
 from minillm.sequence import SequenceGroup, Stage
 from minillm.text.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, 
     if len(token_ids) + num_new > max_model_len:
         found = f"the prompt has {len(token_ids)} tokens and the context holds {max_model_len}"
         found += ", one of them for the answer" * num_new
-        raise UsageError(f"{found}; shorten the prompt or raise max_model_len")
+        raise ContextLengthError(f"{found}; shorten the prompt or raise max_model_len")
 
 
 def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:

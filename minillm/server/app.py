@@ -21,14 +21,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import minillm
 from minillm.checks import shown
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import ContextLengthError, MinillmError, UsageError
 from minillm.server import bodies, messages
 from minillm.server.access import Access, AccessRules
 from minillm.server.answers import Frame
 from minillm.server.bodies import BadField, ChatBody, CompletionBody
 from minillm.server.engine_process import EngineDied
 from minillm.server.forms import ChatForm, TextForm
-from minillm.server.generating import Asked, Generating, error_json
+from minillm.server.generating import CONTEXT_LENGTH, Asked, Generating, error_json
 from minillm.server.metrics import Metrics
 from minillm.server.openapi import document
 from minillm.server.questions import Questions
@@ -40,6 +40,10 @@ from minillm.server.tool_choice import call_form, choice_of, shown_tools
 _PING_SECONDS = 15.0  # after which a silent stream of events says that it is alive
 _MOST_WATCHERS = 32
 _MOST_UNREAD = 256  # events that wait for a slow watcher, before it loses its stream
+
+
+class UnknownModel(HTTPException):
+    """A request names a model that is not served here."""
 
 
 @dataclass
@@ -59,9 +63,9 @@ class Service:
     closing: asyncio.Event = field(default_factory=asyncio.Event)  # streams without an end have one now
 
     def check_model(self, name: str | None) -> None:
-        """Raise HTTPException for a model that is not this one: none is loaded by request."""
+        """Raise UnknownModel for a model that is not this one: none is loaded by request."""
         if name is not None and name not in self.names:
-            raise HTTPException(404, f"the model {shown(name)} is not served here; {self.names[0]} is")
+            raise UnknownModel(404, f"the model {shown(name)} is not served here; {self.names[0]} is")
 
 
 Handler = tuple[str, str, Callable[[Service, Request], Awaitable[Any]]]  # method, path, and the function
@@ -135,7 +139,8 @@ def _endpoint(service: Service, handler: Callable[[Service, Request], Awaitable[
         except EngineDied as error:
             return _json(error_json(503, str(error)), 503)
         except UsageError as error:
-            return _json(error_json(400, str(error)), 400)
+            code = CONTEXT_LENGTH if isinstance(error, ContextLengthError) else None
+            return _json(error_json(400, str(error), code=code), 400)
         except MinillmError as error:
             return _json(error_json(500, str(error)), 500)
 
@@ -149,7 +154,8 @@ def _json(value: Any, status: int = 200) -> Response:
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    answer = _json(error_json(error.status_code, str(error.detail)), error.status_code)
+    code = "model_not_found" if isinstance(error, UnknownModel) else None
+    answer = _json(error_json(error.status_code, str(error.detail), code=code), error.status_code)
     answer.headers.update(error.headers or {})
     if error.status_code == 405:
         answer.headers["allow"] = ", ".join(sorted(_methods(request)))

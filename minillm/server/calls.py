@@ -105,7 +105,7 @@ class CallReader:
         try:
             value = work()
         except MinillmError as error:
-            self._send(messages.Result(call_id, None, str(error)))
+            self._send(messages.Result(call_id, None, str(error), messages.kind_of(error)))
         except Exception as error:
             sys.stderr.write(f"call failed: {type(error).__name__}: {error}\n")
             self._send(messages.Result(call_id, None, "the text cannot be read"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import ContextLengthError, MinillmError, UsageError
 from minillm.server import messages
 from minillm.service import messages as chat
 
@@ -197,11 +197,11 @@ class EngineProcess:
                     answer.news.set()
             case messages.Figures():
                 self.figures = event
-            case messages.Result(call_id, value, error):
+            case messages.Result(call_id, value, error, kind):
                 future = self._results.get(call_id)
                 if future is not None and not future.done():
                     if error:
-                        future.set_exception(UsageError(error))
+                        future.set_exception((ContextLengthError if kind == "context" else UsageError)(error))
                     else:
                         future.set_result(value)
             case messages.Picture(watcher, changed):

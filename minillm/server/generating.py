@@ -20,6 +20,7 @@ from minillm.server.metrics import Metrics
 from minillm.server.replicas import Engine
 from minillm.server.seats import Full, Seats, num_seats
 
+CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for a prompt that is too long
 _TICK = 0.001  # seconds
 _TYPE_JSON = (b"content-type", b"application/json")
 _EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -65,18 +66,26 @@ class Asked:
 class Failed(Exception):
     """A request that ends with an error."""
 
-    def __init__(self, status: int, message: str, headers: Sequence[tuple[bytes, bytes]] = (), field: str = "") -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        field: str = "",
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.headers, self.field = status, headers, field
+        self.status, self.headers, self.field, self.code = status, headers, field, code
 
     def json(self) -> Json:
-        return error_json(self.status, str(self), self.field)
+        return error_json(self.status, str(self), self.field, self.code)
 
 
 def error_json(status: int, message: str, field: str = "", code: str | None = None) -> Json:
-    """An error in OpenAI's form."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    """Return an error in OpenAI's format; without ``code`` it has the one that clients know for ``status``."""
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    code = code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(status)
     return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}
 
 
@@ -272,10 +281,10 @@ async def _until_gone(receive: Receive) -> None:
 def _raise_refused(answers: Sequence[Answer], grammar_field: str) -> None:
     for answer in answers:
         if isinstance(answer.ended, Refused):
-            status, error = {"usage": 400, "capacity": 400}.get(answer.ended.kind, 500), answer.ended.error
+            status, error = (500 if answer.ended.kind == "internal" else 400), answer.ended.error
             if grammar_field and error.startswith("grammar: "):
                 raise Failed(status, f"{grammar_field}: {error.removeprefix('grammar: ')}", field=grammar_field)
-            raise Failed(status, error)
+            raise Failed(status, error, code=CONTEXT_LENGTH if answer.ended.kind == "context" else None)
 
 
 def _so_far(answers: Sequence[Answer], counts: Sequence[int]) -> Usage:

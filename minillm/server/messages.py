@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from minillm.errors import UsageError
+from minillm.errors import CapacityError, ContextLengthError, MinillmError, UsageError
 from minillm.service import messages as chat
 
 
@@ -218,7 +218,7 @@ class Ended(Event):
 
 
 class Refused(Event):
-    """A request was refused or broke; ``kind`` is "usage", "capacity" or "internal"."""
+    """A request was refused or broke; ``kind`` is "usage", "context", "capacity" or "internal"."""
 
     request_id: str
     error: str
@@ -231,6 +231,7 @@ class Result(Event):
     call_id: str
     value: Any = None
     error: str = ""
+    kind: str = "usage"  # of the error, as of `Refused`
 
 
 class Picture(Event):
@@ -277,6 +278,12 @@ def read_call(stream: BinaryIO) -> Call | None:
     if len(head) < 4:
         return None
     return decode_call(stream.read(int.from_bytes(head, "little")))
+
+
+def kind_of(error: MinillmError) -> str:
+    """Return the kind of an error that a request can cause, for `Refused` and `Result`."""
+    kinds = {ContextLengthError: "context", CapacityError: "capacity"}
+    return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "usage")
 
 
 def encode(message: Call | Event) -> bytes:

@@ -12,7 +12,7 @@ from minillm.checks import shown
 from minillm.engine import held
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
-from minillm.errors import CapacityError, MinillmError, UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.sequence import Sequence, SequenceGroup
@@ -120,8 +120,7 @@ class Room:
         try:
             yield
         except MinillmError as error:
-            kind = "capacity" if isinstance(error, CapacityError) else "usage"
-            self.send(messages.Refused(request_id, str(error), kind))
+            self.send(messages.Refused(request_id, str(error), messages.kind_of(error)))
         except Exception as error:  # a defect of ours ends one request, not all
             sys.stderr.write(f"request failed: {type(error).__name__}: {error}\n")
             self.send(messages.Refused(request_id, "internal error; the server's log says more", "internal"))
@@ -313,7 +312,7 @@ class Room:
         try:
             group = self.engine.add(Request(token_ids, params, hold=True, salt=call.salt, request_id=name))
         except MinillmError as error:
-            self.send(messages.Result(call.call_id, None, str(error)))
+            self.send(messages.Result(call.call_id, None, str(error), messages.kind_of(error)))
         else:
             self.pinned[name] = Pinned(call.tenant, call.call_id, group)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minillm.checks import check_names, shown
-from minillm.errors import UsageError
+from minillm.errors import ContextLengthError, UsageError
 from minillm.text.control_tokens import END_OF_MESSAGE
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import Sandbox
@@ -105,7 +105,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         raise UsageError("the conversation is empty; give at least one message")
     plain = [_plain_message(message) for message in messages]
     if sum(map(len, texts_in(plain))) > _MAX_CHARACTERS:
-        raise UsageError(f"the conversation is longer than {_MAX_CHARACTERS:,} characters; shorten it")
+        raise ContextLengthError(f"the conversation is longer than {_MAX_CHARACTERS:,} characters; shorten it")
     return plain
 
 

@@ -27,7 +27,7 @@ import tokenizers
 from tokenizers import AddedToken, normalizers
 
 from minillm.checks import shown
-from minillm.errors import UsageError, WeightsError
+from minillm.errors import ContextLengthError, UsageError, WeightsError
 from minillm.text.chat_template import ChatTemplate, plain_messages
 from minillm.text.control_tokens import BREAK, Spellings, admissible, is_control
 from minillm.text.gguf_tokenizer import rebuild
@@ -184,7 +184,7 @@ class Tokenizer:
         most = _MAX_CHARACTERS if max_tokens is None else min(max_tokens * self._longest, _MAX_CHARACTERS)
         if len(text) > most:
             why = "" if max_tokens is None else f": the context holds {max_tokens} tokens"
-            raise UsageError(
+            raise ContextLengthError(
                 f"the prompt has {len(text):,} characters, and at most {most:,} are taken{why}; shorten it"
             )
 

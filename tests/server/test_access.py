@@ -108,7 +108,8 @@ def test_a_key_of_the_command_line_is_not_among_the_arguments(tiny: Path) -> Non
         for pid in server.pids:
             assert b"key-of-anna" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         assert b"key-of-anna" not in Path(f"/proc/{server.pids[1]}/environ").read_bytes(), "the engine needs none"
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        refused = httpx.get(f"{server.url}/v1/models")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
         good = {"authorization": "Bearer key-of-anna"}
         assert httpx.get(f"{server.url}/v1/models", headers=good).status_code == 200
 

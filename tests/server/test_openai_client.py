@@ -104,8 +104,9 @@ def test_beams(client: openai.OpenAI, llm: LLM) -> None:
 def test_models(client: openai.OpenAI) -> None:
     names = [model.id for model in client.models.list()]
     assert client.models.retrieve(names[0]).id == names[0]
-    with pytest.raises(openai.NotFoundError, match="not served here"):
+    with pytest.raises(openai.NotFoundError, match="not served here") as caught:
         client.chat.completions.create(model="gpt-5", messages=MESSAGES)
+    assert caught.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize(

@@ -79,3 +79,34 @@ async def test_a_defect_is_told_and_raised_for_the_log(monkeypatch: pytest.Monke
                 answer = await client.post(path, json={})
                 assert answer.status_code == 500
                 assert answer.json()["error"]["message"].startswith("internal error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_codes_tell_clients_what_to_do(server: Server, path: str, stream: bool) -> None:
+    """Check OpenAI's codes: clients compact a conversation or choose another model when they see them."""
+    text = "word " * 2000
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    answer = httpx.post(f"{server.url}{path}", json={**prompt, "stream": stream}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), error
+    assert error["type"] == "invalid_request_error"
+    answer = httpx.post(f"{server.url}{path}", json={**prompt, "stream": stream, "model": "gpt-4o"}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (404, "model_not_found", "invalid_request_error")
+    ids = [1] * 5000
+    if "chat" not in path:
+        answer = httpx.post(f"{server.url}{path}", json={"prompt": ids, "stream": stream}, timeout=60)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_codes_of_other_routes(server: Server) -> None:
+    for route, body in (("/v1/prefixes", {"prompt": "word " * 2000}), ("/v1/prefixes", {"prompt": [1] * 5000})):
+        answer = httpx.post(f"{server.url}{route}", json=body, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    answer = httpx.get(f"{server.url}/v1/models/gpt-4o")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    answer = httpx.post(f"{server.url}/tokenize", json={"prompt": "a", "model": "gpt-4o"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": -5})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, None), "no code where clients know none"
