@@ -76,7 +76,7 @@ class Access:
             await send_json(counted, status, error_json(status, message), more)
             return
         if scope["method"] == "OPTIONS" and headers.get("origin") in self.rules.origins:
-            await self._preflight(counted)
+            await self._preflight(counted, headers.get("access-control-request-headers", ""))
             return
         state = scope.setdefault("state", {})
         given = headers.get("authorization", "").removeprefix("Bearer ").strip()
@@ -129,7 +129,11 @@ class Access:
 
     def _counted(self, scope: Scope, origin: str, send: Send) -> Send:
         """``send``, which counts the response and names the origin that may read it."""
-        allowed = [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
+        allowed = [
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"access-control-expose-headers", b"retry-after, server-timing"),
+            (b"vary", b"Origin"),
+        ]
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -141,10 +145,11 @@ class Access:
 
         return counted
 
-    async def _preflight(self, send: Send) -> None:
+    async def _preflight(self, send: Send, wanted: str) -> None:
+        """Allow an origin what it asks for: OpenAI's clients send a dozen headers of their own."""
         headers = [
             (b"access-control-allow-methods", b"GET, POST, DELETE"),
-            (b"access-control-allow-headers", b"authorization, content-type"),
+            (b"access-control-allow-headers", (wanted or "authorization, content-type").encode("latin-1")),
             (b"access-control-max-age", b"600"),
             (b"content-length", b"0"),
         ]

@@ -39,12 +39,16 @@ def test_no_web_page_may_read_an_answer(server: Server) -> None:
 
 def test_a_page_that_is_named_may(tiny: Path) -> None:
     with served(tiny, "--num-blocks", "64", "--allow-origin", "https://good.example") as server:
+        wanted = "authorization,content-type,x-stainless-lang,x-stainless-retry-count,openai-organization"
         for origin, allowed in (("https://good.example", "https://good.example"), ("https://evil.example", None)):
             headers = {**JSON, "origin": origin}
-            preflight = httpx.options(f"{server.url}/v1/completions", headers=headers)
+            asked = {**headers, "access-control-request-method": "POST", "access-control-request-headers": wanted}
+            preflight = httpx.options(f"{server.url}/v1/completions", headers=asked)
             assert preflight.headers.get("access-control-allow-origin") == allowed
+            assert preflight.headers.get("access-control-allow-headers") == (wanted if allowed else None)
             answer = httpx.post(f"{server.url}/v1/completions", content=SMALL, headers=headers)
             assert answer.headers.get("access-control-allow-origin") == allowed
+            assert ("retry-after" in answer.headers.get("access-control-expose-headers", "")) == (allowed is not None)
 
 
 def test_bodies_are_bounded(server: Server) -> None:
