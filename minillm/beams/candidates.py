@@ -1,27 +1,40 @@
 """The best continuations of all beams of all requests, found on the device together."""
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 
 from minillm import kernels
+from minillm.beams.choice import Choice
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.outputs import TokenLogprobs
 from minillm.params import BeamSearchParams
 from minillm.runner.penalties import needs_processing, process_logits
 from minillm.sequence import Sequence, SequenceGroup
 
+Pairs = list[tuple[float, int]]  # (log-probability, token id) of one beam's best next tokens
+
 
 @dataclass(frozen=True)
 class BeamStep:
-    """One request's beams at this step: ``rows[g][i]`` is the row of logits of beam i of search g, ``beams[g][i]``."""
+    """One request's beams at this step: a choice for each of its searches, in their order."""
 
     group: SequenceGroup
-    rows: list[list[int]]
-    beams: list[list[Sequence]]
+    choices: list[Choice]
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """``rows[g][i]`` is the row of logits of beam i of search g."""
+        return [choice.rows for choice in self.choices]
+
+    @property
+    def beams(self) -> list[list[Sequence]]:
+        return [choice.beams for choice in self.choices]
 
     @property
     def params(self) -> BeamSearchParams:
@@ -31,6 +44,13 @@ class BeamStep:
     @property
     def searches(self) -> list[BeamSearch]:
         return self.group.state.searches
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the diversity penalty changes what other penalties do, so that groups are processed one by one."""
+        params = self.params
+        follows = params.repetition_penalty != 1.0 or params.logits_processor is not None
+        return follows and len(self.choices) > 1 and params.diversity_penalty > 0
 
 
 @torch.inference_mode()
@@ -42,6 +62,12 @@ def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[li
     Args:
         logits: ``[n, vocab]``. Where a row holds NaN, so do all its candidates.
     """
+    together = [step for step in steps if not step.in_turn]
+    found = iter(_together(logits, together) if together else [])
+    return [_in_turn(logits, step) if step.in_turn else next(found) for step in steps]
+
+
+def _together(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[list[Candidate]]]:
     rows = [row for step in steps for group in step.rows for row in group]
     owners = [(step, s) for step in steps for group in step.beams for s in group]
     # A diversity penalty takes continuations away from a group; at most as many others replace them.
@@ -58,7 +84,7 @@ def beam_candidates(logits: Tensor, steps: SequenceOf[BeamStep]) -> list[list[li
     for number, step in enumerate(steps):
         if len(step.searches) > 1:
             end = first + sum(map(len, step.rows))
-            result[number] = _diverse(step, values[first:end].tolist(), ids[first:end].tolist())
+            result[number] = _diverse(step, _charged(step, values[first:end].tolist(), ids[first:end].tolist()))
         else:
             search, end = step.searches[0], first + len(step.rows[0])
             keep = search.num_candidates(len(step.group.end_ids))
@@ -92,24 +118,60 @@ def _best_tokens(logits: Tensor, owners: list[tuple[BeamStep, Sequence]], count:
     return values, ids
 
 
-def _diverse(step: BeamStep, values: list[list[float]], ids: list[list[int]]) -> list[list[Candidate]]:
-    """Diverse beam search: each group pays for the tokens that the groups before it are about to choose."""
+def _diverse(step: BeamStep, best: Callable[[int, Counter[int]], list[Pairs]]) -> list[list[Candidate]]:
+    """Diverse beam search: each group pays for the tokens that the groups before it are about to choose.
+
+    A group whose search is over has no beams and chooses nothing.
+
+    Args:
+        best: given a group's number and these tokens, returns its beams' best next tokens with the penalty subtracted.
+    """
     result = []
     chosen: Counter[int] = Counter()
-    first = 0
-    for search, rows in zip(step.searches, step.rows, strict=True):
+    for number, (search, choice) in enumerate(zip(step.searches, step.choices, strict=True)):
         candidates = [
-            Candidate(value - step.params.diversity_penalty * chosen[token_id] + search.logprobs[beam], beam, token_id)
-            for beam in range(len(rows))
-            for value, token_id in zip(values[first + beam], ids[first + beam], strict=True)
+            Candidate(value + search.logprobs[beam], beam, token_id)
+            for beam, pairs in enumerate(best(number, chosen))
+            for value, token_id in pairs
         ]
-        first += len(rows)
         candidates.sort(key=lambda candidate: -candidate.logprob)
         result.append(candidates[: search.num_candidates(len(step.group.end_ids))])
-        if not search.done:
-            living = [c for c in result[-1] if c.token_id not in step.group.end_ids][: search.width]
-            chosen.update(candidate.token_id for candidate in living)
+        living = (c for c in result[-1] if c.logprob > float("-inf") and not choice.ends(c))
+        chosen.update(candidate.token_id for candidate in islice(living, search.width))
     return result
+
+
+def _charged(
+    step: BeamStep, values: list[list[float]], ids: list[list[int]]
+) -> Callable[[int, Counter[int]], list[Pairs]]:
+    """Subtract the diversity penalty from tokens that were found without it; their rows are those of all groups."""
+    ends = list(accumulate(map(len, step.rows)))
+
+    def best(number: int, chosen: Counter[int]) -> list[Pairs]:
+        rows, price = slice(ends[number] - len(step.rows[number]), ends[number]), step.params.diversity_penalty
+        pairs = (zip(*row, strict=True) for row in zip(values[rows], ids[rows], strict=True))
+        return [[(value - price * chosen[token_id], token_id) for value, token_id in row] for row in pairs]
+
+    return best
+
+
+def _in_turn(logits: Tensor, step: BeamStep) -> list[list[Candidate]]:
+    """Let each group pay before its repetition penalty and its processor see the log-probabilities, as transformers."""
+
+    def best(number: int, chosen: Counter[int]) -> list[Pairs]:
+        choice, count = step.choices[number], step.searches[number].num_candidates(len(step.group.end_ids))
+        if not choice.rows:
+            return []
+        log_probs = logits[choice.rows].float().log_softmax(-1)
+        tokens = torch.tensor(list(chosen), dtype=torch.int64, device=logits.device)
+        prices = step.params.diversity_penalty * torch.tensor(list(chosen.values()), device=logits.device)
+        log_probs[:, tokens] -= prices
+        process_logits(log_probs, [(step.group, beam) for beam in choice.beams])
+        ids = kernels.top_log_probabilities(log_probs, min(count, logits.shape[1]))[1].clamp(0, logits.shape[1] - 1)
+        values = log_probs.gather(1, ids).tolist()
+        return [list(zip(*row, strict=True)) for row in zip(values, ids.tolist(), strict=True)]
+
+    return _diverse(step, best)
 
 
 @torch.inference_mode()

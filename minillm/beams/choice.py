@@ -45,12 +45,13 @@ class Choice:
     group: SequenceGroup
     rows: list[int]
     beams: list[Sequence]
-    logprobs: dict[tuple[int, int], TokenLogprobs]
+    logprobs: dict[tuple[int, int], TokenLogprobs] = field(default_factory=dict)  # by row of logits and token
     texts: dict[tuple[int, int], OutputText] = field(default_factory=dict)  # by beam and token
     matchers: dict[tuple[int, int], Matcher] = field(default_factory=dict)  # likewise
 
     def __post_init__(self) -> None:
-        self.end_ids, self.has_text = self.group.end_ids, self.beams[0].text is not None
+        self.end_ids = self.group.end_ids
+        self.has_text = any(beam.text is not None for beam in self.beams)  # a search that is over has no beams
 
     def text(self, candidate: Candidate) -> OutputText | None:
         """The text of a continuation, where the request has stop strings."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from minillm.beams.candidates import BeamStep
+from minillm.beams.choice import Choice
 from minillm.beams.search import Candidate
 from minillm.engine.requests import Requests
 from minillm.outputs import Delta
@@ -57,7 +58,7 @@ class Followed:
             # The device names a beam by its place among the group's sequences, a search by its rank.
             ranks = [sequence.index for sequence in group.sequences]
             candidates = [Candidate(value, ranks[place], token_id) for value, place, token_id in found]
-            deltas += self.follow(BeamStep(group, [ranks], group.state.beams), candidates)
+            deltas += self.follow(BeamStep(group, [Choice(group, ranks, group.state.beams[0])]), candidates)
         return deltas if self.hosted is None else deltas + self.hosted.conclude()
 
     def discard(self) -> None:

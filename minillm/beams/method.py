@@ -141,8 +141,9 @@ class Beams:
         group, state = step.group, step.group.state
         if group.metrics.first_token_time is None:
             group.metrics.first_token_time = time.monotonic()
-        choices = [Choice(group, rows, beams, logprobs) for rows, beams in zip(step.rows, step.beams, strict=True)]
-        searching = zip(state.searches, candidates, choices, strict=True)
+        for choice in step.choices:
+            choice.logprobs = logprobs
+        searching = zip(state.searches, candidates, step.choices, strict=True)
         survivors = [[] if s.done else s.advance(each, choice.ends, choice.hypothesis) for s, each, choice in searching]
         if state.done and not any(search.finished for search in state.searches):
             group.error = NO_TOKEN
@@ -151,7 +152,7 @@ class Beams:
             for sequence in group.sequences:
                 self.requests.end_sequence(group, sequence, "stop")
         else:
-            replace_beams(group, choices, survivors)
+            replace_beams(group, step.choices, survivors)
         if not group.streamed:
             return []
         best = self._output(group, 0, *max(_best_first(group), key=lambda entry: entry[0]))
@@ -263,7 +264,7 @@ class Searches:
 def beam_step(group: SequenceGroup, row_of: dict[int, int]) -> BeamStep:
     """One request's beams at this step. In its first step all searches have one beam, the prompt."""
     beams = group.state.beams or [[group.sequences[0]]] * len(group.state.searches)
-    return BeamStep(group, [[row_of[sequence.seq_id] for sequence in each] for each in beams], beams)
+    return BeamStep(group, [Choice(group, [row_of[beam.seq_id] for beam in each], each) for each in beams])
 
 
 def count_common_blocks(group: SequenceGroup, block_size: int) -> None:

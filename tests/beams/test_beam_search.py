@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from support import DEVICE, engine_for, hf_model, ours, run
 from minillm.errors import UsageError
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
+from minillm.text.stop import StreamingDetokenizer
 
 EOS = 2
 
@@ -179,29 +184,41 @@ def test_an_aborted_search_scores_its_beams_by_their_length(models: tuple[Any, A
         assert completion.score == pytest.approx(completion.cumulative_logprob / 4**2)
 
 
-def diverse_reference(theirs: Any, prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
-    """Diverse beam search in float64, written from the paper: groups one after another at each step."""
-    model = theirs.double()
-    width = params.beam_width // params.num_beam_groups
+def diverse_reference(
+    theirs: Any, prompt: list[int], params: BeamSearchParams, eos: list[int]
+) -> list[tuple[list[int], float]]:
+    """Search by groups in float64, as the paper and transformers 4.49: groups one after another at each step.
+
+    The diversity penalty comes before the repetition penalty. A group that is done chooses nothing.
+    """
+    model, width = theirs.double(), params.beam_width // params.num_beam_groups
     groups: list[list[tuple[float, list[int]]]] = [[(0.0, [])] for _ in range(params.num_beam_groups)]
-    for _ in range(params.max_tokens):
-        counts: dict[int, int] = {}
+    finished: list[list[tuple[float, list[int]]]] = [[] for _ in groups]
+    for length in range(1, params.max_tokens + 1):
+        counts: Counter[int] = Counter()
         for number, beams in enumerate(groups):
             everything = []
             for score, tokens in beams:
                 with torch.no_grad():
                     logits = model(torch.tensor([prompt + tokens], device=DEVICE)).logits[0, -1]
-                log_probs = logits.log_softmax(-1).tolist()
-                for token, value in enumerate(log_probs):
-                    penalised = score + value - params.diversity_penalty * counts.get(token, 0)
-                    everything.append((penalised, [*tokens, token]))
+                values = logits.log_softmax(-1).tolist()
+                for token, count in counts.items():
+                    values[token] -= params.diversity_penalty * count
+                for token in {*prompt, *tokens}:
+                    values[token] *= params.repetition_penalty ** (1 if values[token] < 0 else -1)
+                everything += [(score + value, [*tokens, token]) for token, value in enumerate(values)]
             everything.sort(key=lambda beam: -beam[0])
-            groups[number] = everything[:width]
-            for _, tokens in groups[number]:
-                counts[tokens[-1]] = counts.get(tokens[-1], 0) + 1
+            ended = [beam for beam in everything[:width] if beam[1][-1] in eos]
+            groups[number] = running = [beam for beam in everything if beam[1][-1] not in eos][: width if beams else 0]
+            counts.update(tokens[-1] for _, tokens in running)
+            last = running if length == params.max_tokens else []
+            kept = [(score / length**params.length_penalty, tokens) for score, tokens in ended + last]
+            finished[number] = kept = sorted(finished[number] + kept, key=lambda beam: -beam[0])[:width]
+            full = running and len(kept) == width
+            if full and (params.early_stopping or running[0][0] / length**params.length_penalty <= kept[-1][0]):
+                groups[number] = []
     theirs.float()
-    merged = [(t, s / len(t) ** params.length_penalty) for group in groups for s, t in group]
-    return sorted(merged, key=lambda beam: -beam[1])
+    return sorted([(t, s) for group in finished for s, t in group], key=lambda beam: -beam[1])
 
 
 @pytest.mark.parametrize(("width", "groups", "penalty"), [(4, 2, 1.0), (6, 3, 0.5), (4, 4, 5.0), (4, 2, 0.0)])
@@ -213,9 +230,68 @@ def test_diverse_groups_match_a_plain_reference(
         beam_width=width, num_beam_groups=groups, diversity_penalty=penalty, max_tokens=5, ignore_eos=True
     )
     output = run(engine_for(model), [([9, 8, 7, 6], params)])[0]
-    reference = diverse_reference(theirs, [9, 8, 7, 6], params)
+    reference = diverse_reference(theirs, [9, 8, 7, 6], params, [])
     assert [completion.token_ids for completion in output.outputs] == [tokens for tokens, _ in reference]
     assert [completion.score for completion in output.outputs] == pytest.approx([s for _, s in reference], abs=1e-3)
+
+
+def ending(length_penalty: float, early_stopping: bool, **options: Any) -> BeamSearchParams:
+    return BeamSearchParams(max_tokens=9, length_penalty=length_penalty, early_stopping=early_stopping, **options)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        ending(1.0, True, beam_width=4, num_beam_groups=2, diversity_penalty=1.0),
+        ending(0.5, False, beam_width=6, num_beam_groups=3, diversity_penalty=0.5),
+        ending(0.0, True, beam_width=4, num_beam_groups=4, diversity_penalty=2.0),
+        ending(0.0, True, beam_width=4, num_beam_groups=2, diversity_penalty=0.5, repetition_penalty=1.4),
+        ending(1.0, True, beam_width=6, num_beam_groups=3, diversity_penalty=1.5, repetition_penalty=0.7),
+    ],
+)
+def test_groups_that_end_one_after_another_match_a_plain_reference(
+    models: tuple[Any, Any], params: BeamSearchParams
+) -> None:
+    """In one batch, with a request among them that knows nothing of groups."""
+    theirs, model = models
+    eos = [EOS, 11, 40, 26, 82, 86]
+    engine = engine_for(model, num_blocks=512, eos=frozenset(eos), max_num_seqs=64)
+    searched = prompts(6, longest=8)
+    lengths = spy_on_groups(engine)
+    outputs = run(engine, [*((prompt, params) for prompt in searched), ([3, 4], SamplingParams(seed=1))])
+    for prompt, output in zip(searched, outputs, strict=False):
+        reference = diverse_reference(theirs, prompt, params, eos)
+        assert [completion.token_ids for completion in output.outputs] == [tokens for tokens, _ in reference]
+        assert [completion.score for completion in output.outputs] == pytest.approx([s for _, s in reference], abs=1e-3)
+    assert any(0 in each and any(each) for each in lengths), "no group has ended before another"
+
+
+def spy_on_groups(engine: Any) -> list[list[int]]:
+    """Return a list that gets the number of beams in each group at each step of each search."""
+    beams, lengths = engine._methods[BeamSearchParams], []
+    advance = beams.advance
+
+    def noting(step: Any, *rest: Any) -> Any:
+        lengths.append([len(each) for each in step.beams])
+        return advance(step, *rest)
+
+    beams.advance = noting
+    return lengths
+
+
+def test_a_group_does_not_pay_for_beams_that_a_stop_string_has_ended(models: tuple[Any, Any]) -> None:
+    """A stop string of one token's text ends a search as that token would if it were an end token."""
+    theirs, model = models
+    table = [chr(256 + token).encode() for token in range(97)]
+    tokenizer = SimpleNamespace(detokenizer=partial(StreamingDetokenizer, table))
+    params = ending(1.0, True, beam_width=6, num_beam_groups=3, diversity_penalty=0.7)
+    for prompt in prompts(4, longest=8):
+        engine = engine_for(model, num_blocks=256, tokenizer=cast(Any, tokenizer))
+        [first] = run(engine, [(prompt, replace(params, max_tokens=1))])
+        best = first.outputs[0].token_ids[0]
+        [output] = run(engine, [(prompt, replace(params, stop=[chr(256 + best)]))])
+        reference = diverse_reference(theirs, prompt, params, [best])
+        assert [completion.token_ids for completion in output.outputs] == [tokens for tokens, _ in reference]
 
 
 @pytest.mark.parametrize(
