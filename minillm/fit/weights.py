@@ -22,6 +22,7 @@ _LEAST_BLOCKED = 1 << 18  # weights in float32: `minillm.kernels.cpu.linear`
 _TYPICAL = ("Q4_K", "Q6_K", "Q8_0")  # the types of a model of which only the size is known
 PACKED = "model.layers.packed"  # all matrices of a low-bit model of which only the size is known
 _PACKED_BITS = 4.5  # of a weight there
+_SCALES = ("weight_scale", "weight_scale_inv")
 _GATE = re.compile(r"(gate_proj|ffn_gate)\.weight$")
 _EMBEDDINGS, _HEADS = ("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")
 
@@ -94,8 +95,8 @@ def weights_in_memory(
 def _with_blocks(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
     """The tensors, those of FP8 told apart that have a scale for each block: they become numbers."""
     found = list(tensors)
-    scales = (t.name for t in found if t.name.endswith("_scale_inv") and len(t.shape) == 2 and t.shape[1] > 1)
-    in_blocks = {name.removesuffix("_scale_inv") for name in scales}
+    scales = (t.name for t in found if t.name.endswith(_SCALES) and len(t.shape) == 2 and t.shape[1] > 1)
+    in_blocks = {name.removesuffix("_inv").removesuffix("_scale") for name in scales}
     return [replace(t, kind=FP8_BLOCKS) if t.kind in FP8 and t.name in in_blocks else t for t in found]
 
 

@@ -17,9 +17,10 @@ from minillm.errors import WeightsError
 from minillm.kernels import LowBit
 from minillm.text.reading import is_there, open_regular, read_json, shown
 from minillm.text.safe import clean_line
+from minillm.weights.accepted import read_config
 from minillm.weights.files import ModelFiles
-from minillm.weights.packed import FIRST, OTHERS, Levels, fp8_matrix, fp8_planes, logical_shape, unpack
-from minillm.weights.quantised import Quantised, read_quantised
+from minillm.weights.packed import FIRST, OTHERS, Levels, fp8_matrix, fp8_planes, recognized, unpack
+from minillm.weights.quantised import Quantised, Quantization, read_quantised
 from minillm.weights.stored import FP8_BLOCKS
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ _QUANTISED_DTYPES = _DTYPES | {"F8_E4M3", "I8", "I32", "I64"}
 def open_checkpoint(files: ModelFiles) -> SafetensorsCheckpoint | GGUFCheckpoint:
     """Open a model's files. Raises WeightsError if they are missing, damaged or of a kind that is not supported."""
     if files.path.is_dir():
-        form = read_quantised(files.path)
-        return SafetensorsCheckpoint(files.path) if form is None else QuantisedCheckpoint(files.path, form)
+        read_config(files.path)  # first: an unknown architecture explains more than the first of its tensors
+        found = read_quantised(files.path)
+        return SafetensorsCheckpoint(files.path) if found is None else QuantisedCheckpoint(files.path, found)
     from minillm.weights.gguf_file import GGUFCheckpoint  # not at the top: it imports gguf
 
     return GGUFCheckpoint(files.path)
@@ -131,46 +133,45 @@ class SafetensorsCheckpoint:
 
 
 class QuantisedCheckpoint(SafetensorsCheckpoint):
-    """A directory of weights, matrices of which are stored in few bits; they have the names of the plain ones.
+    """A directory of weights with quantized matrices, which have the names of the plain ones.
 
-    A matrix is quantised where its packed tensors are there. Numbers of it are float32.
+    A matrix is quantized where its packed tensors are there; their shapes tell how. Dequantized tensors are float32.
     """
 
-    def __init__(self, directory: Path, form: Quantised) -> None:
+    def __init__(self, directory: Path, quantization: Quantization) -> None:
         super().__init__(directory, _QUANTISED_DTYPES)
-        self._form, first = form, f".{FIRST[form.method]}"
+        self._quantization = quantization
         self.config.pop("quantization_config", None)
-        packed = (
-            name for name, view in self._views.items() if name.endswith(first) and view.get_dtype() not in _DTYPES
-        )
-        self._stems = {f"{stem}.weight": stem for stem in (name.removesuffix(first) for name in packed)}
+        self._parts: dict[str, list[str]] = {}  # last names of the tensors of a stem
+        for name in self._where:
+            stem, _, part = name.rpartition(".")
+            self._parts.setdefault(stem, []).append(part)
+        self._stems = {f"{stem}.weight": stem for stem in self._parts if self._first(stem)}
         if not self._stems:
-            raise WeightsError(f"{directory}: config.json tells of {form.method} matrices, and none is there")
+            raise WeightsError(f"{directory}: config.json announces {quantization.method} matrices, but it has none")
+        self._forms: dict[str, tuple[Quantised, tuple[int, ...]]] = {}
 
     def names(self) -> list[str]:
-        packed = {f"{stem}.{part}" for stem in self._stems.values() for part in (*OTHERS, FIRST[self._form.method])}
+        packed = {f"{stem}.{part}" for stem in self._stems.values() for part in (*OTHERS, *FIRST.values())}
         unused = (".k_scale", ".v_scale")  # of an 8-bit cache
         rest = (name for name in self._where if name not in packed and not name.endswith(unused))
         return [*self._stems, *(name for name in rest if not self._is_absent_bias(name))]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._stems:
-            return super().shape(name)
-        asked = self._part(name, "weight_shape") if self._form.method == "packed" else None
-        sizes = () if asked is None or asked.shape != (2,) or asked.is_floating_point() else tuple(map(int, asked))
-        return logical_shape(self._form, super().shape(self._first(name)), sizes)
+        return super().shape(name) if name not in self._stems else self._form(name)[1]
 
     def stored_as(self, name: str) -> str:
         if name not in self._stems:
             return super().stored_as(name)
-        in_fp8 = "F8_E4M3" if self._form.block is None else FP8_BLOCKS
-        return in_fp8 if self._form.method == "fp8" else f"{self._form.method} {self._form.bits}-bit"
+        form, _ = self._form(name)
+        in_fp8 = "F8_E4M3" if form.block is None else FP8_BLOCKS
+        return in_fp8 if form.method == "fp8" else f"{form.method} {form.bits}-bit"
 
     def tensor(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """One tensor, or the given rows and columns of it."""
         if name not in self._stems:
             return super().tensor(name, rows, columns)
-        if self._form.method == "fp8":
+        if self._form(name)[0].method == "fp8":
             levels, scales = self._fp8(name)
             whole = levels.float() * scales
         else:
@@ -178,17 +179,36 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         return whole[rows or slice(None), columns or slice(None)].contiguous()
 
     def low_bit(self, name: str, device: torch.device, rows: slice | None, columns: slice | None) -> LowBit | None:
-        """A matrix in few bits, or rows and columns of it; None of others, or where no kernel reads it."""
-        if name not in self._stems or self._form.block is not None:
+        """A quantized matrix, or rows and columns of it; None for others, or where no kernel reads it."""
+        if name not in self._stems:
             return None
-        taken, width = rows or slice(None), columns or slice(0, self.shape(name)[1])
-        if self._form.method == "fp8":
+        form, shape = self._form(name)
+        taken, width = rows or slice(None), columns or slice(0, shape[1])
+        if form.block is not None:
+            return None
+        if form.method == "fp8":
             levels, scales = self._fp8(name)
             return fp8_matrix(levels[taken, width].to(device), scales[taken].to(device))
-        return self._levels(name, device).low_bit(self._form.bits, taken, width)
+        return self._levels(name, device).low_bit(form.bits, taken, width)
 
-    def _first(self, name: str) -> str:
-        return f"{self._stems[name]}.{FIRST[self._form.method]}"
+    def _first(self, stem: str) -> str | None:
+        """The tensor of a quantized matrix that holds its levels; None where the stem is of no such matrix."""
+        for part in ("qweight", "weight_packed", "weight"):
+            name = f"{stem}.{part}"
+            if part in self._parts[stem] and self._views[name].get_dtype() not in _DTYPES:
+                return name
+        return None
+
+    def _form(self, name: str) -> tuple[Quantised, tuple[int, ...]]:
+        """How a matrix is stored, and its shape."""
+        if name not in self._forms:
+            stem, super_shape = self._stems[name], super().shape
+            shapes = {part: super_shape(f"{stem}.{part}") for part in self._parts[stem]}
+            in_fp8 = "weight" in shapes and super().stored_as(f"{stem}.weight") == "F8_E4M3"
+            asked = self._part(name, "weight_shape")
+            sizes = () if asked is None or asked.shape != (2,) or asked.is_floating_point() else tuple(map(int, asked))
+            self._forms[name] = self._checked(name, lambda: recognized(self._quantization, shapes, in_fp8, sizes))
+        return self._forms[name]
 
     def _part(self, name: str, part: str) -> Tensor | None:
         """A tensor of a packed matrix by its last name, as it is stored."""
@@ -198,22 +218,21 @@ class QuantisedCheckpoint(SafetensorsCheckpoint):
         return super().tensor(full)
 
     def _fp8(self, name: str) -> tuple[Tensor, Tensor]:
-        return self._checked(name, lambda: fp8_planes(self._form, lambda part: self._part(name, part)))
+        return self._checked(name, lambda: fp8_planes(self._form(name)[0], lambda part: self._part(name, part)))
 
     def _levels(self, name: str, device: torch.device) -> Levels:
         def read(part: str) -> Tensor | None:
             found = self._part(name, part)
             return None if found is None else found.to(device)
 
-        return self._checked(name, lambda: unpack(self._form, self.shape(name), read))
+        return self._checked(name, lambda: unpack(*self._form(name), read))
 
     def _checked(self, name: str, unpacked: Callable[[], _T]) -> _T:
         try:
             return unpacked()
         except (ValueError, RuntimeError) as error:  # torch's of shapes that do not fit
-            raise WeightsError(
-                f"{self._where[self._first(name)]}: {clean_line(name)}: {clean_line(str(error), 150)}"
-            ) from None
+            shard = self._where[self._first(self._stems[name]) or name]
+            raise WeightsError(f"{shard}: {clean_line(name)}: {clean_line(str(error), 150)}") from None
 
     def _is_absent_bias(self, name: str) -> bool:
         """Whether it is a bias of zeros that GPTQ writes for layers that have none."""

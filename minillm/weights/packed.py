@@ -6,7 +6,7 @@ A weight is ``scale * (level - zero)``, with a scale and a zero for each group a
 gptq                qweight ``[in / n, out]``, qzeros ``[groups, out / n]``, scales ``[groups, out]``, g_idx ``[in]``
 awq                 qweight ``[in, out / 8]``, qzeros ``[groups, out / 8]``, scales ``[groups, out]``
 packed              weight_packed ``[out, in / n]``, weight_scale ``[out, groups]``, zeros ``[out / n, groups]``
-int8                weight ``[out, in]``, weight_scale and weight_zero_point ``[out, 1]`` or of one number
+int8                weight ``[out, in]``, weight_scale and weight_zero_point ``[out, groups]`` or of one number
 fp8                 weight ``[out, in]``, weight_scale ``[out, 1]`` or of one number, or one of each block
 ==================  ==========================================================================================
 
@@ -15,7 +15,8 @@ Words have ``n`` levels of 32 / n bits, the first one lowest; AWQ mixes the eigh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from minillm.kernels import LowBit
 from minillm.kernels.low_bit import FP8, GROUP, Layout, pack_levels
-from minillm.weights.quantised import Quantised
+from minillm.weights.quantised import BITS, Quantised, Quantization
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where a word has its first column, its second, ...
 # The tensors of a quantised matrix beside the first one, which its name in the file ends in.
@@ -95,16 +96,60 @@ def _words(packed: Tensor, bits: int) -> Tensor:
     return ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
 
 
-def logical_shape(form: Quantised, shape: tuple[int, ...], weight_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape ``[out, in]`` of a matrix whose first tensor has ``shape``."""
-    if len(shape) != 2:
-        return shape
-    (rows, columns), n = shape, 32 // form.bits
-    if form.method == "gptq":
-        return columns, rows * n
-    if form.method == "awq":
-        return columns * n, rows
-    return weight_shape or ((rows, columns * n) if form.method == "packed" else shape)
+def recognized(
+    config: Quantization, parts: Mapping[str, tuple[int, ...]], in_fp8: bool, weight_shape: tuple[int, ...] = ()
+) -> tuple[Quantised, tuple[int, ...]]:
+    """Return how a matrix is stored, and its shape ``[out, in]``, by the shapes of its tensors under their last names.
+
+    ``in_fp8``: ``weight`` has this type, else int8. ``weight_shape``: the values of the tensor of this name. Raises
+    ValueError where the shapes are of no layout that is supported.
+    """
+    if first := parts.get("qweight"):
+        zeros, scales = (_matrix(parts, name) for name in ("qzeros", "scales"))
+        _need(len(first) == 2 and scales[1] > 0, "its qweight is no matrix")
+        bits = _supported(32 * zeros[1] / scales[1])
+        if first[1] != scales[1]:  # words along the output
+            _need(bits == 4, "AWQ has 4 bits only")
+            return Quantised("awq", bits), (first[1] * 8, first[0])
+        return Quantised("gptq", bits, config.zero_offset), (first[1], first[0] * 32 // bits)
+    if first := parts.get("weight_packed"):
+        _need(len(first) == 2, "its weight_packed is no matrix")
+        fitting = [bits for bits in (*config.bits, *BITS) if not weight_shape or _words_of(weight_shape, bits) == first]
+        _need(bool(fitting), f"words {list(first)} hold no matrix {list(weight_shape)} of 4 or 8 bits")
+        return Quantised("packed", fitting[0]), weight_shape or (first[0], first[1] * 32 // fitting[0])
+    shape = parts["weight"]
+    if not in_fp8:
+        return Quantised("int8"), shape
+    scale = parts.get("weight_scale_inv") or parts.get("weight_scale") or ()
+    return Quantised("fp8", block=_block(config, shape, scale)), shape
+
+
+def _matrix(parts: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
+    _need(name in parts, f"it has no {name}")
+    _need(len(parts[name]) == 2, f"its {name} is no matrix")
+    return parts[name]
+
+
+def _supported(bits: float) -> int:
+    _need(bits in BITS, f"its levels have {bits:g} bits; supported: 4, 8")
+    return int(bits)
+
+
+def _words_of(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
+    """The shape of the words that hold a matrix of ``shape``."""
+    return shape[0], -(-shape[1] * bits // 32)
+
+
+def _block(config: Quantization, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, int] | None:
+    """The rows and columns that share a scale of FP8; None where each row has one, or all have."""
+    if len(shape) != 2 or len(scale) != 2 or math.prod(scale) in (1, shape[0]):
+        return None
+    for high, wide in config.blocks:
+        if scale == (-(-shape[0] // high), -(-shape[1] // wide)):
+            return high, wide
+    fits = min(scale) > 0 and not shape[0] % scale[0] and not shape[1] % scale[1]
+    _need(fits, f"its scales {list(scale)} do not fit blocks of a matrix {list(shape)}")
+    return shape[0] // scale[0], shape[1] // scale[1]
 
 
 def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor | None]) -> Levels:
@@ -120,7 +165,7 @@ def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor
         return tensor
 
     (out, width), bits, first = shape, form.bits, found(FIRST[form.method])
-    groups = read("weight_g_idx" if form.method == "packed" else "g_idx")
+    groups = read("weight_g_idx" if form.method in ("packed", "int8") else "g_idx")
     if form.method in ("gptq", "awq"):
         scales, raw_zeros = found("scales").t(), _words(found("qzeros"), bits)
         if form.method == "awq":
@@ -133,15 +178,13 @@ def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor
             levels = _words(first.t(), bits)
         zeros = (raw_zeros.t() + form.zero_offset) & ((1 << bits) - 1)
     else:
-        scales = found("weight_scale").reshape(-1, 1) if form.method == "int8" else found("weight_scale")
+        scales = _by_rows(found("weight_scale"), out)
         half, stored = 1 << (bits - 1), read("weight_zero_point")
         if form.method == "packed":
             levels = _words(first, bits)[:, :width]
         else:
             _need(first.dtype == torch.int8, "its levels are no int8")
             levels = first.int() + half
-        _need(scales.dim() == 2, "its scales are no matrix")
-        scales = scales.expand(out, -1)
         if stored is None:
             zeros = torch.full_like(scales, half, dtype=torch.int32)
         elif stored.dtype == torch.int32:
@@ -161,6 +204,14 @@ def unpack(form: Quantised, shape: tuple[int, ...], read: Callable[[str], Tensor
         groups = None if width % count == 0 and torch.equal(groups, runs) else groups
     _need(groups is not None or width % count == 0, f"rows of {width} are no {count} groups")
     return Levels(levels, scales, zeros, groups)
+
+
+def _by_rows(scales: Tensor, out: int) -> Tensor:
+    """Scales of one number, of rows or of blocks of rows as ``[out, groups]``."""
+    scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+    _need(scales.dim() == 2 and scales.shape[0] > 0, "its scales are no matrix")
+    rows, rest = divmod(out, scales.shape[0])
+    return scales if rest else scales.repeat_interleave(rows, 0)
 
 
 def fp8_planes(form: Quantised, read: Callable[[str], Tensor | None]) -> tuple[Tensor, Tensor]:

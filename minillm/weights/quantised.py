@@ -1,11 +1,13 @@
-"""Checkpoints of safetensors whose matrices are stored in few bits: what their config says of them, checked once.
+"""Checkpoints of safetensors with quantized matrices: what their config says about all of them, checked once.
 
-Formats: AutoGPTQ and GPTQModel (GPTQ), AutoAWQ (``gemm``), compressed-tensors, and plain FP8. Which matrices are
-quantised is seen from their tensors, so lists of exceptions (``ignore``, ``modules_to_not_convert``) need no reading.
+Formats: AutoGPTQ and GPTQModel (GPTQ), AutoAWQ (``gemm``), AutoRound, compressed-tensors, and plain FP8. The shapes and
+types of a matrix's tensors tell how it is stored (`minillm.weights.packed`), so one checkpoint may mix several numbers
+of bits, and lists of exceptions (``ignore``, ``modules_to_not_convert``) need no reading.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,19 +16,17 @@ from minillm.errors import WeightsError
 from minillm.text.reading import Values, is_there, read_json, shown
 
 Method = Literal["gptq", "awq", "packed", "int8", "fp8"]
-_FORMATS: dict[str, Method] = {
-    "pack-quantized": "packed",
-    "int-quantized": "int8",
-    "naive-quantized": "int8",
-    "float-quantized": "fp8",
-}
+_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
+# AutoRound's names for GPTQ's tensors, with what its zeros lack, and for AWQ's.
+_AUTO_ROUND = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 0, "auto_round": 0, "auto_round:auto_awq": 0}
+BITS = (4, 8)
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """How matrices are stored. ``zero_offset`` is added to the zeros of the file (GPTQ's first format stores one less).
+    """How one matrix is stored.
 
-    ``block`` is the rows and columns that share a scale of FP8, where they are cut in both directions.
+    ``zero_offset`` is added to the zeros of the file. ``block`` is the rows and columns that share a scale of FP8.
     """
 
     method: Method
@@ -35,38 +35,83 @@ class Quantised:
     block: tuple[int, int] | None = None
 
 
-def read_quantised(directory: Path) -> Quantised | None:
+@dataclass(frozen=True)
+class Quantization:
+    """What a checkpoint's config says about its quantized matrices.
+
+    Args:
+        method: its name in the config.
+        bits: the numbers of bits that are announced.
+        zero_offset: see `Quantised`; GPTQ's first format stores zeros that are smaller by one.
+        blocks: rows and columns that share a scale of FP8.
+    """
+
+    method: str
+    bits: tuple[int, ...] = (8,)
+    zero_offset: int = 0
+    blocks: tuple[tuple[int, int], ...] = ()
+
+
+def read_quantised(directory: Path) -> Quantization | None:
     """Read ``quantization_config`` of a model's config.json, or GPTQ's older file of its own; None where neither is.
 
     Raises WeightsError where it names a method, format or number of bits that is not supported.
     """
-    values = Values("config.json", read_json(directory / "config.json")).part("quantization_config")
-    older = directory / "quantize_config.json"
+    config = Values("config.json", read_json(directory / "config.json"))
+    values, older = config.part("quantization_config"), directory / "quantize_config.json"
+    if config.part("quantization").has("group_size"):  # under quantization_config, too, without a method
+        raise _unsupported(config.where, "MLX")
+    if is_there(directory / "hf_quant_config.json") and not values.has("quant_method"):
+        raise _unsupported("hf_quant_config.json", "modelopt")
     if not values.values:
         if not is_there(older):
             return None
         values = Values(older.name, {"quant_method": "gptq", **read_json(older)})
     method = values.text("quant_method", "unknown")
-    if method == "gptq":
-        form = values.text("checkpoint_format", "gptq")
-        if form not in ("gptq", "gptq_v2"):
-            raise values.error("checkpoint_format", "gptq or gptq_v2")
-        return Quantised("gptq", _bits(values, "bits", (4, 8)), zero_offset=int(form == "gptq"))
-    if method == "awq":
-        if values.text("version", "gemm").lower() != "gemm":
-            raise values.error("version", "gemm")
-        return Quantised("awq", _bits(values, "bits", (4,)))
-    if method == "fp8":
-        if not values.has("weight_block_size"):
-            return Quantised("fp8")
-        rows, columns = values.numbers("weight_block_size", 2)
-        if rows % 1 or columns % 1 or max(rows, columns) > 1 << 24:
-            raise values.error("weight_block_size", "two whole numbers")
-        return Quantised("fp8", block=(int(rows), int(columns)))
-    if method == "compressed-tensors":
-        return _compressed(values)
-    known = "gptq, awq, compressed-tensors, fp8"
-    raise WeightsError(f"{values.where}: weights quantised with {shown(method)} are not supported; supported: {known}")
+    if method not in _READERS:
+        raise _unsupported(values.where, method)
+    return _READERS[method](values)
+
+
+def _unsupported(where: str, method: str) -> WeightsError:
+    known = ", ".join(_READERS)
+    return WeightsError(f"{where}: weights quantized with {shown(method)} are not supported; supported: {known}")
+
+
+def _gptq(values: Values) -> Quantization:
+    form = values.text("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise values.error("checkpoint_format", "gptq or gptq_v2")
+    return Quantization("gptq", (_bits(values, "bits", BITS),), zero_offset=int(form == "gptq"))
+
+
+def _awq(values: Values) -> Quantization:
+    if values.text("version", "gemm").lower() != "gemm":
+        raise values.error("version", "gemm")
+    return Quantization("awq", (_bits(values, "bits", (4,)),))
+
+
+def _auto_round(values: Values) -> Quantization:
+    if not values.text("data_type", "int").startswith("int"):
+        raise values.error("data_type", "int")
+    packing = values.text("packing_format", "auto_round:auto_gptq")
+    if packing not in _AUTO_ROUND:
+        raise values.error("packing_format", f"one of {', '.join(_AUTO_ROUND)}")
+    return Quantization("auto-round", (_bits(values, "bits", BITS),), zero_offset=_AUTO_ROUND[packing])
+
+
+def _fp8(values: Values) -> Quantization:
+    return Quantization("fp8", blocks=_block(values, "weight_block_size"))
+
+
+def _block(values: Values, key: str) -> tuple[tuple[int, int], ...]:
+    """The rows and columns of a block, if there is one."""
+    if not values.has(key):
+        return ()
+    rows, columns = values.numbers(key, 2)
+    if rows % 1 or columns % 1 or max(rows, columns) > 1 << 24:
+        raise values.error(key, "two whole numbers")
+    return ((int(rows), int(columns)),)
 
 
 def _bits(values: Values, key: str, known: tuple[int, ...]) -> int:
@@ -75,18 +120,23 @@ def _bits(values: Values, key: str, known: tuple[int, ...]) -> int:
     return bits
 
 
-def _compressed(values: Values) -> Quantised:
-    form = values.text("format", "unknown")
-    if form not in _FORMATS:
-        raise values.error("format", f"one of {', '.join(_FORMATS)}")
+def _compressed(values: Values) -> Quantization:
+    groups = values.part("config_groups")
+    schemes = [groups.part(key) for key in groups.values]
+    for each in (values, *(scheme for scheme in schemes if scheme.has("format"))):  # of its own in mixed-precision
+        if each.text("format", "unknown") not in _FORMATS:
+            raise each.error("format", f"one of {', '.join(_FORMATS)}")
     for key in ("sparsity_config", "transform_config"):
         if values.part(key).values and values.part(key).text("format", "") != "dense":
             raise WeightsError(f"{values.where}: {key} is not supported")
-    groups = values.part("config_groups")
-    weights = [groups.part(key).part("weights") for key in groups.values]
-    if form == "naive-quantized" and weights and weights[0].text("type", "int") == "float":
-        form = "float-quantized"
-    bits = {_bits(each, "num_bits", (4, 8) if form == "pack-quantized" else (8,)) for each in weights}
-    if len(bits) != 1:
-        raise values.error("config_groups", "groups of one number of bits")
-    return Quantised(_FORMATS[form], bits.pop())
+    weights = [scheme.part("weights") for scheme in schemes]
+    bits = {_bits(each, "num_bits", (8,) if each.text("type", "int") == "float" else BITS) for each in weights}
+    if not bits:
+        raise values.error("config_groups", "groups with a number of bits")
+    blocks = {block for each in weights for block in _block(each, "block_structure")}
+    return Quantization("compressed-tensors", tuple(sorted(bits)), blocks=tuple(sorted(blocks)))
+
+
+_READERS: dict[str, Callable[[Values], Quantization]] = {
+    "gptq": _gptq, "awq": _awq, "auto-round": _auto_round, "compressed-tensors": _compressed, "fp8": _fp8,
+}  # fmt: skip

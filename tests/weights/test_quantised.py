@@ -1,6 +1,7 @@
 """Checkpoints of safetensors in few bits: each is packed here from its format's description, in numpy."""
 
 import json
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from minillm import kernels
 from minillm.errors import WeightsError
+from minillm.forms import Held
 from minillm.kernels.low_bit import FP8, dequantise
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
@@ -55,11 +57,11 @@ def pack(
     groups = np.arange(width) // group
     if flavour == "act":
         np.random.default_rng(width).shuffle(groups)  # by the input: one order for q, k and v
-    if method in ("gptq", "gptq_v2"):
-        stored = (zeros - (method == "gptq")) % most
+    if method in ("gptq", "gptq_v2", "auto_gptq", "gptqmodel"):
+        stored = (zeros - (method in ("gptq", "auto_gptq"))) % most
         tensors = {"qweight": words(levels, b).T, "qzeros": words(stored.T, b), "scales": scales.T, "g_idx": groups}
         tensors["g_idx"] = groups.astype(np.int32)
-    elif method == "awq":
+    elif method in ("awq", "auto_awq"):
         tensors = {"qweight": words(levels.T, 4, _AWQ), "qzeros": words(zeros.T, 4, _AWQ), "scales": scales.T}
     elif method == "packed":
         tensors = {"weight_packed": words(levels, b), "weight_scale": scales, "weight_shape": np.array([out, width])}
@@ -74,7 +76,7 @@ def pack(
         tensors = {"weight": (levels - 128).astype(np.int8), "weight_scale": scales}
     else:
         values = torch.from_numpy(random.normal(0, 40, (out, width))).to(torch.float8_e4m3fn)
-        if method == "block":
+        if method in ("block", "fp8_block"):
             factor = random.uniform(1e-4, 5e-4, (-(-out // 48), -(-width // 48))).astype(np.float32)
             spread = factor.repeat(48, 0)[:out].repeat(48, 1)[:, :width]
         else:
@@ -88,6 +90,8 @@ def pack(
 def quantization(kind: str) -> dict[str, object]:
     method, _, rest = kind.partition(":")
     bits = int(rest.split("-")[0]) if rest else 8
+    if method in ("auto_gptq", "gptqmodel", "auto_awq"):
+        return {"quant_method": "auto-round", "bits": bits, "packing_format": f"auto_round:{method}"}
     if method.startswith("gptq"):
         return {"quant_method": "gptq", "bits": bits, "checkpoint_format": method}
     if method == "awq":
@@ -95,16 +99,19 @@ def quantization(kind: str) -> dict[str, object]:
     if method == "block":
         return {"quant_method": "fp8", "weight_block_size": [48, 48]}
     form = {"packed": "pack-quantized", "int8": "int-quantized"}.get(method, "float-quantized")
-    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits}}}
+    weights: dict[str, object] = {"num_bits": bits, "type": "int" if ":" in kind else "float"}
+    if method == "fp8_block":
+        weights |= {"strategy": "block", "block_structure": [48, 48]}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": form, "ignore": ["re:.*head"], "config_groups": groups}
 
 
-def write(directory: Path, kind: str, **changes: Tensor) -> dict[str, Tensor]:
-    """A random checkpoint; its exact weights."""
-    random, tensors, exact = np.random.default_rng(7), {}, {}
+def write(directory: Path, *kinds: str, **changes: Tensor) -> dict[str, Tensor]:
+    """A random checkpoint, its matrices of these kinds in turn; its exact weights."""
+    random, tensors, exact, kind = np.random.default_rng(7), {}, {}, cycle(kinds)
     for name, shape in parameter_shapes(ModelConfig.from_hf(CONFIG)):
         if "_proj" in name:
-            parts, weights = pack(kind, shape, random)
+            parts, weights = pack(next(kind), shape, random)
             for part, value in parts.items():
                 whole = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value, order="C"))
                 tensors[f"{name.removesuffix('weight')}{part}"] = whole
@@ -112,14 +119,19 @@ def write(directory: Path, kind: str, **changes: Tensor) -> dict[str, Tensor]:
         else:
             exact[name] = tensors[name] = torch.from_numpy(random.normal(0.5, 0.2, shape)).float()
     save_file(tensors | changes, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization(kind)}))
+    config = quantization(kinds[0])
+    if len(kinds) > 1 and "config_groups" in config:
+        groups = {f"group_{i}": quantization(each)["config_groups"]["group_0"] for i, each in enumerate(kinds)}  # type: ignore[index]
+        config |= {"format": "mixed-precision", "config_groups": groups}
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
     return exact
 
 
 KINDS = (
     *("gptq:4-32", "gptq:4-0", "gptq:8-64", "gptq_v2:4-32", "gptq_v2:8-0", "gptq:4-32-act", "awq:4-32", "awq:4-64"),
     *("packed:4-32-sym", "packed:4-32", "packed:8-32-sym", "packed:8-0", "packed:4-32-act", "int8:8-0"),
-    *("tensor", "channel", "block"),
+    *("int8:8-32", "auto_gptq:4-32", "auto_gptq:8-64", "gptqmodel:4-32", "auto_awq:4-32"),
+    *("tensor", "channel", "block", "fp8_block"),
 )
 
 
@@ -132,7 +144,7 @@ def test_weights_are_those_of_the_format(tmp_path: Path, kind: str) -> None:
         assert checkpoint.shape(name) == tuple(weights.shape)
         assert torch.equal(checkpoint.tensor(name), weights.float())
         matrix = checkpoint.low_bit(name, CPU, None, None)
-        if "_proj" not in name or kind == "block":
+        if "_proj" not in name or kind.endswith("block"):
             assert matrix is None
             continue
         assert matrix is not None
@@ -149,6 +161,45 @@ def test_weights_are_those_of_the_format(tmp_path: Path, kind: str) -> None:
         assert torch.equal(dequantise(some_rows, torch.float64), weights[rows])
 
 
+MIXTURES = (
+    ("packed:4-32-sym", "packed:8-32-sym"),
+    ("packed:4-32", "channel", "fp8_block"),
+    ("packed:8-32-sym", "int8:8-32", "tensor"),
+    ("gptq:4-32", "gptq:8-32"),  # GPTQModel's "dynamic"
+    ("auto_gptq:4-32", "auto_gptq:8-32"),
+)
+
+
+@pytest.mark.parametrize("kinds", MIXTURES)
+def test_shapes_tell_how_each_matrix_of_a_mixture_is_stored(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    exact = write(tmp_path, *kinds)
+    checkpoint = open_checkpoint(ModelFiles("m", tmp_path, ""))
+    assert set(checkpoint.names()) == set(exact)
+    for name, weights in exact.items():
+        assert checkpoint.shape(name) == tuple(weights.shape)
+        assert torch.equal(checkpoint.tensor(name), weights.float())
+
+
+@pytest.mark.parametrize("weights", ["expanded", "stored", "int4"])
+def test_logits_of_a_mixture_are_those_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Held
+) -> None:
+    pytest.importorskip("triton")
+    from minillm.kernels import low_bit_linear
+
+    monkeypatch.setattr(kernels, "low_bit_linear", low_bit_linear, raising=False)
+    exact = write(tmp_path, "packed:4-32-sym", "channel", "packed:8-32", "fp8_block")
+    theirs = LlamaForCausalLM(LlamaConfig(**CONFIG)).eval()
+    theirs.load_state_dict({name: tensor.float() for name, tensor in exact.items()})
+    checkpoint = open_checkpoint(ModelFiles("m", tmp_path, ""))
+    config, ids = ModelConfig.from_hf(checkpoint.config), [index * 7 % 96 for index in range(20)]
+    ours = load_llama(checkpoint, config, device=CPU, dtype=torch.float32, max_positions=64, weights=weights)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    close = 1e-4 if weights == "expanded" else 2e-2
+    torch.testing.assert_close(logits_in_chunks(ours, ids, [20]), expected, atol=close, rtol=close)
+
+
 def test_columns_cut_within_a_group_are_widened(tmp_path: Path) -> None:
     exact = write(tmp_path, "awq:4-64")
     checkpoint, name = open_checkpoint(ModelFiles("m", tmp_path, "")), "model.layers.0.mlp.down_proj.weight"
@@ -158,7 +209,9 @@ def test_columns_cut_within_a_group_are_widened(tmp_path: Path) -> None:
     assert torch.equal(dequantise(part, torch.float64), exact[name][:, 64:])
 
 
-@pytest.mark.parametrize("kind", ["gptq:4-32-act", "packed:4-32-act", "awq:4-32", "packed:4-32", "tensor", "block"])
+@pytest.mark.parametrize(
+    "kind", ["gptq:4-32-act", "packed:4-32-act", "awq:4-32", "packed:4-32", "tensor", "block", "int8:8-32"]
+)
 def test_logits_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     pytest.importorskip("triton")
     from minillm.kernels import low_bit_linear
@@ -210,6 +263,9 @@ def test_scales_beyond_float16_are_widened(tmp_path: Path) -> None:
         ("packed:4-32", "weight_shape", torch.tensor([128, -64])),
         ("int8:8-0", "weight_scale", torch.zeros(5, 1)),
         ("channel", "weight_scale", torch.zeros(5, 1)),
+        ("fp8_block", "weight_scale", torch.zeros(7, 3)),
+        ("int8:8-32", "weight_scale", torch.zeros(0, 2)),
+        ("auto_gptq:4-32", "qzeros", torch.zeros(2, 12, dtype=torch.int32)),  # of 3 bits
         ("block", "weight_scale_inv", torch.zeros(9, 1)),
     ],
 )
@@ -224,6 +280,11 @@ def test_forged_tensors_are_refused(tmp_path: Path, kind: str, part: str, forged
     ("config", "named"),
     [
         ({"quant_method": "hqq"}, "hqq"),
+        ({"group_size": 64, "bits": 4}, "unknown"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
+        ({"quant_method": "auto-round", "bits": 2}, "bits"),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "mx_fp"),
+        ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:marlin"}, "packing_format"),
         ({"quant_method": "gptq", "bits": 3}, "bits"),
         ({"quant_method": "gptq"}, "bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
@@ -248,3 +309,14 @@ def test_an_older_gptq_file_with_biases_of_zeros(tmp_path: Path) -> None:
     assert set(checkpoint.names()) == set(exact)
     for name, weights in exact.items():
         assert torch.equal(checkpoint.tensor(name), weights.float())
+
+
+def test_the_older_files_of_mlx_and_modelopt_are_named(tmp_path: Path) -> None:
+    write(tmp_path, "awq:4-32")
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization": {"group_size": 64, "bits": 4}}))
+    with pytest.raises(WeightsError, match="'MLX' are not supported"):
+        open_checkpoint(ModelFiles("m", tmp_path, ""))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(WeightsError, match="'modelopt' are not supported"):
+        open_checkpoint(ModelFiles("m", tmp_path, ""))
