@@ -27,7 +27,8 @@ text
 grammar
 params config cache
 sequence progress parallel
-model weights
+model
+weights
 fit
 runner user_config
 rank engine

@@ -206,15 +206,28 @@ def _unpermute(values: np.ndarray, heads: int) -> np.ndarray:
     return values.reshape(heads, rows // heads // 2, 2, *rest).swapaxes(1, 2).reshape(rows, *rest)
 
 
-def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str, Any]:
-    """The file's config.json."""
-    metadata = Values(str(path), header.metadata)
+def check_architecture(metadata: Values) -> str:
+    """The architecture of a file. Raises WeightsError where it is not supported."""
+    if metadata.text("general.type", "model") == "adapter":
+        raise WeightsError(
+            f"{metadata.where}: this is a LoRA adapter, which changes a model and is none itself: merge it into its "
+            "base model (`llama-export-lora`) and load the result"
+        )
     architecture = metadata.text("general.architecture", "(none named)")
     if architecture not in _ARCHITECTURES:
         known = ", ".join(map(repr, _ARCHITECTURES))
-        raise WeightsError(f"{path}: architecture {shown(architecture)} is not supported; supported: {known}")
-    if header.metadata.get(f"{architecture}.expert_count", 0):
-        raise WeightsError(f"{path}: mixture-of-experts models ({architecture}.expert_count) are not supported")
+        raise WeightsError(f"{metadata.where}: architecture {shown(architecture)} is not supported; supported: {known}")
+    if metadata.values.get(f"{architecture}.expert_count", 0):
+        raise WeightsError(
+            f"{metadata.where}: mixture-of-experts models ({architecture}.expert_count) are not supported"
+        )
+    return architecture
+
+
+def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str, Any]:
+    """The file's config.json."""
+    metadata = Values(str(path), header.metadata)
+    architecture = check_architecture(metadata)
 
     def count(key: str, default: int | None = None, least: int = 1) -> int:
         return metadata.integer(f"{architecture}.{key}", default, least=least)

@@ -10,6 +10,7 @@ Format: ggml's docs/gguf.md. Versions 2 and 3, little-endian.
 import math
 import mmap
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,12 @@ def read_header(path: Path) -> Header:
         raise WeightsError(f"{path}: the file is empty") from None
 
 
+def read_start(path: Path) -> dict[str, Any]:
+    """The metadata at the start of a file that is not whole yet, as far as they are there."""
+    with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Reader(path, data).start()
+
+
 class _Reader:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._size, self._at = path, data, len(data), 0
@@ -63,26 +70,22 @@ class _Reader:
     def _error(self, reason: str) -> WeightsError:
         return WeightsError(f"{self._path}: not a usable GGUF file: {reason}")
 
+    def start(self) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        with suppress(WeightsError):
+            _, pair_count = self._counts()
+            self._read_pairs(pair_count, metadata)
+        return metadata
+
     def header(self) -> Header:
-        if (magic := self._take(4)) != b"GGUF":
-            raise self._error(f"it begins with {clean_line(repr(magic))} and not with 'GGUF'")
-        version = self._number("I")
-        if version & 0xFFFF == 0:
-            raise self._error("it is big-endian, which is not supported")
-        if version not in (2, 3):
-            raise self._error(f"version {version} is not supported (2 and 3 are)")
-        tensor_count, pair_count = self._number("Q"), self._number("Q")
+        tensor_count, pair_count = self._counts()
         # A tensor takes at least 24 bytes of header, a pair at least 13.
         self._check_count(tensor_count, 24, "tensors")
         self._check_count(pair_count, 13, "metadata pairs")
         if tensor_count > _MAX_TENSORS:
             raise self._error(f"{tensor_count} tensors are more than {_MAX_TENSORS}")
         metadata: dict[str, Any] = {}
-        for _ in range(pair_count):
-            key = self._string(_MAX_NAME)
-            if key in metadata:
-                raise self._error(f"the key {clean_line(key)!r} occurs twice")
-            metadata[key] = self._value(self._number("I"), key)
+        self._read_pairs(pair_count, metadata)
         infos = [self._tensor_info() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1) or alignment > 1 << 20:
@@ -96,6 +99,24 @@ class _Reader:
                 raise self._error(f"tensor {clean_line(info.name)!r} lies at offset {info.offset}, outside the file")
             tensors[info.name] = replace(info, offset=start + info.offset)
         return Header(metadata, tensors)
+
+    def _counts(self) -> tuple[int, int]:
+        """The number of tensors and of metadata pairs."""
+        if (magic := self._take(4)) != b"GGUF":
+            raise self._error(f"it begins with {clean_line(repr(magic))} and not with 'GGUF'")
+        version = self._number("I")
+        if version & 0xFFFF == 0:
+            raise self._error("it is big-endian, which is not supported")
+        if version not in (2, 3):
+            raise self._error(f"version {version} is not supported (2 and 3 are)")
+        return self._number("Q"), self._number("Q")
+
+    def _read_pairs(self, count: int, metadata: dict[str, Any]) -> None:
+        for _ in range(count):
+            key = self._string(_MAX_NAME)
+            if key in metadata:
+                raise self._error(f"the key {clean_line(key)!r} occurs twice")
+            metadata[key] = self._value(self._number("I"), key)
 
     def _tensor_info(self) -> TensorInfo:
         name = self._string(_MAX_NAME)

@@ -5,6 +5,7 @@ partly downloaded file when it is interrupted. Files that lie in the hub's own c
 """
 
 import hashlib
+import io
 import logging
 import os
 import socket
@@ -17,13 +18,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from minillm.errors import DownloadError, nearest
-from minillm.progress import OnProgress, Progress
+from minillm.errors import DownloadError, WeightsError, nearest
+from minillm.progress import OnProgress, Progress, size
+from minillm.text.reading import Values
 from minillm.text.safe import clean_line, parse_json
+from minillm.weights.accepted import read_config
 from minillm.weights.files import FileRecord, check_space, sha256_of
+from minillm.weights.gguf_header import read_start
 from minillm.weights.manifest import HubSource
 
 _PROBE_SECONDS = 2.0
+_MAX_SMALL = 64 << 20  # bytes of a configuration or a tokenizer
 _INDEX = "model.safetensors.index.json"
 _SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -86,12 +91,8 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with _hub_errors(source):
         info = huggingface_hub.HfApi().model_info(source.hub, revision=source.revision, files_metadata=True, timeout=10)
-    commit = str(info.sha)
+        commit, files = str(info.sha), {str(each.rfilename): _listed(each) for each in info.siblings or []}
     _forget_other_commit(partial, commit)
-    files = {}
-    for each in info.siblings or []:
-        sha256 = each.lfs.sha256 if each.lfs else None
-        files[each.rfilename] = HubFile(each.rfilename, int(each.size or 0), sha256, each.blob_id)
     if source.file:
         if source.file not in files:
             raise DownloadError(f"{source.hub} has no file {source.file} at {source.revision}{_others(source, files)}")
@@ -103,7 +104,11 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
                     f"{source.hub} has no {name}: it is not a model that minillm can load{_others(source, files)}"
                 )
         small = [files[name] for name in _SMALL_FILES if name in files]
+        for file in small:
+            if file.size > _MAX_SMALL:
+                raise DownloadError(f"{source.hub}: {file.name} of {size(file.size)} is no file of a model")
         records = [_fetch(source, commit, file, partial, on_progress) for file in small]
+        _check_config(source, partial)
         weights = _weight_files(files, partial)
     missing = sum(files[name].size for name in weights) - sum(
         path.stat().st_size for path in partial.iterdir() if path.name.removesuffix(".part") in weights
@@ -111,6 +116,21 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
     check_space(missing, partial)
     records += [_fetch(source, commit, files[name], partial, on_progress) for name in weights]
     return records, commit
+
+
+def _listed(sibling: Any) -> HubFile:
+    """A file as the hub lists it. Raises ValueError where the hub gives no size that can be one."""
+    if type(sibling.size) is not int or not 0 <= sibling.size < 1 << 50:
+        raise ValueError(f"a size of {sibling.size}")
+    return HubFile(sibling.rfilename, sibling.size, sibling.lfs.sha256 if sibling.lfs else None, sibling.blob_id)
+
+
+def _check_config(source: HubSource, partial: Path) -> None:
+    """Raise WeightsError where a model's configuration says that it cannot be loaded."""
+    try:
+        read_config(partial)
+    except WeightsError as error:
+        raise WeightsError(f"{source.hub} cannot be loaded, so its weights are not fetched: {error}") from None
 
 
 def _others(source: HubSource, files: dict[str, HubFile]) -> str:
@@ -175,6 +195,37 @@ def _link_from_hub_cache(source: HubSource, commit: str, file: HubFile, part: Pa
     return True
 
 
+class _PartFile(io.BufferedWriter):
+    """A file to append to, which takes no more bytes than the hub has announced; of a model that is not supported, the
+    first ones only."""
+
+    def __init__(self, source: HubSource, file: HubFile, part: Path) -> None:
+        super().__init__(io.FileIO(part, "ab"))
+        self._source, self._file, self._part = source, file, part
+        self._is_checked = not file.name.endswith(".gguf")
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self._file.size:
+            raise DownloadError(
+                f"{self._file.name}: more came than the {self._file.size:,} bytes that the hub announced"
+            )
+        written = super().write(data)
+        if not self._is_checked:
+            self._is_checked = True
+            self.flush()
+            self._check_architecture()
+        return written
+
+    def _check_architecture(self) -> None:
+        """Raise WeightsError where the start of a ``.gguf`` file names an architecture that cannot be loaded."""
+        from minillm.weights.gguf_file import check_architecture  # not at the top: it imports torch
+
+        metadata = read_start(self._part)
+        if "general.architecture" in metadata:
+            where = f"{self._source.hub}, {self._file.name}"
+            check_architecture(Values(where, metadata))
+
+
 def _transfer(source: HubSource, commit: str, file: HubFile, part: Path, on_progress: OnProgress) -> None:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
@@ -194,7 +245,7 @@ def _transfer(source: HubSource, commit: str, file: HubFile, part: Path, on_prog
     url = hf_hub_url(source.hub, file.name, revision=commit)
     if part.exists() and part.stat().st_size > file.size:
         part.unlink()
-    with part.open("ab") as stream, _hub_errors(source):
+    with _PartFile(source, file, part) as stream, _hub_errors(source):
         done, headers = stream.tell(), build_hf_headers()
         try:
             http_get(url, stream, resume_size=done, headers=headers, expected_size=file.size, tqdm_class=Reporter)
@@ -224,7 +275,7 @@ def _hub_errors(source: HubSource) -> Iterator[None]:
     """Make one line of each error of the hub client."""
     try:
         yield
-    except DownloadError:
+    except (DownloadError, WeightsError):
         raise
     except Exception as error:
         raise DownloadError(_explained(error, source)) from None

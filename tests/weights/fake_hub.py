@@ -31,6 +31,10 @@ class FakeHub:
     dead_after_cuts: int | None = None  # how often before the server only fails
     cuts: int = 0
     wrong_sha256: bool = False
+    announced: dict[str, Any] = field(
+        default_factory=dict
+    )  # sizes of files that the API gives instead of the right ones
+    chunked: bool = False  # files come without a Content-Length
     commit: str = COMMIT
     token: str | None = None  # required as a bearer token
     info_of: Callable[[str], bool] = lambda path: True  # which paths of the API there are
@@ -55,7 +59,8 @@ class FakeHub:
     def info(self) -> dict[str, Any]:
         siblings = []
         for name, data in self.files.items():
-            entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": git_sha1(data)}
+            size = self.announced.get(name, len(data))
+            entry: dict[str, Any] = {"rfilename": name, "size": size, "blobId": git_sha1(data)}
             if name.endswith(".safetensors"):
                 digest = "0" * 64 if self.wrong_sha256 else hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 130}
@@ -98,7 +103,11 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 start = int(wanted.removeprefix("bytes=").split("-")[0])
             body = data[start:]
             self.send_response(206 if start else 200)
-            self.send_header("Content-Length", str(len(body)))
+            if hub.chunked:
+                self.send_header("Connection", "close")
+                self.close_connection = True
+            else:
+                self.send_header("Content-Length", str(len(body)))
             if start:
                 self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
             self.end_headers()

