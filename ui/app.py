@@ -50,12 +50,14 @@ class ChatApp(EngineApp):
         question: str = "",
         keeper: Keeper | None = None,
         engine_command: Sequence[str] = ENGINE_COMMAND,
+        server: str = "",
         driver_class: type[Driver] = TerminalDriver,
     ) -> None:
         """``store``: where conversations are saved; ``resumed``: the one to go on with; ``question``: is asked
-        first; ``keeper``: keeps changes for the next start; ``engine_command``: the program that plays the engine.
+        first; ``keeper``: keeps changes for the next start; ``engine_command``: the program that plays the engine;
+        ``server``: the address of the server behind that program, if any.
         """
-        super().__init__(settings, engine_command, driver_class, keeper)
+        super().__init__(settings, engine_command, driver_class, keeper, server)
         if settings.keymap:
             from minillm.ui.keymap import checked_keymap
 

@@ -24,6 +24,7 @@ _ACTIVITIES = {
     "no model": ("○", "$text-warning"),
     "loading": ("◌", "$text-success"),
     "ready": ("●", "$text-success"),
+    "others run": ("◉", "$text-success"),
     "reading": ("◐", "$text-success"),
     "generating": ("◉", "$text-success"),
     "stopping": ("◍", "$text-success"),
@@ -38,7 +39,7 @@ def _spread(left: Content, right: Content, width: int) -> Content:
 
 
 class TitleBar(Widget):
-    """Left: the model. Right: sampling, and whether there is a system prompt. Parts that do not fit are left out."""
+    """Left: the model, and its server. Right: sampling, and whether there is a system prompt, as far as they fit."""
 
     engine_state: reactive[EngineState] = reactive(EngineState())
     settings: reactive[Settings] = reactive(Settings(""))
@@ -51,6 +52,8 @@ class TitleBar(Widget):
         elif state.phase in _PHASES:
             left.append(_PHASES[state.phase])
         right = settings_summary(self.settings).split(" · ") + ["system prompt"] * bool(self.settings.system)
+        if state.server:
+            left.insert(1, f"at {clean_line(state.server, 60)}")
         while right and sum(len(word) + 3 for word in left + right) > width:
             right.pop()
         text = Content(" · ").join([Content.styled(left[0], "$text bold"), *map(Content, left[1:])])

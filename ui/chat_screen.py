@@ -36,7 +36,7 @@ def name_of_stranger(owner: str) -> str:
     if "/" in owner:
         return f"chat {owner.partition('/')[0][1:5]}"
     kind, dash, number = owner.partition("-")
-    known = {"chatcmpl": "client", "cmpl": "client", "prefix": "prefix"}
+    known = {"chatcmpl": "client", "cmpl": "client", "prefix": "prefix", "request": "request"}
     return f"{known[kind]} {number[:4]}" if dash and kind in known else "another"
 
 

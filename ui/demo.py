@@ -16,14 +16,18 @@ from textual.widgets import Static
 from minillm.service.messages import Abort, Forget, Generate, Pace
 from minillm.ui.app import ChatApp
 from minillm.ui.bars import hidden_keys
+from minillm.ui.chat.conversation import Answer
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.memory.pool import Pool
 from minillm.ui.numbers import plural
 from minillm.ui.settings import Settings, with_param
 
-# 16 x 64 = 1,024 tokens: enough for the tour's conversations, too few for all of them at once.
-DEMO_ENGINE = {"num_blocks": 64, "block_size": 16, "max_model_len": 512, "admission": "optimistic"}
+# 16 x 64 = 1,024 tokens: enough for the tour's conversations, too few for all of them at once. Draft tokens would put
+# the three answers of the last stop out of step: the first would end early and leave its blocks to the rest.
+DEMO_ENGINE = {
+    "num_blocks": 64, "block_size": 16, "max_model_len": 512, "admission": "optimistic", "speculate": "off",
+}  # fmt: skip
 DEMO_SAMPLING = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 48, "seed": 1}
 _STEPS_PER_SECOND = 10.0  # of the engine, at speed 1
 _READING = 6.0  # seconds for a line of explanation, at speed 1
@@ -37,67 +41,94 @@ class Narration(Static):
 
 @dataclass(frozen=True)
 class Stop:
-    """One stop of the tour: its explanation, its view, and its action."""
+    """One stop of the tour: its name, its explanation, its view, and its action, which returns whether it happened."""
 
+    name: str
     text: str
     view: str
-    act: Callable[[DemoApp], Awaitable[None]]
+    act: Callable[[DemoApp], Awaitable[bool]]
 
 
-async def _accept(tour: DemoApp) -> None:
+async def _fork(tour: DemoApp) -> bool:
+    return await tour.ask("And what is a fork?") and tour.answer.num_cached_tokens > 0
+
+
+async def _copies(tour: DemoApp) -> bool:
+    before = tour.pool.counts.num_copies
+    await tour.ask("Name an animal and say why you like it.", n=4)
+    return await tour.until(lambda: tour.pool.counts.num_copies > before)
+
+
+async def _accept(tour: DemoApp) -> bool:
+    owner = tour.answer.request_id
     tour.chat.action_command("accept", "2")
     await asyncio.sleep(1.0)
+    return await tour.until(lambda: len(tour.pool.tables_of(owner)) == 1)
 
 
-async def _beams(tour: DemoApp) -> None:
-    await tour.ask("Write one sentence about the sea.", beam_width=4)
+async def _beams(tour: DemoApp) -> bool:
+    answered = await tour.ask("Write one sentence about the sea.", beam_width=4)
     tour.chat.action_command("accept", "1")
+    return answered
 
 
-async def _prefix_hit(tour: DemoApp) -> None:
+async def _prefix_hit(tour: DemoApp) -> bool:
     before = tour.pool.counts.num_hit_tokens
     tour.chat.action_command("new")
     await tour.ask("What is a page table, in one sentence?")
-    await tour.until(lambda: tour.pool.counts.num_hit_tokens > before)
+    return await tour.until(lambda: tour.pool.counts.num_hit_tokens > before)
 
 
-async def _eviction(tour: DemoApp) -> None:
+async def _eviction(tour: DemoApp) -> bool:
     before = tour.pool.counts.num_evictions
     for number in range(12):
         name = tour.generate(f"Tell me a long story about the number {number * 37 + 11}. " * 4, 60)
-        await tour.until(lambda name=name: any(t.state == "idle" for t in tour.pool.tables_of(name)))  # type: ignore[misc]
+        await tour.until(lambda name=name: tour.has_ended(name))  # type: ignore[misc]
         tour.chat.talk.send(Forget(name))
         if tour.pool.counts.num_evictions > before:
-            return
+            return True
+    return False
 
 
-async def _preemption(tour: DemoApp) -> None:
+async def _preemption(tour: DemoApp) -> bool:
     before = tour.pool.counts
     names = [tour.generate(f"Write a poem about {what}. " * 3, 330) for what in ("rain", "iron", "bread")]
-    await tour.until(lambda: tour.pool.counts.num_preemptions > before.num_preemptions)
-    await tour.until(lambda: tour.pool.counts.num_swapped_in > before.num_swapped_in)
+
+    def came_back() -> bool:
+        return tour.pool.counts.num_swapped_in > before.num_swapped_in
+
+    await tour.until(lambda: came_back() or all(map(tour.has_ended, names)))
     for name in names:
         tour.chat.talk.send(Abort(name))
         tour.chat.talk.send(Forget(name))
     await tour.until(lambda: not any(table.owner in names for table in tour.pool.tables.values()))
+    return came_back() and tour.pool.counts.num_preemptions > before.num_preemptions
 
 
 STOPS = (
-    Stop("A question is computed. Its tokens fill blocks of 16 slots, taken from the pool as they are needed.", "pool",
+    Stop("blocks",
+         "A question is computed. Its tokens fill blocks of 16 slots, taken from the pool as they are needed.", "pool",
          lambda tour: tour.ask("What is a page table, in one sentence?")),
-    Stop("The next turn is a fork of the last one: it shares all full blocks, and writes only what is new.", "tables",
-         lambda tour: tour.ask("And what is a fork?")),
-    Stop("Four answers to one question: the prompt is computed once, and forked. The first write of each to the shared "
+    Stop("fork",
+         "The next turn is a fork of the last one: it shares all full blocks, and writes only what is new.", "tables",
+         _fork),
+    Stop("copy on write",
+         "Four answers to one question: the prompt is computed once, and forked. The first write of each to the shared "
          "last block copies it: copy on write.", "strands",
-         lambda tour: tour.ask("Name an animal and say why you like it.", n=4)),
-    Stop("One answer is accepted. The blocks that only the others held are free again.", "pool", _accept),
-    Stop("Beam search: at every step the best beams fork and the worst are freed. No key and no value moves.",
+         _copies),
+    Stop("free",
+         "One answer is accepted. The blocks that only the others held are free again.", "pool", _accept),
+    Stop("beam search",
+         "Beam search: at every step the best beams fork and the worst are freed. No key and no value moves.",
          "strands", _beams),
-    Stop("A new conversation begins like an old one: the prefix cache has its blocks, and nothing is computed twice.",
+    Stop("prefix hit",
+         "A new conversation begins like an old one: the prefix cache has its blocks, and nothing is computed twice.",
          "events", _prefix_hit),
-    Stop("The pool fills with other work. What nobody holds any more is evicted, the longest unused first.", "pool",
+    Stop("eviction",
+         "The pool fills with other work. What nobody holds any more is evicted, the longest unused first.", "pool",
          _eviction),
-    Stop("Three long answers need more blocks than there are. The latest waits: its blocks are swapped to the host, "
+    Stop("preemption",
+         "Three long answers need more blocks than there are. The latest waits: its blocks are swapped to the host, "
          "and come back when there is room.", "events", _preemption),
 )  # fmt: skip
 
@@ -118,6 +149,7 @@ class DemoApp(ChatApp):
         self.number = 0  # of the stop; 0 before the first one
         self.over = False
         self._go_on = asyncio.Event()
+        self.missed: list[str] = []  # stops that did not show what they tell
         self._others = 0
 
     async def on_mount(self) -> None:
@@ -136,15 +168,18 @@ class DemoApp(ChatApp):
                 self.chat.action_view(stop.view)
             self._tell(stop.text)
             await self._pause()
-            await stop.act(self)
+            if not await stop.act(self):
+                self.missed.append(stop.name)
+                self._tell(f"{stop.text} This did not happen this time.")
             await self._pause()
         counts = self.chat.pool.counts
         self.over = True
         self.chat.talk.send(Pace(0))
+        missed = f"Not shown this time: {', '.join(self.missed)}. " if self.missed else ""
         words = (
             f"The tour is over: {plural(counts.num_copies, 'block')} copied on write, "
             f"{plural(counts.num_hit_tokens, 'token')} found in the cache, {plural(counts.num_evictions, 'eviction')}, "
-            f"{plural(counts.num_preemptions, 'preemption')}. The chat is yours."
+            f"{plural(counts.num_preemptions, 'preemption')}. {missed}The chat is yours."
         )
         self.chat.query_one(Narration).update(Content(words))
         prompt = self.chat.talk.prompt
@@ -156,23 +191,36 @@ class DemoApp(ChatApp):
         assert self.chat.pool is not None
         return self.chat.pool
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait for something, but not for ever."""
-        end = time.monotonic() + _PATIENCE
-        while not condition() and time.monotonic() < end and self.engine_state.phase == "ready":
-            await asyncio.sleep(0.05)
+    @property
+    def answer(self) -> Answer:
+        """The answer of the last question."""
+        leaf = self.chat.talk.conversation.leaf
+        assert leaf is not None
+        return leaf.answer
 
-    async def ask(self, question: str, **params: Any) -> None:
+    def has_ended(self, name: str) -> bool:
+        """Whether a request of `generate` has its whole answer."""
+        return any(table.state == "idle" for table in self.pool.tables_of(name))
+
+    async def until(self, condition: Callable[[], object]) -> bool:
+        """Wait until something happens, for `_PATIENCE` at most. Returns whether it did."""
+        end = time.monotonic() + _PATIENCE
+        while not (happened := bool(condition())) and time.monotonic() < end and self.engine_state.phase == "ready":
+            await asyncio.sleep(0.05)
+        return happened
+
+    async def ask(self, question: str, **params: Any) -> bool:
+        """Ask a question in the chat. Returns whether it has been answered."""
         for name, value in {"n": 1, "beam_width": 1, **params}.items():
             self.settings = with_param(self.settings, name, str(value))
         self.chat.talk.prompt.post_message(PromptInput.Submitted(question))
-        await self.until(lambda: self.chat.talk.run is not None)
-        await self.until(lambda: self.chat.talk.run is None)
+        asked = await self.until(lambda: self.chat.talk.run is not None)
+        return await self.until(lambda: self.chat.talk.run is None) and asked
 
     def generate(self, question: str, max_tokens: int) -> str:
-        """Send a request beside the chat, of another user; returns its name."""
+        """Send a request of another user; returns its name."""
         self._others += 1
-        name = f"another-{self._others}"
+        name = f"request-{self._others}"
         params = {"temperature": 0.9, "max_tokens": max_tokens, "ignore_eos": True, "seed": self._others}
         self.chat.talk.send(Generate(name, name, [{"role": "user", "content": question}], params))
         return name

@@ -35,6 +35,7 @@ class EngineState:
     loading: Progress | None = None  # while phase is "loading"
     loaded: Loaded | None = None  # while phase is "ready"
     error: str = ""  # why phase is "failed" or "crashed"; not cleaned for a terminal
+    server: str = ""  # the address of the engine's server; empty for an engine on this machine
 
 
 @dataclass
@@ -71,13 +72,14 @@ class EngineApp(QuietApp):
         engine_command: Sequence[str],
         driver_class: type[Driver],
         keeper: Keeper | None = None,
+        server: str = "",
     ) -> None:
         super().__init__(driver_class=driver_class)
         self._keeper = keeper  # None: nothing is kept
         self.kept = Kept() if keeper is None else keeper.read()
         self.set_reactive(EngineApp.settings, settings)
         self._use_theme(find_theme(settings.theme))
-        self._engine_command = engine_command
+        self._engine_command, self._server = engine_command, server
         self._engine: EngineProcess | None = None
         self._files = tempfile.TemporaryDirectory(prefix="minillm-", ignore_cleanup_errors=True)
 
@@ -92,7 +94,10 @@ class EngineApp(QuietApp):
     def stop_engine(self) -> None:
         """End the engine, in the midst of loading or not."""
         self.workers.cancel_group(self, "engine")
-        self.engine_state = EngineState("off", self.settings.model)
+        self._show_state("off", self.settings.model)
+
+    def _show_state(self, phase: Phase, model: str, **facts: Any) -> None:
+        self.engine_state = EngineState(phase, model, server=self._server, **facts)
 
     def choose_model(self, model: str) -> None:
         self.settings = replace(self.settings, model=model)
@@ -102,11 +107,11 @@ class EngineApp(QuietApp):
     async def _run_engine(self, model: str) -> None:
         """Start a process, load ``model``, pass on its events, until it ends or another one takes its place."""
         log = Path(self._files.name) / "engine.log"
-        self.engine_state = EngineState("loading", model, loading=Progress("starting the engine", 0, None, ""))
+        self._show_state("loading", model, loading=Progress("starting the engine", 0, None, ""))
         try:
             engine = await EngineProcess.start(log, self._engine_command)
         except OSError as error:
-            self.engine_state = EngineState("crashed", model, error=f"the engine cannot be started: {error}")
+            self._show_state("crashed", model, error=f"the engine cannot be started: {error}")
             return
         self._engine = engine
         problem = ""
@@ -115,15 +120,16 @@ class EngineApp(QuietApp):
             async for event in engine.events():
                 match event:
                     case Loading(progress):
-                        self.engine_state = EngineState("loading", model, loading=progress)
+                        self._show_state("loading", model, loading=progress)
                     case Loaded():
-                        self.engine_state = EngineState("ready", event.model, loaded=event)
+                        self._show_state("ready", event.model, loaded=event)
                     case LoadFailed(reason):
-                        self.engine_state = EngineState("failed", model, error=reason)
+                        self._show_state("failed", model, error=reason)
                     case _:
                         self.pass_on(event)
         except ValueError as error:
-            problem = f"it said something unintelligible: {error}"
+            who = f"server at {self._server}" if self._server else "engine"
+            problem = f"the {who} said something unintelligible: {error}"
         finally:
             await asyncio.shield(engine.stop())  # until then it is there to be stopped by the app's own end
             if self._engine is engine:
@@ -131,8 +137,8 @@ class EngineApp(QuietApp):
         if self.engine_state.phase != "failed":
             code = engine.exit_code
             ending = f"was killed (signal {-code})" if code is not None and code < 0 else f"ended (exit code {code})"
-            words = problem or engine.last_words() or "it left no message"
-            self.engine_state = EngineState("crashed", model, error=f"the engine {ending}: {words}")
+            words = engine.last_words() or "it left no message"
+            self._show_state("crashed", model, error=problem or f"the engine {ending}: {words}")
 
     def on_engine_command(self, message: EngineCommand) -> None:
         if self._engine is not None:

@@ -65,8 +65,9 @@ def chat(arguments: argparse.Namespace) -> int:
             from minillm.ui.app import ChatApp, run
         settings = replace(settings, theme=settings.theme or answer.background)
         program = remote_engine(arguments.server) if arguments.server else ENGINE_COMMAND
+        server = program[-1] if arguments.server else ""
         question = arguments.question or ""
-        app = ChatApp(settings, store, resumed, question=question, keeper=keeper, engine_command=program)
+        app = ChatApp(settings, store, resumed, question=question, keeper=keeper, engine_command=program, server=server)
         return run(app, answer.typed)
     finally:
         gc.enable()

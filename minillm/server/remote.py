@@ -6,26 +6,29 @@ know where its engine is. They travel as ``/v1/session`` of a server. The key, i
 
 from __future__ import annotations
 
+import contextlib
 import http.client
-import json
 import os
 import queue
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 from urllib.parse import urlsplit
 
 from minillm.errors import MinillmError, UsageError
-from minillm.progress import Progress
+from minillm.progress import Progress, size
 from minillm.service import messages as chat
-from minillm.text.safe import clean_line
+from minillm.text.safe import clean_line, parse_json
 
 _CONNECT_SECONDS = 10.0
 _SILENT_SECONDS = 60.0  # a server says at least every 15 seconds that it is alive
+_LONGEST_LINE = 96 << 20  # bytes of one event; the app itself reads shorter ones
+_LONGEST_REPLY = 1 << 16  # bytes of a reply to a command
+_SESSION = re.compile(r"[A-Za-z0-9_-]{1,100}")  # a name that goes into a path
 
 
 class Busy(MinillmError):
@@ -81,64 +84,92 @@ class Address:
             return response
         reason, again = _reason(response), response.headers.get("retry-after", "1")
         if response.status == 429:
-            raise Busy(f"the server at {self} is busy: {reason}", min(60, int(again)) if again.isdecimal() else 1)
+            raise Busy(f"the server at {self} is busy: {reason}", _pause(again))
         if response.status == 400:
             raise UsageError(f"the server at {self} refuses: {reason}")
         raise MinillmError(f"the server at {self} refuses: {reason}")
 
 
+def _pause(retry_after: str) -> int:
+    """Seconds until a busy server is asked again, from 1 to 60."""
+    return max(1, min(60, int(retry_after[:9]))) if retry_after.isdecimal() else 1
+
+
 def _reason(response: http.client.HTTPResponse) -> str:
     try:
-        return clean_line(str(json.loads(response.read(1 << 16))["error"]["message"]), 300)
-    except (ValueError, KeyError, TypeError, OSError):
+        return clean_line(str(parse_json(response.read(_LONGEST_REPLY))["error"]["message"]), 300)
+    except (ValueError, KeyError, TypeError, http.client.HTTPException, OSError):
         return f"{response.status} {clean_line(response.reason)}"
 
 
-def main() -> int:
+def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c is the app's to interpret
-    out, lock = sys.stdout.buffer, threading.Lock()
-    load = sys.stdin.buffer.readline()
-    if not load:
-        return 0
-
-    def write(line: bytes) -> None:
-        with lock:
-            out.write(line)
-            out.flush()
-
-    def send(event: chat.Event) -> None:
-        write(chat.encode(event))
-
+    if not sys.stdin.buffer.readline():  # `Load`
+        return
+    app = App(sys.stdout.buffer)
     try:
         address = Address.parse(sys.argv[1])
-        send(chat.Loading(Progress(f"connecting to {address}", 0, None, "")))
+        app.send(chat.Loading(Progress(f"connecting to {address}", 0, None, "")))
         connection = address.connect(_CONNECT_SECONDS)
         events = address.ask(connection, "GET", "/v1/session")
         if connection.sock is not None:
             connection.sock.settimeout(_SILENT_SECONDS)
-        session = json.loads(events.readline())["session"]
-    except (MinillmError, ValueError, KeyError, OSError) as error:
-        text = str(error) if isinstance(error, MinillmError) else f"the server at {sys.argv[1]} is not minillm's"
-        send(chat.LoadFailed(text, 1))
-        return 1
-    commands = Commands(address, session, send)
+        session = _session(events.readline(_LONGEST_LINE))
+    except (MinillmError, ValueError, http.client.HTTPException, OSError) as error:
+        app.leave(str(error) if isinstance(error, MinillmError) else f"the server at {sys.argv[1]} is not minillm's")
+    commands = Commands(address, session, app)
     threading.Thread(target=commands.read, args=(sys.stdin.buffer,), daemon=True).start()
     threading.Thread(target=commands.run, daemon=True).start()
     try:
-        while line := events.readline():
+        while (line := events.readline(_LONGEST_LINE)).endswith(b"\n"):
             if line.strip():
-                write(line)
+                app.write(line)
+        if len(line) == _LONGEST_LINE:
+            app.leave(f"the server at {address} sent a line of more than {size(_LONGEST_LINE)}")
     except (OSError, http.client.HTTPException, ValueError):
         pass
-    sys.stderr.write(f"the server at {address} has gone\n")
-    return 1
+    app.leave(f"the server at {address} has ended")
+
+
+def _session(line: bytes) -> str:
+    """Return the name of the session that a server's first line opens.
+
+    Raises:
+        ValueError: the line opens none.
+    """
+    first = parse_json(line)
+    name = first.get("session") if isinstance(first, dict) else None
+    if not isinstance(name, str) or not _SESSION.fullmatch(name):
+        raise ValueError("no session")
+    return name
+
+
+class App:
+    """The app that started this process, and reads events from ``stream``. Any thread may write."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+
+    def write(self, line: bytes) -> None:
+        with self._lock:
+            self._stream.write(line)
+            self._stream.flush()
+
+    def send(self, event: chat.Event) -> None:
+        self.write(chat.encode(event))
+
+    def leave(self, reason: str) -> NoReturn:
+        """End this process and tell the app why. A usual exit would abort: a thread waits in stdin."""
+        with contextlib.suppress(OSError):
+            self.send(chat.LoadFailed(reason, 1))
+        os._exit(1)
 
 
 class Commands:
     """Brings the app's commands to the server. A question that finds no room there is asked again until it is taken."""
 
-    def __init__(self, address: Address, session: str, send: Callable[[chat.Event], None]) -> None:
-        self._address, self._path, self._send = address, f"/v1/session/{session}", send
+    def __init__(self, address: Address, session: str, app: App) -> None:
+        self._address, self._path, self._app = address, f"/v1/session/{session}", app
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._later: dict[str, tuple[float, chat.Generate, bytes]] = {}  # questions, by request, and when they are due
         self._connection = address.connect(_CONNECT_SECONDS)
@@ -162,15 +193,13 @@ class Commands:
             try:
                 self._carry_out(line)
             except MinillmError as error:
-                sys.stderr.write(f"{error}\n")
-                sys.stderr.flush()
-                os._exit(1)
+                self._app.leave(str(error))
 
     def _carry_out(self, line: bytes) -> None:
         command = chat.decode_command(line)
         match command:
             case chat.Abort(request_id) if self._later.pop(request_id, None) is not None:
-                self._send(chat.RequestFailed(request_id, "stopped while it waited for the server"))
+                self._app.send(chat.RequestFailed(request_id, "stopped while it waited for the server"))
                 return
             case chat.Drop(request_id):
                 self._later.pop(request_id, None)
@@ -186,20 +215,24 @@ class Commands:
                 self._later[question.request_id] = (time.monotonic() + busy.seconds, question, line)
         except UsageError as error:  # this command only; a question's app must not wait for an answer
             if question is not None:
-                self._send(chat.RequestFailed(question.request_id, str(error)))
+                self._app.send(chat.RequestFailed(question.request_id, str(error)))
 
     def _post(self, line: bytes) -> None:
         for attempt in (1, 2):  # the server may have closed a connection that lay idle
             try:
-                self._address.ask(self._connection, "POST", self._path, line).read()
+                reply = self._address.ask(self._connection, "POST", self._path, line)
+                reply.read(_LONGEST_REPLY)
+                if not reply.isclosed():  # there is more of it, which must not be taken for the next reply
+                    self._connection.close()
                 return
             except (Busy, UsageError):
                 raise
-            except MinillmError:
+            except (MinillmError, http.client.HTTPException, OSError) as error:
                 self._connection.close()
                 if attempt == 2:
-                    raise
+                    silent = MinillmError(f"the server at {self._address} does not reply")
+                    raise error if isinstance(error, MinillmError) else silent from error
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,6 +19,7 @@ from minillm.sequence import Sequence, SequenceGroup
 from minillm.server import messages
 from minillm.server.prepare import Prepared, token_of
 from minillm.service.cache_view import CacheView, Owner
+from minillm.service.messages import TableState
 
 _MOST_REMEMBERED = 2_000  # answers that can be forked, the latest
 _MOST_REMEMBERED_TOKENS = 1_000_000
@@ -346,7 +347,7 @@ class Room:
         """The owner of every sequence, by seq_id; only the words of ``reader`` are shown, where there is one."""
         found = self.others(reader)
 
-        def add(name: str, tenant: str, state: str, sequences: list[Sequence]) -> None:
+        def add(name: str, tenant: str, state: TableState, sequences: list[Sequence]) -> None:
             shows = reader in (None, tenant)
             found.update((each.seq_id, Owner(name, each.index, state, each, shows)) for each in sequences)
 

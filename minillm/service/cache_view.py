@@ -14,7 +14,7 @@ from minillm.cache.runs import common_length
 from minillm.cache.swap import SavedTable
 from minillm.engine.engine import Engine
 from minillm.sequence import Sequence
-from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableView
+from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableState, TableView
 
 _WORD_TOKENS, _WORDS = 16, 80  # of a block's tokens, and of their text in characters
 _MOST_LOGGED = 400  # events of one picture; a step of a large batch can make thousands
@@ -26,7 +26,7 @@ class Owner:
 
     request_id: str
     index: int
-    state: str  # see `TableView`
+    state: TableState
     sequence: Sequence
     shows_words: bool = True  # False: its tokens are not the viewer's to read
 
@@ -111,7 +111,8 @@ class CacheView:
         changes, now = [], {}
         for seq_id, table in tables.items():
             owner = self._owners.get(seq_id)
-            name, index, state = ("", 0, "running") if owner is None else (owner.request_id, owner.index, owner.state)
+            name, index = ("", 0) if owner is None else (owner.request_id, owner.index)
+            state: TableState = "running" if owner is None else owner.state
             state = "swapped" if seq_id in saved else state
             now[seq_id] = view = TableView(seq_id, name, index, state, table.num_tokens, list(table.blocks))
             sent = before.get(seq_id)

@@ -8,10 +8,11 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from minillm.service.messages import Command, Event, decode_event, encode
+from minillm.service.checks import EventReader
+from minillm.service.messages import Command, Event, encode
 
 # -P: a module of the current directory must not stand in for one of the standard library.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service")
@@ -24,6 +25,7 @@ class EngineProcess:
 
     _process: asyncio.subprocess.Process
     log: Path  # the process's stderr
+    _reader: EventReader = field(default_factory=EventReader)
 
     @classmethod
     async def start(cls, log: Path, command: Sequence[str] = ENGINE_COMMAND) -> EngineProcess:
@@ -45,14 +47,15 @@ class EngineProcess:
     def send(self, command: Command) -> None:
         """Queue a command; one for a process that has ended is dropped."""
         assert self._process.stdin is not None
+        self._reader.note(command)
         if not self._process.stdin.is_closing():
             self._process.stdin.write(encode(command))
 
     async def events(self) -> AsyncIterator[Event]:
-        """Every event until the process ends. Raises ValueError if it said something that is no event."""
+        """Every event until the process ends. Raises ValueError for a line that `EventReader` rejects."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
-            yield decode_event(line)
+            yield self._reader.read(line)
         await self._process.wait()
 
     @property

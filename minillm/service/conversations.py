@@ -185,8 +185,9 @@ class Conversations:
 
     def own(self) -> dict[int, Owner]:
         """The owners of this app's sequences, by seq_id."""
-        owners = {}
-        for state, answers in (("idle", self.kept), ("running", self.answers)):
+        owners: dict[int, Owner] = {}
+        by_state: dict[messages.TableState, dict[str, Answer]] = {"idle": self.kept, "running": self.answers}
+        for state, answers in by_state.items():
             for name, answer in answers.items():
                 sequences = answer.sequences if state == "idle" else answer.group.sequences
                 at = answer.places or (places(answer.group) if answer.searches else {})

@@ -1,21 +1,30 @@
 """The chat app and the engine's process speak in these messages: one JSON object a line.
 
-Commands go to the engine, events come from it. Nothing here knows a widget, and nothing a tensor.
+Commands go to the engine, events come from it. Nothing here knows a widget, and nothing a tensor. The types bound each
+number by itself; `EventReader` in `checks.py` compares an event with the events before it.
 """
 
 import json
 import re
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
-from minillm.outputs import StepReport
+from minillm.outputs import FinishReason, StepReport
 from minillm.progress import Progress
 
 SYSTEM_PROMPT, FILES = "system prompt", "files"
 """Owners of pinned tables, which no request owns: the system prompt, and beginnings of conversations with files."""
+
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # a larger number has no exact JSON form everywhere
+Size = Annotated[int, Meta(ge=1, le=1 << 53)]
+Index = Annotated[int, Meta(ge=0, le=1 << 20)]
+Amount = Annotated[float, Meta(ge=0, le=1e12)]
+SeqId = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]  # -1 where an event has no sequence
+TableState = Literal["running", "idle", "pinned", "swapped"]
 
 
 class _Message(msgspec.Struct, tag=True, tag_field="message", forbid_unknown_fields=True):
@@ -108,13 +117,13 @@ class Loaded(Event):
     source: str  # it was served by: a directory, the hub, a package
     device: str
     dtype: str
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    num_host_blocks: int
-    block_bytes: int
+    max_model_len: Size
+    block_size: Size
+    num_blocks: Size
+    num_host_blocks: Count
+    block_bytes: Count
     has_chat_template: bool
-    seconds: float
+    seconds: Amount
     has_thinking_switch: bool = False  # the template can be told not to have the model think
 
 
@@ -122,25 +131,25 @@ class LoadFailed(Event):
     """The model cannot be used; the process ends."""
 
     error: str
-    exit_code: int
+    exit_code: Index
 
 
 class Reading(Event):
     """A long prompt is being computed."""
 
     request_id: str
-    num_computed_tokens: int
-    num_prompt_tokens: int
-    seconds_left: float | None  # at the rate so far; None before there is one
+    num_computed_tokens: Count
+    num_prompt_tokens: Size
+    seconds_left: Amount | None  # at the rate so far; None before there is one
 
 
 class Started(Event):
     """A prompt has been computed."""
 
     request_id: str
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    time_to_first_token: float
+    num_prompt_tokens: Count
+    num_cached_tokens: Count
+    time_to_first_token: Amount
     in_reasoning: bool = False  # the template has opened the model's <think> section
 
 
@@ -157,9 +166,9 @@ class TextDelta(Event):
     """More of one completion's text, as the model wrote it: not cleaned for a terminal."""
 
     request_id: str
-    index: int
+    index: Index
     text: str
-    num_tokens: int
+    num_tokens: Count
     tokens: list[TokenChoice] = []  # where the request asked for log-probabilities
 
 
@@ -169,7 +178,7 @@ class BeamView(_Record):
     text: str
     score: float
     logprob: float
-    num_tokens: int
+    num_tokens: Count
     finished: bool
 
 
@@ -179,15 +188,15 @@ class BeamsChanged(Event):
 
 
 class Finished(Event):
-    """One completion has ended: ``finish_reason`` is "stop", "length" or "abort"."""
+    """One completion has ended."""
 
     request_id: str
-    index: int
-    finish_reason: str
-    num_output_tokens: int
-    tokens_per_second: float
-    num_context_tokens: int  # prompt and completion
-    num_guessed_tokens: int = 0  # of the completion, those that speculation had guessed
+    index: Index
+    finish_reason: FinishReason
+    num_output_tokens: Count
+    tokens_per_second: Amount
+    num_context_tokens: Count  # prompt and completion
+    num_guessed_tokens: Count = 0  # of the completion, those that speculation had guessed
 
 
 class RequestFailed(Event):
@@ -201,45 +210,45 @@ class ContextFull(Event):
     """A request was refused: the conversation has outgrown the context, the answer's first token included."""
 
     request_id: str
-    num_tokens: int
-    max_model_len: int
+    num_tokens: Count
+    max_model_len: Count
 
 
 class TableView(_Record):
     """One sequence's block table. In a `CacheChanged` its first ``keep`` blocks stay, and ``blocks`` follow them."""
 
-    seq_id: int
+    seq_id: SeqId
     owner: str  # the request that computes it or keeps it; empty where it is the engine's own
-    index: int  # of the completion within its request
-    state: str  # "running", "idle", "pinned" or "swapped": then the blocks are those of the host
-    num_tokens: int
-    blocks: list[int]
-    keep: int = 0
+    index: Index  # of the completion within its request
+    state: TableState  # "swapped": the blocks are those of the host
+    num_tokens: Count
+    blocks: list[Count]
+    keep: Count = 0
 
 
 class CacheCounts(_Record):
     """Counts of the pool's events since the start, and of the blocks on the host now."""
 
-    num_copies: int = 0
-    num_evictions: int = 0
-    num_hit_tokens: int = 0
-    num_looked_up_tokens: int = 0
-    num_preemptions: int = 0
-    num_swapped_out: int = 0  # blocks
-    num_swapped_in: int = 0
-    host_blocks_used: int = 0
+    num_copies: Count = 0
+    num_evictions: Count = 0
+    num_hit_tokens: Count = 0
+    num_looked_up_tokens: Count = 0
+    num_preemptions: Count = 0
+    num_swapped_out: Count = 0  # blocks
+    num_swapped_in: Count = 0
+    host_blocks_used: Count = 0
 
 
 class LogEntry(_Record):
     """One event of the cache, see `minillm.cache.CacheEvent`, with its time and its meaning in numbers."""
 
-    time: float  # seconds since the model was loaded
+    time: Amount  # seconds since the model was loaded
     kind: str
-    seq_id: int
+    seq_id: SeqId
     owner: str
-    blocks: list[int]
-    parent_id: int | None = None
-    detail: int = 0  # of a copy, how many others still hold the source; of a hit, the tokens that it saved
+    blocks: list[Count]
+    parent_id: SeqId | None = None
+    detail: Count = 0  # of a copy, how many others still hold the source; of a hit, the tokens that it saved
 
 
 class CacheChanged(Event):
@@ -249,23 +258,23 @@ class CacheChanged(Event):
     """
 
     tables: list[TableView] = []  # new ones, and those that are other than they were
-    gone: list[int] = []  # sequences without a table now
-    cached: list[int] = []  # blocks that are cached now
-    uncached: list[int] = []  # and those that were
+    gone: list[SeqId] = []  # sequences without a table now
+    cached: list[Count] = []  # blocks that are cached now
+    uncached: list[Count] = []  # and those that were
     counts: CacheCounts = msgspec.field(default_factory=CacheCounts)
     log: list[LogEntry] = []
-    num_unlogged: int = 0  # events that were too many to send
-    words: dict[int, str] = {}  # the first words of blocks that are held, where they are new; not cleaned
+    num_unlogged: Count = 0  # events that were too many to send
+    words: dict[Count, str] = {}  # the first words of blocks that are held, where they are new; not cleaned
 
 
 class MemoryUse(Event):
     """Who has the memory of the model's device, in bytes; ``cache`` is the pool, as far as it is there."""
 
-    total: int
-    free: int
-    weights: int
-    cache: int
-    rest: int  # of the engine's process: room for the steps
+    total: Count
+    free: Count
+    weights: Count
+    cache: Count
+    rest: Count  # of the engine's process: room for the steps
 
 
 class Stepped(Event):
@@ -275,11 +284,11 @@ class Stepped(Event):
 class BlockFacts(Event):
     """The facts of a block that the engine alone knows."""
 
-    block: int
+    block: Count
     tokens: list[str]  # not cleaned
-    node: int | None  # its number in the prefix cache, if it can be found there
+    node: Count | None  # its number in the prefix cache, if it can be found there
     before: str  # the number of the node before it, or the salt of a first block
-    age: float | None  # seconds since it was taken
+    age: Amount | None  # seconds since it was taken
 
 
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from minillm.engine.engine import Engine
-from minillm.outputs import CompletionOutput, Delta, RequestOutput, StepReport, TokenLogprobs
+from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestOutput, StepReport, TokenLogprobs
 from minillm.runner.pool_size import device_memory
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import messages
@@ -119,7 +119,7 @@ class Teller:
         left = (now - since) / (done - at) * (total - done) if done > at else None
         self.send(messages.Reading(answer.command.request_id, done, total, left))
 
-    def _send_end(self, answer: Answer, index: int, reason: str, num_tokens: int) -> None:
+    def _send_end(self, answer: Answer, index: int, reason: FinishReason, num_tokens: int) -> None:
         name, group = answer.command.request_id, answer.group
         self.send_text(name, index)
         elapsed = time.monotonic() - (group.metrics.first_token_time or time.monotonic())

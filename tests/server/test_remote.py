@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import subprocess
 import sys
@@ -134,6 +135,99 @@ def test_no_server_is_one_line(url: str) -> None:
         assert isinstance(failed, chat.LoadFailed)
         assert "no server answers at" in failed.error
         assert "\n" not in failed.error
+
+
+# --- servers that end, or are none of minillm's -----------------------------------------------------------------------
+
+FACTS = chat.encode(chat.Loaded("m", "s", "cpu", "float32", 512, 16, 64, 0, 1_000, True, 1.0))
+
+
+@contextmanager
+def stranger(*lines: bytes, replies: bytes = b"") -> Iterator[str]:
+    """A server that begins a session with these lines, and ends; ``replies`` are for commands."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            for line in lines:
+                self.wfile.write(line)
+                self.wfile.flush()
+            if replies:
+                time.sleep(1.0)
+
+        def do_POST(self) -> None:
+            self.wfile.write(replies)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("rest", [b"", b'{"message": "Noti'])
+def test_a_server_that_ends_is_one_line(rest: bytes) -> None:
+    """Also in the midst of an event, while the app could still write."""
+    with stranger(b'{"session":"s1"}\n', FACTS, rest) as url, bridge(url) as app:
+        failed = app.wait_for(chat.LoadFailed)[0]
+        assert isinstance(failed, chat.LoadFailed)
+        assert failed.error == f"the server at {url} has ended"
+        assert app.process.wait(30) == 1
+        assert app.process.stderr is not None
+        assert app.process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"[1]\n",
+        b"5\n",
+        b"{}\n",
+        b'{"session":{}}\n',
+        b'{"session":"../../x\\r\\nX: y"}\n',
+        b'{"session":""}\n',
+        b"[" * 100_000 + b"\n",
+        b"",
+    ],
+)
+def test_a_server_without_sessions_is_not_minillms(first: bytes) -> None:
+    with stranger(first) as url, bridge(url) as app:
+        failed = app.wait_for(chat.LoadFailed)[0]
+        assert isinstance(failed, chat.LoadFailed)
+        assert failed.error == f"the server at {url} is not minillm's"
+        assert app.process.wait(30) == 1
+
+
+def test_a_line_without_end_is_not_kept() -> None:
+    with stranger(b'{"session":"s1"}\n', FACTS, b"x" * (97 << 20)) as url, bridge(url) as app:
+        failed = app.wait_for(chat.LoadFailed)[0]
+        assert isinstance(failed, chat.LoadFailed)
+        assert failed.error == f"the server at {url} sent a line of more than 96 MiB"
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        b"HTTP/1.1 429 Busy\r\nretry-after: " + b"9" * 5_000 + b"\r\ncontent-length: 2\r\n\r\n{}",
+        b"HTTP/1.1 429 Busy\r\nretry-after: 0\r\ncontent-length: 200000\r\n\r\n" + b"[" * 200_000,
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5000000\r\n\r\n" + b"x" * 5_000_000,
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nno chunk",
+    ],
+)
+def test_strange_replies_do_not_stop_the_bridge(replies: bytes) -> None:
+    with stranger(b'{"session":"s1"}\n', FACTS, replies=replies) as url, bridge(url) as app:
+        app.wait_for(chat.Loaded)
+        for number in range(2):
+            app.send(question(number))
+        failed = app.wait_for(chat.LoadFailed)[0]
+        assert isinstance(failed, chat.LoadFailed)
+        assert failed.error.startswith(f"the server at {url} ")
+        assert app.process.wait(30) == 1
+        assert app.process.stderr is not None
+        assert app.process.stderr.read() == b""
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from minillm.service.messages import (
     Notice,
     RequestFailed,
     Started,
+    TableState,
     TableView,
     TextDelta,
     TokenChoice,
@@ -74,7 +75,7 @@ def send(event: Event) -> None:
         sys.stdout.buffer.flush()
 
 
-def picture(owner: str, state: str, num_tokens: int) -> None:
+def picture(owner: str, state: TableState, num_tokens: int) -> None:
     blocks = list(range(3, 3 + -(-num_tokens // 16)))
     send(
         CacheChanged(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from minillm.outputs import StepReport
-from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableView
+from minillm.service.messages import BlockFacts, CacheChanged, CacheCounts, LogEntry, TableState, TableView
 from minillm.ui.memory.pool import Pool
 
 SIZE = 16
@@ -19,7 +19,7 @@ def name(owner: str, index: int) -> str:
     return owner if owner in ("system prompt", "turn 1") or index < 0 else f"{owner} · {index + 1}"
 
 
-def table(seq_id: int, owner: str, index: int, state: str, num_tokens: int, blocks: list[int]) -> TableView:
+def table(seq_id: int, owner: str, index: int, state: TableState, num_tokens: int, blocks: list[int]) -> TableView:
     return TableView(seq_id, owner, index, state, num_tokens, blocks)
 
 

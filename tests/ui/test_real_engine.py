@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from driving import answered, ask, chat, notes, say, screen, seen, until
+from pty_session import session
 from textual.drivers.headless_driver import HeadlessDriver
 
 from minillm.service.client import ENGINE_COMMAND
@@ -93,6 +96,7 @@ async def test_the_tour_shows_all_that_it_promises(tiny_model: Path, tmp_path: P
         app._set_pace()
         await until(pilot, lambda: app.over, 120)
         assert app.number == len(STOPS)
+        assert app.missed == []
         assert "The tour is over" in str(app.chat.query_one(Narration).render())
         pool = app.chat.pool
         assert pool is not None
@@ -128,3 +132,28 @@ async def test_the_default_model_talks(tmp_path: Path) -> None:
         await until(pilot, lambda: chosen.answer.text != "")
         follow = await ask(pilot, "Why that one?", 120)
         assert follow.answer.num_cached_tokens > 0.5 * follow.answer.num_prompt_tokens
+
+
+@pytest.mark.weights
+def test_the_demo_shows_all_eight_steps() -> None:
+    """As a visitor runs it. On a CPU draft tokens once kept its last step from happening."""
+    command = (sys.executable, "-m", "minillm", "demo", "--speed", "10")
+    with session(command, size=(160, 50), environment={"COLORFGBG": "15;0"}) as running:
+        running.wait_for("The tour is over", 400)
+        shown = running.output.decode()
+        running.type("\x11")
+        assert running.end() == 0
+    for number in range(1, len(STOPS) + 1):
+        assert f"{number}/8" in shown
+    assert "Not shown this time" not in shown
+    assert "did not happen" not in shown
+
+
+async def test_the_demo_says_which_step_it_missed(tiny_model: Path, tmp_path: Path) -> None:
+    settings = demo_settings(Settings(str(tiny_model), engine={"device": "cpu"}))
+    settings = replace(settings, engine={**settings.engine, "num_blocks": 1_000})
+    app = DemoApp(settings, SessionStore(tmp_path), speed=100.0, driver_class=HeadlessDriver)
+    async with app.run_test(size=(150, 44)) as pilot:
+        await until(pilot, lambda: app.over, 120)
+        assert app.missed == ["eviction", "preemption"]
+        assert "Not shown this time: eviction, preemption." in str(app.chat.query_one(Narration).render())

@@ -24,6 +24,8 @@ def notes_of(engine: EngineState) -> list[tuple[str, str]]:
         return notes
     if engine.phase in _ADVICE:
         advice, kind = _ADVICE[engine.phase]
+        if engine.server and engine.error:
+            advice = " (/reload connects again; the conversation is kept)"
         return [(engine.error + advice, kind)]
     return []
 
@@ -34,7 +36,7 @@ def status_of(
     """What the status bar shows; ``run`` is the answer that is being given, ``sums_up`` whether a summary is."""
     answer = conversation.leaf.answer if conversation.leaf is not None else Answer("")
     return Status(
-        activity="summing up" if sums_up else _activity(engine, run, answer),
+        activity="summing up" if sums_up else _activity(engine, run, answer, pool),
         tokens_per_second=answer.tokens_per_second,
         time_to_first_token=answer.time_to_first_token,
         context_used=conversation.num_known_tokens,
@@ -44,9 +46,13 @@ def status_of(
     )
 
 
-def _activity(engine: EngineState, run: AnswerRun | None, answer: Answer) -> str:
+def _activity(engine: EngineState, run: AnswerRun | None, answer: Answer, pool: Pool | None) -> str:
     if engine.phase != "ready":
         return {"loading": "loading", "off": "no model"}.get(engine.phase, "failed")
-    if run is None or run.is_stopping:
-        return "ready" if run is None else "stopping"
+    if run is None:
+        tables = pool.tables.values() if pool is not None else ()
+        others_run = any(each.state == "running" and each.owner not in ("", answer.request_id) for each in tables)
+        return "others run" if others_run else "ready"
+    if run.is_stopping:
+        return "stopping"
     return "reading" if answer.time_to_first_token is None else "generating"
