@@ -67,6 +67,8 @@ PARAMS = "tests/test_params.py"
 LINE = "tests/parallel/test_tensor_parallel.py::"
 SHARED = "tests/parallel/test_data_parallel.py::"
 KERNELS = "tests/kernels/"
+ACCESS = "tests/server/test_access.py::"
+SLOW_CLIENTS = "tests/server/test_slow_clients.py::"
 LANES = "tests/kernels/test_lanes.py::"
 INVARIANT = "tests/kernels/test_invariant_"
 EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
@@ -1277,6 +1279,36 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "ui/chat/tour.py": [
         ("question-not-waited-for", "await until(is_asked)", "pass",
          "tests/ui/test_tour.py::test_the_tour_forks_copies_frees_and_gives_the_settings_back"),
+    ],
+    "minillm/server/access.py": [
+        ("tenant-by-address", "if not self.rules.keys:\n            return (", "if True:\n            return (",
+         ACCESS + "test_the_tenant_is_the_owner_of_the_key_however_the_scheme_is_spelled"),
+        ("scheme-in-one-case", 'if kind.lower() == "bearer"', 'if kind == "Bearer"',
+         ACCESS + "test_the_tenant_is_the_owner_of_the_key_however_the_scheme_is_spelled"),
+        ("metrics-without-a-key", '_OPEN = ("/health", "/version")', '_OPEN = ("/health", "/version", "/metrics")',
+         ACCESS + "test_each_route_but_two_needs_a_key"),
+        ("second-host-header", "if names.count(name.encode()) > 1:", "if False:",
+         ACCESS + "test_nobody_else_gets_in"),
+        ("body-memory-of-all", "self._used[tenant] + waiting[0][0]", "self._used.total() + waiting[0][0]",
+         ACCESS + "test_large_bodies_of_a_tenant_share_its_memory_in_their_order"),
+        ("body-memory-unbounded", "self._used[tenant] + waiting[0][0] <= self._most", "True",
+         ACCESS + "test_large_bodies_of_a_tenant_share_its_memory_in_their_order"),
+    ],
+    "minillm/server/http_protocol.py": [
+        ("head-without-end", "if self._num_framing > HEADER_BYTES:\n", "if False:\n",
+         SLOW_CLIENTS + "test_a_head_without_end_is_bounded"),
+        ("large-head-at-once", "for name, value in self.headers) > HEADER_BYTES", "for name, value in ()) > 0",
+         SLOW_CLIENTS + "test_a_large_head_that_comes_at_once_is_bounded"),
+        ("trailers-kept", "if not self._in_body:  # trailers", "if True:  # trailers",
+         SLOW_CLIENTS + "test_trailers_are_dropped_and_bounded"),
+        ("rejected-body-read-for-ever", "self.cycle.keep_alive, False\n", "self.cycle.keep_alive, True\n",
+         SLOW_CLIENTS + "test_a_rejected_body_is_dropped_for_so_long"),
+        ("client-that-takes-nothing-kept", "            self._raw.abort()\n        else:\n            self._sending",
+         "            pass\n        else:\n            self._sending",
+         SLOW_CLIENTS + "test_a_client_must_take_what_was_sent"),
+        ("client-that-is-gone-kept", "            self._raw.abort()\n        else:\n            self.loop",
+         "            pass\n        else:\n            self.loop",
+         SLOW_CLIENTS + "test_a_client_that_is_gone_is_noticed_by_its_reset"),
     ],
     "minillm/progress.py": [
         ("gib-for-all", 'for unit in ("B", "KiB", "MiB"):', 'for unit in ("B", "KiB"):',

@@ -1,9 +1,10 @@
 """Who may come in: an ASGI layer before all routes. Closed by default.
 
 - Host must be a name of this server, so that no web page reaches it through a name of its own (DNS rebinding).
-- With keys, every route but /health and /version needs one; they are compared in constant time.
+- With keys, every route but /health and /version needs one; they are compared in constant time. The tenant is the
+  owner of the key that was verified; without keys it is the client's address.
 - No other origin is allowed to read answers, unless it is named.
-- Bodies are bounded in size and in time.
+- Bodies are bounded in size and in time, and large ones that arrive at once in their sum for each tenant.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +26,9 @@ from minillm.server.metrics import Metrics
 
 _OPEN = ("/health", "/version")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
+_SINGLE = ("host", "authorization", "content-type", "origin", "content-length", "transfer-encoding")
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
+_MOST_OF_BODIES = 16 << 20  # bytes of one tenant's large bodies that arrive at once
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,43 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+class BodyMemory:
+    """Memory for bodies that arrive in several pieces: each tenant has ``most`` bytes, and more of its bodies wait."""
+
+    def __init__(self, most: int = _MOST_OF_BODIES) -> None:
+        self._most = most
+        self._used: Counter[str] = Counter()  # bytes by tenant
+        self._waiting: dict[str, deque[tuple[int, asyncio.Future[None]]]] = {}  # by tenant, the oldest first
+
+    @asynccontextmanager
+    async def take(self, tenant: str, size: int) -> AsyncIterator[None]:
+        """Wait for ``size`` bytes and free them afterwards."""
+        size = min(size, self._most)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append((size, turn))
+        self._admit(tenant)
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._used[tenant] -= size
+            self._admit(tenant)
+
+    def _admit(self, tenant: str) -> None:
+        """Let the oldest bodies in that fit."""
+        waiting = self._waiting.get(tenant, deque())
+        while waiting and (waiting[0][1].done() or self._used[tenant] + waiting[0][0] <= self._most):
+            size, turn = waiting.popleft()
+            if not turn.done():
+                self._used[tenant] += size
+                turn.set_result(None)
+        if not waiting:
+            self._waiting.pop(tenant, None)
+        if not self._used[tenant]:
+            del self._used[tenant]
+
+
 @dataclass(frozen=True)
 class Access:
     """Lets requests in that keep to the rules; ``scope["state"]`` gets their ``tenant`` and their whole ``body``."""
@@ -60,6 +104,7 @@ class Access:
     app: ASGIApp
     rules: AccessRules
     metrics: Metrics
+    memory: BodyMemory = field(default_factory=BodyMemory)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -69,7 +114,8 @@ class Access:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         counted = self._counted(scope, headers.get("origin", ""), send)
-        refusal = self._refusal(scope, headers)
+        tenant = self._tenant(scope, headers)
+        refusal = self._refusal(scope, headers, tenant)
         if refusal is not None:
             status, message = refusal
             more = [(b"www-authenticate", b"Bearer")] if status == 401 else []
@@ -79,10 +125,9 @@ class Access:
             await self._preflight(counted, headers.get("access-control-request-headers", ""))
             return
         state = scope.setdefault("state", {})
-        given = headers.get("authorization", "").removeprefix("Bearer ").strip()
-        state["tenant"] = self.rules.tenant_of(given) or (scope.get("client") or ("",))[0]
+        state["tenant"] = tenant or ""
         if scope["method"] in ("POST", "PUT", "PATCH"):
-            read = await self._read(headers, receive)
+            read = await self._read(headers, receive, state["tenant"])
             if isinstance(read, tuple):
                 status, message = read
                 await send_json(counted, status, error_json(status, message), [(b"connection", b"close")])
@@ -90,42 +135,61 @@ class Access:
             state["body"] = read
         await self.app(scope, receive, counted)
 
-    def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> tuple[int, str] | None:
-        rules, host = self.rules, headers.get("host", "")
-        if rules.hosts and _hostname(host) not in rules.hosts:
-            return 403, "this server does not go by that name: Host must be one of its own (see --allowed-host)"
-        if scope["path"] in _OPEN or not rules.keys or scope["method"] == "OPTIONS":
-            return None
+    def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> str | None:
+        """Return the owner of the key, None without a known one; the client's address if there are no keys."""
+        if not self.rules.keys:
+            return (scope.get("client") or ("",))[0]
         kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or rules.tenant_of(given.strip()) is None:
-            return 401, "this server wants an API key: Authorization: Bearer KEY"
-        return None
+        return self.rules.tenant_of(given.strip()) if kind.lower() == "bearer" else None  # RFC 7235: any case
 
-    async def _read(self, headers: Mapping[str, str], receive: Receive) -> bytes | tuple[int, str]:
-        """The body, or status and message of a refusal."""
-        limit = self.rules.max_body
-        too_large = (413, f"the body is larger than {limit} bytes")
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and len(length) < 20 and int(length) > limit:
-            return too_large
+    def _refusal(self, scope: Scope, headers: Mapping[str, str], tenant: str | None) -> tuple[int, str] | None:
+        rules = self.rules
+        names = [name for name, _ in scope["headers"]]
+        for name in _SINGLE:
+            if names.count(name.encode()) > 1:
+                return 400, f"more than one {name} header; send one"
+        if rules.hosts and _hostname(headers.get("host", "")) not in rules.hosts:
+            return 403, "this server does not go by that name: Host must be one of its own (see --allowed-host)"
+        if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
+            return 501, "transfer-encoding must be chunked; send the body as it is"
+        if scope["path"] in _OPEN or scope["method"] == "OPTIONS" or tenant is not None:
+            return None
+        return 401, "this server wants an API key: Authorization: Bearer KEY"
+
+    async def _read(self, headers: Mapping[str, str], receive: Receive, tenant: str) -> bytes | tuple[int, str]:
+        """Return the body, or status and message of a rejection."""
+        limit, length = self.rules.max_body, headers.get("content-length", "")
+        size = int(length) if length.isdecimal() and len(length) < 20 else limit
+        if size > limit:
+            return 413, f"the body is larger than {limit} bytes"
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page could send other kinds without asking first
             return 415, "content-type must be application/json"
-        parts, size = [], 0
         try:
             async with asyncio.timeout(self.rules.body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return 400, "the client has gone"
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > limit:
-                        return too_large
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
+                first = await receive()
+                if first["type"] == "http.request" and not first.get("more_body", False):
+                    return self._joined([first.get("body", b"")])
+                async with self.memory.take(tenant, size):
+                    return await self._read_rest(first, receive)
         except TimeoutError:
             return 408, f"the body has not come within {self.rules.body_seconds:g} s"
+
+    async def _read_rest(self, message: Message, receive: Receive) -> bytes | tuple[int, str]:
+        parts, size = [], 0
+        while message["type"] != "http.disconnect":
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self.rules.max_body or not message.get("more_body", False):
+                return self._joined(parts)
+            message = await receive()
+        return 400, "the client has gone"
+
+    def _joined(self, parts: Sequence[bytes]) -> bytes | tuple[int, str]:
+        body = b"".join(parts)
+        return (
+            body if len(body) <= self.rules.max_body else (413, f"the body is larger than {self.rules.max_body} bytes")
+        )
 
     def _counted(self, scope: Scope, origin: str, send: Send) -> Send:
         """``send``, which counts the response and names the origin that may read it."""
@@ -158,7 +222,6 @@ class Access:
 
 
 def _hostname(host: str) -> str:
-    """The name in a Host header, without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower().rstrip(".")
+    """Return the name in a Host header without its port; empty for anything else."""
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2]).lower().rstrip(".") if found else ""

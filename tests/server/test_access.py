@@ -2,21 +2,172 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 from running_server import ROOT, Server, served
 
+from minillm.server.access import Access, AccessRules, BodyMemory
+from minillm.server.app import make_app
+from minillm.server.metrics import Metrics
+from minillm.server.seats import Seats
+
 JSON = {"content-type": "application/json"}
 SMALL = b'{"prompt": "a", "max_tokens": 1}'
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[::2]"])
+async def enter(
+    rules: AccessRules, *headers: tuple[str, str], method: str = "GET", pieces: tuple[bytes, ...] = ()
+) -> tuple[int, str]:
+    """Send a request through the access layer; return the status and the tenant that the application is told."""
+    told: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        told.append(scope["state"]["tenant"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    left = list(pieces)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": left.pop(0) if left else b"", "more_body": bool(left)}
+
+    async def send(message: Any) -> None:
+        told.append(message.get("status"))
+
+    scope = {"type": "http", "method": method, "path": "/v1/x", "client": ("10.0.0.1", 1)}
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in (("host", "localhost"), *headers)]
+    await Access(app, rules, Metrics(Seats(1, 1), list))({**scope, "headers": raw}, receive, send)
+    tenants = [each for each in told if isinstance(each, str)]
+    return next(each for each in told if isinstance(each, int)), tenants[0] if tenants else ""
+
+
+KEYS = AccessRules({"key-of-anna": "anna", "key-of-ben": "ben"})
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "BEARER ", "bEaReR   ", "Bearer \t "])
+@pytest.mark.parametrize("end", ["", "  "])
+async def test_the_tenant_is_the_owner_of_the_key_however_the_scheme_is_spelled(scheme: str, end: str) -> None:
+    for name in ("anna", "ben"):
+        assert await enter(KEYS, ("authorization", f"{scheme}key-of-{name}{end}")) == (200, name)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (401, [("authorization", "key-of-anna")]),
+        (401, [("authorization", "Basic key-of-anna")]),
+        (401, [("authorization", "Bearer key-of-anna key-of-ben")]),
+        (401, [("authorization", "Bearer key-of-carl")]),
+        (401, [("authorization", "Bearer anna")]),
+        (401, [("x-api-key", "key-of-anna")]),
+        (401, []),
+        (400, [("authorization", "Bearer key-of-anna"), ("authorization", "Bearer key-of-ben")]),
+        (400, [("authorization", "Bearer key-of-carl"), ("authorization", "Bearer key-of-ben")]),
+        (400, [("authorization", "Bearer key-of-anna"), ("host", "localhost")]),
+        (403, [("authorization", "Bearer key-of-anna"), ("host", "")]),
+    ],
+)
+async def test_nobody_else_gets_in(status: int, headers: list[tuple[str, str]]) -> None:
+    if ("host", "") in headers:
+        headers = headers[:1]
+        assert await enter(AccessRules(KEYS.keys, ("example.org",)), *headers) == (status, "")
+        return
+    assert await enter(KEYS, *headers) == (status, "")
+
+
+@pytest.mark.anyio
+async def test_each_route_but_two_needs_a_key() -> None:
+    service: Any = SimpleNamespace(metrics=Metrics(Seats(1, 1), list))
+    app: Any = make_app(service, KEYS)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        for route in app.app.routes:
+            for method in (*route.methods, "TRACE"):
+                answer = await client.request(method, route.path.replace("{name:path}", "x").replace("{name}", "x"))
+                is_open = route.path in ("/health", "/version")
+                assert (answer.status_code == 401) != is_open, f"{method} {route.path}"
+                assert "minillm_" not in answer.text
+
+
+@pytest.mark.anyio
+async def test_without_keys_the_tenant_is_the_address_whatever_the_client_says() -> None:
+    for given in ("Bearer anna", "bearer key-of-anna", ""):
+        assert await enter(AccessRules(), ("authorization", given)) == (200, "10.0.0.1")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "identity", "chunked, chunked", "xchunked"])
+async def test_bodies_come_uncompressed(coding: str) -> None:
+    status, _ = await enter(AccessRules(), ("transfer-encoding", coding), method="POST", pieces=(b"{}",))
+    assert status == 501
+    status, _ = await enter(AccessRules(), ("transfer-encoding", "Chunked"), method="POST", pieces=(b"{", b"}"))
+    assert status == 200
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("pieces", [(b"x" * 1001,), (b"x" * 1000, b"x")])
+async def test_a_body_without_a_length_is_bounded(pieces: tuple[bytes, ...]) -> None:
+    assert await enter(AccessRules(max_body=1000), method="POST", pieces=pieces) == (413, "")
+    assert (await enter(AccessRules(max_body=1001), method="POST", pieces=pieces))[0] == 200
+
+
+@pytest.mark.anyio
+async def test_large_bodies_of_a_tenant_share_its_memory_in_their_order() -> None:
+    memory, log = BodyMemory(10), []
+    ends = {name: asyncio.Event() for name in "abcdx"}
+
+    async def read(tenant: str, name: str, size: int) -> None:
+        async with memory.take(tenant, size):
+            log.append(name)
+            await ends[name].wait()
+
+    async def settle() -> list[str]:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return log
+
+    tasks = {
+        name: asyncio.create_task(read("anna", name, size)) for name, size in zip("abcd", (6, 4, 9, 1), strict=True)
+    }
+    assert await settle() == ["a", "b"], "d would fit no sooner: it has come later than c"
+    tasks["x"] = asyncio.create_task(read("ben", "x", 99))
+    assert await settle() == ["a", "b", "x"], "one tenant's bodies are in nobody else's way, and none is too large"
+    tasks["c"].cancel()
+    ends["b"].set()
+    assert await settle() == ["a", "b", "x", "d"]
+    for end in ends.values():
+        end.set()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert memory._used == Counter()
+    assert memory._waiting == {}
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "",
+        "[::2]",
+        "localhost:80@evil.example",
+        "localhost:x",
+        "localhost, evil.example",
+        "user@localhost",
+        "localhost/evil.example",
+    ],
+)
 def test_names_that_are_not_the_servers_are_refused(server: Server, host: str) -> None:
     """A page of another site that has its name point here must not get in (DNS rebinding)."""
     answer = httpx.post(f"{server.url}/v1/completions", content=SMALL, headers={**JSON, "host": host})

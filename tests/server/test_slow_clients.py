@@ -15,7 +15,15 @@ from minillm.server.answers import Frame
 from minillm.server.engine_process import Answer
 from minillm.server.forms import TextForm
 from minillm.server.generating import Asked, Generating
-from minillm.server.http_protocol import HEADER_SECONDS, BoundedProtocol, JoiningTransport
+from minillm.server.http_protocol import (
+    HEADER_BYTES,
+    HEADER_SECONDS,
+    LINGER_BYTES,
+    LINGER_SECONDS,
+    SEND_SECONDS,
+    BoundedProtocol,
+    JoiningTransport,
+)
 from minillm.server.messages import Complete, Ended, Text
 from minillm.server.metrics import Metrics
 from minillm.server.seats import Seats
@@ -172,16 +180,48 @@ async def test_a_head_is_sent_with_what_follows_it_or_soon() -> None:
 class Connection(Written):
     """A transport of a connection, as uvicorn wants it."""
 
-    def get_extra_info(self, name: str) -> None:
-        return None
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_unsent = 0  # bytes that the client has not taken
+        self.reset = 0  # the socket's error
+        self.is_aborted = self.has_ended = False
+
+    def get_extra_info(self, name: str) -> Any:
+        found = SimpleNamespace(getsockopt=lambda *_: self.reset, getsockname=str, getpeername=str)
+        return found if name == "socket" else None
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unsent
 
     def is_closing(self) -> bool:
         return self.is_closed
+
+    def abort(self) -> None:
+        self.is_aborted = self.is_closed = True
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.has_ended = True
 
     def pause_reading(self) -> None:
         pass
 
     resume_reading = pause_reading
+
+    @property
+    def sent(self) -> bytes:
+        return b"".join(self.pieces)
+
+
+def connected(app: Any) -> tuple[BoundedProtocol, Connection]:
+    """Connect a client to ``app``."""
+    config = uvicorn.Config(app, interface="asgi3", timeout_keep_alive=1000, log_config=None)
+    config.load()
+    protocol, connection = BoundedProtocol(config, ServerState(), {}), Connection()
+    protocol.connection_made(connection)
+    return protocol, connection
 
 
 async def test_a_head_has_so_long_to_come_and_the_time_between_requests_does_not_count() -> None:
@@ -190,10 +230,7 @@ async def test_a_head_has_so_long_to_come_and_the_time_between_requests_does_not
             pass
         await generating.send_json(send, 200, {})
 
-    config = uvicorn.Config(app, interface="asgi3", timeout_keep_alive=1000, log_config=None)
-    config.load()
-    protocol, connection = BoundedProtocol(config, ServerState(), {}), Connection()
-    protocol.connection_made(connection)
+    protocol, connection = connected(app)
     for number in (1, 2):
         protocol.data_received(b"POST / HTTP/1.1\r\nhost: x\r\n")
         await asyncio.sleep(HEADER_SECONDS - 1)
@@ -209,3 +246,193 @@ async def test_a_head_has_so_long_to_come_and_the_time_between_requests_does_not
     assert not connection.is_closed
     await asyncio.sleep(2)
     assert connection.is_closed, "each piece has come soon, and the whole has not"
+
+
+async def never(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("no request has come")
+
+
+async def read_all(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive()).get("more_body"):
+        pass
+    await generating.send_json(send, 200, {"headers": len(scope["headers"])})
+
+
+async def reject(scope: Any, receive: Any, send: Any) -> None:
+    await generating.send_json(send, 401, {})
+
+
+POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
+LONG_BODY = POST + b"content-length: 1000000\r\n\r\n"
+
+
+async def test_a_head_without_end_is_bounded() -> None:
+    protocol, connection = connected(never)
+    protocol.data_received(POST)
+    for _ in range(HEADER_BYTES // 4096 - 1):
+        protocol.data_received(b"x: " + b"y" * 4096 + b"\r\n")
+        assert not connection.is_closed
+    for _ in range(2):
+        protocol.data_received(b"x: " + b"y" * 4096 + b"\r\n")
+    assert connection.is_closed
+
+
+async def test_a_large_head_that_comes_at_once_is_bounded() -> None:
+    protocol, connection = connected(never)
+    protocol.data_received(POST + b"x: " + b"y" * (HEADER_BYTES + 1) + b"\r\n\r\n")
+    await asyncio.sleep(0.1)
+    assert connection.is_closed
+    assert b"400 Bad Request" in connection.sent
+    assert b"headers larger than" in connection.sent
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [b"x: " + b"y" * 4096 + b"\r\n", b"y" * 4096, b"a: b\r\n" * 700],
+    ids=["trailers", "one trailer", "short trailers"],
+)
+async def test_trailers_are_dropped_and_bounded(piece: bytes) -> None:
+    protocol, connection = connected(read_all)
+    protocol.data_received(POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: ")
+    for _ in range(HEADER_BYTES // len(piece) + 1):
+        assert not connection.is_closed
+        protocol.data_received(piece)
+    assert connection.has_ended or connection.is_closed
+    assert len(protocol.headers) == 2, "no trailer is kept"
+
+
+async def test_the_extension_of_a_chunk_is_bounded() -> None:
+    protocol, connection = connected(read_all)
+    protocol.data_received(POST + b"transfer-encoding: chunked\r\n\r\n2;")
+    for _ in range(HEADER_BYTES // 4096 + 1):
+        protocol.data_received(b"y" * 4096)
+    assert connection.has_ended or connection.is_closed
+
+
+async def test_trailers_and_many_small_chunks_are_no_error() -> None:
+    protocol, connection = connected(read_all)
+    protocol.data_received(POST + b"transfer-encoding: chunked\r\n\r\n")
+    for _ in range(HEADER_BYTES // 2):
+        protocol.data_received(b"1\r\n{\r\n")
+    protocol.data_received(b"0\r\nx: y\r\n\r\n")
+    await asyncio.sleep(0.1)
+    assert b"200 OK" in connection.sent
+    assert b'{"headers":2}' in connection.sent
+    assert b"connection: close" not in connection.sent
+    assert not connection.is_closed
+
+
+@pytest.mark.parametrize("piece", [b"x", b"x" * 65536], ids=["by the byte", "fast"])
+async def test_a_rejected_body_is_dropped_for_so_long(piece: bytes) -> None:
+    protocol, connection = connected(reject)
+    protocol.data_received(LONG_BODY)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0.1)
+    assert b"401 Unauthorized" in connection.sent
+    assert b"connection: close" in connection.sent
+    assert connection.has_ended
+    assert not connection.is_closed, "the client may still send, and then read why"
+    for _ in range(LINGER_BYTES // 65536 + 1):
+        protocol.data_received(piece)
+    if len(piece) == 1:
+        assert not connection.is_closed
+        await asyncio.sleep(LINGER_SECONDS)
+    assert connection.is_closed
+
+
+async def test_a_rejected_request_whose_body_came_keeps_its_connection() -> None:
+    protocol, connection = connected(reject)
+    for _ in range(2):
+        protocol.data_received(POST + b"content-length: 2\r\n\r\n{}")
+        await asyncio.sleep(0.1)
+    assert connection.sent.count(b"401 Unauthorized") == 2
+    assert not connection.is_closed
+
+
+async def test_bytes_that_are_no_chunk_end_the_request() -> None:
+    protocol, connection = connected(read_all)
+    protocol.data_received(POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n")
+    await asyncio.sleep(0)
+    protocol.data_received(b"zz\r\n")
+    await asyncio.sleep(LINGER_SECONDS + 1)
+    assert connection.sent.count(b"HTTP/1.1") == 1
+    assert b"400 Bad Request" in connection.sent
+    assert connection.is_closed
+
+
+@pytest.mark.parametrize(("taken", "ends"), [(0, True), (100, True), (100_000, False)])
+async def test_a_client_must_take_what_was_sent(taken: int, ends: bool) -> None:
+    protocol, connection = connected(read_all)
+    protocol.data_received(POST + b"content-length: 2\r\n\r\n{}")
+    await asyncio.sleep(1)
+    connection.num_unsent = 1_000_000
+    protocol.pause_writing()
+    await asyncio.sleep(SEND_SECONDS / 2)
+    for _ in range(5):
+        connection.num_unsent -= taken
+        await asyncio.sleep(SEND_SECONDS)
+    assert connection.is_aborted == ends
+
+
+async def test_a_closed_connection_whose_client_takes_nothing_is_aborted() -> None:
+    protocol, connection = connected(read_all)
+    connection.num_unsent = 1000
+    protocol.data_received(POST + b"connection: close\r\ncontent-length: 2\r\n\r\n{}")
+    await asyncio.sleep(1)
+    assert connection.is_closed
+    assert not connection.is_aborted
+    await asyncio.sleep(SEND_SECONDS)
+    assert connection.is_aborted
+
+
+async def test_a_client_that_takes_all_in_time_is_not_aborted() -> None:
+    protocol, connection = connected(read_all)
+    protocol.data_received(POST + b"content-length: 2\r\n\r\n{}")
+    await asyncio.sleep(1)
+    connection.num_unsent = 1_000_000
+    protocol.pause_writing()
+    await asyncio.sleep(SEND_SECONDS - 1)
+    connection.num_unsent = 1000
+    protocol.resume_writing()
+    await asyncio.sleep(5 * SEND_SECONDS)
+    assert not connection.is_closed
+
+
+async def slow(scope: Any, receive: Any, send: Any) -> None:
+    """Answer after a second unless the client goes."""
+    while (await receive()).get("more_body"):
+        pass
+    gone = asyncio.create_task(receive())
+    await asyncio.wait([gone], timeout=1)
+    await generating.send_json(send, 200, {"gone": gone.done()})
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_a_client_that_has_closed_its_sending_half_gets_its_answer(version: bytes) -> None:
+    protocol, connection = connected(slow)
+    protocol.data_received(b"POST / HTTP/" + version + b"\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+    await asyncio.sleep(0.1)
+    assert protocol.eof_received(), "the connection stays open"
+    assert connection.sent == b"HTTP/1.1 ", "a client that is gone would answer with a reset"
+    await asyncio.sleep(2)
+    assert b'{"gone":false}' in connection.sent
+    assert connection.is_closed
+    assert connection.sent.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert connection.sent.count(b"HTTP/1.1") == 1
+
+
+async def test_a_client_that_is_gone_is_noticed_by_its_reset() -> None:
+    protocol, connection = connected(slow)
+    protocol.data_received(POST + b"content-length: 2\r\n\r\n{}")
+    await asyncio.sleep(0.1)
+    assert protocol.eof_received()
+    connection.reset = 104
+    await asyncio.sleep(0.5)
+    assert connection.is_aborted
+
+
+@pytest.mark.parametrize("begun", [b"", POST, LONG_BODY])
+async def test_a_connection_that_ends_before_a_whole_request_is_over(begun: bytes) -> None:
+    protocol, _ = connected(slow)
+    protocol.data_received(begun)
+    assert not protocol.eof_received()
