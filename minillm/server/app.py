@@ -195,7 +195,6 @@ async def _chat(service: Service, request: Request) -> Generating:
         keep=body.keep,
         fork=body.fork,
         salt=_salt(tenant, body.cache_salt),
-        counts=body.counts,
     )
     frame = Frame(name, service.names[0], "chat.completion")
     form = ChatForm(bool(body.logprobs), lambda opened: ThoughtReader(choice.reader(), opened=opened))
@@ -224,7 +223,6 @@ async def _completions(service: Service, request: Request) -> Generating:
         keep=body.keep,
         fork=body.fork,
         salt=_salt(tenant, body.cache_salt),
-        counts=body.counts,
     )
     copy = msgspec.structs.replace
     calls = [copy(one, request_id=f"{name}-{number}", prompt=prompt) for number, prompt in enumerate(prompts)]
@@ -244,7 +242,9 @@ def _generating(
     form: ChatForm | TextForm,
     grammar_field: str = "",
 ) -> Generating:
-    asked = Asked(tenant, calls, frame, form, bool(body.stream), body.has_usage, grammar_field, body.priority)
+    asked = Asked(
+        tenant, calls, frame, form, bool(body.stream), body.has_usage, body.counts, grammar_field, body.priority
+    )
     return Generating(asked, service.engine, service.seats, service.metrics, service.send_seconds)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ from minillm.server.seats import Full, Seats, num_seats
 
 CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for a prompt that is too long
 _TICK = 0.001  # seconds
+_HEAD_SECONDS = 0.2  # until a stream's head is sent, once the engine has accepted the request
+_MOST_HEAD_SECONDS = 0.9  # until it is sent in any case: an error after it is an event, no status
+_SILENT_SECONDS = 10.0  # until a comment tells that a stream without news is alive; proxies close after 60 s
 _TYPE_JSON = (b"content-type", b"application/json")
 _EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -49,6 +53,7 @@ class Asked:
     form: Form
     streamed: bool
     has_usage: bool = False  # the stream ends with the use of tokens
+    counts: bool = False  # each chunk of the stream tells the tokens so far
     grammar_field: str = ""  # the field of which the grammar was made; errors name it
     priority: int = 0
 
@@ -56,11 +61,6 @@ class Asked:
     def num_sequences(self) -> int:
         """Sequences that are computed at a time, if there is room."""
         return sum(num_seats(call.params) for call in self.calls)
-
-    @property
-    def counts(self) -> bool:
-        """Whether each chunk of the stream tells the tokens so far."""
-        return self.calls[0].counts
 
 
 class Failed(Exception):
@@ -99,33 +99,40 @@ class Generating:
     metrics: Metrics
     send_seconds: float  # that a client has to read what was sent
     usage: Usage = field(default_factory=Usage)
-    _started: bool = False
+    _started: bool = False  # the head is sent
+    _heading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held to send it
+    _accepted: asyncio.Event = field(default_factory=asyncio.Event)  # the engine has checked all prompts
+    _sent: float = 0.0  # when the last message was sent
     _sending: float = math.inf  # when the message was sent that its client has not taken yet
     _is_left: bool = False  # its client has gone, or takes nothing
     _is_over: bool = False
     _looking: asyncio.TimerHandle | None = None
+    _keeping: asyncio.Task[None] | None = None
     _gone: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.current_task()
         assert work is not None
         # The client is watched from when this waits for the first time: by then the request is on its way.
-        watching = asyncio.get_running_loop().call_soon(self._watch, work, receive)
+        send = self._noted(send)
+        watching = asyncio.get_running_loop().call_soon(self._watch, work, receive, send)
         try:
-            await self._work(self._noted(send))
+            await self._work(send)
         except asyncio.CancelledError:
             if not self._is_left or work.uncancel():  # it is this server that ends
                 raise
             self.metrics.disconnects.inc()
         finally:
             self._is_over = True
-            for each in (watching, self._looking, self._gone):
+            for each in (watching, self._looking, self._keeping, self._gone):
                 if each is not None:
                     each.cancel()
 
-    def _watch(self, work: asyncio.Task[Any], receive: Receive) -> None:
+    def _watch(self, work: asyncio.Task[Any], receive: Receive, send: Send) -> None:
         """Leave when the client has gone, or takes nothing any more."""
         self._look(work)
+        if self.asked.streamed:
+            self._keeping = asyncio.create_task(self._keep_alive(send))
         self._gone = asyncio.create_task(_until_gone(receive))
         self._gone.add_done_callback(lambda gone: self._leave(work))
 
@@ -149,9 +156,25 @@ class Generating:
         async def noted(message: Any) -> None:
             self._sending = time.monotonic()
             await send(message)
-            self._sending = math.inf
+            self._sending, self._sent = math.inf, time.monotonic()
 
         return noted
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a stream's head soon, and a comment whenever nothing else has been sent for a while."""
+        await asyncio.sleep(_HEAD_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MOST_HEAD_SECONDS - _HEAD_SECONDS):
+                await self._accepted.wait()
+        await self._start(send)
+        while True:
+            silent = time.monotonic() - self._sent
+            if silent < _SILENT_SECONDS - _TICK:
+                await asyncio.sleep(_SILENT_SECONDS - silent)
+            elif self._sending < math.inf:  # the client takes nothing
+                await asyncio.sleep(_SILENT_SECONDS)
+            else:
+                await send(_body(b": alive\n\n", more=True))
 
     async def _work(self, send: Send) -> None:
         began = time.monotonic()
@@ -170,6 +193,8 @@ class Generating:
             await self._fail(send, Failed(400, str(error)))
 
     async def _fail(self, send: Send, failed: Failed) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
         if self._started:  # the headers are gone: the error is an event, and the stream ends
             await send(_body(_event(failed.json()), more=False))
         else:
@@ -215,13 +240,15 @@ class Generating:
         seen: set[tuple[int, int]] = set()
         counts = [0] * len(answers)
         left = set(range(len(answers)))
-        engine_seconds = 0.0
+        engine_seconds, has_told = 0.0, False
         while left:
             await news.wait()
             news.clear()
             choices: list[Json] = []
-            if not self._started:
+            if not self._accepted.is_set():
                 _raise_refused(answers, self.asked.grammar_field)
+                if all(answer.began is not None or answer.ended is not None for answer in answers):
+                    self._accepted.set()
             for number in sorted(left):
                 answer = answers[number]
                 texts = answer.take()
@@ -242,26 +269,31 @@ class Generating:
                 if ended is not None:
                     self._count(answer, counts[number])
             if choices:
-                is_first = not self._started
+                is_first, timing = not has_told, b""
                 if is_first:
-                    await self._start(send, engine_seconds)
+                    has_told, timing = True, await self._start(send, engine_seconds)
                 usage = _so_far(answers, counts) if asked.counts else None
                 events = [_event(frame.chunk([each], usage, has_usage=asked.has_usage)) for each in choices]
-                await send(_body(b"".join(events), more=True))
+                await send(_body(timing + b"".join(events), more=True))
                 if is_first:
                     self.metrics.first_token.observe(time.monotonic() - began)
-        if not self._started:
-            await self._start(send, engine_seconds)
+        await self._start(send, engine_seconds)
         last = _event(frame.chunk([], self.usage)) if asked.has_usage else b""
         await send(_body(last + b"data: [DONE]\n\n", more=False))
 
-    async def _start(self, send: Send, engine_seconds: float) -> None:
-        """Begin a stream; ``engine_seconds`` are those of the engine to the first token, 0 where it has none."""
-        self._started = True
-        headers = _EVENT_HEADERS
-        if engine_seconds:
-            headers = [*headers, (b"server-timing", f"engine;dur={1e3 * engine_seconds:.3f}".encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _start(self, send: Send, engine_seconds: float = 0.0) -> bytes:
+        """Send a stream's head, unless it is sent. Returns a comment with the timing where the head came before it.
+
+        ``engine_seconds`` are those of the engine to the first token, 0 where they are not known.
+        """
+        timing = f"engine;dur={1e3 * engine_seconds:.3f}".encode() if engine_seconds else b""
+        async with self._heading:
+            if self._started:
+                return b": server-timing: " + timing + b"\n\n" if timing else b""
+            headers = [*_EVENT_HEADERS, (b"server-timing", timing)] if timing else _EVENT_HEADERS
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._started = True
+            return b""
 
 
 async def send_json(send: Send, status: int, value: Json, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

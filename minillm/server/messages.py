@@ -64,9 +64,8 @@ class Complete(Call):
     tenant: str  # only requests of the same one fork each other's answers
     prompt: str | list[int] | Conversation | None
     params: dict[str, Any]  # of BeamSearchParams if it has "beam_width", else of SamplingParams
-    streamed: bool = False  # send texts as they come
+    streamed: bool = False  # send `Began` at once, and texts as they come
     echo: bool = False  # tell the prompt's text in `Began`, before the first text
-    counts: bool = False  # tell the prompt's length in a `Began` of its own, at once
     wants_ids: bool = False  # texts tell their token ids
     keep: bool = False  # the blocks stay when it has ended, for forks
     fork: ForkPoint | None = None
@@ -194,7 +193,7 @@ class Telling(Event):
 
 
 class Began(Event):
-    """A request's prompt is this. Sent only where it is asked for, and without text where the prompt opens thoughts."""
+    """A request is accepted, if it is streamed or its prompt opens thoughts. With ``echo`` another tells its prompt."""
 
     request_id: str
     prompt_text: str

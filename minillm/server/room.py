@@ -112,7 +112,7 @@ class Room:
             searches = isinstance(params, BeamSearchParams)
             is_plain = call.streamed and not (call.echo or searches or params.logprobs is not None)
             self.live[call.request_id] = Live(prepared, group, token_ids, not call.echo, call.wants_ids, is_plain)
-            if prepared.in_reasoning or call.counts:
+            if prepared.in_reasoning or call.streamed:
                 opened, count = prepared.in_reasoning, len(token_ids)
                 self.send(messages.Began(call.request_id, "", [], in_reasoning=opened, num_prompt_tokens=count))
 

@@ -1,4 +1,4 @@
-"""Clients that leave lie what they are sent or send slowly, and responses whose head and body come together."""
+"""Clients that read or send slowly, streams that have nothing to send yet, and heads sent together with bodies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
@@ -24,7 +26,7 @@ from minillm.server.http_protocol import (
     BoundedProtocol,
     JoiningTransport,
 )
-from minillm.server.messages import Complete, Ended, Text
+from minillm.server.messages import Began, Complete, Ended, Refused, Text
 from minillm.server.metrics import Metrics
 from minillm.server.seats import Seats
 
@@ -83,7 +85,7 @@ async def respond(engine: Engine, seats: Seats, send: Any, send_seconds: float =
         await asyncio.Event().wait()
 
     began = asyncio.get_running_loop().time()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         await answering({}, receive, send)
     gone = metrics.registry.get_sample_value("minillm_disconnects_total")
     assert gone is not None
@@ -125,6 +127,111 @@ async def test_a_slow_client_gets_all_of_it() -> None:
     assert gone == 0
     assert text.endswith(b"data: [DONE]\n\n")
     assert text.count(b"word") == 10
+
+
+class SlowEngine(Engine):
+    """Accepts a request, says a word and ends at these seconds after the request came; or rejects it at the last."""
+
+    def __init__(self, accepted: float, said: float, ended: float, error: str = "", kind: str = "usage") -> None:
+        super().__init__()
+        self.times, self.error, self.kind = (accepted, said, ended), error, kind
+
+    async def _say(self, answer: Answer) -> None:
+        name, now = answer.request_id, 0.0
+        end = Refused(name, self.error, self.kind) if self.error else Ended(name, 3, 0)
+        for event, moment in zip(
+            (Began(name, ""), Text(name, 0, "word", 1, first_seconds=1.5), end), self.times, strict=True
+        ):
+            if moment > 3600:
+                continue
+            await asyncio.sleep(moment - now)
+            now = moment
+            if isinstance(event, Text):
+                answer.texts.append(event)
+            elif isinstance(event, Began):
+                answer.began = event
+            else:
+                answer.ended = event
+            answer.news.set()
+
+
+NEVER = 1e9
+
+
+def noting(messages: list[tuple[float, Any]]) -> Any:
+    """Make a ``send`` that notes messages and the seconds since now when each came."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+
+    async def send(message: Any) -> None:
+        messages.append((round(loop.time() - began, 2), message))
+
+    return send
+
+
+async def test_a_stream_sends_its_head_soon_and_comments_while_nothing_else_comes() -> None:
+    messages: list[tuple[float, Any]] = []
+    await respond(SlowEngine(0.05, 35, 48), Seats(1, 1), noting(messages))
+    assert messages[0][0] == 0.2
+    assert messages[0][1]["status"] == 200
+    assert b"server-timing" not in dict(messages[0][1]["headers"])
+    assert [moment for moment, message in messages if message.get("body") == b": alive\n\n"] == [10.2, 20.2, 30.2, 45]
+    [(moment, first)] = [(moment, m) for moment, m in messages if b"word" in m.get("body", b"")]
+    assert moment == 35
+    assert first["body"].startswith(b": server-timing: engine;dur=1500.000\n\ndata: {")
+    assert messages[-1][1]["body"] == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(("accepted", "head"), [(0.01, 0.2), (0.19, 0.2), (0.5, 0.5), (3.0, 0.9)])
+async def test_the_head_waits_a_little_for_the_prompt_to_be_checked(accepted: float, head: float) -> None:
+    messages: list[tuple[float, Any]] = []
+    await respond(SlowEngine(accepted, 5, 6), Seats(1, 1), noting(messages))
+    assert [moment for moment, message in messages if message["type"] == "http.response.start"] == [head]
+
+
+async def test_a_text_before_the_head_takes_it_along() -> None:
+    messages: list[tuple[float, Any]] = []
+    await respond(SlowEngine(0.01, 0.15, 0.3), Seats(1, 1), noting(messages))
+    assert [moment for moment, _ in messages] == [0.15, 0.15, 0.3]
+    assert dict(messages[0][1]["headers"])[b"server-timing"] == b"engine;dur=1500.000"
+
+
+async def test_a_stream_that_waits_for_a_seat_has_a_head() -> None:
+    messages: list[tuple[float, Any]] = []
+    seats = Seats(1, 1)
+    async with seats.take("other", 1):
+        task = asyncio.create_task(respond(SlowEngine(0.01, 1, 2), seats, noting(messages), send_seconds=60))
+        await asyncio.sleep(25)
+        assert [(moment, message["type"]) for moment, message in messages] == [
+            (0.9, "http.response.start"),
+            (10.9, "http.response.body"),
+            (20.9, "http.response.body"),
+        ]
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.parametrize("refused", [0.1, 0.8, 5.0])
+async def test_an_error_has_a_status_before_the_head_and_is_an_event_after_it(refused: float) -> None:
+    """Read it as OpenAI's client does, which raises in both cases, with the code."""
+    seats = Seats(1, 1)
+    engine = SlowEngine(NEVER, NEVER, refused, "the prompt has 9 tokens and the context holds 8", "context")
+    call = Complete("x", "t", [1, 2, 3], {}, streamed=True)
+    asked = Asked("t", [call], Frame("x", "m", "text_completion"), TextForm(1, False, False), True)
+    app: Any = Generating(asked, engine, seats, Metrics(seats, list), 60)  # type: ignore[arg-type]
+    http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+    client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", max_retries=0, http_client=http)
+
+    async def read() -> None:
+        async for _ in await client.completions.create(model="m", prompt="a", stream=True):
+            pytest.fail("there is no answer")
+
+    with pytest.raises(openai.APIError, match="the context holds 8") as caught:
+        await read()
+    assert caught.value.code == "context_length_exceeded"
+    assert isinstance(caught.value, openai.BadRequestError) == (refused < 0.9)
+    assert not seats.num_taken
 
 
 async def test_a_server_that_ends_is_no_client_that_goes() -> None:
