@@ -19,12 +19,17 @@ from minillm.text.reading import Values, shown
 
 _LLAMA, _MISTRAL, _SMOLLM3 = "LlamaForCausalLM", "MistralForCausalLM", "SmolLM3ForCausalLM"
 _QWEN2, _QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
-_ARCHITECTURES = {"llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2, "qwen3": _QWEN3, "smollm3": _SMOLLM3}
+_INTERNLM3 = "InternLM3ForCausalLM"  # a Llama whose biases have other keys
+_ARCHITECTURES = {
+    "llama": _LLAMA, "mistral": _MISTRAL, "qwen2": _QWEN2, "qwen3": _QWEN3, "smollm3": _SMOLLM3,
+    "internlm3": _INTERNLM3,
+}  # fmt: skip
 # The values of keys that a config.json leaves out, where transformers does not treat all architectures alike.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     _MISTRAL: {"sliding_window": 4096},
     _QWEN2: {"sliding_window": 4096, "max_window_layers": 28},
     _QWEN3: {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    _INTERNLM3: {"head_dim": 128},
     _SMOLLM3: {"no_rope_layer_interval": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
 }
 _FULL, _WINDOWED = "full_attention", "sliding_attention"  # the values of layer_types
@@ -117,7 +122,7 @@ class ModelConfig:
         context = values.integer("max_position_embeddings")
         vocab = values.integer("vocab_size", most=_MAX_VOCAB)
         _refuse_unsupported(values)
-        attention_bias = architecture == _QWEN2 or values.flag("attention_bias")
+        attention_bias, output_bias, mlp_bias = _biases(values, architecture)
         no_rope = _layers_without_rope(values, num_layers) if architecture == _SMOLLM3 else ()
         ends = of_generation.token_ids("eos_token_id", vocab), values.token_ids("eos_token_id", vocab)
         dtype = config.get("dtype") or config.get("torch_dtype")
@@ -135,8 +140,8 @@ class ModelConfig:
             rope=read_rope(values, context, head_dim),
             tie_word_embeddings=values.flag("tie_word_embeddings"),
             attention_bias=attention_bias,
-            output_bias=attention_bias and architecture != _QWEN2,
-            mlp_bias=values.flag("mlp_bias"),
+            output_bias=output_bias,
+            mlp_bias=mlp_bias,
             qk_norm=architecture == _QWEN3,
             layers_without_rope=no_rope,
             windows=_windows(values, architecture, num_layers, no_rope),
@@ -159,6 +164,15 @@ def _architecture(values: Values) -> str:
             f"config.json: architecture {shown(names[0])} is not supported; supported: {', '.join(known)}"
         )
     return names[0]
+
+
+def _biases(values: Values, architecture: str) -> tuple[bool, bool, bool]:
+    """Whether q, k and v have biases, whether o has one, and the matrices of the MLP."""
+    if architecture == _INTERNLM3:
+        others = values.flag("bias", values.flag("mlp_bias"))
+        return values.flag("qkv_bias", values.flag("attention_bias")), others, others
+    of_attention = values.flag("attention_bias")
+    return of_attention or architecture == _QWEN2, of_attention and architecture != _QWEN2, values.flag("mlp_bias")
 
 
 def _head_dim(values: Values, hidden: int, heads: int) -> int:
@@ -201,7 +215,7 @@ def _windows(values: Values, architecture: str, num_layers: int, no_rope: tuple[
 
     A Llama has none: transformers passes over the keys in its config.json.
     """
-    if architecture == _LLAMA:
+    if architecture in (_LLAMA, _INTERNLM3):
         return ()
     window = None
     if values.has("sliding_window") and (architecture == _MISTRAL or values.flag("use_sliding_window")):

@@ -22,9 +22,9 @@ from minillm.model.shard import ShardedLlama, shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.text.safe import clean_line
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Buffers that old checkpoints store and that are computed here.
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 
 
 class TensorSource(Protocol):
@@ -63,7 +63,7 @@ def parameter_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
                     yield f"{prefix}{part}.{name}.bias", (rows,)
     yield "model.norm.weight", (c.hidden_size,)
     if not c.tie_word_embeddings:
-        yield _HEAD, (c.vocab_size, c.hidden_size)
+        yield HEAD, (c.vocab_size, c.hidden_size)
 
 
 def load_llama(
@@ -182,10 +182,10 @@ def load_llama(
     # used, as transformers does.
     head = embedding
     if not config.tie_word_embeddings:
-        head = vocabulary(_HEAD)
-        taken.add(_HEAD)
-    elif _HEAD in source.names() and source.shape(_HEAD) == source.shape(_EMBEDDING):
-        head = vocabulary(_HEAD)
+        head = vocabulary(HEAD)
+        taken.add(HEAD)
+    elif HEAD in source.names() and source.shape(HEAD) == source.shape(_EMBEDDING):
+        head = vocabulary(HEAD)
         if isinstance(head, Tensor) and isinstance(embedding, Tensor) and torch.equal(head, embedding):
             head = embedding  # once in memory
     assert taken == set(held), f"not loaded: {sorted(set(held) - taken)}"
@@ -213,8 +213,8 @@ def _check_names(source: TensorSource, config: ModelConfig) -> None:
             raise WeightsError(f"the checkpoint has no tensor {name}; it is incomplete or its config.json is another's")
         if tuple(source.shape(name)) != shape:
             raise WeightsError(f"tensor {name} has shape {tuple(source.shape(name))}, and config.json asks for {shape}")
-    others = present - expected.keys() - {_HEAD}
-    if unknown := sorted(name for name in others if not name.endswith(_IGNORED_SUFFIXES)):
+    others = present - expected.keys() - {HEAD}
+    if unknown := sorted(name for name in others if not name.endswith(IGNORED_SUFFIXES)):
         raise WeightsError(
             f"the checkpoint has {len(unknown)} tensors that this architecture does not use, "
             f"{clean_line(unknown[0])} among them"

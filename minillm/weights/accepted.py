@@ -8,6 +8,8 @@ from minillm.model.config import ModelConfig
 from minillm.text.reading import is_there, read_json
 from minillm.weights.quantised import read_quantised
 
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of PEFT
+
 
 def read_config(directory: Path) -> ModelConfig:
     """Read the configuration of a model in Hugging Face's layout.
@@ -22,8 +24,9 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def model_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a directory. Raises WeightsError where there is none."""
-    if is_there(directory / "adapter_config.json") and not is_there(directory / "config.json"):
+    """The config.json of a directory. Raises WeightsError where there is none, or nothing but a LoRA adapter."""
+    weights = {path.name for path in directory.glob("*.safetensors")} - {ADAPTER}
+    if is_there(directory / ADAPTER_CONFIG) and not weights:
         raise WeightsError(
             f"{directory} is a LoRA adapter, which changes a model and is none itself: merge it into its base model "
             "(PEFT's merge_and_unload) and load the result"

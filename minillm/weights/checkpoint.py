@@ -15,9 +15,10 @@ from torch import Tensor
 
 from minillm.errors import WeightsError
 from minillm.kernels import LowBit
+from minillm.model.loader import HEAD, IGNORED_SUFFIXES
 from minillm.text.reading import is_there, open_regular, read_json, shown
 from minillm.text.safe import clean_line
-from minillm.weights.accepted import read_config
+from minillm.weights.accepted import ADAPTER, read_config
 from minillm.weights.files import ModelFiles
 from minillm.weights.packed import FIRST, OTHERS, Levels, fp8_matrix, fp8_planes, recognized, unpack
 from minillm.weights.quantised import Quantised, Quantization, read_quantised
@@ -62,7 +63,8 @@ class SafetensorsCheckpoint:
         for shard in sorted(set(expected.values())) if expected else self._find_files():
             self._open(shard)
         for name, shard in expected.items():
-            if self._where.get(name) != shard:
+            # Indices often name what is not stored: a head that is the embedding, and what the loader computes.
+            if self._where.get(name) != shard and not name.endswith((HEAD, *IGNORED_SUFFIXES)):
                 raise WeightsError(f"{_INDEX} places tensor {clean_line(name)} in {shard}, and it is not there")
 
     def names(self) -> list[str]:
@@ -104,7 +106,8 @@ class SafetensorsCheckpoint:
         """The weights of a directory without an index."""
         if is_there(self._directory / "model.safetensors"):
             return ["model.safetensors"]
-        if found := sorted(path.name for path in self._directory.glob("*.safetensors")):
+        names = (path.name for path in self._directory.glob("*.safetensors"))
+        if found := sorted(name for name in names if name != ADAPTER):
             return found
         if any(next(self._directory.glob(pattern), None) for pattern in _PICKLED):
             raise WeightsError(

@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,14 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self._path = path
         header = _whole_header(path)
+        if "general.architecture" in header.metadata:
+            check_architecture(Values(str(path), header.metadata))  # first: it explains more than the tensors do
         self._data = np.memmap(path, mode="r", dtype=np.uint8)
-        self._tensors = {_hf_name(name): info for name, info in header.tensors.items() if name != _ROPE_FACTORS}
         for info in header.tensors.values():
             self._span(info)
         self.config: dict[str, Any] = _config(header, self._rope_factors(header), path)
+        found = (each for info in header.tensors.values() for each in self._unfused(info))
+        self._tensors = {_hf_name(info.name): info for info in found if info.name != _ROPE_FACTORS}
         self.generation_config: dict[str, Any] = {}
         self.tokenizer_source = header.metadata
         self._permuted = header.metadata["general.architecture"] in _PERMUTED
@@ -118,6 +122,23 @@ class GGUFCheckpoint:
         if values.shape[0] % (2 * heads):
             raise WeightsError(f"{self._path}: {name} has {values.shape[0]} rows, which {heads} heads cannot share")
         return _unpermute(values, heads)
+
+    def _unfused(self, info: TensorInfo) -> list[TensorInfo]:
+        """Split an ``attn_qkv``, which has the rows of q, k and v one below the other; keep any other tensor."""
+        if not re.fullmatch(r"blk\.\d+\.attn_qkv\.(weight|bias)", info.name):
+            return [info]
+        heads = self.config["num_attention_heads"], *2 * (self.config["num_key_value_heads"],)
+        rows = [count * self.config["head_dim"] for count in heads]
+        if info.shape[0] != sum(rows):
+            raise WeightsError(
+                f"{self._path}: tensor {info.name} has {info.shape[0]} rows, and q, k and v together have {sum(rows)}"
+            )
+        span, parts, offset = self._span(info), [], info.offset
+        for name, count in zip("qkv", rows, strict=True):
+            part = replace(info, name=info.name.replace("qkv", name), shape=(count, *info.shape[1:]), offset=offset)
+            offset += (span.stop - span.start) // sum(rows) * count
+            parts.append(part)
+        return parts
 
     def _span(self, info: TensorInfo) -> slice:
         """A tensor's bytes, its type and size checked."""
@@ -239,7 +260,7 @@ def _config(header: Header, factors: list[float] | None, path: Path) -> dict[str
     turned = count("rope.dimension_count", head_dim)
     if turned != head_dim:
         raise WeightsError(f"{path}: rotary over {turned} of {head_dim} dimensions (partial rotary) is not supported")
-    biases = any(re.search(r"attn_(q|k|v|output)\.bias$", name) for name in header.tensors)
+    biases = any(re.search(r"attn_(q|k|v|qkv|output)\.bias$", name) for name in header.tensors)
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[architecture]],
         "model_type": architecture,

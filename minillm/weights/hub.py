@@ -22,7 +22,7 @@ from minillm.errors import DownloadError, WeightsError, nearest
 from minillm.progress import OnProgress, Progress, size
 from minillm.text.reading import Values
 from minillm.text.safe import clean_line, parse_json
-from minillm.weights.accepted import read_config
+from minillm.weights.accepted import ADAPTER_CONFIG, read_config
 from minillm.weights.files import FileRecord, check_space, sha256_of
 from minillm.weights.gguf_header import read_start
 from minillm.weights.manifest import HubSource
@@ -100,9 +100,8 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
     else:
         for name in ("config.json", "tokenizer.json"):
             if name not in files:
-                raise DownloadError(
-                    f"{source.hub} has no {name}: it is not a model that minillm can load{_others(source, files)}"
-                )
+                kind = "a LoRA adapter" if ADAPTER_CONFIG in files else "not a model that minillm can load"
+                raise DownloadError(f"{source.hub} has no {name}: it is {kind}{_others(source, files)}")
         small = [files[name] for name in _SMALL_FILES if name in files]
         for file in small:
             if file.size > _MAX_SMALL:

@@ -14,6 +14,7 @@ from typing import Any
 from minillm.errors import WeightsError
 from minillm.text.reading import is_there, open_regular, read_json
 from minillm.text.safe import clean_line, parse_json
+from minillm.weights.accepted import ADAPTER, model_config
 from minillm.weights.gguf_header import read_header
 from minillm.weights.shape import Shape
 
@@ -86,7 +87,7 @@ def read_stored(path: Path) -> StoredModel:
     """
     if not path.is_dir():
         return _of_gguf(path)
-    config = read_json(path / "config.json")
+    config = model_config(path)
     return StoredModel(tuple(tensor for shard in _shards(path) for tensor in _of_safetensors(shard)), config)
 
 
@@ -117,7 +118,7 @@ def _shards(directory: Path) -> list[Path]:
         return [directory / name for name in sorted(names)]
     if is_there(directory / "model.safetensors"):
         return [directory / "model.safetensors"]
-    if not (found := sorted(directory.glob("*.safetensors"))):
+    if not (found := sorted(path for path in directory.glob("*.safetensors") if path.name != ADAPTER)):
         raise WeightsError(f"{directory} has no *.safetensors")
     return found
 

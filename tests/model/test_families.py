@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support import DEVICE, TINY, StateDict, engine_for, hf_model, logits_in_chunks, ours, run
 
 from minillm import LLM, BeamSearchParams, SamplingParams
@@ -234,6 +235,27 @@ def test_other_models_and_nonsense_are_refused_in_one_line(kind: str, keys: dict
         config_of(kind, **keys)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("keys", [("qkv_bias", "bias"), ("attention_bias", "mlp_bias")])
+@pytest.mark.parametrize("biased", [False, True])
+@torch.no_grad()
+def test_an_internlm3_is_a_llama_whose_biases_have_other_keys(keys: tuple[str, str], biased: bool) -> None:
+    theirs = hf_model(attention_bias=biased, mlp_bias=biased, head_dim=128, num_attention_heads=2)
+    config = {**theirs.config.to_dict(), "architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3"}
+    for key in ("attention_bias", "mlp_bias", "head_dim"):  # heads of 128 are its default
+        config.pop(key)
+    config |= dict.fromkeys(keys, biased)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.InternLM3Config(**config)).eval()
+    model.load_state_dict(theirs.state_dict())
+    model.config.architectures = ["InternLM3ForCausalLM"]
+    found = ModelConfig.from_hf(config)
+    assert found.num_parameters == model.num_parameters()
+    tokens, source = prompt_of(40), StateDict(model.state_dict())
+    mine = load_llama(source, found, device=DEVICE, dtype=torch.float32, max_positions=64)
+    torch.testing.assert_close(
+        logits_in_chunks(mine, tokens, [40]), theirs_on(model, tokens).to(DEVICE), atol=3e-4, rtol=1e-4
+    )
 
 
 def test_a_llama_with_norms_of_q_and_k_is_refused() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.files import ModelFiles
 from minillm.weights.gguf_file import GGUFCheckpoint
 from minillm.weights.package import convert
+from minillm.weights.stored import read_stored
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,24 @@ def test_a_tensor_in_another_shard_than_the_index_says_is_named(sharded: Path) -
         open_files(sharded)
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+def test_an_index_may_name_what_a_model_needs_no_tensor_for(sharded: Path, name: str) -> None:
+    path, config = sharded / "model.safetensors.index.json", json.loads((sharded / "config.json").read_text())
+    index = json.loads(path.read_text())
+    index["weight_map"][name] = next(iter(index["weight_map"].values()))
+    path.write_text(json.dumps(index))
+    (sharded / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    for shard in sharded.glob("*.safetensors"):
+        save_file({key: value for key, value in load_file(shard).items() if key != name}, shard)
+    checkpoint = open_files(sharded)
+    config = ModelConfig.from_hf(checkpoint.config)
+    load_llama(checkpoint, config, device=torch.device("cpu"), dtype=torch.float32, max_positions=64)
+    if name == "lm_head.weight":
+        config = replace(config, tie_word_embeddings=False)
+        with pytest.raises(WeightsError, match=r"no tensor lm_head\.weight"):
+            load_llama(checkpoint, config, device=torch.device("cpu"), dtype=torch.float32, max_positions=64)
+
+
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x\0y", 5, None])
 def test_an_index_stays_inside_its_directory(copy: Path, name: Any) -> None:
     secret = copy.parent / "secret.safetensors"
@@ -157,6 +178,32 @@ def test_a_directory_that_is_no_model_is_said(tmp_path: Path) -> None:
         open_files(tmp_path)
 
 
+@pytest.mark.parametrize("has_config", [False, True])
+def test_a_lora_adapter_is_named(tmp_path: Path, has_config: bool) -> None:
+    save_file({"base_model.model.lora_A.weight": torch.ones(4, 8)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    if has_config:
+        (tmp_path / "config.json").write_text("{}")
+    for attempt in (open_files, read_stored):
+        with pytest.raises(WeightsError, match="is a LoRA adapter"):
+            attempt(tmp_path)
+
+
+def test_an_adapter_beside_its_base_model_is_passed_over(copy: Path) -> None:
+    save_file({"base_model.model.lora_A.weight": torch.ones(4, 8)}, copy / "adapter_model.safetensors")
+    (copy / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (copy / "model.safetensors").rename(copy / "weights.safetensors")
+    assert not any("lora" in name for name in open_files(copy).names())
+
+
+def test_an_architecture_is_checked_before_the_weights(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "architectures": ["GemmaForCausalLM"]}))
+    (copy / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(WeightsError, match="'GemmaForCausalLM' is not supported"):
+        open_files(copy)
+
+
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
@@ -166,8 +213,13 @@ def permuted(values: np.ndarray, heads: int) -> np.ndarray:
     return values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
 
 
-def write_gguf(path: Path, model: Any, kind: gguf.GGMLQuantizationType, **metadata: Any) -> dict[str, np.ndarray]:
-    """A GGUF file of a transformers Llama, or its kin; returns the dequantised tensors by Hugging Face name."""
+def write_gguf(
+    path: Path, model: Any, kind: gguf.GGMLQuantizationType, fused: Any = False, **metadata: Any
+) -> dict[str, np.ndarray]:
+    """A GGUF file of a transformers Llama, or its kin; returns the dequantised tensors by Hugging Face name.
+
+    ``fused``: q, k and v are one tensor, as with the converter's ``--fuse-qkv``.
+    """
     config = model.config
     architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
     permutes = architecture in ("llama", "smollm3")
@@ -193,7 +245,9 @@ def write_gguf(path: Path, model: Any, kind: gguf.GGMLQuantizationType, **metada
         adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
         adders[type(value)](key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
-    exact = {}
+    exact: dict[str, np.ndarray] = {}
+    written: dict[str, list[np.ndarray]] = {}
+    kinds: dict[str, gguf.GGMLQuantizationType] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -204,12 +258,17 @@ def write_gguf(path: Path, model: Any, kind: gguf.GGMLQuantizationType, **metada
             stored = permuted(values, heads)
         this_kind = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(stored, this_kind)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), data, raw_dtype=this_kind)
+        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        whole = re.sub(r"attn_[qkv]\.", "attn_qkv.", stored_name) if fused else stored_name
+        written.setdefault(whole, []).append(data)
+        kinds[whole] = this_kind
         back = gguf.quants.dequantize(data, this_kind)
         if stored is not values:
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             back = back.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         exact[name] = back
+    for name, parts in written.items():
+        writer.add_tensor(name, np.concatenate(parts), raw_dtype=kinds[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -309,6 +368,9 @@ def test_unsupported_gguf_models_are_refused_by_name(tmp_path: Path) -> None:
     write_gguf(tmp_path / "partial.gguf", model, gguf.GGMLQuantizationType.F32, **{"llama.rope.dimension_count": 16})
     with pytest.raises(WeightsError, match="16 of 32 dimensions"):
         GGUFCheckpoint(tmp_path / "partial.gguf")
+    write_gguf(tmp_path / "lora.gguf", model, gguf.GGMLQuantizationType.F32, **{"general.type": "adapter"})
+    with pytest.raises(WeightsError, match="LoRA adapter"):
+        GGUFCheckpoint(tmp_path / "lora.gguf")
     writer = gguf.GGUFWriter(tmp_path / "other.gguf", "qwen3moe")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -17,6 +17,7 @@ from test_gguf_kinds import Without
 
 from minillm import LLM, SamplingParams
 from minillm.errors import WeightsError
+from minillm.kernels.low_bit import dequantise
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
@@ -94,6 +95,29 @@ def test_a_file_computes_what_transformers_computes(tmp_path: Path, family: str)
         torch.tensor([tokens]), max_new_tokens=12, do_sample=False, use_cache=False, eos_token_id=None
     )
     assert llm.generate(tokens, params)[0].outputs[0].token_ids == said[0, 70:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "SmolLM3"])
+@pytest.mark.parametrize("stored", ["F32", "Q8_0"])
+def test_q_k_and_v_in_one_tensor_are_those_in_three(tmp_path: Path, kind: str, stored: str) -> None:
+    theirs = hf_model(**SIZES, kind=kind, attention_bias=True, head_dim=32, num_key_value_heads=2)
+    exact = write_gguf(tmp_path / "m.gguf", theirs, gguf.GGMLQuantizationType[stored], fused=True)
+    checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
+    assert set(checkpoint.names()) == set(exact)
+    for name, values in exact.items():
+        assert torch.equal(checkpoint.tensor(name), torch.from_numpy(values)), name
+        matrix = checkpoint.low_bit(name, torch.device("cpu"), slice(2, 34), None)
+        if matrix is not None:
+            torch.testing.assert_close(dequantise(matrix), torch.from_numpy(values[2:34]))
+    model_of(checkpoint)
+
+
+def test_one_tensor_of_other_rows_than_those_of_q_k_and_v_is_named(tmp_path: Path) -> None:
+    theirs = hf_model(**SIZES, num_key_value_heads=4)
+    theirs.config.num_key_value_heads = 2
+    write_gguf(tmp_path / "m.gguf", theirs, F32, fused=True)
+    with pytest.raises(WeightsError, match=r"attn_qkv\.weight has 192 rows, and q, k and v together have 128"):
+        GGUFCheckpoint(tmp_path / "m.gguf")
 
 
 def test_a_bias_that_is_absent_is_zero_for_q_k_and_v_alone(tmp_path: Path) -> None:
