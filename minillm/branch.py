@@ -42,7 +42,7 @@ class Branch:
             UsageError: ids beyond the vocabulary, or more than the context holds; the branch stays as it was.
         """
         self.check()
-        longer = self.token_ids + self._driver.token_ids(text, add_special_tokens=False)
+        longer = self.token_ids + self._driver.token_ids(text, after=self.token_ids)
         self._driver.engine.requests.check_prompt(longer)
         self.token_ids = longer
         return self

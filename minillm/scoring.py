@@ -71,7 +71,7 @@ class Scorer:
         for number, (prompt, continuation) in enumerate(_pairs(found, continuations)):
             ids, behind = self._driver.token_ids(prompt), 1
             if continuation is not None:
-                more = self._driver.token_ids(continuation, add_special_tokens=False)
+                more = self._driver.token_ids(continuation, after=ids)
                 if not ids or not more:
                     raise UsageError(f"{'continuation' if ids else 'prompt'} {number} is empty; give at least a token")
                 ids, behind = ids + more, len(ids)

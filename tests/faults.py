@@ -62,6 +62,7 @@ ROWS = "tests/runner/test_rows.py::"
 AHEAD = ROWS + "test_running_ahead_changes_no_token"
 STOP = "tests/text/test_stop.py::"
 TOKENIZER = "tests/text/test_tokenizer.py::"
+TEXT_PREFIX = "tests/text/test_dummy_prefix.py"
 CHAT = "tests/text/test_chat_template.py::"
 PARAMS = "tests/test_params.py"
 LINE = "tests/parallel/test_tensor_parallel.py::"
@@ -467,8 +468,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          TOKENIZER + "test_every_character_survives_a_round_trip"),
     ],
     "minillm/text/tokenizer.py": [
-        ("user-types-a-control-token", "self._plain_ids(self._user_spellings.broken(text))", "self._ids(text)",
-         TOKENIZER + "test_what_a_user_types_never_becomes_a_control_token"),
+        ("user-types-a-control-token", "self._plain_ids(self._user_spellings.broken(text), continues)",
+         "self._ids(text, continues)", TOKENIZER + "test_what_a_user_types_never_becomes_a_control_token"),
+        ("space-before-a-continuation", "continues and self._adds_prefix", "False", TEXT_PREFIX),
         ("turn-forged-by-the-user", 'if message["role"] == "assistant" else', 'if message["role"] != "assistant" else',
          CHAT + "test_what_the_assistant_thought_is_still_found_by_the_template"),
     ],

@@ -157,7 +157,19 @@ def write_tiny_model(directory: Path, *, max_positions: int = 512) -> Path:
     from test_tokenizer import byte_level
 
     byte_level(directory, template=CHATML)
-    eos = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id("<|im_end|>")
+    return _with_weights(directory, max_positions)
+
+
+def write_sentencepiece_model(directory: Path) -> Path:
+    """Write a tiny model with a tokenizer in SentencePiece's style."""
+    from test_tokenizer import sentencepiece
+
+    return _with_weights(sentencepiece(directory), 512)
+
+
+def _with_weights(directory: Path, max_positions: int) -> Path:
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    eos = backend.token_to_id("<|im_end|>") or backend.token_to_id("</s>")
     hf_model(vocab_size=640, max_position_embeddings=max_positions, eos_token_id=eos).save_pretrained(directory)
     return directory
 

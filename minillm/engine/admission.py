@@ -115,7 +115,7 @@ def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int
         else:
             # White space alone, a line end say, is meant as it stands.
             for text in (word.lstrip(), f" {word.lstrip()}") if word.strip() else (word,):
-                runs[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+                runs[tuple(tokenizer.encode(text, add_special_tokens=False, continues=True))] = None
     if () in runs:
         raise UsageError("bad_words: one of the words has no tokens; leave it out")
     return tuple(runs)

@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -48,15 +49,26 @@ class Driver:
         return self.engine.tokenizer
 
     def token_ids(
-        self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = False, whole: bool = True
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
+        whole: bool = True,
+        after: SequenceOf[int] | None = None,
     ) -> list[int]:
         """A prompt's ids (see `minillm.llm.LLM.token_ids`); raises UsageError for text without a tokenizer.
 
-        ``whole``: it must fit into the context.
+        ``whole``: it must fit into the context. ``after``: it goes on from these ids, without special tokens.
         """
         if isinstance(prompt, str):
             self.tokenizer.check_length(prompt, self.engine.max_model_len if whole else None)
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
+            return self.tokenizer.encode(
+                prompt,
+                add_special_tokens=add_special_tokens and after is None,
+                parse_special=parse_special,
+                continues=after is not None and self.tokenizer.ends_in_text(after),
+            )
         return plain_ids(prompt)
 
     def run(

@@ -22,6 +22,7 @@ class Prepared:
     token_ids: list[int]
     params: Params
     in_reasoning: bool
+    continuation: list[int] | None = None  # a fork's text as it continues other text, where that is not token_ids
 
 
 def prepare(driver: Driver, call: Complete) -> Prepared:
@@ -29,13 +30,16 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
     params: Params = (BeamSearchParams if "beam_width" in call.params else SamplingParams)(**call.params)
     driver.engine.requests.matcher(params)  # the engine's thread finds it compiled
     token_ids = [] if call.prompt is None else prompt_ids(driver, call.prompt, special=call.fork is None)
+    continuation = None
+    if isinstance(call.prompt, str) and call.fork is not None:
+        continuation = driver.tokenizer.encode(call.prompt, add_special_tokens=False, continues=True)
     opened = False
     if isinstance(call.prompt, Conversation):
         opened = driver.tokenizer.decode(token_ids[-8:]).rstrip().endswith("<think>")
         if opened and "grammar" in call.params:  # an answer of a given form has no room for thoughts
-            token_ids = token_ids + driver.tokenizer.encode(_NO_THOUGHTS, add_special_tokens=False, parse_special=True)
+            token_ids = token_ids + driver.token_ids(_NO_THOUGHTS, parse_special=True, after=token_ids)
             opened = False
-    return Prepared(call, token_ids, params, opened)
+    return Prepared(call, token_ids, params, opened, continuation)
 
 
 def prompt_ids(driver: Driver, prompt: str | list[int] | Conversation, *, special: bool = True) -> list[int]:

@@ -99,6 +99,8 @@ class Room:
             token_ids, parent, salt = prepared.token_ids, None, call.salt
             if call.fork is not None:
                 before, parent, salt = self._forked(call)
+                if prepared.continuation is not None and self.driver.tokenizer.ends_in_text(before):
+                    token_ids = prepared.continuation
                 token_ids = before + token_ids
             if not token_ids:
                 raise UsageError("the prompt is empty; give at least one token")

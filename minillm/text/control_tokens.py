@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 
 BREAK = "\ufdd0"  # Unicode keeps noncharacters for such inner use; they are taken out of text that comes in
 END_OF_MESSAGE = "\ufdd1"  # marks where the last message ends while a chat template is rendered
+CONTINUES = "\ufdd2"  # begins a text that continues another: see `minillm.text.dummy_prefix`
 
 _MARKUP = re.compile(r"<\S+>|\[\S+\]|<\|.*\|>|<\uff5c.*\uff5c>", re.DOTALL)
 
@@ -30,7 +31,7 @@ def admissible(text: str) -> str:
     """``text`` without our own marks, and with U+FFFD for lone surrogates, which UTF-8 does not have."""
     if text.isascii():
         return text
-    return re.sub("[\ud800-\udfff]", "\ufffd", re.sub(f"[{BREAK}{END_OF_MESSAGE}]", "", text))
+    return re.sub("[\ud800-\udfff]", "\ufffd", re.sub(f"[{BREAK}{END_OF_MESSAGE}{CONTINUES}]", "", text))
 
 
 class Spellings:

@@ -41,7 +41,7 @@ def _class_of(code_points: str) -> str:
     return "".join("-".join(chr(int(end, 16)) for end in entry.split("-")) for entry in code_points.split())
 
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,8 +62,8 @@ _DEEPSEEK_LLM = (
     r"\p{N}+",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}")
-_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
-_DIGITS_APART = (r"\p{N}", _GPT2)
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+_DIGITS_APART = (r"\p{N}", GPT2)
 
 SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Split((LLAMA3,), True, True)),
@@ -71,7 +71,7 @@ SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,), composes=True)),
     "tekken": Split((_TEKKEN,), True, True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Split(_DIGITS_APART)),
-    "gpt-2": Split((_GPT2,)),
+    "gpt-2": Split((GPT2,)),
     "deepseek-llm": Split(_DEEPSEEK_LLM),
     "deepseek-coder": Split(_DEEPSEEK_CODER),
     "default": Split(_DEFAULT),  # files from before the key existed have none, which means this

@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from minillm.checks import shown
 from minillm.errors import ContextLengthError, UsageError, WeightsError
 from minillm.text.chat_template import ChatTemplate, plain_messages
-from minillm.text.control_tokens import BREAK, Spellings, admissible, is_control
+from minillm.text.control_tokens import BREAK, CONTINUES, Spellings, admissible, is_control
+from minillm.text.dummy_prefix import with_removal
 from minillm.text.gguf_tokenizer import rebuild
 from minillm.text.hf_tokenizer import encoder_of, read_directory
 from minillm.text.reading import is_there
@@ -42,7 +43,7 @@ from minillm.text.tools import plain_tools, with_texts
 _REASONING_TAGS = ("<think>", "</think>")  # templates look for them in the assistant's words
 _MAX_VOCAB = 1 << 24
 _MAX_CONTROL = 1 << 10  # characters of a control token
-_DROP = normalizers.Replace(BREAK, "")
+_DROP = {"type": "Replace", "pattern": {"String": BREAK}, "content": ""}
 _MAX_CHARACTERS = 16 << 20  # of a text, however long the context is
 _SLOWEST = 200_000  # characters that it encodes in a second, at least
 _NO_TOKENIZER = (None, "none", "no_vocab")  # the kinds in GGUF files that have none
@@ -89,9 +90,9 @@ class Tokenizer:
         self._assistant_spellings = Spellings(t for t in self._user_spellings.texts if t not in _REASONING_TAGS)
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
-        self._own_normalizer = backend.normalizer
-        self._drop_breaks()
-        self._sandbox = None if steps is None else self._sandbox_for(steps)
+        self._own_normalizer, self._own_pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+        self._find_controls_first()
+        self._sandbox = self._obey_marks()
         self._prefix, self._suffix = self._wrapping()
         self._template = None if chat_template is None else ChatTemplate(chat_template, self.special_tokens)
         self.has_chat_template = chat_template is not None
@@ -112,20 +113,30 @@ class Tokenizer:
         if longest > _MAX_CONTROL:
             raise WeightsError(f"the tokenizer has a control token of {longest} characters, which no model has")
 
-    def _drop_breaks(self) -> None:
-        """Have the backend look for control tokens in the text as it comes, and drop our break only afterwards."""
+    def _find_controls_first(self) -> None:
+        """Have the backend look for control tokens in the text before it is normalized."""
         for token_id in self.control_ids:
             token = self._added[token_id]
             as_it_comes = AddedToken(**{**token.__getstate__(), "normalized": False})
             (self._backend.add_special_tokens if token.special else self._backend.add_tokens)([as_it_comes])
-        own = self._own_normalizer
-        self._backend.normalizer = _DROP if own is None else normalizers.Sequence([_DROP, own])
 
-    def _sandbox_for(self, steps: Mapping[str, Any]) -> Sandbox:
-        """The whole tokenizer, in a process of its own."""
-        own = [] if steps["normalizer"] is None else [steps["normalizer"]]
-        normalizer = {"type": "Sequence", "normalizers": [json.loads(_DROP.__getstate__()), *own]}
-        return encoder_of({**json.loads(self._backend.to_str()), **steps, "normalizer": normalizer})
+    def _obey_marks(self) -> Sandbox | None:
+        """Have the steps drop our break, and the prefix of a text that continues another; returns their sandbox."""
+        backend = self._backend
+        own = self._steps
+        if own is None:
+            own = {"normalizer": _state(backend.normalizer), "pre_tokenizer": _state(backend.pre_tokenizer)}
+        normalizer, prepends = with_removal(own["normalizer"], "normalizers")
+        pre_tokenizer, puts_space = with_removal(own["pre_tokenizer"], "pretokenizers")
+        self._adds_prefix = prepends or puts_space
+        normalizer = {"type": "Sequence", "normalizers": [_DROP] if normalizer is None else [_DROP, normalizer]}
+        if self._steps is not None:  # the whole tokenizer, in a process of its own
+            steps = {**own, "normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+            return encoder_of({**json.loads(backend.to_str()), **steps})
+        backend.normalizer = _with_state(normalizers.Sequence([]), normalizer)
+        if puts_space:
+            backend.pre_tokenizer = _with_state(pre_tokenizers.Sequence([]), pre_tokenizer)
+        return None
 
     @classmethod
     def load(cls, source: Path | Mapping[str, Any], num_rows: int) -> Tokenizer | None:
@@ -146,10 +157,11 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as `from_directory` and transformers read them."""
-        ours = self._backend.normalizer
-        self._backend.normalizer = self._own_normalizer
-        whole = {**json.loads(self._backend.to_str()), **(self._steps or {})}
-        self._backend.normalizer = ours
+        backend = self._backend
+        ours = backend.normalizer, backend.pre_tokenizer
+        backend.normalizer, backend.pre_tokenizer = self._own_normalizer, self._own_pre_tokenizer
+        whole = {**json.loads(backend.to_str()), **(self._steps or {})}
+        backend.normalizer, backend.pre_tokenizer = ours
         (directory / "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= self.special_tokens
@@ -162,7 +174,9 @@ class Tokenizer:
         """Whether texts are encoded in this process, and so in a time that their length bounds."""
         return self._sandbox is None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False, continues: bool = False
+    ) -> list[int]:
         """A text as ids.
 
         Args:
@@ -170,13 +184,22 @@ class Tokenizer:
             parse_special: control tokens that the text spells become those tokens, as in transformers. For text that
                 you trust: a writer of ``<|im_end|>`` can forge a turn of a conversation. A text that brings its
                 own BOS gets a second one unless ``add_special_tokens`` is false.
+            continues: the text continues another one, so it gets no space before its first word, which SentencePiece
+                puts there otherwise. See `ends_in_text`.
 
         Raises UsageError where the text holds a token that the model has no embedding for, or cannot be encoded without
         control tokens.
         """
         text = admissible(text)
-        ids = self._ids(text) if parse_special else self._plain_ids(self._user_spellings.broken(text))
+        if parse_special:
+            ids = self._ids(text, continues)
+        else:
+            ids = self._plain_ids(self._user_spellings.broken(text), continues)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def ends_in_text(self, ids: Sequence[int]) -> bool:
+        """Whether a text that follows ``ids`` continues a text: the last one is no hidden control token."""
+        return bool(ids) and self.token_bytes(ids[-1]) != b""
 
     def check_length(self, text: str, max_tokens: int | None) -> None:
         """Raise UsageError where a text has more characters than ``max_tokens`` tokens can stand for, or any text."""
@@ -204,22 +227,28 @@ class Tokenizer:
         except BaseException as error:  # where the library panics it is not even an Exception
             raise WeightsError(f"the model's tokenizer: {clean_line(str(error))}") from None
 
-    def _ids(self, text: str) -> list[int]:
+    def _ids(self, text: str, continues: bool = False) -> list[int]:
         """The ids of ``text``, all of which the model has."""
-        ids = self._whole_ids(text)
+        ids = self._whole_ids(CONTINUES + text if continues and self._adds_prefix else text)
         if self.vocab_size > self._num_rows and max(ids, default=0) >= self._num_rows:
             beyond = next(self._texts[i] for i in ids if i >= self._num_rows)
             raise UsageError(f"the model has no embedding for the token {clean_line(beyond, 60)!r}; leave it out")
         return ids
 
-    def _plain_ids(self, broken: str) -> list[int]:
+    def _plain_ids(self, broken: str, continues: bool) -> list[int]:
         """The ids of a text whose spellings of control tokens are broken."""
-        ids = self._ids(broken)
+        ids = self._ids(broken, continues)
         if self.control_ids.intersection(ids):
-            # The model's own vocabulary spells a control token: keep the halves apart.
-            ids = [i for piece in broken.split(BREAK) for i in self._ids(piece)]
+            ids = self._ids_apart(broken, continues)
             if self.control_ids.intersection(ids):
                 raise UsageError("the text cannot be encoded without control tokens of the model; rephrase it")
+        return ids
+
+    def _ids_apart(self, text: str, continues: bool = False) -> list[int]:
+        """The ids of a text in which the model's own vocabulary spells a control token: those of its pieces."""
+        ids: list[int] = []
+        for piece in text.split(BREAK):
+            ids += self._ids(piece, continues if not ids else self.ends_in_text(ids))
         return ids
 
     def apply_chat_template(
@@ -258,7 +287,7 @@ class Tokenizer:
         ids = self._ids(text)
         meant = self._user_spellings.count(text)
         if sum(token_id in self.control_ids for token_id in ids) > meant:
-            ids = [i for piece in text.split(BREAK) for i in self._ids(piece)]
+            ids = self._ids_apart(text)
         return ids
 
     def _broken(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,3 +351,14 @@ class Tokenizer:
             if wrapped[start : start + len(bare)] == bare:
                 return wrapped[:start], wrapped[start + len(bare) :]
         raise WeightsError("tokenizer.json: its post-processor changes the text's own tokens, which is not supported")
+
+
+def _state(step: Any) -> dict[str, Any] | None:
+    """A step of the backend as tokenizer.json has it."""
+    return None if step is None else json.loads(step.__getstate__())
+
+
+def _with_state(step: Any, state: Any) -> Any:
+    """``step`` made into the one that ``state`` describes."""
+    step.__setstate__(json.dumps(state).encode())
+    return step

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import write_sentencepiece_model
 
 from minillm.cache import check
+from minillm.engine.admission import bad_word_ids
 from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams, SamplingParams
@@ -181,3 +183,15 @@ def test_a_stop_token_is_not_part_of_a_beams_text(llm: LLM) -> None:
         stream = llm.tokenizer.detokenizer(output.prompt_token_ids)
         assert beam.token_ids[-1] == beam.stop_reason == token
         assert beam.text == "".join(map(stream.push, beam.token_ids[:-1])) + stream.finish()
+
+
+def test_a_branch_of_sentencepiece_text_goes_on_within_a_word(tmp_path: Path) -> None:
+    llm = LLM(str(write_sentencepiece_model(tmp_path)), device="cpu", num_blocks=64)
+    with llm.branch("the qu") as branch:
+        assert branch.append("ick").append(" brown").text == "the quick brown"
+        assert branch.token_ids[-1:] == llm.token_ids("the quick brown")[-1:]
+    params = SamplingParams(bad_words=["quick"], max_tokens=1)
+    banned = bad_word_ids(params, llm.tokenizer)
+    assert sorted(map(llm.tokenizer.decode, [(1, 300, *run) for run in banned])) == sorted(
+        llm.tokenizer.decode([1, 300]) + each for each in ("quick", " quick")
+    )

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import write_sentencepiece_model
 
 from minillm import LLM, SamplingParams
 from minillm.cache import check
@@ -159,3 +161,14 @@ def test_a_true_sentence_is_the_more_probable_one() -> None:
     assert [city.total for city in cities] == sorted((city.total for city in cities), reverse=True)
     assert cities[0].tokens[0].rank <= 3
     assert llm.perplexity("The sun rises in the east and sets in the west.") < 30
+
+
+def test_a_continuation_of_sentencepiece_text_has_no_second_space(tmp_path: Path) -> None:
+    llm = LLM(str(write_sentencepiece_model(tmp_path)), device="cpu", num_blocks=64)
+    bare = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    bare.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    [score] = llm.score("the quick", [" brown"])
+    assert score.token_ids == llm.token_ids("the quick") + bare.encode(" brown", add_special_tokens=False).ids
+    [whole] = llm.score([score.token_ids])
+    assert score.logprobs == pytest.approx(whole.logprobs[-len(score.logprobs) :], abs=1e-4)
+    assert llm.score([[1]], ["the quick"])[0].token_ids == llm.token_ids("the quick"), "after BOS a text begins"

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 from running_server import Server, served
+from support import write_sentencepiece_model
 
 
 def post(server: Server, path: str, key: str = "", **body: Any) -> Any:
@@ -145,3 +146,12 @@ def test_the_words_of_one_key_are_not_anothers_to_read(tiny: Path, tmp_path: Pat
                 first = next(line for line in events.iter_lines() if line.startswith("data: "))
             assert ("secret words" in str(json.loads(first[6:])["words"])) == reads
             assert json.loads(first[6:])["tables"], "that there is a table is no secret"
+
+
+def test_a_fork_goes_on_within_a_word(tmp_path: Path) -> None:
+    with served(write_sentencepiece_model(tmp_path)) as server:
+        whole = post(server, "/v1/completions", prompt="the qu", max_tokens=2)
+        for fork, text in (({"id": whole["id"], "num_tokens": 0}, "ick brown"), (whole["id"], " more")):
+            answer = post(server, "/v1/completions", fork_of=fork, prompt=text, max_tokens=1, echo=True)
+            before = "the qu" + (whole["choices"][0]["text"] if fork is whole["id"] else "")
+            assert answer["choices"][0]["text"].startswith(before + text)

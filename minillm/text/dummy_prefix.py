@@ -1,0 +1,43 @@
+"""The space that a tokenizer puts before a text (SentencePiece's dummy prefix), and texts that have none.
+
+A text that continues another must not get that space. Such a text begins with a mark, and each step that adds a prefix
+is followed by one that removes the prefix together with the mark.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from minillm.text.control_tokens import CONTINUES
+from minillm.text.pre_tokenizers import GPT2
+
+Step = Mapping[str, Any]  # a normalizer or a pre-tokenizer as tokenizer.json has it
+
+
+def with_removal(step: Step | None, members: str) -> tuple[Step | None, bool]:
+    """Return a step in which the mark removes the prefix, and whether it puts one; ``members`` is a sequence's key."""
+    kind = None if step is None else step["type"]
+    if step is None or kind not in ("Sequence", "Prepend", "Metaspace", "ByteLevel"):
+        return step, False
+    if kind == "Sequence":
+        pairs = [with_removal(each, members) for each in step[members]]
+        return {**step, members: [each for each, _ in pairs]}, any(changed for _, changed in pairs)
+    found = _removable(step)
+    return ({"type": "Sequence", members: found}, True) if found else (step, False)
+
+
+def _removable(step: Step) -> list[Step]:
+    """The steps in place of one that puts a prefix; none for one that puts none."""
+    kind = step["type"]
+    if kind == "Prepend":
+        return [step, {"type": "Replace", "pattern": {"String": step["prepend"] + CONTINUES}, "content": ""}]
+    if kind == "Metaspace" and step.get("prepend_scheme", "always") != "never":
+        return [step, _split({"String": step["replacement"] + CONTINUES}, "Removed")]
+    if kind == "ByteLevel" and step.get("add_prefix_space"):  # its bytes would hide the mark, so the space comes first
+        space = _removable({"type": "Metaspace", "replacement": " ", "prepend_scheme": "always", "split": False})
+        words = [_split({"Regex": GPT2}, "Isolated")] if step.get("use_regex", True) else []
+        return [*space, *words, {**step, "add_prefix_space": False, "use_regex": False}]
+    return []
+
+
+def _split(pattern: Mapping[str, str], behavior: str) -> Step:
+    return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
