@@ -11,13 +11,13 @@ import threading
 from typing import NoReturn
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, memory_errors
 from minillm.parallel.channel import Follower
 from minillm.parallel.collectives import Ranks
-from minillm.parallel.launch import LOCAL, PATIENCE, connect
+from minillm.parallel.launch import LOCAL, connect, open_store
 from minillm.runner import wire
 from minillm.runner.build import build_runner, choose_device, describe
 
@@ -52,7 +52,7 @@ def main() -> None:
     task = json.loads(sys.stdin.read())
     follower = connect(task, task["rank"])  # first: from here on each end sees the other die
     config = EngineConfig(**task["config"])
-    store = TCPStore(task["host"], task["store"], timeout=PATIENCE)
+    store = open_store(task["directory"])
     device = choose_device(config, task["rank"])
     follow(follower, PrefixStore("collectives", store), task["rank"], task["model"], config, device, LOCAL)
 

@@ -13,6 +13,7 @@ import contextlib
 import os
 import queue
 import select
+import shutil
 import socket
 import struct
 import subprocess
@@ -192,10 +193,10 @@ def _exit_status(process: subprocess.Popen | None) -> str:
 
 
 class Follower:
-    """The end of any other rank. The process ends when rank 0 does."""
+    """The end of any other rank. The process ends when rank 0 does; ``directory`` is then removed, if there is one."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, directory: str = "") -> None:
+        self._connection, self._directory = connection, directory
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -214,6 +215,8 @@ class Follower:
             while message := receive_message(self._connection):
                 self._messages.put(message)
         except EOFError:
+            if self._directory:
+                shutil.rmtree(self._directory, ignore_errors=True)
             os._exit(1)  # rank 0 is gone, and the main thread may be waiting for it on the device
         self._messages.put(b"")
         threading.Event().wait(_GRACE)

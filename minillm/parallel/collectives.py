@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ class Ranks:
     """This process among the ``size`` that share a model. All of them make the same calls in the same order.
 
     It uses nothing of `torch.distributed`'s global state: a program may have a group of its own, or several models one
-    after another. All tensors lie on ``device``; the others reach this process by ``host``, where the group is gloo's.
+    after another. All tensors lie on ``device``; the others reach this process by ``host``.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, host: str) -> None:
@@ -252,6 +254,8 @@ def _run(collective: Callable[..., Any], *arguments: Any) -> None:
 
 def _new_group(store: Store, rank: int, size: int, device: torch.device, host: str) -> Any:
     if device.type == "cuda":
+        if ip_address(host).is_loopback and not torch.distributed.is_initialized():
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # on one host no other interface needs to listen
         options = distributed_c10d.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
         return distributed_c10d.ProcessGroupNCCL(store, rank, size, options)

@@ -10,10 +10,13 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -139,7 +142,7 @@ def begin_to_beat(torchrun: Torchrun) -> None:
 
 def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torchrun | None) -> tuple[Ranks, Leader]:
     """Bring the ranks of ``model`` together, as rank 0. Raises RankDied where one ended before it was ready."""
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import PrefixStore
 
     from minillm.parallel.collectives import Ranks
 
@@ -147,13 +150,15 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
     processes: dict[int, subprocess.Popen] = {}
     connections: dict[int, socket.socket] = {}
     host, first = (LOCAL, 0) if torchrun is None else (torchrun.host(), torchrun.rank)
-    listener = None
+    listener = directory = None
     with socket.create_server((host, 0), family=_family(host)) as server:
         port = server.getsockname()[1]
         try:
             if torchrun is None:
-                store: Store = TCPStore(LOCAL, 0, None, True, PATIENCE, wait_for_workers=False)
-                address = {"host": host, "port": port, "secret": secret, "store": store.port}  # type: ignore[attr-defined]
+                # Only this user can open it: torch's TCP store listens on all interfaces and asks for no secret.
+                directory = tempfile.mkdtemp(prefix="minillm-")
+                store: Store = open_store(directory)
+                address = {"host": host, "port": port, "secret": secret, "directory": directory}
                 for rank in range(1, size):
                     processes[rank] = _start({**address, "rank": rank, "model": model, "config": asdict(config)})
             else:
@@ -171,12 +176,25 @@ def lead(model: str, config: EngineConfig, device: torch.device, torchrun: Torch
         except BaseException:
             for process in processes.values():
                 process.kill()
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
             raise
     ranks: list[Ranks] = []
     leader = Leader(Lines(connections, processes, lambda: ranks[0].abort() if ranks else None))
     with leader.watched():
         ranks.append(Ranks(PrefixStore("collectives", store), 0, size, device, host))
+    if directory is not None:
+        weakref.finalize(ranks[0], shutil.rmtree, directory, ignore_errors=True)
     return ranks[0], leader
+
+
+def open_store(directory: str) -> Store:
+    """Open the store of the ranks of one model in a directory that only their user can read."""
+    from torch.distributed import FileStore
+
+    store = FileStore(os.path.join(directory, "store"))
+    store.set_timeout(PATIENCE)
+    return store
 
 
 def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
@@ -194,12 +212,12 @@ def join(torchrun: Torchrun, size: int) -> tuple[Follower, Store, int]:
 
 
 def connect(address: Mapping[str, str | int], rank: int) -> Follower:
-    """Connect to rank 0 at ``address``."""
+    """Connect to rank 0 at ``address``. If rank 0 dies, its ``directory`` is removed."""
     connection = socket.create_connection((str(address["host"]), int(address["port"])), timeout=30)
     connection.settimeout(None)
     channel.set_up(connection)
     channel.send_message(connection, json.dumps({"rank": rank, "secret": address["secret"]}).encode())
-    return Follower(connection)
+    return Follower(connection, str(address.get("directory", "")))
 
 
 def _accept(server: socket.socket, secret: str, connections: dict[int, socket.socket]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -437,6 +439,36 @@ def wait_until_gone(pid: int) -> None:
         if state == "Z":
             return
         time.sleep(0.05)
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Return the addresses, in hexadecimal, on which these processes listen."""
+    sockets = set()
+    for pid in pids:
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(each))
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
+
+
+def test_ranks_of_one_host_meet_where_nobody_else_can(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The store and the collectives listen on no other interface, and no other user can write to the store."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    llm = LLM(str(tiny_model), device="cpu", tensor_parallel_size=2, num_blocks=64)
+    llm.generate("hello", SamplingParams(temperature=0, max_tokens=2))
+    assert listening([os.getpid(), *other_ranks(llm)]) <= {"0100007F", "0" * 24 + "01000000"}
+    [directory] = tmp_path.iterdir()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert [each.name for each in directory.iterdir()] == ["store"]
+    llm.close()
+    del llm
+    gc.collect()
+    assert not directory.exists()
 
 
 def test_a_rank_that_is_killed_ends_the_run_with_its_name(tiny_model: Path) -> None:
