@@ -25,7 +25,7 @@ from minillm.ui.chat_screen import ChatScreen, bindings_by_name
 from minillm.ui.engine_app import EngineApp, EngineEvent
 from minillm.ui.kept import Keeper
 from minillm.ui.settings import Settings
-from minillm.ui.terminal import check_terminal, ending_on_signals
+from minillm.ui.terminal import check_terminal, ending_on_signals, pasted_text
 from minillm.ui.textual_internals import TerminalDriver
 
 _SETTLED = 2.0  # seconds after which the first screen is there
@@ -117,8 +117,7 @@ class ChatApp(EngineApp):
         text passes the filter here, before any widget sees it.
         """
         if isinstance(event, events.Paste) and not event.is_forwarded:
-            text = event.text.replace("\r\n", "\n").replace("\r", "\n")
-            event = events.Paste(clean(text))
+            event = events.Paste(clean(pasted_text(event.text)))
         if isinstance(event, events.InputEvent | events.Paste) and not event.is_forwarded:
             self._typed_early.append(event)
             await self._take_typed()

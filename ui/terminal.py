@@ -36,8 +36,15 @@ _LONGEST_WAIT = 0.1  # seconds for an answer, behind all that is done meanwhile
 _QUESTION = b"\x1b]11;?\x1b\\\x1b[c"
 _COLOUR = rb"\x1b\]11;([^\x07\x1b]*)(?:\x07|\x1b\\)"
 _KIND = rb"\x1b\[\?[0-9;]*c"
-_ANSWERS = re.compile(_COLOUR + b"|" + _KIND)
-_BEGUN = re.compile(rb"\x1b(?:\](?:1(?:1(?:;[^\x07\x1b]*\x1b?)?)?)?|\[(?:\?[0-9;]*)?)$")
+# Any OSC, DCS or kitty graphics string is an answer: no key sends one.
+_STRING = rb"(?:\][0-9]|P[0-9>!]|_G)[^\x07\x1b]*"
+_ANSWERS = re.compile(rb"\x1b" + _STRING + rb"(?:\x07|\x1b\\)|" + _KIND)
+# The beginning of an answer, or of the mark before a paste.
+_BEGUN = re.compile(rb"\x1b(?:" + _STRING + rb"\x1b?|[\]P_]|\[(?:\?[0-9;]*|2(?:00?)?)?)?$")
+_LONGEST_ANSWER = 1.0  # seconds from one part of an answer to the next, over a slow line
+_PASTE_BEGINS, _PASTE_ENDS = b"\x1b[200~", b"\x1b[201~"
+_NO_TEXT = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]+[0-~])")
 _RGB = re.compile(rb"rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})(?:/[0-9a-fA-F]{1,4})?")
 
 
@@ -177,17 +184,63 @@ def background_of(said: bytes) -> str:
 
 @dataclass
 class LateAnswers:
-    """Drops the terminal's answers from what is typed, also where they come in parts."""
+    """Drops the terminal's answers from typed input, also where they come in parts."""
 
     _held: bytes = b""
+    _held_since: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether input is held back: call `without` soon, also without input."""
+        return bool(self._held)
 
     def without(self, data: bytes) -> bytes:
-        """Take input; returns the keys in it. A part that may become an answer is held until more comes, or nothing:
-        then call this with no input.
+        """Take input and return the keys in it. The beginning of an answer is held until the rest comes. Input that may
+        also be a key (Escape) is held until a call without input.
         """
+        if data:
+            self._held_since = time.monotonic()
         said, self._held = self._held + data, b""
         said = _ANSWERS.sub(b"", said)
-        begun = _BEGUN.search(said) if data else None
-        if begun is not None:
+        begun = _BEGUN.search(said)
+        if begun is not None and (data or self._is_awaited(begun.group())):
             said, self._held = said[: begun.start()], begun.group()
         return said
+
+    def _is_awaited(self, begun: bytes) -> bool:
+        """Whether this can only be an answer, and its rest may still come."""
+        is_answer = re.match(rb"\x1b(?:\][0-9]+;|P[0-9>!]|_G)", begun) is not None
+        return is_answer and time.monotonic() - self._held_since < _LONGEST_ANSWER
+
+
+@dataclass
+class Pastes:
+    """Separates pasted text from keys, by the marks of bracketed paste. Nothing inside a paste is a key."""
+
+    _pasted: bytes | None = None  # the text so far of a paste that has begun
+
+    def split(self, data: bytes) -> Iterator[tuple[bool, bytes]]:
+        """Yield the parts of the input in order: whether each was pasted, and its bytes. The mark at the beginning of a
+        paste must be in one piece (see `LateAnswers`); a paste comes in one piece, once its end is there.
+        """
+        while data:
+            if self._pasted is None:
+                keys, begins, data = data.partition(_PASTE_BEGINS)
+                self._pasted = b"" if begins else None
+                if keys:
+                    yield are_lines(keys), keys
+            else:
+                text, ends, data = (self._pasted + data).partition(_PASTE_ENDS)
+                self._pasted = None if ends else text
+                if ends:
+                    yield True, text
+
+
+def are_lines(keys: bytes) -> bool:
+    """Whether keys that came at once are several lines of text: pasted where the terminal does not mark pastes."""
+    return keys.count(b"\r") > 1 and b"\r" in keys.strip(b"\r") and not _NO_TEXT.search(keys)
+
+
+def pasted_text(text: str) -> str:
+    """Pasted text without its escape sequences, with newlines as line ends."""
+    return _ESCAPES.sub("", text).replace("\r\n", "\n").replace("\r", "\n")

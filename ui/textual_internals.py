@@ -6,25 +6,29 @@ Written for and tested with Textual 8.2.8. After an update, look here first.
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 from codecs import getincrementaldecoder
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from textual import events
+from textual import constants, events
 from textual._xterm_parser import XTermParser
 from textual.app import App, ComposeResult
 from textual.command import CommandList, CommandPalette
 from textual.css.query import NoMatches
 from textual.drivers.linux_driver import LinuxDriver
 from textual.geometry import Offset, Size
+from textual.keys import Keys
 from textual.scroll_view import ScrollView
 from textual.widget import MountError, Widget
 from textual.widgets import OptionList, TextArea
 from textual.worker import WorkerFailed
 
-from minillm.ui.terminal import LateAnswers
+from minillm.text.safe import clean
+from minillm.ui.terminal import LateAnswers, Pastes
 
 if TYPE_CHECKING:
     from textual._arrange import DockArrangeResult
@@ -32,7 +36,16 @@ if TYPE_CHECKING:
     from textual.widgets._markdown import MarkdownListItem as MarkdownListItem
     from textual.widgets._markdown import MarkdownParagraph as MarkdownParagraph
     from textual.widgets.markdown import MarkdownBlock
+    from textual.widgets.text_area import Edit, EditResult
 
+if "ESCDELAY" not in os.environ:
+    constants.ESCAPE_DELAY = 0.05  # type: ignore[misc]  # seconds after which Escape is no beginning of another key
+_QUIET = 0.1  # seconds of waiting for a key
+_SOON = 0.02  # the same while a sequence is incomplete, or more of a paste may come
+_LONGEST_BURST = 1 << 20  # bytes that are read at once
+_COMPLETE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-Z\\-~]")  # a control sequence; "\x1b[[" begins a key of the Linux console
+_KITTY_KEY = re.compile(r"\x1b\[(\d*)[\d:]*(?:;(\d*)(?::(\d*))?)?((?:;[\d:]*)?[u~ABCDEFHPQRS])")
+_RELEASED = "3"  # the type of a key event in the Kitty protocol
 _KEEP_TITLE, _TITLE_BEFORE = "\x1b[22;2t", "\x1b[23;2t"  # xterm's stack of titles; others take no notice
 
 
@@ -232,7 +245,18 @@ class Options(OptionList):
 
 
 class SteadyTextArea(TextArea):
-    """Where undo takes lines away and the scrollbar with them, Textual looks for the cursor before it moves it."""
+    """A text area that holds no character that a terminal would obey, whoever puts the text in.
+
+    Where undo takes lines away and the scrollbar with them, Textual looks for the cursor before it moves it.
+    """
+
+    def _set_document(self, text: str, language: str | None) -> None:
+        super()._set_document(clean(text), language)
+
+    def edit(self, edit: Edit) -> EditResult:
+        """See `TextArea.edit`."""
+        edit.text = clean(edit.text)
+        return super().edit(edit)
 
     def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
         """See `TextArea.scroll_cursor_visible`."""
@@ -257,36 +281,71 @@ class PatientPalette(AsLargeAsTerminal, CommandPalette):
             super()._action_command_list(action)
 
 
+class KeyParser(XTermParser):
+    """Textual's parser, but a sequence that it cannot read is no key, instead of an error or of many keys."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a sequence has begun: call `tick` soon."""
+        return self._timeout_time is not None
+
+    def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
+        if (kitty := _KITTY_KEY.fullmatch(sequence)) is not None:
+            code, modifiers, kind, rest = kitty.groups()
+            if kind == _RELEASED:
+                return [events.Key(Keys.Ignore, sequence)]
+            if kind is not None or ":" in sequence.partition(";")[0]:
+                sequence = f"\x1b[{code};{modifiers or 1}{rest}"
+        try:
+            keys = list(super()._sequence_to_key_events(sequence, alt))
+        except (ValueError, OverflowError):  # no such character
+            keys = []
+        # The parser itself knows mouse and mode reports, which are no keys either.
+        is_report = sequence[-1:] in ("M", "m", "y")
+        return keys or ([events.Key(Keys.Ignore, sequence)] if _COMPLETE.fullmatch(sequence) and not is_report else [])
+
+
 class TerminalDriver(LinuxDriver):
     """Textual's driver, but bytes that are no UTF-8 do not end the app, and the end of input does. Keys that were read
-    before come first; answers of the terminal to questions that were asked before are no keys.
+    before come first. Answers of the terminal to earlier questions are no keys, and neither is anything in a paste.
     """
 
     def run_input_thread(self) -> None:
         decode = getincrementaldecoder("utf-8")("replace").decode
-        parser, answers = XTermParser(self._debug), LateAnswers()
+        parser, answers, pastes = KeyParser(self._debug), LateAnswers(), Pastes()
 
         def process(data: bytes) -> None:
-            if text := decode(data):  # without one, the parser would take it for the end
-                for event in parser.feed(text):
-                    self.process_message(event)
+            for is_pasted, part in pastes.split(answers.without(data)):
+                if is_pasted:
+                    self.process_message(events.Paste(part.decode("utf-8", "replace")))
+                elif text := decode(part):  # without one, the parser would take it for the end
+                    for event in parser.feed(text):
+                        self.process_message(event)
 
         assert isinstance(self._app, QuietApp)
         process(self._app.typed_before)
         with selectors.DefaultSelector() as selector:
             selector.register(self.fileno, selectors.EVENT_READ)
             while not self.exit_event.is_set():
-                if selector.select(0.1):
-                    try:
-                        data = os.read(self.fileno, 4096)
-                    except OSError:  # the terminal was hung up
-                        data = b""
+                data = b""
+                if selector.select(_SOON if answers.holds or parser.waits else _QUIET):
+                    data = self._read()
                     if not data:
                         os.kill(os.getpid(), signal.SIGHUP)
                         return
-                    data = answers.without(data)
-                else:
-                    data = answers.without(b"")
+                    # More of a paste without marks: all of it is one text.
+                    while len(data) > 1 and b"\r" in data and len(data) < _LONGEST_BURST and selector.select(_SOON):
+                        more = self._read()
+                        if not more:
+                            break
+                        data += more
                 process(data)
                 for event in parser.tick():
                     self.process_message(event)
+
+    def _read(self) -> bytes:
+        """Read some input; none where the terminal was hung up."""
+        try:
+            return os.read(self.fileno, 4096)
+        except OSError:
+            return b""

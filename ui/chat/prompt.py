@@ -1,6 +1,8 @@
 """Where the user types. Enter sends; a long paste is held aside, for laying it out would take seconds."""
 
+import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +12,7 @@ from textual.binding import Binding
 from textual.message import Message
 from textual.strip import Strip
 from textual.timer import Timer
+from textual.widgets.text_area import Edit, EditResult, Location
 
 from minillm.ui.chat.files import begun_mention, best_matches, files_below, folded_files, is_path, mention, paths_begun
 from minillm.ui.chat.popup import Completion, Popup
@@ -22,7 +25,7 @@ _LONGEST_PASTE = 4000  # characters that are pasted into the text itself
 _MOST_PASTED_LINES = 100
 _MOST_OFFERED = 50  # files
 _WAIT = 0.35  # seconds for which a digit may still become a text before it takes a candidate, and stops the others
-_AT_ONCE = 1.0  # seconds within which a second digit makes a number with the first one
+_AT_ONCE = 1.0  # seconds within which what is typed after a digit makes a text with it
 _NEWLINE_KEYS = ("shift+enter", "ctrl+j", "alt+enter")
 
 
@@ -164,6 +167,24 @@ class PromptInput(SteadyTextArea):
         self._held[mark] = text
         return mark
 
+    def edit(self, edit: Edit) -> EditResult:
+        """Edit the text. A mark that the edit would damage goes, or stays, as a whole."""
+        start, end = edit.top, edit.bottom
+        for first, last in self._marks({start[0], end[0]}):
+            if start == end and first < start < last:
+                start = end = last
+            elif first < end and start < last:
+                start, end = min(start, first), max(end, last)
+        edit.from_location, edit.to_location = start, end
+        return super().edit(edit)
+
+    def _marks(self, rows: set[int]) -> Iterator[tuple[Location, Location]]:
+        """The places of the marks in these lines."""
+        for row in rows:
+            for mark in self._held:
+                for found in re.finditer(re.escape(mark), self.document.get_line(row)):
+                    yield (row, found.start()), (row, found.end())
+
     def render_line(self, y: int) -> Strip:
         # Textual divides by the width when it wraps the placeholder.
         return super().render_line(y) if self.content_size.width > 0 else Strip.blank(0)
@@ -181,7 +202,7 @@ class PromptInput(SteadyTextArea):
     def _is_text_after_digit(self, character: str) -> bool:
         """Whether a character says that the digit before it, which took a candidate, began a text."""
         at_once = time.monotonic() - self._picked_at < _AT_ONCE
-        return character in tuple(" .,:;)-+*/%") or (at_once and character.isdecimal())
+        return at_once and (character in tuple(" .,:;)-+*%") or character.isdecimal())
 
     def _accept(self, number: str) -> None:
         """Take the candidate now that a digit is about to take, if it is."""

@@ -1,0 +1,168 @@
+"""Keys and pastes on their way from the terminal into the prompt: nothing in a paste is a key, and nothing is lost."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from driving import ask, chat, notes, say, screen, seen, until
+from pty_session import session
+from textual import events
+
+from minillm.ui import terminal
+from minillm.ui.chat import prompt as prompt_module
+from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.terminal import LateAnswers, Pastes, are_lines, pasted_text
+from minillm.ui.textual_internals import KeyParser
+
+LOG = "ok 1\r\n\x1b[31mERROR\x1b[0m two\r\n\x1b]8;;http://a\x07link\x1b]8;;\x07 \x1b\x11 three\r\nlast"
+
+
+def test_a_paste_with_escape_sequences_is_one_text_and_presses_no_key() -> None:
+    with session(size=(100, 40)) as running:
+        running.wait_for("ready in")
+        running.type(f"\x1b[200~messages {LOG}\x1b[201~")
+        running.wait_for("last")
+        running.read(0.3)
+        assert running.process.poll() is None, "byte 0x11 in the paste pressed Ctrl+Q"
+        running.type("\r")
+        running.wait_for("50.0 tok/s")
+        running.read(0.3)
+        assert running.output.decode("utf-8", "replace").count("user=messages") == 1
+        # Lines that are pasted where the terminal does not mark pastes, and a key report that nobody can read.
+        running.type("messages red\rgreen\rblue\r")
+        running.wait_for("blue")
+        running.type("\x1b[1114112u\x1b[97;1:3u\x1b[?0u!")
+        running.wait_for("!")
+        running.type("\r")
+        running.wait_for("50.0 tok/s")
+        running.type("\x11")
+        assert running.end() == 0
+        assert running.modes_left_on() == []
+
+
+def test_pastes_are_separated_from_keys_in_every_cut() -> None:
+    said = b"a\x1b[200~b\x1b[31mc\x11\x1b[20d\x1b[201~e\x1b[A"
+    for cut in range(len(said)):
+        if said[cut - 1 : cut] == b"\x1b":
+            continue
+        answers, pastes, parts = LateAnswers(), Pastes(), list[tuple[bool, bytes]]()
+        for piece in (said[:cut], said[cut:]):
+            parts += pastes.split(answers.without(piece))
+        assert b"".join(text for is_pasted, text in parts if not is_pasted) == b"ae\x1b[A", cut
+        assert [text for is_pasted, text in parts if is_pasted] == [b"b\x1b[31mc\x11\x1b[20d"], cut
+
+
+def test_escape_sequences_of_a_paste_are_left_out() -> None:
+    assert pasted_text(LOG) == "ok 1\nERROR two\nlink \x1b\x11 three\nlast"
+    assert pasted_text("\x1b[38;2;1;2;3mred\x1b[K\x1b(B \x1bP1$r0m\x1b\\ok") == "red ok"
+    assert pasted_text("a[0m ]0;b") == "a[0m ]0;b", "no escape, no sequence"
+
+
+def test_several_lines_at_once_are_pasted_and_one_line_is_typed() -> None:
+    assert are_lines(b"one\rtwo\r")
+    assert are_lines(b"one\r\rtwo\tthree")
+    for keys in (b"one\r", b"one\rtwo", b"one\r\r", b"\r\r\r", b"one\rtwo\r\x1b[A", b"\x03one\rtwo\r"):
+        assert not are_lines(keys), keys
+
+
+def test_an_answer_of_the_terminal_in_parts_over_a_slow_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: now))
+    for said in (b"\x1b]11;rgb:ffff/ffff/ffff\x1b\\", b"\x1b]4;1;rgb:0/0/0\x07", b"\x1bP>|xterm(377)\x1b\\"):
+        answers = LateAnswers()
+        assert answers.without(said[:7]) + answers.without(b"") + answers.without(said[7:] + b"x") == b"x"
+    assert answers.without(b"\x1b]11;rgb") == answers.without(b"") == b""
+    now = 5.0
+    assert answers.without(b"") == b"\x1b]11;rgb", "no answer: it was typed"
+
+
+@pytest.mark.parametrize(
+    ("sequence", "keys"),
+    [
+        ("\x1b[1114112u", []),  # no such character
+        ("\x1b[97;5:1u", ["ctrl+a"]),  # pressed
+        ("\x1b[97;5:3u", []),  # released
+        ("\x1b[97:65;2;65u", ["A"]),
+        ("\x1b[1;5:2A", ["ctrl+up"]),  # repeated
+        ("\x1b[A", ["up"]),
+        ("\x1b[[A", ["f1"]),  # of the Linux console
+        ("\x1b[?0u", []),
+        ("\x1b[8;24;80t", []),
+        ("\x1b[>41;377;0c", []),
+    ],
+)
+def test_key_reports(sequence: str, keys: list[str]) -> None:
+    parser = KeyParser()
+    found = [event for event in parser.feed(sequence + "x") if isinstance(event, events.Key)]
+    assert [event.key for event in found] == [*keys, "x"]
+
+
+@pytest.mark.anyio
+async def test_a_mark_of_a_long_paste_is_edited_as_a_whole() -> None:
+    async with chat() as pilot:
+        prompt = screen(pilot).query_one(PromptInput)
+
+        async def paste(text: str) -> None:
+            pilot.app.post_message(events.Paste(text))
+            await until(pilot, lambda: "[pasted text" in prompt.text)
+
+        await paste("x" * 5600)
+        await pilot.press("backspace")
+        assert prompt.text == ""
+        await pilot.press("ctrl+z")
+        assert prompt.full_text == "x" * 5600, "undone"
+        await pilot.press("home", "delete", *"echo ")
+        assert prompt.text == "echo "
+        await paste("y" * 5000)
+        await pilot.press("left", "left", "left", *" no key goes inside", "enter")
+        await until(pilot, lambda: screen(pilot).talk.conversation.leaf is not None)
+        turn = screen(pilot).talk.conversation.leaf
+        assert turn is not None
+        assert turn.question == "echo " + "y" * 5000 + " no key goes inside"
+        for keys in (["ctrl+w"], ["ctrl+u"], ["shift+left", "shift+left", "z"], ["ctrl+left", "ctrl+k"]):
+            prompt.text = ""
+            await paste("z" * 6000)
+            await pilot.press(*keys)
+            assert "pasted" not in prompt.text, keys
+            assert not prompt.full_text.strip("z"), keys
+
+
+@pytest.mark.anyio
+async def test_a_question_with_escape_sequences_is_clean_in_the_prompt() -> None:
+    async with chat() as pilot:
+        evil = "\x1b]0;OWNED\x07\x1b[31mRED\u202eevil\x9b"
+        await ask(pilot, f"echo {evil}")
+        prompt = screen(pilot).query_one(PromptInput)
+        for keys in (("alt+e",), ("escape", "up")):
+            await pilot.press(*keys)
+            await until(pilot, lambda: "RED" in prompt.text)
+            assert not set("\x1b\x07\u202e\x9b") & set(prompt.text), keys
+        prompt.begin(evil)
+        prompt.put_back(evil)
+        assert "\x1b" not in prompt.text
+
+
+@pytest.mark.anyio
+async def test_a_command_after_a_choice_by_digit_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with chat(sampling={"n": 3}) as pilot:
+        talk = screen(pilot).talk
+        await ask(pilot, "several")
+        await pilot.press("2")
+        await until(pilot, lambda: "sample2" in talk.conversation.turns[0].answer.text)
+        await pilot.press(*"/n 1", "enter")
+        await until(pilot, lambda: pilot.app.settings.num_candidates == 1)  # type: ignore[attr-defined]
+        assert len(talk.conversation.turns) == 1
+        assert talk.conversation.turns[0].answer.text.startswith("sample2"), "the choice stays"
+        # Text that comes later than a second after the digit leaves the choice alone, too.
+        await say(pilot, "/n 3")
+        await ask(pilot, "several again")
+        await pilot.press("3")
+        await until(pilot, lambda: "sample3" in talk.conversation.turns[1].answer.text)
+        later = time.monotonic() + 60
+        monkeypatch.setattr(prompt_module, "time", SimpleNamespace(monotonic=lambda: later))
+        await pilot.press("space", *"more")
+        assert talk.prompt.text == " more"
+        assert "sample3" in talk.conversation.turns[1].answer.text
+        assert "undo" not in " ".join(notes(pilot)) + seen(pilot).replace("Alt+U undoes", "")
