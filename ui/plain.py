@@ -19,7 +19,7 @@ from minillm.text.safe import clean, clean_line
 from minillm.ui.chat.conversation import Candidate, Conversation
 from minillm.ui.chat.export import export
 from minillm.ui.chat.files import with_files
-from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.chat.sessions import COPY_NOTE, SessionStore
 from minillm.ui.chat.slash import is_command, unescaped
 from minillm.ui.settings import Settings, with_param
 
@@ -84,7 +84,7 @@ class PlainChat:
             raise UsageError(known if candidates else "nothing to accept")
         assert leaf is not None
         self.conversation.accept(leaf, int(number) - 1)
-        self.store.save(self.conversation)
+        self._save()
 
     def _answer(self, question: str) -> None:
         conversation, settings = self.conversation, self.settings
@@ -119,7 +119,7 @@ class PlainChat:
             raise
         if answer.finish_reason == "abort" and not answer.text.strip():
             conversation.withdraw()
-        self.store.save(conversation)
+        self._save()
 
     def _prompt(self) -> list[int]:
         """The conversation as ids; where the context is full, without its oldest turns."""
@@ -130,6 +130,10 @@ class PlainChat:
             if len(prompt) + room <= longest or not self.conversation.drop_oldest_half():
                 return prompt
             self.note(f"the context is full: the oldest {self.conversation.num_dropped} turns are left out")
+
+    def _save(self) -> None:
+        if self.store.save(self.conversation):
+            self.note(COPY_NOTE)
 
     def note(self, text: str) -> None:
         print(f"minillm: {clean_line(text, 1000)}", file=self.notes, flush=True)

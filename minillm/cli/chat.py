@@ -48,6 +48,7 @@ def chat(arguments: argparse.Namespace) -> int:
         from minillm.llm import LLM
         from minillm.load import best_form, chat_options
         from minillm.progress import loading_bar, say
+        from minillm.ui.chat.conversation import Conversation
         from minillm.ui.plain import run as run_plain
 
         with loading_bar() as report:
@@ -57,6 +58,7 @@ def chat(arguments: argparse.Namespace) -> int:
         question = arguments.question or ""
         if question and not arguments.plain:  # with --plain, what is piped in are more questions
             question = with_piped_text(question)
+            resumed = resumed or Conversation(is_trial=True)  # one question, one answer: no conversation to go on with
         return run_plain(llm, settings, store, resumed, question)
     check_terminal()
     gc.disable()  # all objects of the first screen stay: to look for garbage among them takes a tenth of its time

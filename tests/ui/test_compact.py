@@ -15,6 +15,7 @@ from minillm.ui.chat.compact import Compaction, second_half, undo
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.export import to_json
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.saved import from_data
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +35,7 @@ async def test_the_older_half_is_told_as_a_summary_and_undone() -> None:
         assert told.startswith("system=be brief;user=What have we said so far?;assistant=Sum up our conversation")
         assert told.endswith("user=echo six;assistant=six;user=echo ten;assistant=ten;user=messages;")
         assert "echo two" not in told
-        again = Conversation.from_data(json.loads(to_json(talk.conversation)))
+        again = from_data(json.loads(to_json(talk.conversation)))
         assert again.messages("be brief") == talk.conversation.messages("be brief")
         await say(pilot, "/compact undo")
         assert "user=echo one;assistant=one;user=echo two" in (await ask(pilot, "messages")).answer.text

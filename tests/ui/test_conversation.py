@@ -14,6 +14,7 @@ from minillm.ui.chat.candidates import num_common
 from minillm.ui.chat.conversation import Candidate, Conversation, Turn
 from minillm.ui.chat.export import to_markdown
 from minillm.ui.chat.reasoning import ReasoningSplitter, split_reasoning
+from minillm.ui.chat.saved import from_data, to_data
 from minillm.ui.chat.sessions import SessionStore
 
 
@@ -131,10 +132,10 @@ def test_candidates_survive_the_disk_and_are_exported_and_found(tmp_path: Path) 
     ]  # fmt: skip
     assert [each.title for each in store.list("two")] == ["q"]
     assert "candidate 2 of 3\n\ntwo" in to_markdown(again)
-    data = conversation.to_data()
+    data = to_data(conversation)
     data["turns"][0]["answer"]["candidates"][0]["text"] = 5
     with pytest.raises(ValueError, match="text"):
-        Conversation.from_data(data)
+        from_data(data)
 
 
 def test_a_conversation_survives_the_disk() -> None:
@@ -142,7 +143,7 @@ def test_a_conversation_survives_the_disk() -> None:
     said(conversation, "a\n\x1b[31m", "A\u2028")
     second = said(conversation, "b", "B")
     conversation.ask("b2", instead_of=second).text = "half an ans"
-    again = Conversation.from_data(json.loads(json.dumps(conversation.to_data())))
+    again = from_data(json.loads(json.dumps(to_data(conversation))))
     assert [t.question for t in again.all_turns()] == [t.question for t in conversation.all_turns()]
     assert shown(again) == shown(conversation)
     assert again.turns[-1].answer.finish_reason == "lost", "it was open: the app ended meanwhile"
@@ -157,7 +158,7 @@ def test_a_conversation_survives_the_disk() -> None:
 )  # fmt: skip
 def test_what_is_no_conversation_is_refused(data: object) -> None:
     with pytest.raises(ValueError, match="not a conversation"):
-        Conversation.from_data(data)  # type: ignore[arg-type]
+        from_data(data)
 
 
 def test_reasoning_is_split_off() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from minillm.llm import LLM
+from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.plain import PlainChat
 from minillm.ui.settings import Settings
@@ -59,11 +60,15 @@ def test_a_question_of_the_command_line_is_asked_first(tiny_model: Path, tmp_pat
 
 
 def test_piped_text_belongs_to_the_question_of_the_command_line(tiny_model: Path, tmp_path: Path) -> None:
-    process = plain(tiny_model, tmp_path, "sum this up:", "--max-tokens", "3")
-    _, errors = process.communicate(b"one line\n/quit\n\nanother\n", 60)
-    assert process.returncode == 0, errors
-    store = SessionStore(tmp_path / "conversations")
-    [turn] = store.load(store.latest()).turns
+    store, earlier = SessionStore(tmp_path / "conversations"), Conversation()
+    earlier.ask("earlier").finish_reason = "stop"
+    store.save(earlier)
+    for options in (["--resume"], []):
+        process = plain(tiny_model, tmp_path, "sum this up:", "--max-tokens", "3", *options)
+        _, errors = process.communicate(b"one line\n/quit\n\nanother\n", 60)
+        assert process.returncode == 0, errors
+    [saved] = store.list()  # the second is one question and its answer: no conversation to go on with
+    _, turn = store.load(saved.path).turns
     assert turn.question == "sum this up:\n\none line\n/quit\n\nanother"
 
 

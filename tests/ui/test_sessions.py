@@ -15,6 +15,7 @@ from textual.widgets import OptionList
 from minillm.errors import MinillmError
 from minillm.ui.chat.conversation import LONGEST_TITLE, Conversation
 from minillm.ui.chat.export import export, to_json, to_markdown
+from minillm.ui.chat.saved import from_data
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.textual_internals import Options
 
@@ -109,7 +110,7 @@ def test_export(tmp_path: Path) -> None:
         "## m\n\nIt is\n\n```\ncode\n```",
     ):
         assert part in markdown
-    assert Conversation.from_data(json.loads(to_json(conversation))).turns[0].question == "What is `x`?"
+    assert from_data(json.loads(to_json(conversation))).turns[0].question == "What is `x`?"
     assert export(conversation, tmp_path / "a.md").read_text() == markdown
     assert export(conversation, tmp_path / "a.json").read_text() == to_json(conversation)
     with pytest.raises(MinillmError, match="exists"):

@@ -51,7 +51,9 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
         assert told == ["fork", "copy", "each", "free"], "what is told of the question stands below it"
         await until(pilot, lambda: len(talk.conversation.siblings(turn)) == 3)  # one of them accepted
         await until(pilot, lambda: screen(pilot).app.settings is before)
-        assert len(talk.store.list()) == 2, "the conversation of before is kept"
+        assert len(talk.store.list()) == 1, "the conversation of before is kept, and the tour's is the tour's"
+        await ask(pilot, "echo my own")
+        assert len(talk.store.list()) == 2
 
 
 @pytest.mark.parametrize("size", [(40, 12), (80, 24)])

@@ -20,6 +20,7 @@ from minillm.errors import MinillmError
 from minillm.system import resident_bytes
 from minillm.ui import app as chat_app
 from minillm.ui.chat.conversation import Answer, Conversation
+from minillm.ui.chat.saved import from_data, to_data
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.memory.pool import Pool
 from minillm.ui.settings import Settings
@@ -95,9 +96,9 @@ class Watched(chat_app.ChatApp):
             saved = self.chat.talk.store.load(path)
         except MinillmError as error:
             return [str(error)]
-        shown = Conversation.from_data(json.loads(json.dumps(conversation.to_data())))  # as it will be read
-        if not busy and saved.to_data() != shown.to_data():
-            return [f"on disk is {saved.to_data()}, and shown is {shown.to_data()}"]
+        shown = from_data(json.loads(json.dumps(to_data(conversation))))  # as it will be read
+        if not busy and to_data(saved) != to_data(shown):
+            return [f"on disk is {to_data(saved)}, and shown is {to_data(shown)}"]
         kept = ended(saved)
         missing = [each for each in ended(conversation) if each not in kept]
         return [f"not on disk: {missing}"] if missing else []
@@ -109,9 +110,10 @@ DELETED: set[Path] = set()
 class Store(SessionStore):
     """Notes what its user deletes."""
 
-    def save(self, conversation: Conversation) -> None:
-        super().save(conversation)
+    def save(self, conversation: Conversation) -> bool:
+        is_copy = super().save(conversation)
         DELETED.discard(self.path_of(conversation))
+        return is_copy
 
     def delete(self, path: Path) -> None:
         DELETED.add(path)

@@ -328,6 +328,7 @@ async def tour(talk: Talk, _: str) -> None:
         if getattr(talk.screen, "memory_view", "") != "strands":
             await talk.run_action("screen.view('strands')")
         await begin_anew(talk, "")
+        talk.conversation.is_trial = True
         talk.run_worker(give_tour(talk), group="tour", exclusive=True)
 
 

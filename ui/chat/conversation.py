@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from minillm.service.messages import TokenChoice
 from minillm.text.safe import clean_line
@@ -120,6 +120,21 @@ class Conversation:
     num_dropped: int = 0  # oldest turns of the path that the model is no longer told
     title: str = ""  # that the user gave it; not cleaned for a terminal
     shortened: dict[str, int] = field(default_factory=dict)  # request -> tokens that a summary has taken away since
+    is_trial: bool = False  # saved only once the user goes on from its first answer
+    copy_id: str = ""  # of its file, where another program has changed the one under ``conversation_id``
+    file_version: tuple[int, ...] | None = None  # of its file, when it was read or written last
+
+    @property
+    def file_id(self) -> str:
+        return self.copy_id or self.conversation_id
+
+    @property
+    def is_worth_saving(self) -> bool:
+        """Whether the user has asked something, and gone on from a trial."""
+        asked = self.first[0].question if self.first else ""
+        return bool(self.first) and (
+            not self.is_trial or any(turn.children or turn.question != asked for turn in self.first)
+        )
 
     @property
     def num_known_tokens(self) -> int:
@@ -277,72 +292,3 @@ class Conversation:
                 number = seen[depth]
                 return f"turn {depth}" + ("" if number == 1 else chr(96 + min(number, 26)))
         return None
-
-    def to_data(self) -> dict[str, Any]:
-        turns = list(self.all_turns())
-        number = {id(turn): i for i, turn in enumerate(turns)}
-        return {
-            "id": self.conversation_id,
-            "model": self.model,
-            "system": self.system,
-            "began": self.began,
-            "title": self.title,
-            "leaf": None if self.leaf is None else number[id(self.leaf)],
-            "turns": [
-                {
-                    "parent": None if turn.parent is None else number[id(turn.parent)],
-                    "question": turn.question,
-                    "summary": turn.summary,
-                    "answer": _answer_data(turn.answer),
-                }
-                for turn in turns
-            ],
-        }
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Conversation:
-        """The conversation of `to_data`. An answer that was still open is lost; its text stays.
-
-        Raises:
-            ValueError: the data is of no conversation.
-        """
-        try:
-            turns: list[Turn] = []
-            conversation = cls(str(data["id"]), str(data["system"]), str(data["model"]), float(data["began"]))
-            conversation.title = str(data.get("title", ""))  # files of before have none
-            for item in data["turns"]:
-                answer = _answer_of(item["answer"])
-                if not isinstance(answer.text, str) or not isinstance(item["question"], str):
-                    raise ValueError("a text is none")
-                answer.finish_reason = answer.finish_reason or "lost"
-                turn = Turn(item["question"], answer, None if item["parent"] is None else turns[item["parent"]])
-                turn.summary = str(item.get("summary", ""))
-                conversation.siblings(turn).append(turn)
-                turns.append(turn)
-            conversation.leaf = None if data["leaf"] is None else turns[data["leaf"]]
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"not a conversation: {type(error).__name__} {error}") from None
-        return conversation
-
-
-_UNSAVED = ("tokens", "candidates", "num_read_tokens", "reading_left")
-_SAVED = tuple(item.name for item in fields(Answer) if item.name not in _UNSAVED)
-_SAVED_OF_CANDIDATES = tuple(item.name for item in fields(Candidate) if item.name != "tokens")
-
-
-def _answer_data(answer: Answer) -> dict[str, Any]:
-    data = {name: getattr(answer, name) for name in _SAVED}
-    if answer.candidates:
-        names = _SAVED_OF_CANDIDATES
-        data["candidates"] = [{name: getattr(each, name) for name in names} for each in answer.candidates]
-    return data
-
-
-def _answer_of(data: Mapping[str, Any]) -> Answer:
-    candidates = []
-    for item in data.get("candidates", []):
-        candidate = Candidate(**{name: item[name] for name in _SAVED_OF_CANDIDATES})
-        if not isinstance(candidate.text, str):
-            raise ValueError("a candidate's text is none")
-        candidates.append(replace(candidate, finish_reason=candidate.finish_reason or "lost"))
-    return Answer(**{name: data[name] for name in _SAVED}, candidates=candidates)

@@ -6,6 +6,7 @@ from pathlib import Path
 from minillm.errors import MinillmError, UsageError
 from minillm.system import expanded
 from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.saved import to_data
 
 
 def to_markdown(conversation: Conversation) -> str:
@@ -22,7 +23,7 @@ def to_markdown(conversation: Conversation) -> str:
 
 
 def to_json(conversation: Conversation) -> str:
-    return json.dumps(conversation.to_data(), ensure_ascii=False, indent=2) + "\n"
+    return json.dumps(to_data(conversation), ensure_ascii=False, indent=2) + "\n"
 
 
 def export(conversation: Conversation, target: Path) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,11 @@ from typing import Any
 from minillm.errors import MinillmError, UsageError
 from minillm.system import data_dir
 from minillm.text.reading import read_bytes
-from minillm.text.safe import parse_json
+from minillm.text.safe import clean_line, parse_json
 from minillm.ui.chat.conversation import Conversation, shown_title
+from minillm.ui.chat.saved import from_data, to_data
+
+COPY_NOTE = "another chat has changed this conversation; what is said here is saved as a copy of it"
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class SessionSummary:
 
     path: Path
     title: str  # see `shown_title`
-    num_turns: int
+    num_turns: int  # of the branch that was shown last
     saved: float  # seconds since 1970
     interrupted: bool  # the app ended while an answer was being given
 
@@ -34,26 +40,52 @@ class SessionStore:
 
     directory: Path
 
-    def save(self, conversation: Conversation) -> None:
+    def save(self, conversation: Conversation) -> bool:
         """Write a conversation. The file is whole at any moment: the old one, or the new one.
+
+        Returns:
+            Whether another program had changed the file since it was read or written here. That file stays as it is,
+            and this conversation goes on in a file of its own.
 
         Raises:
             MinillmError: the disk or the directory does not allow it.
         """
-        if not conversation.first:
-            return
+        if not conversation.is_worth_saving:
+            return False
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, name = tempfile.mkstemp(prefix=".saving-", dir=self.directory)
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass") as file:
-                    file.write(json.dumps(conversation.to_data(), ensure_ascii=False, indent=1))
-                os.replace(name, self.path_of(conversation))
-            except BaseException:
-                os.unlink(name)
-                raise
+            with self._locked():
+                found = _version(self.path_of(conversation))
+                is_foreign = found is not None and found != conversation.file_version
+                if is_foreign:
+                    conversation.copy_id = uuid.uuid4().hex
+                self._write(conversation)
         except OSError as error:
             raise MinillmError(f"the conversation cannot be saved: {error}") from None
+        return is_foreign
+
+    def _write(self, conversation: Conversation) -> None:
+        path = self.path_of(conversation)
+        handle, name = tempfile.mkstemp(prefix=".saving-", dir=self.directory)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass") as file:
+                file.write(json.dumps(to_data(conversation), ensure_ascii=False, indent=1))
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+        conversation.file_version = _version(path)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other chats from saving meanwhile."""
+        handle = os.open(self.directory, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
 
     @classmethod
     def of_user(cls) -> SessionStore:
@@ -71,7 +103,7 @@ class SessionStore:
         return found[0].path
 
     def path_of(self, conversation: Conversation) -> Path:
-        return self.directory / f"{conversation.conversation_id}.json"
+        return self.directory / f"{conversation.file_id}.json"
 
     def load(self, path: Path) -> Conversation:
         """Read a conversation.
@@ -80,9 +112,13 @@ class SessionStore:
             MinillmError: the file cannot be read, or holds no conversation.
         """
         try:
-            return Conversation.from_data(_read(path))
+            version = _version(path)  # before the text: a later change will be noticed
+            conversation = from_data(_read(path))
         except (OSError, ValueError) as error:
-            raise MinillmError(f"{path.name} cannot be opened: {error}") from None
+            raise MinillmError(f"{clean_line(path.name)} cannot be opened: {clean_line(str(error), 400)}") from None
+        if path == self.path_of(conversation):
+            conversation.file_version = version
+        return conversation
 
     def delete(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -100,10 +136,29 @@ class SessionStore:
                     unfinished = any(turn["answer"]["finish_reason"] is None for turn in turns)
                     saved = path.stat().st_mtime
                     title = shown_title(title, turns[0]["question"])
-                    found.append(SessionSummary(path, title, len(turns), saved, unfinished))
+                    found.append(SessionSummary(path, title, _path_length(data), saved, unfinished))
             except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
                 continue  # not ours, or broken: opening it says why
         return sorted(found, key=lambda summary: -summary.saved)
+
+
+def _version(path: Path) -> tuple[int, ...] | None:
+    """A mark of a file's state, another after each time it is written; None where there is no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _path_length(data: Mapping[str, Any]) -> int:
+    """The turns from the last one that was shown to the first."""
+    turns, at = data["turns"], data["leaf"]
+    for length in range(len(turns) + 1):
+        if at is None:
+            return length
+        at = turns[at]["parent"]
+    raise ValueError("a turn is its own parent")
 
 
 def _all_text(answer: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from minillm.ui.chat.files import with_files
 from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.search import SearchBar
-from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.chat.sessions import COPY_NOTE, SessionStore
 from minillm.ui.chat.slash import CommandTable, is_command, unescaped
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.drawing import Drawing
@@ -375,7 +375,8 @@ class Talk(Vertical):
         """Save the conversation; an error is said, and nothing else happens."""
         self._saved_at = time.monotonic()
         try:
-            self.store.save(self.conversation)
+            if self.store.save(self.conversation):
+                self.call_later(self.transcript.add_note, COPY_NOTE, "warning")
         except MinillmError as error:
             self.notify(str(error))
 

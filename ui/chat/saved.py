@@ -1,0 +1,141 @@
+"""Conversations as JSON data: written here, and read back with every field checked. Saved files are a stranger's."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from minillm.checks import shown
+from minillm.ui.chat.conversation import Answer, Candidate, Conversation, Turn
+
+_UNSAVED = ("tokens", "candidates", "num_read_tokens", "reading_left")
+_OF_ANSWER = tuple(item.name for item in fields(Answer) if item.name not in _UNSAVED)
+_OF_CANDIDATE = tuple(item.name for item in fields(Candidate) if item.name not in _UNSAVED)
+_LARGEST = 1 << 53  # every number of tokens is below
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")  # also the name of a file
+_ENDINGS = (None, "stop", "length", "abort", "lost")
+
+
+def to_data(conversation: Conversation) -> dict[str, Any]:
+    """Return the conversation as JSON data, under the id of its file."""
+    turns = list(conversation.all_turns())
+    number = {id(turn): i for i, turn in enumerate(turns)}
+    return {
+        "id": conversation.file_id,
+        "model": conversation.model,
+        "system": conversation.system,
+        "began": conversation.began,
+        "title": conversation.title,
+        "shortened": conversation.shortened,
+        "leaf": None if conversation.leaf is None else number[id(conversation.leaf)],
+        "turns": [
+            {
+                "parent": None if turn.parent is None else number[id(turn.parent)],
+                "question": turn.question,
+                "summary": turn.summary,
+                "answer": _answer_data(turn.answer),
+            }
+            for turn in turns
+        ],
+    }
+
+
+def _answer_data(answer: Answer) -> dict[str, Any]:
+    data = {name: getattr(answer, name) for name in _OF_ANSWER}
+    if answer.candidates:
+        data["candidates"] = [{name: getattr(each, name) for name in _OF_CANDIDATE} for each in answer.candidates]
+    return data
+
+
+def from_data(data: Any) -> Conversation:
+    """Return the conversation of `to_data`, of this version or an earlier one. An answer that was open becomes "lost".
+
+    Raises:
+        ValueError: the data is not a conversation; names the field.
+    """
+    try:
+        return _conversation_of(data)
+    except KeyError as error:
+        raise ValueError(f"not a conversation: it has no {error}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a conversation: {error}") from None
+
+
+def _conversation_of(data: Mapping[str, Any]) -> Conversation:
+    conversation = Conversation(
+        _checked(data["id"], "id", "id"),
+        _checked(data["system"], "system", "str"),
+        _checked(data["model"], "model", "str"),
+        float(_checked(data["began"], "began", "float")),
+        title=_checked(data.get("title", ""), "title", "str"),
+    )
+    conversation.shortened = {
+        _checked(name, "shortened", "id"): _checked(value, "shortened", "change")
+        for name, value in _checked(data.get("shortened", {}), "shortened", "dict").items()
+    }
+    turns: list[Turn] = []
+    for item in _checked(data["turns"], "turns", "list"):
+        parent = _turn_at(item["parent"], turns, "parent")
+        turn = Turn(_checked(item["question"], "question", "str"), _answer_of(item["answer"]), parent)
+        turn.summary = _checked(item.get("summary", ""), "summary", "str")
+        conversation.siblings(turn).append(turn)
+        turns.append(turn)
+    conversation.leaf = _turn_at(data["leaf"], turns, "leaf")
+    return conversation
+
+
+def _turn_at(number: Any, turns: Sequence[Turn], name: str) -> Turn | None:
+    if number is None:
+        return None
+    if _checked(number, name, "int") >= len(turns):
+        raise ValueError(f"{name} is {number}, and there are {len(turns)} turns before it")
+    return turns[number]
+
+
+def _answer_of(data: Mapping[str, Any]) -> Answer:
+    candidates = [
+        Candidate(**_values(Candidate, _OF_CANDIDATE, each))
+        for each in _checked(data.get("candidates", []), "candidates", "list")
+    ]
+    answer = Answer(**_values(Answer, _OF_ANSWER, data), candidates=candidates)
+    both: list[Answer | Candidate] = [answer, *candidates]
+    for each in both:
+        each.finish_reason = each.finish_reason or "lost"
+    return answer
+
+
+def _values(kind: type[Answer] | type[Candidate], names: Collection[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields in some data, checked; earlier versions lack some, which have defaults."""
+    special = {"request_id": "id", "finish_reason": "ending"}
+    found = {"text": data["text"]} | {name: data[name] for name in names if name in data}
+    types = {item.name: str(item.type) for item in fields(kind)}
+    return {name: _checked(value, name, special.get(name, types[name])) for name, value in found.items()}
+
+
+_CHECKS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("text", lambda value: isinstance(value, str)),
+    "list": ("a list", lambda value: isinstance(value, list)),
+    "dict": ("an object", lambda value: isinstance(value, dict)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("a whole number from 0", lambda value: type(value) is int and 0 <= value < _LARGEST),
+    "change": ("a whole number", lambda value: type(value) is int and abs(value) < _LARGEST),
+    "float": ("a number", lambda value: _is_number(value)),
+    "float | None": ("a number or null", lambda value: value is None or _is_number(value)),
+    "id": ("letters, digits, - and _", lambda value: isinstance(value, str) and _ID.fullmatch(value) is not None),
+    "ending": ("stop, length, abort, lost or null", lambda value: value in _ENDINGS),
+}  # by the type that a field is declared with, or by its meaning
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < _LARGEST and math.isfinite(value)
+
+
+def _checked(value: Any, name: str, kind: str) -> Any:
+    """``value``. Raises ValueError unless it is of this kind."""
+    words, is_right = _CHECKS[kind]
+    if not is_right(value):
+        raise ValueError(f"{name} must be {words}, not {shown(value)}")
+    return value
