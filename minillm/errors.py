@@ -60,7 +60,10 @@ def memory_errors() -> Iterator[None]:
         ) from None
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Which of ``words`` was probably meant by one that is not among them; empty where none is near."""
-    close = difflib.get_close_matches(word, list(words), 1, 0.5)
+def nearest(word: str, words: Iterable[str], alike: float = 0.5) -> str:
+    """Return which of ``words`` was probably meant by one that is not among them; empty where none is near.
+
+    ``alike``: the least likeness, from 0 to 1.
+    """
+    close = difflib.get_close_matches(word, list(words), 1, alike)
     return close[0] if close else ""

@@ -27,7 +27,7 @@ from typing import Any
 
 from minillm.checks import check_names, declared, shown
 from minillm.config import EngineConfig
-from minillm.errors import UsageError
+from minillm.errors import UsageError, nearest
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.system import config_dir, expanded
 from minillm.text.reading import read_bytes
@@ -39,9 +39,12 @@ THEMES = (
     "catppuccin-latte", "catppuccin-frappe", "catppuccin-macchiato", "solarized-light", "solarized-dark", "rose-pine",
     "rose-pine-moon", "rose-pine-dawn", "atom-one-dark", "atom-one-light",
 )  # of the chat  # fmt: skip
+# Of `generate` and the chat, where neither the user nor the model says how to sample.
+CALM_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95}
 _MAX_BYTES = 1 << 20
 _SAMPLING = {name for name, _, _ in declared(SamplingParams)}
 _SEARCH = {name for name, _, _ in declared(BeamSearchParams)}
+_ENGINE = {name for name, _, _ in declared(EngineConfig)}
 _SHARED = (_SAMPLING & _SEARCH) - {"n"}  # the parameters that a search takes over from sampling
 
 
@@ -99,7 +102,7 @@ def read_config(file: str | None = None) -> UserConfig:
     path = config_dir() / "config.toml" if file is None else expanded(file, "--config")
     try:
         values = tomllib.loads(read_bytes(path, _MAX_BYTES).decode("utf-8"))
-        check_names(values, [each.name for each in fields(UserConfig)], "setting")
+        _check_settings(values)
         return UserConfig(**values)
     except FileNotFoundError:
         if file is not None:
@@ -109,3 +112,20 @@ def read_config(file: str | None = None) -> UserConfig:
         raise UsageError(f"{path}: {getattr(error, 'strerror', None) or clean_line(str(error))}") from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+
+
+def _check_settings(values: Mapping[str, Any]) -> None:
+    """Raise UsageError for an unknown setting; the message names the table where it, or one like it, belongs."""
+    own = {each.name for each in fields(UserConfig)}
+    tables = {"engine": _ENGINE, "beams": _SEARCH, "sampling": _SAMPLING}
+    where = {name: f"{name} below [{table}]" for table, names in tables.items() for name in sorted(names)}
+    for name in values:
+        close = name if name in own else nearest(name, where | dict.fromkeys(own, ""))
+        if close not in own and close:
+            raise UsageError(f"unknown setting {shown(name)}; did you mean {where[close]}?")
+    check_names(values, own, "setting")
+    for table, names in tables.items():
+        inside = values.get(table)
+        for name in inside if isinstance(inside, dict) else ():
+            if name not in names and name in where:
+                raise UsageError(f"unknown parameter {shown(name)} below [{table}]; did you mean {where[name]}?")

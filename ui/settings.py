@@ -9,10 +9,10 @@ from minillm.checks import declared
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.user_config import UserConfig
+from minillm.user_config import CALM_SAMPLING, UserConfig
 
 # A chat wants calmer sampling and longer answers than the defaults of the API.
-CHAT_SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}
+CHAT_SAMPLING: Mapping[str, Any] = {**CALM_SAMPLING, "max_tokens": 1024}
 # A reader would see finished answers replaced by longer ones, for as long again.
 CHAT_BEAMS: Mapping[str, Any] = {"early_stopping": True}
 POOL_TOKENS = 32768

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import codecs
 import hashlib
+import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.progress import GenerationBar, loading_bar, say
 from minillm.system import expanded, import_torch
 from minillm.text.safe import clean, clean_line, json_line
-from minillm.user_config import UserConfig, read_config
+from minillm.user_config import CALM_SAMPLING, UserConfig, read_config
 
 if TYPE_CHECKING:
     from minillm.llm import LLM
@@ -103,8 +104,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     with loading_bar(enabled=not arguments.quiet) as report:
         llm = LLM(job.model, on_progress=report, on_message=say, **engine)
-    params = job.params(llm.engine.defaults)
+    params = [_with_seed(each) for each in job.params(_sampling(llm.engine.defaults))]
     return _to_stdout(job, llm, params) if output is None else _to_file(job, llm, params, output)
+
+
+def _sampling(of_model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The defaults of the model; calm ones where it does not say how to sample."""
+    return of_model if {"temperature", "top_p", "top_k", "min_p"} & set(of_model) else {**CALM_SAMPLING, **of_model}
+
+
+def _with_seed(params: Params) -> Params:
+    """The parameters with a seed of their own, so that each run draws other tokens and each can be repeated."""
+    if isinstance(params, BeamSearchParams) or params.seed is not None:
+        return params
+    return replace(params, seed=secrets.randbits(32))
 
 
 def _check_replicas(arguments: argparse.Namespace, tensor_parallel_size: int) -> None:
@@ -130,6 +143,7 @@ class Writer:
 
     job: Job
     write_line: Callable[[str], None]
+    params: list[Params]
     tokenizer: Tokenizer | None
     several: bool  # there is more than one text, so each gets a heading
     written: int = 0  # answers so far, failures not counted
@@ -152,7 +166,8 @@ class Writer:
         request = self.job.requests[index]
         if self.job.arguments.json:
             in_utf8 = codecs.lookup(sys.stdout.encoding or "utf-8").name == "utf-8"
-            self.write_line(json_line(_as_json(index, request, output, self.tokenizer), ascii_only=not in_utf8))
+            fields = _as_json(index, request, output, self.params[index], self.tokenizer)
+            self.write_line(json_line(fields, ascii_only=not in_utf8))
             return
         if output.error is not None:
             say(f"{request.where or 'prompt'}: {output.error}")
@@ -178,7 +193,7 @@ def _to_stdout(job: Job, llm: LLM, params: list[Params]) -> int:
         return 0
     with GenerationBar(len(prompts), enabled=not job.arguments.quiet) as bar:
         several = len(prompts) > 1 or params[0].num_sequences > 1
-        writer = Writer(job, bar.print, llm.engine.tokenizer, several)
+        writer = Writer(job, bar.print, params, llm.engine.tokenizer, several)
         try:
             for index, output in llm.as_completed(prompts, params):
                 writer.add(index, output)
@@ -226,7 +241,7 @@ def _share(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
     began, count = time.monotonic(), 0
     with GenerationBar(len(left), enabled=not job.arguments.quiet and replicas.count == 1) as bar:
         for index, output in llm.work_off(take):
-            parts.add(_as_json(index, job.requests[index], output, llm.engine.tokenizer))
+            parts.add(_as_json(index, job.requests[index], output, params[index], llm.engine.tokenizer))
             count += _num_tokens(output)
             bar.advance(_num_tokens(output))
     replicas.store.add("tokens", count)
@@ -245,9 +260,13 @@ def _share(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
     return _tell_failures(failed, total)
 
 
-def _as_json(index: int, request: Request, output: RequestOutput, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The fields of RequestOutput, with durations in place of clock readings, and tokens as text beside their ids."""
+def _as_json(
+    index: int, request: Request, output: RequestOutput, params: Params, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """The fields of RequestOutput and the seed of samples, durations in place of clock readings, and tokens as text."""
     result = asdict(output)
+    if isinstance(params, SamplingParams):
+        result["seed"] = params.seed
     result["index"] = index
     result["request_id"] = f"request-{index}" if request.name is None else request.name
     if output.prompt is None and isinstance(request.prompt, str):

@@ -14,6 +14,7 @@ MODEL_NAMES = "name from `minillm models`, repository of the hub (org/name), mod
 option = partial(methodcaller, "add_argument")  # makes a function that adds this option to a parser
 add_model_option = option("-m", "--model", metavar="NAME", help=MODEL_NAMES)
 _SHORT = {"n": "-n", "temperature": "-t"}
+_ALIKE = 0.7  # of a command and a mistyped one: commands of other programs (list, run, create, stop) are less like ours
 _NO = "enable_"  # a switch that is on by default, enable_x, becomes --no-x
 
 
@@ -48,7 +49,7 @@ class Parser(argparse.ArgumentParser):
             choice = message.split("invalid choice: ")[1].split(" (")[0].strip("'\"")
             choices = [str(c) for action in self._actions for c in action.choices or ()]
             message = f"unknown {message.split(':')[0].removeprefix('argument ')} {choice!r}" + (
-                _meant(choice, choices) or f"; known: {', '.join(choices)}"
+                _meant(choice, choices, _ALIKE) or f"; known: {', '.join(choices)}"
             )
         raise UsageError(f"{message}; see {self.prog} --help")
 
@@ -63,8 +64,8 @@ def _option_strings(parser: argparse.ArgumentParser) -> set[str]:
     return found
 
 
-def _meant(word: str, words: Iterable[str]) -> str:
-    close = nearest(word, sorted(words))
+def _meant(word: str, words: Iterable[str], alike: float = 0.5) -> str:
+    close = nearest(word, sorted(words), alike)
     return f", did you mean {close}?" if close else ""
 
 
@@ -82,7 +83,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     from minillm.checks import declared
     from minillm.params import BeamSearchParams, SamplingParams
 
-    says = "in brackets: the value where neither config.toml nor the model gives one"
+    says = "in brackets: the value where neither config.toml nor the model gives one; temperature is 0.7 and top_p 0.95"
+    says += " in `generate` and the chat where the model says nothing about sampling"
     add_declared(parser.add_argument_group("sampling", says), SamplingParams)
     shared = {name for name, _, _ in declared(SamplingParams)}
     add_declared(parser.add_argument_group("beam search, instead of sampling"), BeamSearchParams, shared)

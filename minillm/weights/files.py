@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from minillm.errors import DownloadError, UsageError, WeightsError, nearest
+from minillm.errors import DownloadError, UsageError, WeightsError
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_progress, size
 from minillm.system import cache_dir
 from minillm.text.reading import open_regular, read_bytes
@@ -102,9 +102,8 @@ def remove(name: str) -> int:
     ours = re.compile(rf"{re.escape(home.name)}(\.partial|\.broken\d+)?")
     found = [path for path in models_dir().glob("*/") if ours.fullmatch(path.name)]
     if not found:
-        close = nearest(name, [files.name for files in downloaded()])
-        hint = f"did you mean {close}?" if close else "`minillm models` shows which are"
-        raise UsageError(f"model {clean_line(name)} is not downloaded; {hint}")
+        # No nearest name: one of another model would be an invitation to delete it.
+        raise UsageError(f"model {clean_line(name)} is not downloaded; `minillm models` shows which are")
     try:
         with FileLock(_home(name, ".lock"), timeout=0):
             freed = sum(map(size_on_disk, found))

@@ -188,6 +188,7 @@ def test_a_bad_line_is_named_before_anything_runs(tmp_path: Path, text: str, sai
 
 MISTAKES = [
     (["genrate"], "did you mean generate"),
+    *(([word], f"unknown COMMAND {word!r}; known: ") for word in ("list", "run", "create")),
     (["generate", "--temprature", "1", "x"], "did you mean --temperature"),
     (["generate", "x", "--temperature", "nan"], "temperature must be"),
     (["generate", "x", "--temperature", "-1"], "temperature must be"),

@@ -196,6 +196,50 @@ def test_the_models_own_sampling_is_below_everything_that_is_given(run: Run, tin
     assert ids("--seed", "1") != greedy
 
 
+def drawn(run: Run, *arguments: str) -> tuple[list[int], int]:
+    """The tokens of a sample, and its seed."""
+    code, shown, said = run("hello", "--json", "--max-tokens", "12", *arguments)
+    assert code == 0, said
+    answer = json.loads(shown)
+    return answer["outputs"][0]["token_ids"], answer["seed"]
+
+
+def test_each_run_draws_another_seed_with_which_it_can_be_repeated(run: Run) -> None:
+    first, second = drawn(run), drawn(run)
+    assert first[1] != second[1]
+    assert first[0] != second[0]
+    assert drawn(run, "--seed", str(first[1])) == first
+    assert drawn(run, "--seed", "7") == drawn(run, "--seed", "7")
+
+
+def test_each_line_of_a_file_has_a_seed_of_its_own(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}\n' * 3 + '{"prompt": "hello", "seed": 5}\n')
+    output = tmp_path / "answers.jsonl"
+    assert run("-f", str(tmp_path / "p.jsonl"), "-o", str(output), "--max-tokens", "12")[0] == 0
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert answers[3]["seed"] == 5
+    assert len({answer["seed"] for answer in answers}) == 4
+    assert len({tuple(answer["outputs"][0]["token_ids"]) for answer in answers}) == 4
+    repeated = drawn(run, "--seed", str(answers[1]["seed"]))
+    assert repeated[0] == answers[1]["outputs"][0]["token_ids"]
+
+
+def test_a_model_that_says_nothing_is_sampled_as_in_the_chat(run: Run, tiny_model: Path, tmp_path: Path) -> None:
+    import shutil
+
+    calm = ("--temperature", "0.7", "--top-p", "0.95")
+    assert [drawn(run, "--seed", str(seed)) for seed in range(3)] == [
+        drawn(run, "--seed", str(seed), *calm) for seed in range(3)
+    ]
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 1.5}))
+    hot = ("--temperature", "1.5", "--top-p", "1")
+    for seed in range(3):
+        own = run("hello", "--seed", str(seed), "--max-tokens", "12", "-m", str(model), model=False)
+        assert own == run("hello", "--seed", str(seed), "--max-tokens", "12", *hot)
+
+
 # --- the output -------------------------------------------------------------------------------------------------------
 
 

@@ -657,8 +657,9 @@ def test_a_model_is_removed_and_nothing_else(server: FakeHub, tmp_path: Path) ->
     for name in ("org/model", "", ".", "..", "*", "org", "org--model@v.", str(tmp_path)):
         with pytest.raises(UsageError, match="is not downloaded"):
             remove(name)
-    with pytest.raises(UsageError, match="did you mean org/model@v2"):
+    with pytest.raises(UsageError) as caught:
         remove("org/modle@v2")
+    assert "org/model@v2" not in str(caught.value), "the name of another model would invite to delete that"
     from minillm.weights.files import downloading
 
     with downloading("org/model@v2", print), pytest.raises(WeightsError, match="another process"):
