@@ -32,6 +32,7 @@ from minillm.runner.runner import Runner
 from minillm.runner.threads import FreeCores, follows_free_cores
 from minillm.system import compact_heap
 from minillm.text.tokenizer import Tokenizer
+from minillm.weights.accepted import read_config
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.resolve import resolve
 from minillm.weights.stored import StoredTensor
@@ -68,24 +69,39 @@ def describe(
     on_progress: OnProgress = ignore_progress,
     on_message: OnMessage = ignore_message,
 ) -> Description:
-    kind, _, form = config.load_format.partition(":")
-    dummy = kind == "dummy"
-    if dummy and name in SHAPES:
-        model = SHAPES[name]
-    else:
+    if config.load_format == "auto":
         files = resolve(name, on_progress=on_progress, on_message=on_message)
         checkpoint = open_checkpoint(files)
         model = ModelConfig.from_hf(checkpoint.config, checkpoint.generation_config)
-    if dummy:
-        stored = tuple(StoredTensor(key, shape, "BF16") for key, shape in parameter_shapes(model))
+        tokenizer = Tokenizer.load(checkpoint.tokenizer_source, model.vocab_size)
+        stored = tuple(
+            StoredTensor(key, checkpoint.shape(key), checkpoint.stored_as(key)) for key in checkpoint.names()
+        )
+        return Description(name, model, stored, lambda device: checkpoint, files.source, tokenizer)
+    model, tokenizer = _without_weights(name, on_progress, on_message)
+    stored = tuple(StoredTensor(key, shape, "BF16") for key, shape in parameter_shapes(model))
+    form = config.load_format.partition(":")[2] or None
 
-        def random_tensors(device: torch.device) -> RandomTensors:
-            return RandomTensors(model, device, config.seed, form or None)
+    def random_tensors(device: torch.device) -> RandomTensors:
+        return RandomTensors(model, device, config.seed, form)
 
-        return Description(name, model, stored, random_tensors, "random weights", None)
-    tokenizer = Tokenizer.load(checkpoint.tokenizer_source, model.vocab_size)
-    stored = tuple(StoredTensor(key, checkpoint.shape(key), checkpoint.stored_as(key)) for key in checkpoint.names())
-    return Description(name, model, stored, lambda device: checkpoint, files.source, tokenizer)
+    return Description(name, model, stored, random_tensors, "random weights", tokenizer)
+
+
+def _without_weights(name: str, on_progress: OnProgress, on_message: OnMessage) -> tuple[ModelConfig, Tokenizer | None]:
+    """The configuration and the tokenizer, if there is one, of a model with random weights.
+
+    A directory needs no more than its config.json.
+    """
+    if name in SHAPES:
+        return SHAPES[name], None
+    files = resolve(name, on_progress=on_progress, on_message=on_message)
+    if files.path.is_dir():
+        config = read_config(files.path)
+        return config, Tokenizer.load(files.path, config.vocab_size)
+    checkpoint = open_checkpoint(files)
+    config = ModelConfig.from_hf(checkpoint.config)
+    return config, Tokenizer.load(checkpoint.tokenizer_source, config.vocab_size)
 
 
 @dataclass(frozen=True)

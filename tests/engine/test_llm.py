@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from minillm import LLM, SamplingParams
 from minillm.cache import check
-from minillm.errors import CapacityError, MinillmError, UsageError
+from minillm.errors import CapacityError, MinillmError, UsageError, WeightsError
 from minillm.system import deferred_interrupt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -300,6 +301,21 @@ def test_the_context_shrinks_to_a_small_pool(tiny_model: Path) -> None:
     [output] = small.generate("hello", SamplingParams(max_tokens=400, ignore_eos=True))
     assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 32
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_random_weights_of_a_directory_need_its_config_alone(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_model / "config.json", tmp_path)
+    options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "num_blocks": 8}
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    llm = LLM(str(tmp_path), **options)
+    assert len(llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids) == 2
+    with pytest.raises(UsageError, match="no tokenizer"):
+        llm.generate("text")
+    shutil.copy(tiny_model / "tokenizer.json", tmp_path)
+    assert len(LLM(str(tmp_path), **options).generate("text", params)[0].outputs[0].token_ids) == 2
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(WeightsError, match=r"config\.json is missing"):
+        LLM(str(tmp_path), **options)
 
 
 def test_random_weights_need_no_checkpoint() -> None:
