@@ -230,8 +230,8 @@ def _share(job: Job, llm: LLM, params: list[Params], path: Path) -> int:
     from minillm.parallel.shared_work import PartFiles, Replicas
 
     replicas, parts, total = Replicas.find(llm.config.tensor_parallel_size), PartFiles(path, job.name()), len(params)
-    left = replicas.agreed("left", lambda: sorted(set(range(total)) - set(parts.finished())))
     parts.open(replicas.index)
+    left = replicas.agreed("left", lambda: sorted(set(range(total)) - set(parts.finished())))
 
     def take(room: int) -> list[tuple[int, Any, Params]]:
         taken = [left[n] for n in replicas.take(len(left), room)]

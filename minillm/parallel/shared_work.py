@@ -6,6 +6,7 @@ parts in the order of the requests. If a replica dies, the next run computes onl
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.parallel.channel import Listener
 from minillm.text.reading import open_regular
 from minillm.text.safe import json_line, parse_json
@@ -127,11 +128,19 @@ class PartFiles:
         raise UsageError(f"{self._output} holds something other than these answers; {way_out}")
 
     def open(self, replica: int) -> None:
-        """Begin, or go on with, the part of this replica. Raises UsageError where the file cannot be written."""
+        """Begin, or go on with, the part of this replica. No other process writes it from now on.
+
+        Raises:
+            MinillmError: another run is writing it.
+            UsageError: the file cannot be written.
+        """
         path = self._output.with_name(f"{self._output.name}.part{replica}")
         try:
-            known = _read(path) if path.exists() else b""
-            self._stream = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._stream = _open_locked(path)
+            self._lines()  # raises where it is no part of this job's
+            known = _read(path)
+        except BlockingIOError:
+            raise MinillmError(f"another run is writing {self._output}: wait for its end, or stop it") from None
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from None
         whole = known.rfind(b"\n") + 1  # a line that was being written when the replica died is gone
@@ -139,6 +148,12 @@ class PartFiles:
         os.lseek(self._stream, whole, os.SEEK_SET)
         if not whole:
             self.add({})
+
+    def close(self) -> None:
+        """Let another run go on with the part."""
+        if self._stream is not None:
+            os.close(self._stream)
+            self._stream = None
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Keep a finished request: it survives this process from here on. The first line is of none."""
@@ -190,6 +205,24 @@ class PartFiles:
                 if index not in found or json.loads(found[index]).get("error") is not None:
                     found[index] = line + b"\n"
         return found
+
+
+def _open_locked(path: Path) -> int:
+    """Open a file for writing that no other process has locked. Raises OSError; BlockingIOError where one has."""
+    while True:
+        if path.exists():
+            open_regular(path).close()
+        stream = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(stream), path.stat()):
+                return stream
+        except BlockingIOError:
+            os.close(stream)
+            raise
+        except OSError:
+            return stream  # a file system without locks
+        os.close(stream)  # its run has merged and deleted it meanwhile
 
 
 def _read(path: Path) -> bytes:

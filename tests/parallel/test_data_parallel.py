@@ -16,7 +16,7 @@ from launching import torchrun
 from torch.distributed import HashStore
 
 from minillm.cli.main import main
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.parallel.shared_work import PartFiles, Replicas
 
 
@@ -57,6 +57,7 @@ def test_parts_are_merged_in_order_and_a_broken_line_is_forgotten(tmp_path: Path
         parts.open(replica)
         for index in indices:
             parts.add({"index": index, "error": None})
+        parts.close()
     with (tmp_path / "out.jsonl.part3").open("ab") as stream:
         stream.write(b'{"index": 3, "err')
     (tmp_path / "out.jsonl.part9").touch()  # it died before its first line
@@ -72,6 +73,25 @@ def test_parts_are_merged_in_order_and_a_broken_line_is_forgotten(tmp_path: Path
     assert list(tmp_path.iterdir()) == [output]
 
 
+def test_two_runs_do_not_write_one_part(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    first, second = PartFiles(output, "job"), PartFiles(output, "job")
+    first.open(0)
+    first.add({"index": 0, "error": None})
+    before = (tmp_path / "out.jsonl.part0").read_bytes()
+    with pytest.raises(MinillmError, match=r"another run is writing .*out\.jsonl: wait for its end"):
+        second.open(0)
+    assert (tmp_path / "out.jsonl.part0").read_bytes() == before
+    second.open(1)  # another replica
+    first.merge(1)
+    third = PartFiles(output, "job")
+    third.open(0)  # the first has deleted its part, which it still holds
+    third.add({"index": 0, "error": None})
+    assert sorted(third.finished()) == [0]
+    for each in (first, second, third):
+        each.close()
+
+
 def test_parts_of_another_job_are_refused(tmp_path: Path) -> None:
     PartFiles(tmp_path / "out", "one").open(0)
     with pytest.raises(UsageError, match="answers to other requests"):
@@ -84,6 +104,8 @@ def test_a_file_that_is_no_part_is_left_alone(tmp_path: Path, text: str) -> None
     part.write_text(text + "\n")
     with pytest.raises(UsageError, match="part0 holds no answers"):
         PartFiles(tmp_path / "out", "one").finished()
+    with pytest.raises(UsageError, match="part0 holds no answers"):
+        PartFiles(tmp_path / "out", "one").open(0)
     assert part.read_text() == text + "\n"
 
 
