@@ -11,6 +11,7 @@ import minillm
 from minillm import system
 from minillm.progress import size
 from minillm.system import import_torch
+from minillm.text.safe import clean_line
 
 PACKAGES = ("torch", "triton", "tokenizers", "safetensors", "huggingface-hub", "gguf", "jinja2", "textual")
 
@@ -23,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     for section, values in facts.items():
         print(section)
         for name, value in values.items():
-            print(f"  {name:<17} {value}")
+            print(f"  {clean_line(name):<17} {clean_line(str(value), 1000)}")
     return 0
 
 

@@ -34,12 +34,13 @@ def models(arguments: argparse.Namespace) -> int:
         for row in rows:
             print(json.dumps(row))
         return 0
-    print(f"{'name':34}{'size':>9}  {'fits':6}{'licence':21}{'gated':7}{'downloaded'}")
+    print(f"{'name':34}{'size':>9}  {'fits':6}{'license':21}{'gated':7}{'downloaded'}")
     for row in rows:
         base, _, form = row["name"].partition(":")
         name = f"  :{form}" if form and base in manifest.models else base + (" (default)" if row["default"] else "")
         gated, path = "yes" if row["gated"] else "no", row["path"] or "no"
         fits = "CPU*" if row["fits"] == IN_FEW_BITS else row["fits"]
+        name, path = clean_line(name), clean_line(path, 1000)
         print(f"{name:34}{size(row['size']):>9}  {fits:6}{row['license']:21}{gated:7}{path}")
     print(f"fits: this machine has {size(memory)} of memory, and {f'a GPU with {size(gpu)}' if gpu else 'no GPU'}")
     if any(row["fits"] == IN_FEW_BITS for row in rows):
@@ -83,14 +84,14 @@ def pull(arguments: argparse.Namespace) -> int:
             verify(name, report)
     state = "is downloaded" if is_ours and before is None else "is here already"
     checked = ", every file has its sha256" if is_ours and arguments.verify else ""
-    print(f"{name} {state}{checked}: {files.path} (from {files.source})")
+    print(clean_line(f"{name} {state}{checked}: {files.path} (from {files.source})", 1000))
     return 0
 
 
 def rm(arguments: argparse.Namespace) -> int:
     """Delete downloaded models."""
     for name in map(load_manifest().canonical, arguments.downloaded):
-        print(f"{name} is deleted: {size(remove(name))} are free again")
+        print(clean_line(f"{name} is deleted: {size(remove(name))} are free again"))
     return 0
 
 
@@ -134,7 +135,6 @@ def _details(files: ModelFiles) -> dict[str, Any]:
     shares = [(kind, count / stored.total()) for kind, count in stored.most_common()]
     return {
         "license": str(source.get("general.license", "")) if isinstance(source, Mapping) else "",
-        "size": size_on_disk(files.path),
         "parameters": f"{config.num_parameters / 1e6:,.0f}M",
         "stored_as": ", ".join(f"{kind} ({share:.0%})" for kind, share in shares if share >= 0.005),
         "context": config.longest_context,

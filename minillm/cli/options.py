@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from operator import methodcaller
@@ -36,6 +37,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         return super(Parser, self.filled()).parse_known_args(*args, **options)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse drops errors: help on a full disk would end well.
+        (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError; the message names the nearest option or choice."""

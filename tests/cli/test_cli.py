@@ -271,6 +271,18 @@ def test_damaged_models_fail_with_exit_code_1(tiny_model: Path, tmp_path: Path) 
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_an_error_for_help_too(unbuffered: str) -> None:
+    for argument in ("--version", "--help"):
+        with open("/dev/full", "w") as full:
+            result = subprocess.run(
+                [sys.executable, "-m", "minillm", argument], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+                env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, check=False,
+            )  # fmt: skip
+        assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+        assert "No space left" in result.stderr
+
+
 def test_hostile_names_are_shown_and_not_obeyed() -> None:
     for arguments in (["generate", "x", "--model", "\x1b]0;evil\x07"], ["\x1b[2J"], ["generate", "-f", "\x1b[6n"]):
         result = minillm(*arguments)

@@ -44,6 +44,33 @@ def download(name: str, model: Path) -> None:
         place(name, partial, "the hub (org/tiny)", records, {})
 
 
+def test_names_of_directories_are_shown_and_not_obeyed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = "\x1b]0;OWNED\x07\x1b[31mRED\u202e\x9b"
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"MINILLM_{name}", str(tmp_path / f"{evil}{name}"))
+    for name in (evil, "\udc9b31mx"):
+        folder = models_dir() / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        record = {"source": evil, "files": [{"name": "config.json", "size": 2, "sha256": "x"}]}
+        (folder / "minillm.json").write_text(json.dumps(record))
+    for arguments in (("models",), ("info",), ("show", evil), ("pull", evil), ("rm", evil), ("rm", "\udc9b31mx")):
+        _, out, error = run(*arguments)
+        assert out + error
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*out, *error}, arguments
+    assert "OWNED" not in run("models")[1], "it was deleted"
+
+
+def test_models_and_show_agree(run: Run) -> None:
+    listed = {row["name"]: row for row in map(json.loads, run("models", "--json")[1].splitlines())}
+    shown = json.loads(run("show", "smollm2-135m", "--json")[1])
+    assert (shown["size"], shown["license"]) == (listed["smollm2-135m"]["size"], listed["smollm2-135m"]["license"])
+    heading = run("models")[1].splitlines()[0]
+    assert "license" in heading
+
+
 def test_a_downloaded_model_is_shown_listed_verified_and_removed(run: Run, tiny_model: Path) -> None:
     download("org/tiny", tiny_model)
     shown = json.loads(run("show", "org/tiny", "--json")[1])
