@@ -35,7 +35,7 @@ from minillm.server.questions import Questions
 from minillm.server.replicas import Engine
 from minillm.server.seats import Full, Seats
 from minillm.server.thoughts import ThoughtReader, template_options
-from minillm.server.tool_choice import call_form, choice_of, shown_tools
+from minillm.server.tool_choice import call_form, call_formats, choice_of, shown_tools
 
 _PING_SECONDS = 15.0  # after which a silent stream of events says that it is alive
 _MOST_WATCHERS = 32
@@ -197,7 +197,8 @@ async def _chat(service: Service, request: Request) -> Generating:
         salt=_salt(tenant, body.cache_salt),
     )
     frame = Frame(name, service.names[0], "chat.completion")
-    form = ChatForm(bool(body.logprobs), lambda opened: ThoughtReader(choice.reader(), opened=opened))
+    formats = call_formats(service.facts.chat_template)
+    form = ChatForm(bool(body.logprobs), lambda opened: ThoughtReader(choice.reader(formats), opened=opened))
     return _generating(service, body, tenant, [call], frame, form, grammar_field="tools" if choice.required else "")
 
 

@@ -130,6 +130,12 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Whether each chunk of such a stream tells the tokens so far."""
         return self.has_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
+    @property
+    def has_schema(self) -> bool:
+        """Whether answers must be JSON."""
+        is_json = self.response_format is not None and self.response_format.type != "text"
+        return is_json or self.guided_json is not None
+
     def grammar(self) -> dict[str, Any] | None:
         """The form that answers must have, for the parameter ``grammar``; raises BadField where there are two."""
         found: dict[str, Any] = {}

@@ -1,75 +1,72 @@
-"""Calls of tools in the text of an answer.
+"""Calls of tools in the text of an answer, which comes in pieces.
 
-Models write them in one of these forms:
+Models write them in one of these formats:
 
-- Hermes, and so Qwen, SmolLM2 and what we tell to models without a form of their own:
-  ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, with one call or a list of them
-- Llama 3: the whole answer is ``{"name": …, "parameters": {…}}``, perhaps behind ``<|python_tag|>``
-- Mistral: the whole answer is a list of ``{"name": …, "arguments": {…}}``, behind a control token, which has no text
+- Hermes, and so Qwen, SmolLM2 and what we tell to models without a format of their own:
+  ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, with one call or several, or a list of them
+- Qwen3-Coder: ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``
+- Llama 3.1: ``<function=name>{…}</function>``
+- Llama 3: the whole answer is ``{"name": …, "parameters": {…}}``, perhaps after ``<|python_tag|>``
+- Llama 3.2 and 4: the whole answer is ``[name(key="value")]``
+- Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}]`` or ``[TOOL_CALLS]name[ARGS]{…}``. The markers are control
+  tokens in most tokenizers, so they have no text.
+- any of the JSON and Python as the first code block of an answer
 """
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection
 
+from minillm.server.call_formats import Calls, Scanner, Tools, json_calls, named_call, python_calls, xml_call
 from minillm.server.parts import Arguments, Called, Part, Said
-from minillm.text.safe import parse_strict_json
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_TAG, _CLOSE, _FUNCTION, _MISTRAL, _FENCE = "<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]", "```"
 _PYTHON_TAG = "<|python_tag|>"
+# The formats that a reader can be told to read, by what they begin with. Without a tag: JSON, Python, and Mistral's
+# names where its markers have no text.
+UNTAGGED = ("json", "python")
+FORMATS = frozenset((_TAG, _FUNCTION, _MISTRAL, _FENCE, *UNTAGGED))
+NAMED = "named"
 # What an answer that is a call as a whole begins with, without its spaces.
 _BARE = tuple(f"{bracket}{{{key}" for bracket in ("", "[") for key in ('"name":', '"type":"function"'))
-_BETWEEN = " \t\r\n;,"  # bare calls
-
-
-@dataclass
-class JsonScanner:
-    """Finds where an object or a list of JSON ends, in text that comes in pieces."""
-
-    _depth: int = 0
-    _in_string: bool = False
-    _escaped: bool = False
-
-    def feed(self, text: str) -> int | None:
-        """The number of characters of this piece up to the end; None where it goes on."""
-        for position, character in enumerate(text):
-            if self._escaped:
-                self._escaped = False
-            elif self._in_string:
-                self._escaped = character == "\\"
-                self._in_string = character != '"'
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return position + 1
-        return None
+_BETWEEN = " \t\r\n;,"  # calls
+_FENCED = re.compile(r"```[\w-]{0,16}[ \t\r]*\n")
+_FENCE_BEGUN = re.compile(r"`{1,3}|```[\w-]{0,16}[ \t\r]*")
+_PYTHON = re.compile(r"\[\s*([A-Za-z_][\w.]*)\s*\(")
+_PYTHON_BEGUN = re.compile(r"\[\s*([A-Za-z_][\w.]*)?\s*")
+_WORD = re.compile(r"[\w.-]*")
+_TO_ARGUMENTS = re.compile(r"\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_TO_ARGUMENTS_BEGUN = re.compile(r"\s*(?:\[[\w\[\]\s]{0,80})?")
+_FUNCTION_HEAD = re.compile(r"([^>\s<]{1,64})>\s*")
+_FUNCTION_BEGUN = re.compile(r"[^>\s<]{0,64}")
+_FUNCTION_CLOSE = "</function>"
+_BODIES = ("{", "<parameter=", _FUNCTION_CLOSE)  # beginnings of what a function's tag has in it
 
 
 class CallReader:
     """Finds the calls in an answer that is free to have any. What is no valid call of a known tool is text.
 
     Args:
-        names: of the tools that may be called.
+        tools: the schemas of the parameters of the tools that may be called, by name.
         most: calls; those beyond are dropped.
+        formats: that are read, of `FORMATS` and `NAMED`.
     """
 
-    def __init__(self, names: Collection[str], most: int) -> None:
-        self._names, self._most = names, most
+    def __init__(self, tools: Tools, most: int, formats: Collection[str] = FORMATS) -> None:
+        self._tools, self._most, self._formats = tools, most, formats
+        self._tags = [each for each in (_TAG, _FUNCTION, _MISTRAL) if each in formats]
         self._stage = self._start
         self._held = ""  # text that is not read yet
-        self._opening = ""  # the text before the JSON that is being read
-        self._scanner, self._num_scanned = JsonScanner(), 0
+        self._opening = ""  # the text of a call before the piece that is being read
+        self._tag = ""  # that the call is in; empty: the answer began with it
+        self._closers: list[str] = []  # texts that may follow the piece
+        self._name = ""  # of the tool, where the piece has only its arguments
+        self._parse: Callable[[str], Calls] = self._json_calls
+        self._scanner, self._num_scanned = Scanner(), 0
         self._count = 0  # of calls
-        self._space = ""  # that was said, unless a call follows
+        self._space: list[str] = []  # that was said, unless a call follows
         self._has_said = self._after_call = False
 
     def push(self, text: str) -> list[Part]:
@@ -79,7 +76,7 @@ class CallReader:
     def finish(self) -> list[Part]:
         parts = self._read(final=True)
         if self._space and not self._after_call:
-            parts.append(Said(self._space))
+            parts.append(Said("".join(self._space)))
         return parts
 
     def _read(self, *, final: bool) -> list[Part]:
@@ -91,76 +88,212 @@ class CallReader:
     # Each stage returns whether another one may go on with what is held.
 
     def _start(self, parts: list[Part], final: bool) -> bool:
-        """Nothing has been said yet: the answer may be a call as a whole."""
-        text = self._held.lstrip().removeprefix(_PYTHON_TAG).lstrip()
-        begun = re.sub(r"\s+", "", text[:100])
-        if any(begun.startswith(each) for each in _BARE):
-            self._begin_json(len(self._held) - len(text))
-            return True
-        tag = self._held.lstrip()
-        waits = any(each.startswith(begun) for each in _BARE) or _PYTHON_TAG.startswith(tag)
-        if waits and not final:
+        """Nothing but calls has been said yet: the answer may be calls as a whole."""
+        rest = self._held.lstrip()
+        self._say(parts, self._held[: len(self._held) - len(rest)])
+        self._held, self._tag, self._opening, self._closers = rest, "", "", []
+        if not final and (not rest or (_PYTHON_TAG.startswith(rest) and rest != _PYTHON_TAG)):
             return False
-        self._stage = self._text
+        if rest.startswith(_PYTHON_TAG):
+            self._open(len(_PYTHON_TAG))
+        self._stage = self._item
         return True
 
     def _text(self, parts: list[Part], final: bool) -> bool:
-        before, opening, behind = self._held.partition(_OPEN)
-        if not opening:
-            kept = 0 if final else _overlap(self._held, _OPEN)
+        found = min((each for each in map(self._find, self._tags) if each[0] >= 0), default=None)
+        if found is None:
+            kept = 0 if final else max((_overlap(self._held, tag) for tag in self._tags), default=0)
             self._say(parts, self._held[: len(self._held) - kept])
             self._held = self._held[len(self._held) - kept :]
             return False
-        json_text = behind.lstrip()
-        if not json_text and not final:
-            self._say(parts, before)
-            self._held = opening + behind
-            return False
-        self._say(parts, before)
-        self._held = opening + behind
-        if json_text[:1] in ("{", "["):
-            self._begin_json(len(self._held) - len(json_text))
-        else:
-            self._say(parts, opening)
-            self._held = behind
+        start, tag = found
+        self._say(parts, self._held[:start])
+        self._held, self._opening, self._closers = self._held[start:], "", []
+        self._open(len(tag))
+        self._tag = tag
+        self._stage = self._function if tag == _FUNCTION else self._item
         return True
 
-    def _begin_json(self, start: int) -> None:
-        self._opening, self._held = self._held[:start], self._held[start:]
-        self._scanner, self._num_scanned = JsonScanner(), 0
-        self._stage = self._json
+    def _find(self, tag: str) -> tuple[int, str]:
+        return self._held.find(tag), tag
 
-    def _json(self, parts: list[Part], final: bool) -> bool:
-        end = self._scanner.feed(self._held[self._num_scanned :])
-        if end is None and not final:
-            self._num_scanned = len(self._held)
+    def _item(self, parts: list[Part], final: bool) -> bool:
+        """A call begins here, or what is held is text."""
+        self._open(len(self._held) - len(self._held.lstrip()))
+        kind = self._kind()
+        if kind is None and not final:
             return False
-        calls = [] if end is None else calls_in(self._held[: self._num_scanned + end], self._names)
-        if end is None or not calls:
-            self._say(parts, self._opening)
-            self._stage = self._text
+        if kind == _FENCE:
+            self._open(_FENCED.match(self._held).end())  # type: ignore[union-attr]
+            self._closers.append(_FENCE)
+        elif kind == _FUNCTION:
+            self._open(len(_FUNCTION))
+            self._stage = self._function
+        elif kind == NAMED:
+            self._name = _WORD.match(self._held)[0]  # type: ignore[index]
+            self._open(len(self._name))
+            self._stage = self._named
+        elif kind:
+            self._begin(self._python_calls if kind == "python" else self._json_calls)
+        else:
+            self._give_up(parts)
+        return True
+
+    def _kind(self) -> str | None:
+        """What begins here; empty: nothing that can be a call; None: not known yet."""
+        held, formats = self._held, self._formats
+        if not held:
+            return None
+        if held[0] == "`" and _FENCE in formats and not self._closers:
+            return _FENCE if _FENCED.match(held) else None if _FENCE_BEGUN.fullmatch(held) else ""
+        if held[0] == "<" and self._tag == _TAG and _FUNCTION in formats:
+            return _FUNCTION if held.startswith(_FUNCTION) else None if _FUNCTION.startswith(held) else ""
+        if held[0] in "{[":
+            return self._bracket_kind()
+        if (self._tag == _MISTRAL or (not self._tag and NAMED in formats)) and (word := _WORD.match(held)[0]):  # type: ignore[index]
+            if word == held:
+                return None if any(name.startswith(word) for name in self._tools) else ""
+            return NAMED if word in self._tools else ""
+        return ""
+
+    def _bracket_kind(self) -> str | None:
+        """JSON, Python, neither, or not known yet."""
+        held, is_tagged = self._held, bool(self._tag)
+        fenced = bool(self._closers)
+        unknown = False
+        if is_tagged or fenced or "python" in self._formats:
+            found = _PYTHON.match(held)
+            if found and found[1] in self._tools:
+                return "python"
+            begun = _PYTHON_BEGUN.fullmatch(held)
+            unknown = begun is not None and any(name.startswith(begun[1] or "") for name in self._tools)
+        if is_tagged:
+            return None if unknown else "json"
+        if fenced or "json" in self._formats:
+            begun_text = re.sub(r"\s+", "", held[:100])
+            if any(begun_text.startswith(each) for each in _BARE):
+                return "json"
+            unknown = unknown or any(each.startswith(begun_text) for each in _BARE)
+        return None if unknown else ""
+
+    def _function(self, parts: list[Part], final: bool) -> bool:
+        """After ``<function=``: a tool's name, and JSON or parameters."""
+        head = _FUNCTION_HEAD.match(self._held)
+        body = "" if head is None else self._held[head.end() :]
+        if head is None:
+            waits = _FUNCTION_BEGUN.fullmatch(self._held) is not None
+        else:
+            waits = any(each.startswith(body) and each != body for each in _BODIES)
+        if waits and not final:
+            return False
+        if head is None or head[1] not in self._tools or not body.startswith(_BODIES):
+            self._give_up(parts)
             return True
-        self._held = self._held[self._num_scanned + end :]
+        self._name = head[1]
+        self._open(head.end())
+        if body.startswith("{"):
+            self._closers.insert(0, _FUNCTION_CLOSE)
+            self._begin(self._arguments)
+        else:
+            self._begin(self._parameters)
+            self._stage = self._xml
+        return True
+
+    def _named(self, parts: list[Part], final: bool) -> bool:
+        """After a tool's name, in Mistral's format: its arguments."""
+        if found := _TO_ARGUMENTS.match(self._held):
+            self._open(found.end())
+            self._begin(self._arguments)
+        elif _TO_ARGUMENTS_BEGUN.fullmatch(self._held) and not final:
+            return False
+        else:
+            self._give_up(parts)
+        return True
+
+    def _begin(self, parse: Callable[[str], Calls]) -> None:
+        self._parse, self._stage = parse, self._brackets
+        self._scanner, self._num_scanned = Scanner("\"'" if parse == self._python_calls else '"'), 0
+
+    def _brackets(self, parts: list[Part], final: bool) -> bool:
+        end = self._scanner.feed(self._held[self._num_scanned :])
+        end = None if end is None else self._num_scanned + end
+        self._num_scanned = len(self._held)
+        return self._piece(parts, end, final)
+
+    def _xml(self, parts: list[Part], final: bool) -> bool:
+        end = self._held.find(_FUNCTION_CLOSE, self._num_scanned)
+        while end > 0 and not self._held[:end].rstrip().endswith("</parameter>"):
+            end = self._held.find(_FUNCTION_CLOSE, end + 1)  # that one was part of a value
+        self._num_scanned = max(0, len(self._held) - len(_FUNCTION_CLOSE))
+        return self._piece(parts, end + len(_FUNCTION_CLOSE) if end >= 0 else None, final)
+
+    def _piece(self, parts: list[Part], end: int | None, final: bool) -> bool:
+        """The piece that is being read ends at ``end``, if that is known."""
+        if end is None and not final:
+            return False
+        calls = [] if end is None else self._parse(self._held[:end])
+        if end is None or not calls:
+            self._give_up(parts)
+            return True
+        self._held = self._held[end:]
         for name, arguments in calls[: self._most - self._count]:
             parts += [Called(self._count, call_id(), name), Arguments(self._count, arguments)]
             self._count += 1
-        self._space, self._after_call = "", True
+        self._opening, self._space, self._after_call = "", [], True
         self._stage = self._closing
         return True
 
+    def _json_calls(self, text: str) -> Calls:
+        return json_calls(text, self._tools, bare=not self._tag)
+
+    def _python_calls(self, text: str) -> Calls:
+        return python_calls(text, self._tools)
+
+    def _arguments(self, text: str) -> Calls:
+        call = named_call(self._name, text, self._tools)
+        return [] if call is None else [call]
+
+    def _parameters(self, text: str) -> Calls:
+        call = xml_call(self._name, text.removesuffix(_FUNCTION_CLOSE), self._tools)
+        return [] if call is None else [call]
+
     def _closing(self, parts: list[Part], final: bool) -> bool:
-        if not self._opening.startswith(_OPEN):
-            self._held = self._held.lstrip(_BETWEEN)
-            if not self._held and not final:
+        """After a call: what closes it, then another one in the same tag, or the end of the tag."""
+        while True:
+            rest = self._held.lstrip(_BETWEEN)
+            if self._has_another(rest):
+                self._open(len(self._held) - len(rest))
+                self._stage = self._item
+                return True
+            closer = self._closers[0] if self._closers else _CLOSE if self._tag == _TAG else ""
+            waits = (closer, _FUNCTION) if self._tag == _TAG else (closer,)
+            if not final and (not rest or any(each.startswith(rest) and rest != each for each in waits)):
                 return False
-            self._stage = self._start
-            return True
-        rest = self._held.lstrip()
-        if _CLOSE.startswith(rest) and rest != _CLOSE and not final:
-            return False
-        self._held = rest.removeprefix(_CLOSE)
-        self._stage = self._text
+            if closer and rest.startswith(closer):
+                self._held = rest.removeprefix(closer)
+            if not self._closers:
+                break
+            del self._closers[0]
+        if self._tag in (_TAG, _FUNCTION):
+            self._stage = self._text
+        else:
+            self._held, self._stage = rest, self._start
         return True
+
+    def _has_another(self, rest: str) -> bool:
+        """Whether another call follows in the same tag or code block."""
+        if _FUNCTION_CLOSE in self._closers:
+            return False
+        return rest[:1] in ("{", "[") if self._closers else self._tag == _TAG and rest.startswith(("{", "[", _FUNCTION))
+
+    def _open(self, count: int) -> None:
+        """Take characters as the opening of a call."""
+        self._opening, self._held = self._opening + self._held[:count], self._held[count:]
+
+    def _give_up(self, parts: list[Part]) -> None:
+        """This is no call: the opening is text, and the rest is looked through again."""
+        self._say(parts, self._opening)
+        self._opening, self._stage = "", self._text
 
     def _say(self, parts: list[Part], text: str) -> None:
         if self._after_call:
@@ -169,12 +302,13 @@ class CallReader:
                 return
             text = f"\n{text}" if self._has_said else text
             self._after_call = False
-        text = self._space + text
         said = text.rstrip()
-        self._space = text[len(said) :]
         if said:
             self._has_said = True
-            parts.append(Said(said))
+            parts.append(Said("".join([*self._space, said])))
+            self._space = []
+        if len(said) < len(text):
+            self._space.append(text[len(said) :])
 
 
 class ForcedReader:
@@ -184,7 +318,7 @@ class ForcedReader:
 
     def __init__(self) -> None:
         self._held = ""
-        self._scanner: JsonScanner | None = None  # of the arguments that are being read
+        self._scanner: Scanner | None = None  # of the arguments that are being read
         self._count = 0
 
     def push(self, text: str) -> list[Part]:
@@ -196,7 +330,7 @@ class ForcedReader:
                 if head is None:
                     break
                 parts.append(Called(self._count, call_id(), head[1]))
-                self._held, self._scanner = self._held[head.end() :], JsonScanner()
+                self._held, self._scanner = self._held[head.end() :], Scanner()
                 continue
             end = self._scanner.feed(self._held)
             piece = self._held[:end]
@@ -209,35 +343,6 @@ class ForcedReader:
 
     def finish(self) -> list[Part]:
         return []
-
-
-def calls_in(text: str, names: Collection[str]) -> list[tuple[str, str]]:
-    """The calls that a text of JSON says, each a name and its arguments as JSON; none unless all are valid."""
-    try:
-        value = parse_strict_json(text)
-    except ValueError:
-        return []
-    found = [_call(each, names) for each in (value if isinstance(value, list) else [value])]
-    calls = [each for each in found if each is not None]
-    return calls if len(calls) == len(found) else []
-
-
-def _call(value: Any, names: Collection[str]) -> tuple[str, str] | None:
-    if not isinstance(value, dict):
-        return None
-    inner = value.get("function")
-    if isinstance(inner, dict):
-        value = inner
-    name = value.get("name")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_strict_json(arguments)
-        except ValueError:
-            return None
-    if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
-        return None
-    return name, json.dumps(arguments, ensure_ascii=False)
 
 
 def call_id() -> str:

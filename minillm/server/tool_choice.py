@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from minillm.errors import UsageError
 from minillm.grammar.notation import WHITE_SPACE
 from minillm.server.bodies import BadField, ChatBody
 from minillm.server.parts import PlainReader, Reader
-from minillm.server.tool_calls import CallReader, ForcedReader
+from minillm.server.tool_calls import FORMATS, NAMED, CallReader, ForcedReader
 from minillm.text.tools import knows_tools, plain_tools
 
 _MOST_CALLS = 16  # of one answer
@@ -42,9 +42,28 @@ def call_form(template: str) -> CallForm:
     if knows_tools(template) and "<tool_call>" not in template:
         if "[TOOL_CALLS]" in template:
             return _MISTRAL
-        if '"parameters": ' in template or "<|python_tag|>" in template:
+        if _is_llamas(template):
             return _LLAMA
     return _HERMES
+
+
+def _is_llamas(template: str) -> bool:
+    return '"parameters": ' in template or "<|python_tag|>" in template
+
+
+def call_formats(template: str) -> frozenset[str]:
+    """Return the formats in which a model with this chat template may write calls, for `CallReader`.
+
+    Where the template shows a tag, JSON without the tag is an answer.
+    """
+    if knows_tools(template):
+        if "<tool_call>" in template or "<function=" in template:
+            return FORMATS & {"<tool_call>", "<function=", "```"}
+        if "[TOOL_CALLS]" in template:
+            return FORMATS & {"[TOOL_CALLS]", "```", "json"} | {NAMED}
+        if _is_llamas(template):
+            return FORMATS & {"<function=", "```", "json", "python"}
+    return FORMATS
 
 
 @dataclass(frozen=True)
@@ -55,18 +74,20 @@ class Choice:
         tools: that the model is shown.
         required: those of them of which one must be called; empty: none need be.
         most: calls that the answer may have.
+        has_schema: the answer is JSON of a schema, so it has no calls, whatever it looks like.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
     required: tuple[Mapping[str, Any], ...] = ()
     most: int = _MOST_CALLS
+    has_schema: bool = False
 
-    def reader(self) -> Reader:
-        """A reader of an answer."""
+    def reader(self, formats: Collection[str]) -> Reader:
+        """Return a reader of an answer, for a model that writes calls in these formats."""
         if self.required:
             return ForcedReader()
-        names = frozenset(tool["function"]["name"] for tool in self.tools)
-        return CallReader(names, self.most) if names else PlainReader()
+        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
+        return CallReader(tools, self.most, formats) if tools and not self.has_schema else PlainReader()
 
     def grammar(self, form: CallForm) -> dict[str, Any] | None:
         """The parameter ``grammar``; None where the answer is free."""
@@ -115,7 +136,7 @@ def choice_of(body: ChatBody) -> Choice:
     if not tools:
         raise BadField("tool_choice: there are no tools; give tools as well", "tool_choice")
     if wanted in (None, "auto"):
-        return Choice(tools, most=most)
+        return Choice(tools, most=most, has_schema=body.has_schema)
     if body.grammar() is not None:
         raise BadField("tool_choice: a call has its tool's form; leave the other form out", "tool_choice")
     if wanted == "required":

@@ -119,6 +119,47 @@ def test_a_free_answer_may_call(client: openai.OpenAI) -> None:
         assert (choice.finish_reason, choice.message.content) == ("stop", SAYS)
 
 
+@pytest.mark.parametrize(
+    "says",
+    [
+        '<tool_call>{"name": "clock", "arguments": null}{"name": "weather", "arguments": {"town": "Bern", "days": 2}}',
+        '[clock(), weather(town="Bern", days=2)]',
+        '[TOOL_CALLS]clock[ARGS]{}[TOOL_CALLS]weather[ARGS]{"town": "Bern", "days": 2}',
+        '<function=clock>{}</function><function=weather>{"town": "Bern", "days": 2}</function>',
+        "<tool_call><function=clock></function><function=weather><parameter=town>Bern</parameter>"
+        "<parameter=days>2</parameter></function></tool_call>",
+        '```json\n[{"name": "clock", "arguments": {}}, {"name": "weather", "parameters": {"town": "Bern", "days": 2}}]'
+        "\n```",
+    ],
+    ids=["hermes", "python", "mistral", "llama", "qwen", "code"],
+)
+def test_every_format_is_read_alike_whole_and_as_a_stream(client: openai.OpenAI, says: str) -> None:
+    body = {"guided_choice": [says]}
+    [choice] = create(client, extra_body=body).choices
+    calls = [(each.function.name, json.loads(each.function.arguments)) for each in choice.message.tool_calls]
+    assert calls == [("clock", {}), ("weather", {"town": "Bern", "days": 2})]
+    assert choice.message.content is None
+    with client.chat.completions.stream(model="tiny", messages=MESSAGES, tools=TOOLS, extra_body=body) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert message.tool_calls
+    calls = [(each.function.name, json.loads(each.function.arguments)) for each in message.tool_calls]
+    assert calls == [("clock", {}), ("weather", {"town": "Bern", "days": 2})]
+
+
+def test_an_answer_of_a_schema_is_no_call(client: openai.OpenAI) -> None:
+    for properties in ({"name": "clock", "arguments": {}}, {"name": "clock", "age": 3}):
+        schema = {
+            "type": "object",
+            "properties": {key: {"const": value} for key, value in properties.items()},
+            "required": list(properties),
+            "additionalProperties": False,
+        }
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        [choice] = create(client, response_format=form).choices
+        assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+        assert json.loads(choice.message.content) == properties
+
+
 def test_arguments_with_half_a_character_are_sent_back_and_forth(client: openai.OpenAI) -> None:
     """Cover lone surrogates, which have no UTF-8: a model can write their escapes."""
     says = r'<tool_call>{"name": "clock", "arguments": {"zone": "\ud83d"}}</tool_call>'

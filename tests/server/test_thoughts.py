@@ -43,7 +43,7 @@ def test_thoughts_are_taken_apart_wherever_the_text_is_cut(case: tuple[bool, str
 
 
 def test_a_call_follows_thoughts_and_none_is_among_them() -> None:
-    reader = ThoughtReader(CallReader({"f"}, 1), opened=False)
+    reader = ThoughtReader(CallReader({"f": {}}, 1), opened=False)
     parts = reader.push(f"<think>{CALL}</think>\n{CALL}") + reader.finish()
     assert parts[0] == Thought(CALL)
     assert [type(part) for part in parts].count(Called) == 1

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.grammar.grammar import Grammar, grammar_of
+from minillm.server.call_formats import Scanner
 from minillm.server.parts import Arguments, Called, Part, Said
-from minillm.server.tool_calls import CallReader, ForcedReader, JsonScanner
+from minillm.server.tool_calls import CallReader, ForcedReader
 from minillm.server.tool_choice import CallForm, Choice, call_form
 
 F = '{"name": "f", "arguments": {"a": "} </tool_call> \\" {", "b": [1, {}]}}'
@@ -95,7 +96,7 @@ def read(reader: Any, text: str, cuts: list[int]) -> list[Part]:
 def test_calls_are_found_wherever_the_text_is_cut(name: str) -> None:
     text, said, calls = CASES[name]
     for cuts in ([], list(range(len(text))), *([cut] for cut in range(len(text)))):
-        assert together(read(CallReader({"f", "g"}, 16), text, cuts)) == (said, calls), cuts
+        assert together(read(CallReader({"f": {}, "g": {}}, 16), text, cuts)) == (said, calls), cuts
 
 
 @given(
@@ -104,28 +105,28 @@ def test_calls_are_found_wherever_the_text_is_cut(name: str) -> None:
 def test_a_reading_does_not_depend_on_the_cuts(pieces: list[str], data: Any) -> None:
     text = "".join(pieces)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
-    whole = together(read(CallReader({"f", "g"}, 16), text, []))
-    assert together(read(CallReader({"f", "g"}, 16), text, cuts)) == whole
+    whole = together(read(CallReader({"f": {}, "g": {}}, 16), text, []))
+    assert together(read(CallReader({"f": {}, "g": {}}, 16), text, cuts)) == whole
     if not whole[1]:
         assert whole[0] == text, "where there is no call, nothing is lost"
 
 
 def test_words_do_not_wait_for_the_end() -> None:
-    reader = CallReader({"f"}, 16)
+    reader = CallReader({"f": {}}, 16)
     assert reader.push("Hello") == [Said("Hello")]
     assert reader.push(" you <") == [Said(" you")]
     assert reader.push("b>") == [Said(" <b>")]
-    reader = CallReader({"f"}, 16)
+    reader = CallReader({"f": {}}, 16)
     assert reader.push('{"x') == [Said('{"x')], "that can be no call any more"
 
 
 def test_calls_beyond_the_most_are_dropped() -> None:
     text = f"<tool_call>{G}</tool_call><tool_call>{F}</tool_call>"
-    assert together(read(CallReader({"f", "g"}, 1), text, [])) == ("", [("g", {})])
+    assert together(read(CallReader({"f": {}, "g": {}}, 1), text, [])) == ("", [("g", {})])
 
 
 def test_a_long_call_is_read_in_linear_time() -> None:
-    scanner = JsonScanner()
+    scanner = Scanner()
     text = json.dumps({"a": "x{" * 50_000})
     assert [scanner.feed(each) for each in text] == [None] * (len(text) - 1) + [1]
 
@@ -138,7 +139,7 @@ def test_a_long_call_is_read_in_linear_time() -> None:
 )
 def test_the_end_of_json_is_found(value: Any) -> None:
     text = json.dumps({"v": value})
-    assert JsonScanner().feed(text + "} ]x") == len(text)
+    assert Scanner().feed(text + "} ]x") == len(text)
 
 
 TOOLS: Any = [
