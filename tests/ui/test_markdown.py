@@ -17,7 +17,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from minillm.ui.app import ChatApp
-from minillm.ui.chat.markdown import ModelMarkdown
+from minillm.ui.chat.markdown import ModelMarkdown, plain_texts
 from minillm.ui.themes import find_theme, for_terminal
 
 TEXTS = {
@@ -29,6 +29,8 @@ TEXTS = {
     "a list that becomes another": "* a\n* b\n- c\n- d\n1. e\n3. f",
     "code": "Do this:\n\n```python\nfor i in range(3):\n    print(i)  # " + "long " * 30 + "\n```\nDone.",
     "a quote in a list": "1. one\n\n   > in a quote\n2. two",
+    "formulas": "So \\( a\\,b \\):\n\n\\[\n\\frac{a}{b}\n- c\\,d\n\\]\nand $$x$$.\n\n$$\ny_1 * z_1\n$$\nend",
+    "code without a fence": "Do this:\ndef f(a):\n    if a:\n        return 1\n\n    return __name__\n\nThen `f`.",
     "mixed": "# Title\n\n> quoted\n> more\n\n| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n\n---\n\n1. one\n2. two",
 }
 
@@ -76,6 +78,42 @@ async def test_pieces_give_what_the_whole_gives(name: str, longest: int, lines_a
         await pilot.pause()
         assert list(texts(growing)) == list(texts(at_once))
         assert growing.size == at_once.size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"Let \( a\,b \), \(x_1 * y_1\) and $a_1*b*c$ cost $5 and $10; C:\dir\x",
+        "see __init__.py, __name__, __main__.py, 2*3*4, 2**n**2, f(a*b*c), snake_case_name and $HOME",
+        "\\[\n\\frac{a}{b}\n= c\\,d\n- e\n\\]",
+        "\\begin{aligned}\na &= b \\\\\n+ c\n\\end{aligned}",
+        "$$ x\\_y \\{z\\} $$",
+        "\\[ x \\] is a sentence \\\\ still, and \\( unclosed \\, too",
+        'def add(a, b):\n    """Add."""\n    if a:\n        return a\n\n    return a + b',
+        "for (;;) {\n    x();\n} else {\n    y();\n}",
+        "class A:\n    def __init__(self):\n        self.__x__ = 1",
+    ],
+)
+def test_formulas_names_and_code_are_drawn_as_written(text: str) -> None:
+    assert plain_texts(text) == [text]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            r"\*no\* **bold** *it* __two words__ 1\. \_x\_ 这是**重点**内容",
+            "*no* bold it two words 1. _x_ 这是重点内容",
+        ),
+        ("if you like:\n- a", "if you like:|a"),
+        ("for me:\n  it is", "for me:\nit is"),
+        ("- def f(x):\n      return x\n- b", "def f(x):\n    return x|b"),
+        ("$$\nnever closed\n\n*text*", "$$\nnever closed|text"),
+        ("def f():\n    x\nso *it* is", "def f():\n    x|so it is"),
+    ],
+)
+def test_markdown_stays_markdown(text: str, shown: str) -> None:
+    assert "|".join(plain_texts(text)) == shown
 
 
 @pytest.mark.anyio

@@ -31,6 +31,7 @@ from textual.widgets import Label, Markdown, Static
 from textual.widgets.markdown import MarkdownBlock, MarkdownFence
 
 from minillm.text.safe import clean, clean_line
+from minillm.ui.chat.markdown_rules import keep_as_written
 from minillm.ui.drawing import settle, update_in_place
 from minillm.ui.textual_internals import (
     Becoming,
@@ -49,6 +50,7 @@ _MOST_HIGHLIGHTED = 20_000  # characters of one code block; more is shown plain,
 def harmless_parser() -> MarkdownIt:
     """CommonMark with tables and strikethrough, and no way to hide or to obey anything."""
     parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    keep_as_written(parser)
     parser.core.ruler.push("harmless", _harmless)
     return parser
 
