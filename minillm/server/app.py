@@ -62,6 +62,10 @@ class Service:
     sessions: dict[str, Questions] = field(default_factory=dict)
     closing: asyncio.Event = field(default_factory=asyncio.Event)  # streams without an end have one now
 
+    def forget(self, replica: int) -> None:
+        """Forget what an engine that has ended has kept."""
+        self.prefixes = {id: each for id, each in self.prefixes.items() if each.get("replica", 0) != replica}
+
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModel for a model that is not this one: none is loaded by request."""
         if name is not None and name not in self.names:
@@ -274,8 +278,8 @@ async def _model(service: Service, request: Request) -> Response:
 
 
 async def _health(service: Service, request: Request) -> Response:
-    alive = not service.engine.ended.is_set()
-    return _json({"status": "ok" if alive else "the engine has ended"}, 200 if alive else 503)
+    engine = service.engine
+    return _json({"status": engine.trouble or "ok"}, 200 if engine.serves else 503)
 
 
 async def _version(service: Service, request: Request) -> Response:
@@ -428,10 +432,10 @@ def _listening(
     lost = asyncio.Event()
 
     def listen(event: Any) -> None:
-        try:
-            waiting.put_nowait(event)
-        except asyncio.QueueFull:
+        if event is None or waiting.full():
             lost.set()
+        else:
+            waiting.put_nowait(event)
 
     async def events() -> AsyncIterator[bytes]:
         engine.listeners[name] = listen

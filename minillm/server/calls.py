@@ -58,6 +58,8 @@ class CallReader:
                 self._pool.submit(self._answer, call.call_id, partial(self._tokens, call))
             case messages.PinPrefix():
                 self._pool.submit(self._pin, call)
+            case messages.Ping(call_id):
+                self._send(messages.Result(call_id, room.step_seconds))
             case messages.Abort(request_id):
                 then(partial(room.abort, request_id))
             case messages.UnpinPrefix():

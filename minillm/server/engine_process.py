@@ -19,10 +19,13 @@ from minillm.service import messages as chat
 # -P: a module of the current directory must not stand in for one of the standard library.
 COMMAND = (sys.executable, "-P", "-m", "minillm.server")
 _KEY_VARIABLE = "MINILLM_API_KEY"
+_PING_SECONDS = 2.0
+_SILENT_SECONDS = 10.0  # after which a process that does not answer is in trouble
+_STEP_SECONDS = 120.0  # after which a step is taken for one that hangs: a long one takes a slow CPU some seconds
 
 
 class EngineDied(MinillmError):
-    """The engine's process has ended."""
+    """The engine's process has ended, or does not answer."""
 
 
 @dataclass(eq=False)
@@ -90,6 +93,8 @@ class EngineProcess:
     answered: dict[str, Callable[[str], object]] = field(default_factory=dict)  # told the ends of a session's answers
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: MinillmError | None = None
+    silent_seconds: float = 0.0  # since the process should have answered a `Ping`
+    step_seconds: float = 0.0  # of the step under way, at the last `Ping`
     _results: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -128,10 +133,25 @@ class EngineProcess:
         if not self.process.stdin.is_closing():
             self.process.stdin.write(messages.encode(call))
 
-    def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Begin a request; ``news`` is set whenever something of it has come. Raises UsageError, as `send`."""
+    @property
+    def trouble(self) -> str:
+        """The reason why the engine takes no requests; empty if it does."""
         if self.ended.is_set():
-            raise self.failure or EngineDied("the engine has ended")
+            return str(self.failure or "the engine has ended")
+        if self.silent_seconds >= _SILENT_SECONDS:
+            return f"the engine's process has not answered for {self.silent_seconds:.0f} s"
+        if self.step_seconds >= _STEP_SECONDS:
+            return f"the engine has been computing one step for {self.step_seconds:.0f} s"
+        return ""
+
+    def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
+        """Begin a request; ``news`` is set whenever something of it has come.
+
+        Raises:
+            EngineDied: the engine takes no requests.
+            UsageError: as `send`.
+        """
+        self._check()
         self.send(call)
         answer = self.answers[call.request_id] = Answer(call.request_id, news=news)
         return answer
@@ -142,9 +162,26 @@ class EngineProcess:
             self.send(messages.Abort(answer.request_id))
 
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
-        """The result of a call, given its id; raises UsageError where the engine refuses it."""
-        if self.ended.is_set():
-            raise self.failure or EngineDied("the engine has ended")
+        """Return the result of a call, given its id.
+
+        Raises:
+            EngineDied: the engine takes no requests.
+            UsageError: the engine rejects it.
+        """
+        self._check()
+        return await self._ask(make)
+
+    def fail(self, why: str) -> None:
+        """End all answers under way with an error."""
+        for answer in self.answers.values():
+            answer.ended = answer.ended or messages.Refused(answer.request_id, why, "gone")
+            answer.news.set()
+
+    def _check(self) -> None:
+        if trouble := self.trouble:
+            raise EngineDied(f"{trouble}; send the request again later")
+
+    async def _ask(self, make: Callable[[str], messages.Call]) -> Any:
         call_id = f"call-{next(self._numbers)}"
         future = self._results[call_id] = asyncio.get_running_loop().create_future()
         try:
@@ -169,16 +206,28 @@ class EngineProcess:
         """Tell all who wait that the process has ended, once it has."""
         await events.over
         code = await self.process.wait()
-        self.failure = self.failure or EngineDied(f"the engine's process has ended (exit code {code})")
+        how = f"was killed by signal {-code}" if code < 0 else f"has ended with exit code {code}"
+        self.failure = self.failure or EngineDied(f"the engine's process {how}")
         self.ended.set()
         if not self.ready.done():
             self.ready.set_exception(self.failure)
-        for answer in self.answers.values():
-            answer.ended = answer.ended or messages.Refused(answer.request_id, str(self.failure), "internal")
-            answer.news.set()
+        self.fail(f"{self.failure}; send the request again later")
         for future in self._results.values():
             if not future.done():
-                future.set_exception(self.failure)
+                future.set_exception(EngineDied(str(self.failure)))
+
+    async def _ping(self) -> None:
+        """Note for how long the process does not answer, and how long its step takes.
+
+        Waits are counted, not read from a clock: a server that was suspended itself knows nothing of its engine.
+        """
+        with contextlib.suppress(EngineDied):
+            while True:
+                asked = asyncio.create_task(self._ask(messages.Ping))
+                while not (await asyncio.wait([asked], timeout=_PING_SECONDS))[0]:
+                    self.silent_seconds += _PING_SECONDS
+                self.silent_seconds, self.step_seconds = 0.0, asked.result()
+                await asyncio.sleep(_PING_SECONDS)
 
     def _take(self, event: messages.Event) -> None:
         match event:
@@ -215,6 +264,7 @@ class EngineProcess:
                     told(request_id)
             case messages.Ready():
                 self.ready.set_result(event)
+                self.pinging = asyncio.create_task(self._ping())
             case messages.Telling(told):
                 if isinstance(told, chat.LoadFailed):
                     self.failure = UsageError(told.error) if told.exit_code == 2 else MinillmError(told.error)

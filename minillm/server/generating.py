@@ -313,7 +313,7 @@ async def _until_gone(receive: Receive) -> None:
 def _raise_refused(answers: Sequence[Answer], grammar_field: str) -> None:
     for answer in answers:
         if isinstance(answer.ended, Refused):
-            status, error = (500 if answer.ended.kind == "internal" else 400), answer.ended.error
+            status, error = {"internal": 500, "gone": 503}.get(answer.ended.kind, 400), answer.ended.error
             if grammar_field and error.startswith("grammar: "):
                 raise Failed(status, f"{grammar_field}: {error.removeprefix('grammar: ')}", field=grammar_field)
             raise Failed(status, error, code=CONTEXT_LENGTH if answer.ended.kind == "context" else None)

@@ -102,6 +102,12 @@ class UnpinPrefix(Call):
     prefix_id: str
 
 
+class Ping(Call):
+    """Ask for the seconds that the step under way has taken so far. It is answered outside of steps."""
+
+    call_id: str
+
+
 class ReadCache(Call):
     call_id: str
 
@@ -217,7 +223,7 @@ class Ended(Event):
 
 
 class Refused(Event):
-    """A request was refused or broke; ``kind`` is "usage", "context", "capacity" or "internal"."""
+    """A request was refused or broke; ``kind`` is "usage", "context", "capacity", "internal" or "gone"."""
 
     request_id: str
     error: str

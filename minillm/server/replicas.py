@@ -1,4 +1,4 @@
-"""Several engines of one model behind one address, each a process of its own.
+"""The engines of one model behind one address, each a process of its own. One that ends is started again.
 
 A request goes where the beginning of its prompt was computed before, unless that engine is much busier than another.
 What refers to something that an engine keeps goes to that engine: forks, pinned prefixes, sessions, watchers.
@@ -7,9 +7,11 @@ What refers to something that an engine keeps goes to that engine: forks, pinned
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +19,7 @@ import msgspec
 
 from minillm.errors import MinillmError, UsageError
 from minillm.server import messages
-from minillm.server.engine_process import COMMAND, Answer, EngineProcess
+from minillm.server.engine_process import COMMAND, Answer, EngineDied, EngineProcess
 from minillm.service import messages as chat
 
 MAX_REPLICAS = 64
@@ -26,6 +28,8 @@ _MOST_PIECES = 512  # of one prompt that are looked at
 _MOST_PLACES = 1 << 16  # pieces whose engine is remembered
 _MOST_HOMES = 1 << 14  # answers, prefixes, sessions and watchers whose engine is remembered
 _SLACK = 4  # requests that an engine may have beyond twice those of the idlest, and still be preferred
+_MOST_RESTARTS = 5  # of an engine in _RESTART_WINDOW seconds
+_RESTART_WINDOW = 600.0
 _TORCHRUNS = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
@@ -34,7 +38,15 @@ class Engine(Protocol):
 
     @property
     def ended(self) -> asyncio.Event:
-        """Set when the engine has ended."""
+        """Set when the engine has ended for good."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests are taken."""
+
+    @property
+    def trouble(self) -> str:
+        """The reason why an engine takes none; empty if all do."""
 
     @property
     def listeners(self) -> dict[str, Callable[[Any], object]]:
@@ -63,11 +75,11 @@ class Places:
 
     _places: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
-    def choose(self, keys: list[int], loads: list[int]) -> int:
+    def choose(self, keys: list[int], loads: Sequence[float]) -> int:
         """The engine for a prompt with these keys, the first piece's first; it is remembered.
 
         Args:
-            loads: requests of each engine.
+            loads: requests of each engine; infinity if it takes none.
         """
         idlest = min(range(len(loads)), key=loads.__getitem__)
         found = next((self._places[key] for key in reversed(keys) if key in self._places), idlest)
@@ -96,52 +108,130 @@ def keys_of(prompt: Any, salt: str | None) -> list[int]:
 
 @dataclass
 class Replicas:
-    """Engines as one. Made by `start`."""
+    """Engines as one. Made by `start`.
 
-    engines: list[EngineProcess]
+    Attributes:
+        lost: told the number of an engine that has ended; what it kept is gone.
+        ended: set when no engine is left, and none is started again.
+    """
+
+    begin: Callable[[int], Awaitable[EngineProcess]]  # starts an engine, given its number
+    engines: list[EngineProcess] = field(default_factory=list)
     listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)
     answered: dict[str, Callable[[str], object]] = field(default_factory=dict)
+    lost: Callable[[int], object] = lambda number: None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _places: Places = field(default_factory=Places)
     _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    _keeping: list[asyncio.Task[None]] = field(default_factory=list)
+    _refusal: str = ""  # why no request is taken any more
 
     @classmethod
     async def start(
         cls, model: str, options: dict[str, Any], told: Callable[[chat.Event], object], count: int
     ) -> Replicas:
         """Start ``count`` engines; the first one tells how loading goes on."""
-        self = cls([])
-        for number in range(count):
-            command = (*_environment(number, count, options), *COMMAND)
-            engine = await EngineProcess.start(model, options, told if number == 0 else lambda event: None, command)
+
+        async def begin(number: int) -> EngineProcess:
+            command = (*_environment(number, count, options), *COMMAND) if count > 1 else COMMAND
+            tells = number == 0 and len(self.engines) == 0  # not when it is started again
+            engine = await EngineProcess.start(model, options, told if tells else lambda event: None, command)
             engine.listeners, engine.answered = self.listeners, self.answered
-            self.engines.append(engine)
-        self.watching = [asyncio.create_task(self._watch(each)) for each in self.engines]  # type: ignore[attr-defined]
+            return engine
+
+        self = cls(begin)
+        for number in range(count):
+            self.engines.append(await begin(number))
         return self
 
-    async def _watch(self, engine: EngineProcess) -> None:
-        await engine.ended.wait()
-        self.ended.set()
-
     async def loaded(self) -> messages.Ready:
-        """The facts of one engine, with the room of all; raises MinillmError where one of them cannot be loaded."""
+        """Return the facts of one engine, with the room of all; engines that end are started again from now on.
+
+        Raises:
+            MinillmError: one of them cannot be loaded.
+        """
         found = await asyncio.gather(*(engine.ready for engine in self.engines))
         for number, each in enumerate(found):
             if each.facts.device.split(":")[0] != found[0].facts.device.split(":")[0]:
                 raise MinillmError(f"replica {number} has found no GPU of its own; start fewer replicas")
+        self._keeping = [asyncio.create_task(self._keep(number)) for number in range(len(self.engines))]
         return msgspec.structs.replace(found[0], max_num_seqs=sum(each.max_num_seqs for each in found))
 
+    async def _keep(self, number: int) -> None:
+        """Start an engine again when it has ended, later each time, unless it ends too often."""
+        ends: list[float] = []
+        while True:
+            await self.engines[number].ended.wait()
+            self._lose(number)
+            now = asyncio.get_running_loop().time()
+            ends = [*(each for each in ends if now - each < _RESTART_WINDOW), now]
+            if len(ends) > _MOST_RESTARTS:
+                self._say(number, "it is not started again")
+                break
+            delay = 2 ** (len(ends) - 1) - 1
+            self._say(number, f"it is started again{f' in {delay} s' if delay else ''}")
+            await asyncio.sleep(delay)
+            engine = await self.begin(number)
+            try:
+                await engine.ready
+                self.engines[number] = engine
+            except MinillmError as error:
+                self.engines[number].failure = error
+            finally:
+                if self.engines[number] is not engine:
+                    await engine.stop()
+        if sum(task.done() for task in self._keeping) == len(self.engines) - 1:  # all but this one
+            self.ended.set()
+
+    def _lose(self, number: int) -> None:
+        """Forget what an engine that has ended was asked to keep, and end the streams of its events."""
+        self.lost(number)
+        for name in [name for name, home in self._homes.items() if home == number]:
+            del self._homes[name]
+            if (listener := self.listeners.get(name)) is not None:
+                listener(None)
+
+    def _say(self, number: int, what: str) -> None:
+        name = f"replica {number}: " if len(self.engines) > 1 else ""
+        sys.stderr.write(f"minillm: {name}{self.engines[number].failure}; {what}\n")
+
     @property
-    def failure(self) -> MinillmError | None:
-        """Why the first engine that has ended did so; None while all run."""
-        return next((each.failure for each in self.engines if each.ended.is_set()), None)
+    def failure(self) -> MinillmError:
+        """Why the first engine that has ended did so."""
+        found = next((each.failure for each in self.engines if each.ended.is_set()), None)
+        return found or MinillmError("the engine has ended")
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests are taken."""
+        return not all(each.trouble for each in self.engines)
+
+    @property
+    def trouble(self) -> str:
+        """The reason why an engine takes no requests; empty if all do."""
+        if len(self.engines) == 1:
+            return self.engines[0].trouble
+        troubles = [(number, each.trouble) for number, each in enumerate(self.engines)]
+        return "; ".join(f"replica {number}: {trouble}" for number, trouble in troubles if trouble)
+
+    def figures(self) -> list[messages.Figures | None]:
+        """Return the state of each engine, None of one that has told nothing or has ended."""
+        return [None if each.ended.is_set() else each.figures for each in self.engines]
+
+    def refuse_all(self, why: str) -> None:
+        """End all answers with an error, and take no more requests."""
+        self._refusal = why
+        for engine in self.engines:
+            engine.fail(why)
 
     async def stop(self) -> None:
         """End all processes."""
+        for task in self._keeping:
+            task.cancel()
         for engine in self.engines:  # at once: ctrl-c cancels what is awaited below, and they must end all the same
             if engine.process.stdin is not None:
                 engine.process.stdin.close()
-        await asyncio.gather(*(engine.stop() for engine in self.engines))
+        await asyncio.gather(*self._keeping, *(engine.stop() for engine in self.engines), return_exceptions=True)
 
     def send(self, call: messages.Call) -> None:
         """Send a call that belongs to a watcher or a session."""
@@ -151,7 +241,9 @@ class Replicas:
         self.engines[self._homes.get(name, 0)].send(call)
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
-        """Begin a request; ``news`` is set whenever something of it has come."""
+        """Begin a request; ``news`` is set whenever something of it has come. Raises EngineDied if none takes it."""
+        if self._refusal:
+            raise EngineDied(self._refusal)
         if call.fork is None:
             home = self._choose(call.prompt, call.salt)
         else:
@@ -167,9 +259,11 @@ class Replicas:
 
     async def ask(self, make: Callable[[str], messages.Call]) -> Any:
         """The result of a call, given its id; raises UsageError where the engine refuses it."""
+        if len(self.engines) == 1:
+            return await self.engines[0].ask(make)
         match make(""):
             case messages.ReadCache():
-                return _joined([await engine.ask(make) for engine in self.engines])
+                return _joined([await engine.ask(make) for engine in self.engines if not engine.trouble])
             case messages.PinPrefix() as call:
                 home = self._choose(call.prompt, call.salt)
                 found = await self.engines[home].ask(make)
@@ -180,7 +274,11 @@ class Replicas:
         return await self.engines[self._choose(None, None)].ask(make)
 
     def _choose(self, prompt: Any, salt: str | None) -> int:
-        return self._places.choose(keys_of(prompt, salt), [len(engine.answers) for engine in self.engines])
+        """Choose among the engines that take requests, or among all if none does."""
+        if len(self.engines) == 1:
+            return 0
+        loads = [math.inf if engine.trouble else len(engine.answers) for engine in self.engines]
+        return self._places.choose(keys_of(prompt, salt), loads)
 
     def _settle(self, name: str, home: int) -> None:
         self._homes[name] = home

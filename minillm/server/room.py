@@ -83,6 +83,7 @@ class Room:
         self.preparing: set[str] = set()  # requests on their way here; another thread adds to it
         self._gone: set[str] = set()  # those of them that have been aborted
         self._num_remembered_tokens = 0
+        self._step_at = 0.0  # when the step under way began; 0 between steps
         self._figures_at = self._picture_at = 0.0
         self._num_prefilled = self._num_decoded = 0
         self._last_figures: messages.Figures | None = None
@@ -178,14 +179,23 @@ class Room:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
+    @property
+    def step_seconds(self) -> float:
+        """Seconds that the step under way has taken; 0 between steps. Any thread may ask."""
+        began = self._step_at
+        return time.monotonic() - began if began else 0.0
+
     def step(self) -> tuple[list[Delta], list[RequestOutput]]:
         """Compute one step and send its results. Returns those that belong to others."""
         engine = self.engine
+        self._step_at = time.monotonic()
         try:
             deltas = engine.step()
         except Exception as error:  # the engine has freed the step's blocks, and goes on
             deltas = []
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
+        finally:
+            self._step_at = 0.0
         step = engine.figures.last_step
         if step is not None and step is not self._last_step:
             self._last_step = step

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import resource
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,15 +15,19 @@ from typing import Any
 
 import uvicorn
 
-from minillm.errors import MinillmError, UsageError
+from minillm.errors import UsageError
 from minillm.server.access import AccessRules
 from minillm.server.app import Service, make_app
-from minillm.server.engine_process import EngineProcess
 from minillm.server.http_protocol import BoundedProtocol
 from minillm.server.metrics import Metrics
 from minillm.server.replicas import Engine, Replicas
 from minillm.server.seats import Seats
 from minillm.service import messages as chat
+
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_OTHER_DESCRIPTORS = 100  # than those of connections
+_SAY_SECONDS = 60.0
+_ERROR_SECONDS = 5  # for the last events of answers that have had their time
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,32 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise UsageError(f"cannot serve at {host}, port {port}: {why}; choose another --port") from None
 
 
+def allow_descriptors(count: int) -> None:
+    """Let this process open ``count`` descriptors, or as many as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+class FewDescriptors:
+    """Handles a loop's exceptions: that no descriptor is left for a connection is said once a minute, in a line.
+
+    asyncio reports it some thousand times a second, with tracebacks.
+    """
+
+    _next = 0.0  # when it may be said again
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._next:
+            self._next = loop.time() + _SAY_SECONDS
+            sys.stderr.write(f"minillm: connections wait: {error.strerror}; allow more with 'ulimit -n'\n")
+
+
 async def serve(
     config: ServerConfig,
     model: str,
@@ -71,31 +105,32 @@ async def serve(
         MinillmError: the model cannot be loaded, or the engine has ended.
     """
     listening = open_socket(config.host, config.port)
-    engine: EngineProcess | Replicas
-    if config.replicas > 1:
-        engine = await Replicas.start(model, options, told, config.replicas)
-    else:
-        engine = await EngineProcess.start(model, options, told)
+    asyncio.get_running_loop().set_exception_handler(FewDescriptors())
+    engine = await Replicas.start(model, options, told, config.replicas)
     try:
-        facts = await (engine.loaded() if isinstance(engine, Replicas) else engine.ready)
+        facts = await engine.loaded()
         seats = Seats(facts.max_num_seqs, config.max_waiting)
-        engines = engine.engines if isinstance(engine, Replicas) else [engine]
-        metrics = Metrics(seats, lambda: [each.figures for each in engines])
+        metrics = Metrics(seats, engine.figures)
         names = config.names or _names(facts.facts.model)
+        most = 2 * (config.max_waiting + facts.max_num_seqs) + 100  # connections
+        allow_descriptors(most + _OTHER_DESCRIPTORS)
         service = Service(engine, facts, names, seats, metrics, bool(config.rules.keys))
+        engine.lost = service.forget
         server = _Server(service, uvicorn.Config(
             make_app(service, config.rules),
             http=BoundedProtocol, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
             server_header=False, proxy_headers=False,
-            timeout_keep_alive=30, timeout_graceful_shutdown=config.grace_seconds,
-            limit_concurrency=2 * (config.max_waiting + facts.max_num_seqs) + 100,
+            timeout_keep_alive=30, timeout_graceful_shutdown=config.grace_seconds + _ERROR_SECONDS,
+            limit_concurrency=most,
         ))  # fmt: skip
         server.opened = lambda: opened(_address(listening), service)
+        server.late = lambda: engine.refuse_all("the server is stopping")
+        server.grace_seconds = config.grace_seconds
         watching = asyncio.create_task(_end_with_engine(engine, server))
         await server.serve(sockets=[listening])
         watching.cancel()
         if engine.ended.is_set():
-            raise engine.failure or MinillmError("the engine has ended")
+            raise engine.failure
     finally:
         await engine.stop()
         listening.close()
@@ -108,6 +143,8 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.service = service
         self.opened: Callable[[], object] = lambda: None
+        self.late: Callable[[], object] = lambda: None  # called when running answers have had their time
+        self.grace_seconds = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -115,7 +152,9 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.closing.set()
+        late = asyncio.get_running_loop().call_later(self.grace_seconds, self.late)
         await super().shutdown(sockets)
+        late.cancel()
 
 
 async def _end_with_engine(engine: Engine, server: uvicorn.Server) -> None:

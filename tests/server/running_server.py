@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +58,13 @@ class Server:
                 return
             time.sleep(0.1)
         raise AssertionError(f"still busy: {tables}")
+
+    def wait_until(self, holds: Callable[[], object]) -> None:
+        """Return once ``holds`` is true; fails after a minute."""
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline, "".join(self.said)
+            time.sleep(0.1)
 
     def wait_until_said(self, words: str) -> None:
         """Return once a line of its standard error has these words; fails after a minute."""

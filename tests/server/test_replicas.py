@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running_server import ROOT, Server, served
 
+from minillm.server import replicas
+from minillm.server.engine_process import EngineDied
 from minillm.server.messages import Conversation
-from minillm.server.replicas import Places, keys_of
+from minillm.server.replicas import Places, Replicas, keys_of
 
 TEXT = "".join(f"{number} " for number in range(500))
 
@@ -118,13 +123,134 @@ def test_sessions_speak_with_one_engine(pair: Server) -> None:
             assert "Loaded" in next(lines)
 
 
-def test_the_server_ends_with_one_engine(tiny: Path) -> None:
+def health(server: Server) -> tuple[int, str]:
+    answer = httpx.get(f"{server.url}/health")
+    return answer.status_code, answer.json()["status"]
+
+
+def test_one_engine_serves_while_another_is_started_again(tiny: Path) -> None:
     with served(tiny, "--num-blocks", "64", "--replicas", "2") as running:
-        os.kill(running.pids[2], signal.SIGKILL)
-        assert running.process.wait(60) == 1
-    said = [line for line in running.said if "engine" in line]
-    assert len(said) == 1
+        assert httpx.post(f"{running.url}/v1/prefixes", json={"prompt": TEXT[:200]}).json()["replica"] == 0
+        with httpx.stream("GET", f"{running.url}/v1/session", timeout=60) as events:
+            lines = events.iter_lines()
+            next(lines)
+            os.kill(running.pids[1], signal.SIGKILL)
+            assert len(list(lines)) < 20, "the stream of an engine that has ended ends"
+        status, why = health(running)
+        assert status == 200
+        assert why == "replica 0: the engine's process was killed by signal 9"
+        for number in range(4):
+            assert complete(running, f"{number} {TEXT[:200]}")["choices"]
+        assert httpx.get(f"{running.url}/v1/prefixes").json()["data"] == [], "what it kept is gone"
+        running.wait_until(lambda: health(running) == (200, "ok"))
+        assert len(running.pids) == 3
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda number: complete(running, f"{number} x", max_tokens=60), range(8)))
+        assert all(answer["choices"] for answer in answers)
+        assert min(per_replica(running, "engine_steps_total")) > 5, "both work again"
+    assert sum("is started again" in line for line in running.said) == 1
     assert "Traceback" not in "".join(running.said)
+
+
+@pytest.fixture(scope="module")
+def lone(tiny: Path) -> Iterator[Server]:
+    with served(tiny, "--num-blocks", "256", "--grace", "0") as running:
+        yield running
+
+
+def test_an_engine_that_is_stopped_is_told_by_health(lone: Server) -> None:
+    engine = lone.pids[1]
+    os.kill(engine, signal.SIGSTOP)
+    lone.wait_until(lambda: health(lone)[0] == 503)
+    assert "has not answered for" in health(lone)[1]
+    answer = httpx.post(f"{lone.url}/v1/completions", json={"prompt": "a"})
+    assert answer.status_code == 503, "new requests do not hang"
+    assert httpx.get(f"{lone.url}/v1/cache").status_code == 503
+    os.kill(engine, signal.SIGCONT)
+    lone.wait_until(lambda: health(lone) == (200, "ok"))
+    assert complete(lone, "a")["choices"]
+    assert lone.pids[1] == engine
+
+
+def test_a_killed_engine_is_started_again_and_its_requests_are_told(lone: Server) -> None:
+    body = {"prompt": "a", "max_tokens": 450, "ignore_eos": True}
+
+    def ask(streamed: bool) -> tuple[int, str]:
+        answer = httpx.post(f"{lone.url}/v1/completions", json={**body, "stream": streamed}, timeout=60)
+        return answer.status_code, answer.text
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(ask, streamed) for streamed in (False, True)]
+        lone.wait_until(lambda: lone.figure("seats_taken") == 2)
+        time.sleep(0.2)
+        os.kill(lone.pids[1], signal.SIGKILL)
+        (status, text), (streamed_status, events) = [each.result() for each in answers]
+    why = "the engine's process was killed by signal 9; send the request again later"
+    assert (status, json.loads(text)["error"]["message"]) == (503, why)
+    if streamed_status == 200:  # it had begun
+        assert why in events.strip().splitlines()[-1]
+        assert "[DONE]" not in events
+    else:
+        assert why in events
+    lone.wait_until(lambda: health(lone) == (200, "ok"))
+    assert complete(lone, "a")["choices"]
+
+
+def test_a_stream_that_outlasts_the_grace_ends_with_an_error(lone: Server) -> None:
+    body = {"prompt": "a", "max_tokens": 450, "n": 8, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{lone.url}/v1/completions", json=body, timeout=60) as events:
+        lines = (line for line in events.iter_lines() if line.startswith("data: "))
+        assert "choices" in next(lines)
+        lone.process.send_signal(signal.SIGINT)
+        last = list(lines)[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
+    lone.process.wait(60)
+    assert "Traceback" not in "".join(lone.said)
+
+
+class Ending:
+    """An engine that loads, or does not, and ends at once."""
+
+    def __init__(self, loads: bool) -> None:
+        self.failure, self.trouble = EngineDied("it has ended"), "it has ended"
+        self.answers: dict[str, Any] = {}
+        self.ended = asyncio.Event()
+        self.ended.set()
+        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if loads:
+            self.ready.set_result(None)
+        else:
+            self.ready.set_exception(EngineDied("it cannot be loaded"))
+
+    async def stop(self) -> None:
+        pass
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("loads", [True, False])
+async def test_an_engine_that_ends_again_and_again_is_given_up(
+    loads: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(replicas.asyncio, "sleep", sleep)
+    begun: list[int] = []
+
+    async def begin(number: int) -> Any:
+        begun.append(number)
+        return Ending(loads)
+
+    engines: Any = [Ending(True), Ending(True)]
+    both = Replicas(begin, engines)
+    both._keeping = [asyncio.create_task(both._keep(number)) for number in range(2)]
+    await asyncio.wait_for(both.ended.wait(), 10)
+    assert sorted(waits) == [0, 0, 1, 1, 3, 3, 7, 7, 15, 15], "each time later"
+    assert sorted(begun) == [0] * 5 + [1] * 5
+    assert not both.serves
+    assert capsys.readouterr().err.count("it is not started again") == 2
 
 
 def test_torchruns_processes_are_the_replicas(tiny: Path) -> None:
