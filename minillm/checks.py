@@ -70,7 +70,7 @@ def documented(cls: type[T]) -> type[T]:
     construct: Any = cls.__init__
 
     @wraps(construct)
-    def refusing(self: T, *values: Any, **named: Any) -> None:
+    def refusing(self: T, /, *values: Any, **named: Any) -> None:
         try:
             construct(self, *values, **named)
         except TypeError:

@@ -190,6 +190,16 @@ def compact_heap() -> Iterator[None]:
 
 
 def import_torch() -> None:
-    """Import torch with ctrl-c held back: a KeyboardInterrupt inside its C++ initialisers would abort the process."""
-    with deferred_interrupt():
-        import torch  # noqa: F401
+    """Import torch with ctrl-c held back: a KeyboardInterrupt inside its C++ initialisers would abort the process.
+
+    Raises UsageError where torch rejects its own environment variables.
+    """
+    try:
+        with deferred_interrupt():
+            import torch  # noqa: F401
+    except (ValueError, RuntimeError) as error:
+        names = sorted(name for name in os.environ if name.startswith(("TORCH", "PYTORCH")))
+        if not names:
+            raise
+        cause = "".join(filter(str.isprintable, str(error).split(",")[0]))[:100]
+        raise UsageError(f"torch does not start: {cause}; change or unset {', '.join(names)}") from None

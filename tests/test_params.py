@@ -181,3 +181,9 @@ def test_every_default_is_in_its_one_form(kind: type) -> None:
     for name, default, parameter in declared(kind):
         checked = parameter.check(name, default)
         assert (checked, type(checked)) == (default, type(default)), name
+
+
+@pytest.mark.parametrize("made", [SamplingParams, BeamSearchParams, EngineConfig])
+def test_self_is_an_unknown_parameter(made: Any) -> None:
+    with pytest.raises(UsageError, match="unknown parameter 'self'"):
+        made(self=1)

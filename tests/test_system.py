@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 
@@ -35,3 +36,12 @@ def test_a_compact_heap_has_no_holes() -> None:
     meanwhile, afterwards = map(int, run.stdout.split())
     assert meanwhile < 130, "100 MB are held, and some pages that are not full"
     assert afterwards < 180, "50 more"
+
+
+def test_a_variable_that_torch_rejects_is_one_line() -> None:
+    code = "from minillm.system import import_torch; from minillm.errors import UsageError\n"
+    code += "try: import_torch()\nexcept UsageError as error: print(error)"
+    environment = {**os.environ, "TORCH_LOGS": "garbage"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("torch does not start: Invalid log settings: garbage; change or unset ")
+    assert "TORCH_LOGS" in done.stdout

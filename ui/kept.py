@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -168,6 +169,8 @@ def _replace(path: Path, text: str) -> None:
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
+            if path.exists():
+                shutil.copymode(path, name)
             os.replace(name, path)
         except BaseException:
             with suppress(OSError):

@@ -25,6 +25,7 @@ from minillm.server.replicas import MAX_REPLICAS
 from minillm.server.serving import ServerConfig, serve
 from minillm.service import messages as chat
 from minillm.system import expanded
+from minillm.text.safe import clean_line
 from minillm.user_config import read_config
 
 _VARIABLE = "MINILLM_API_KEY"
@@ -133,9 +134,11 @@ def _keys(key: str, file: str | None) -> Mapping[str, str]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text, mode = path.read_text(encoding="utf-8"), path.stat().st_mode
     except (OSError, ValueError) as error:
         raise UsageError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or error}") from None
+    if mode & 0o022:
+        say(f"--api-key-file {clean_line(str(path))}: other users can change the keys; run `chmod 600` on it")
     lines = [line.strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not lines:

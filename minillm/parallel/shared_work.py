@@ -172,7 +172,9 @@ class PartFiles:
             raise UsageError(f"{missing} of {total} prompts are not finished; run the same command again")
         temporary = self._output.with_name(self._output.name + ".merging")
         try:
-            temporary.write_bytes(b"".join(lines[index] for index in range(total)))
+            temporary.unlink(missing_ok=True)  # a link in its place is not followed
+            with temporary.open("xb") as stream:
+                stream.write(b"".join(lines[index] for index in range(total)))
             temporary.replace(self._output)
         except OSError:
             temporary.unlink(missing_ok=True)
@@ -212,7 +214,7 @@ def _open_locked(path: Path) -> int:
     while True:
         if path.exists():
             open_regular(path).close()
-        stream = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(os.fstat(stream), path.stat()):

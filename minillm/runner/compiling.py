@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -16,14 +17,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 
 from minillm.model import one_token
 from minillm.model.llama import Llama
 from minillm.model.one_token import LayerShape, OneToken
 from minillm.progress import OnMessage, OnProgress, Progress
 from minillm.system import cache_dir, processor, processor_features
+from minillm.text.reading import read_bytes
+from minillm.weights.files import sha256_of
 
 _LONGEST = 300  # seconds
+_SCRATCH = "minillm-"  # begins the names of directories to compile in
 
 
 def with_compiled_layers(model: Llama, on_progress: OnProgress, on_message: OnMessage) -> Llama:
@@ -35,7 +40,7 @@ def with_compiled_layers(model: Llama, on_progress: OnProgress, on_message: OnMe
     if shape is None:
         return model
     path = _path(shape)
-    if not path.exists():
+    if not _is_whole(path):
         problem = _compile(shape, path, on_progress)
         if problem is not None:
             on_message(f"{problem}: a single sequence decodes at two thirds of the speed (enforce_eager leaves it so)")
@@ -43,8 +48,9 @@ def with_compiled_layers(model: Llama, on_progress: OnProgress, on_message: OnMe
     try:
         return replace(model, one_token=OneToken.load(path, model))
     except RuntimeError as error:
-        path.unlink(missing_ok=True)
-        on_message(f"{path} cannot be read and is removed; the next start compiles it anew ({_last_line(str(error))})")
+        for each in (path, _checksum(path)):
+            _remove(each)
+        on_message(f"{path} cannot be read and is removed; the next start compiles it again ({_last_line(str(error))})")
         return model
 
 
@@ -59,32 +65,69 @@ def _path(shape: LayerShape) -> Path:
     return cache_dir() / "compiled" / f"layer-{digest[:32]}.pt2"
 
 
+def _checksum(path: Path) -> Path:
+    """The file with the SHA-256 of a compiled library: a damaged one could end the process, or compute nonsense."""
+    return path.with_suffix(".sha256")
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there as it was compiled. What else is in its place, a pipe or a link, is not opened."""
+    try:
+        if not all(stat.S_ISREG(each.lstat().st_mode) for each in (path, _checksum(path))):
+            return False
+        return sha256_of(path) == read_bytes(_checksum(path), 100).decode("ascii")
+    except (OSError, ValueError):
+        return False
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a directory, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _compile(shape: LayerShape, path: Path, on_progress: OnProgress) -> str | None:
-    """Have a library written to ``path``, all at once. Returns the problem, if there is one."""
+    """Have a library written to ``path``, by one process at a time. Returns the problem, if there is one."""
     if compiler() is None:
         return "no C++ compiler (g++) is here to compile the layers"
-    label = "compiling a layer for this processor, which is kept"
-    on_progress(Progress(label, 0, 1, "layers"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="minillm-") as scratch:
-            part = Path(scratch, path.name)
-            done = subprocess.run(
-                [sys.executable, "-m", "minillm.runner.compiling_process"],
-                input=json.dumps({"shape": asdict(shape), "path": str(part)}),
-                env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": scratch, "TMPDIR": scratch, "CUDA_VISIBLE_DEVICES": ""},
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_LONGEST,
-            )
-            if done.returncode or not part.exists():
-                return f"the layers cannot be compiled ({_last_line(done.stderr) or f'exit code {done.returncode}'})"
-            os.replace(part, path)
-    except subprocess.TimeoutExpired:
+        with FileLock(path.parent / "compiling.lock", timeout=2 * _LONGEST):
+            if _is_whole(path):  # by the process that held the lock before
+                return None
+            for rest in path.parent.glob(f"{_SCRATCH}*"):  # of a process that was killed
+                _remove(rest)
+            return _compile_here(shape, path, on_progress)
+    except (subprocess.TimeoutExpired, Timeout):
         return f"the layers are not compiled after {_LONGEST} s"
     except OSError as error:
         return f"the layers cannot be compiled ({error.strerror})"
+
+
+def _compile_here(shape: LayerShape, path: Path, on_progress: OnProgress) -> str | None:
+    label = "compiling a layer for this processor, which is kept"
+    on_progress(Progress(label, 0, 1, "layers"))
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH, ignore_cleanup_errors=True) as scratch:
+        part = Path(scratch, path.name)
+        done = subprocess.run(
+            [sys.executable, "-m", "minillm.runner.compiling_process"],
+            input=json.dumps({"shape": asdict(shape), "path": str(part)}),
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": scratch, "TMPDIR": scratch, "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LONGEST,
+            start_new_session=True,  # it ends its own process group when this process has gone
+        )
+        if done.returncode or not part.exists():
+            return f"the layers cannot be compiled ({_last_line(done.stderr) or f'exit code {done.returncode}'})"
+        for each in (path, _checksum(path)):
+            _remove(each)
+        _checksum(part).write_text(sha256_of(part), encoding="ascii")
+        os.replace(_checksum(part), _checksum(path))
+        os.replace(part, path)
     on_progress(Progress(label, 1, 1, "layers"))
     return None
 

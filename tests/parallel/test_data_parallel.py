@@ -92,6 +92,23 @@ def test_two_runs_do_not_write_one_part(tmp_path: Path) -> None:
         each.close()
 
 
+def test_links_in_the_place_of_files_to_write_are_not_followed(tmp_path: Path) -> None:
+    output, precious = tmp_path / "out", tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "out.merging").symlink_to(precious)
+    parts = PartFiles(output, "job")
+    parts.open(0)
+    parts.add({"index": 0, "error": None})
+    assert parts.merge(1) == 0
+    assert precious.read_text() == "precious"
+    assert not output.is_symlink()
+    assert json.loads(output.read_text())["index"] == 0
+    (tmp_path / "out.part0").symlink_to(precious)
+    with pytest.raises(UsageError, match="symbolic links"):
+        PartFiles(output, "job").open(0)
+    assert precious.read_text() == "precious"
+
+
 def test_parts_of_another_job_are_refused(tmp_path: Path) -> None:
     PartFiles(tmp_path / "out", "one").open(0)
     with pytest.raises(UsageError, match="answers to other requests"):

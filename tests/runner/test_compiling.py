@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +47,7 @@ class Machine:
 
     @property
     def files(self) -> list[Path]:
-        return [path for path in self.cache.rglob("*") if path.is_file()]
+        return [path for path in self.cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
 @pytest.fixture
@@ -79,6 +83,64 @@ def test_a_damaged_library_is_removed_and_said(machine: Machine) -> None:
     (message,) = machine.messages
     assert "cannot be read and is removed" in message
     assert not machine.files
+
+
+def link_to(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+def flip_a_bit(path: Path) -> None:
+    path.write_bytes(b"A library")
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped bit": flip_a_bit,
+    "cut": lambda path: path.write_bytes(b"a lib"),
+    "empty": lambda path: path.write_bytes(b""),
+    "pipe": os.mkfifo,
+    "directory": Path.mkdir,
+    "endless device": link_to("/dev/zero"),
+    "loop": link_to("layer.pt2"),
+    "link to nothing": link_to("/nonexistent"),
+}
+
+
+@pytest.mark.parametrize("of_checksum", [False, True])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_was_damaged_since_is_not_loaded_and_compiled_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, damage: str, of_checksum: bool
+) -> None:
+    loaded: list[bytes] = []
+
+    def load(path: Path, model: Llama) -> OneToken:
+        loaded.append(path.read_bytes())
+        return OneToken(lambda arguments: arguments, [])
+
+    monkeypatch.setattr(OneToken, "load", load)
+    machine.load(in_4_bits())
+    (path,) = (each for each in machine.files if (each.suffix == ".sha256") == of_checksum)
+    if damage not in ("flipped bit", "cut", "empty"):
+        path.unlink()
+    DAMAGES[damage](path)
+    assert machine.load(in_4_bits()).one_token is not None
+    assert loaded == [b"a library"] * 2
+    assert machine.num_processes == 2
+    assert machine.load(in_4_bits()).one_token is not None
+    assert machine.num_processes == 2
+
+
+def test_rests_of_a_killed_compilation_are_removed(machine: Machine) -> None:
+    rest = machine.cache / "compiled" / "minillm-killed"
+    rest.mkdir(parents=True)
+    (rest / "half.cpp").write_text("int")
+    machine.load(in_4_bits())
+    assert not rest.exists()
+
+
+def test_a_compilation_ends_with_the_process_that_wants_it() -> None:
+    code = "import sys, time; from minillm.runner.compiling_process import _end_with; _end_with(int(sys.argv[1]))"
+    started = subprocess.Popen([sys.executable, "-c", code, "1"], start_new_session=True)  # its parent is another
+    assert started.wait(30) == -signal.SIGKILL
 
 
 def test_without_a_compiler_it_says_so(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

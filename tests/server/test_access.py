@@ -16,6 +16,7 @@ import httpx
 import pytest
 from running_server import ROOT, Server, served
 
+from minillm.cli.serve import _keys as api_keys
 from minillm.server.access import Access, AccessRules, BodyMemory
 from minillm.server.app import make_app
 from minillm.server.metrics import Metrics
@@ -256,6 +257,17 @@ def test_wrong_options_are_one_line(tiny: Path, tmp_path: Path, options: list[st
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("mode", "is_said"), [(0o600, False), (0o644, False), (0o660, True), (0o666, True)])
+def test_a_key_file_that_others_can_change_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: int, is_said: bool
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("anna: key-of-anna\n")
+    keys.chmod(mode)
+    assert api_keys("", str(keys)) == {"key-of-anna": "anna"}
+    assert ("other users can change the keys" in capsys.readouterr().err) == is_said
 
 
 def test_a_key_of_the_command_line_is_not_among_the_arguments(tiny: Path) -> None:

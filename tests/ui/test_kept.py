@@ -114,3 +114,14 @@ def test_names_of_presets_are_checked() -> None:
             Kept().with_preset(name, {})
     with pytest.raises(UsageError, match="known: precise, balanced, creative"):
         Kept().preset("nothing")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o600, 0o644])
+def test_the_configuration_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('theme = "dark"\n')
+    path.chmod(mode)
+    Keeper(tmp_path / "chat.json", path).write_theme("nord")
+    assert path.stat().st_mode & 0o7777 == mode
+    Keeper(tmp_path / "chat.json", tmp_path / "new.toml").write_theme("nord")
+    assert (tmp_path / "new.toml").stat().st_mode & 0o7777 == 0o600
