@@ -67,8 +67,9 @@ class Grammar:
 
         Args:
             schema: a JSON schema, as a mapping, as JSON text, or as a class of pydantic's. Properties come in its
-                order. What it does not forbid is allowed: say ``"additionalProperties": False`` for no others. A
-                keyword that cannot be obeyed (``uniqueItems``, ``not``, …) is refused.
+                order. What it does not forbid is allowed: say ``"additionalProperties": False`` for no others. The
+                standard's formats are enforced, others are annotations; ``x-guidance`` is ignored. A keyword that
+                cannot be followed (``uniqueItems`` unless the items are an enum, ``maxContains``, …) is rejected.
         """
         if schema is None:
             return cls("json_object")

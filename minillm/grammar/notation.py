@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from minillm.errors import UsageError
+from minillm.grammar.rewriting import supported
 
 if TYPE_CHECKING:
     import llguidance
@@ -36,9 +37,7 @@ def notation(kind: str, source: str) -> str:
     matcher = library().LLMatcher
     if kind in ("json_object", "json_schema"):
         schema = {"type": "object"} if kind == "json_object" else json.loads(source)
-        if isinstance(schema, bool):  # anything, and nothing
-            schema = {} if schema else {"enum": []}
-        text: str = matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITE_SPACE})
+        text: str = matcher.grammar_from_json_schema(followed(schema), overrides={"whitespace_pattern": WHITE_SPACE})
     elif kind == "regex":
         text = matcher.grammar_from_regex(source)
     elif kind == "choice":
@@ -48,6 +47,14 @@ def notation(kind: str, source: str) -> str:
     else:
         text = matcher.grammar_from_lark(source)
     return text
+
+
+def followed(schema: Any) -> dict[str, Any]:
+    """Return a schema as the library can follow it. Raises UsageError, which names a keyword that it cannot follow."""
+    found = supported(schema)
+    if isinstance(found, bool):  # anything, and nothing
+        return {} if found else {"enum": []}
+    return found
 
 
 def limited_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatcher:

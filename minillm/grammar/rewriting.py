@@ -1,0 +1,273 @@
+"""JSON schemas as llguidance can follow them.
+
+llguidance follows a part of JSON Schema. A schema is rewritten into this part: the new one accepts the same values, or
+fewer where that cannot be said, and never one that the first does not accept. What cannot be rewritten is rejected.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from minillm.errors import UsageError
+from minillm.grammar.array_keywords import ARRAYS, of_arrays
+from minillm.grammar.meaning import (
+    KINDS,
+    REFERENCES,
+    Meaning,
+    Schema,
+    Unsupported,
+    as_schema,
+    choices,
+    kinds_of_type,
+    mapping,
+    required,
+    sequence,
+)
+from minillm.grammar.object_keywords import OBJECTS, of_objects
+from minillm.grammar.opposites import opposites
+from minillm.grammar.regular import TooComplex
+from minillm.grammar.scalar_keywords import BOUNDS, EXACT, STRINGS, of_numbers, of_strings
+
+_MOST_SIZE = 60_000  # subschemas of the result
+_MOST_OPEN = 20  # definitions and opposites within each other
+
+Write = Callable[["Rewriter", dict[str, Any], dict[str, Any], list[Schema]], bool | None]
+# Keywords that are written together, and the one of them at whose place.
+_GROUPS: tuple[tuple[frozenset[str], str, Write], ...] = (
+    (OBJECTS, "properties", of_objects),
+    (ARRAYS, "items", of_arrays),
+    (STRINGS, "pattern", of_strings),
+    (BOUNDS, "minimum", of_numbers),
+)
+
+
+def supported(root: Schema) -> Schema:
+    """Rewrite a schema. Raises UsageError, which names the keyword that cannot be followed."""
+    try:
+        return Rewriter(_tidy(root)).whole()
+    except (Unsupported, TooComplex) as error:
+        raise UsageError(f"grammar: the JSON schema {error}") from None
+    except RecursionError:
+        raise UsageError("grammar: the JSON schema refers to itself too deeply; make it flatter") from None
+
+
+def _tidy(schema: Any) -> Any:
+    """Return a copy in which what draft 3 says of a property is said of its object."""
+    if isinstance(schema, list):
+        return [_tidy(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {key: value if key in ("enum", "const") else _tidy(value) for key, value in schema.items()}
+    properties = copy.get("properties")
+    if isinstance(properties, dict) and not isinstance(copy.get("required"), bool):
+        names = [name for name, each in properties.items() if isinstance(each, dict) and each.get("required") is True]
+        if names and isinstance(copy.get("required", []), list):
+            copy["required"] = [*copy.get("required", []), *names]
+    return copy
+
+
+class Rewriter:
+    """Rewrites one schema and what it refers to."""
+
+    def __init__(self, root: Schema) -> None:
+        self.root, self.meaning = root, Meaning(root)
+        self.algebra = self.meaning.algebra
+        self._names: dict[int, str] = {}  # of definitions, by the identity of what they define
+        self._definitions: dict[str, Schema] = {}
+        self._open: list[int] = []  # definitions that are being written, and schemas whose opposite is
+        self._size = 0
+
+    def whole(self) -> Schema:
+        result = self.rewritten(self.root)
+        if self._definitions and isinstance(result, dict):
+            result = {**result, "$defs": self._definitions}
+        return result
+
+    def rewritten(self, schema: Schema) -> Schema:
+        self._size += 1
+        if self._size > _MOST_SIZE:
+            raise Unsupported("becomes too large; make it simpler")
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise UsageError(f"grammar: the JSON schema has {json.dumps(schema)[:40]} where a schema belongs")
+        if any(key in schema for key in REFERENCES) and self.meaning.references.is_old:
+            return self._reference(schema)
+        if "enum" in schema or "const" in schema:
+            return self._of_values(schema)
+        result, more = self._own(schema)
+        if result is False:
+            return False
+        more = [each for each in more if each is not True]
+        if not more:
+            return result
+        parts = more if result in ({}, True) else [result, *more]
+        return parts[0] if len(parts) == 1 else {"allOf": parts}
+
+    def _own(self, schema: dict[str, Any]) -> tuple[Schema, list[Schema]]:
+        """Rewrite the keywords of a schema in their order: it decides the order of properties."""
+        result: dict[str, Any] = {}
+        more: list[Schema] = []
+        if "type" in schema:
+            result["type"] = self._types(schema["type"])
+        done: set[str] = set()
+        for key in schema:
+            group = next((each[1:] for each in _GROUPS if key in each[0]), None)
+            if group is not None:
+                first, write = group
+                if first not in done and (key == first or first not in schema):
+                    done.add(first)
+                    if write(self, schema, result, more) is False:
+                        return False, []
+            elif key in _SINGLE:
+                found = _SINGLE[key](self, schema)
+                if isinstance(found, dict) and key in found and key not in result:
+                    result |= found  # where it stands
+                else:
+                    more.append(found)
+        return result, more
+
+    def _types(self, named: Any) -> Any:
+        names = named if isinstance(named, list) else [named]
+        if any(isinstance(name, dict) for name in names):
+            raise Unsupported("has a schema within type; use anyOf")
+        kinds = {kind for name in names for kind in kinds_of_type(name)}
+        ordered = dict.fromkeys(kind for name in names for kind in ([name] if name != "any" else KINDS))
+        found = [name for name in ordered if name != "fraction" and not (name == "integer" and "fraction" in kinds)]
+        if "fraction" in kinds and "number" not in found:
+            found.append("number")
+        return found[0] if len(found) == 1 else found
+
+    def _of_values(self, schema: dict[str, Any]) -> Schema:
+        [values, *others] = choices(schema)
+        rest = {key: value for key, value in schema.items() if key not in ("enum", "const")}
+        if others:
+            rest["enum"] = others[0]
+        base = {key: value for key, value in rest.items() if key in REFERENCES}
+        if base:  # a reference is found by the schema that has it
+            rest = {key: value for key, value in rest.items() if key not in base}
+            rest["allOf"] = [*sequence(schema, "allOf"), self.meaning.target(schema)]
+        found = [value for value in values if self.meaning.accepts(rest, value)]
+        for value in found:
+            _check_exact(value)
+        return {"enum": found} if found else False
+
+    def _reference(self, schema: dict[str, Any]) -> Schema:
+        target = self.meaning.target(schema)
+        if isinstance(target, bool) or target is None:
+            return target if target is not None else True
+        if id(target) not in self._names:
+            name = self._names[id(target)] = f"d{len(self._names)}"
+            self._definitions[name] = True
+            self._open.append(id(target))
+            self._definitions[name] = self.rewritten(target)
+            self._open.pop()
+        name = self._names[id(target)]
+        return False if self._definitions[name] is False else {"$ref": f"#/$defs/{name}"}
+
+    def ways(self, ways: Iterable[Schema]) -> Schema:
+        """Return the schema of what one of several accepts."""
+        found = [way for way in ways if way is not False]
+        if any(way is True or way == {} for way in found):
+            return True
+        return (found[0] if len(found) == 1 else {"anyOf": found}) if found else False
+
+    def _all_of(self, schema: dict[str, Any]) -> Schema:
+        return {"allOf": [self.rewritten(each) for each in sequence(schema, "allOf")]}
+
+    def _any_of(self, schema: dict[str, Any]) -> Schema:
+        ways = sequence(schema, "anyOf")
+        return {"anyOf": [way for way in map(self.rewritten, ways) if way is not False] or [False]}
+
+    def _one_of(self, schema: dict[str, Any]) -> Schema:
+        ways = [each for each in sequence(schema, "oneOf") if each is not False]
+        outer = {"type": schema["type"]} if "type" in schema else {}
+        known = tuple(mapping(schema, "properties"))
+        names = tuple(dict.fromkeys((*known, *(name for way in ways for name in self._names_in(way)))))
+        found = []
+        for at, way in enumerate(ways):
+            against = [
+                other
+                for index, other in enumerate(ways)
+                if index != at and not self.meaning.disjoint({"allOf": [way, outer]}, other)
+            ]
+            alone = self.rewritten(way)
+            if against and any(id(part) in self._open for part in self.meaning.parts(way)):
+                alone = False  # the library cannot restrict a definition within itself
+            if against and alone is not False:
+                noes = [self._no({"not": other, "$names": names, "$within": [way, outer]}) for other in against]
+                alone = False if False in noes else {"allOf": [alone, *noes]}
+            found.append(alone)
+        result = self.ways(found)
+        if result is False and ways:
+            raise Unsupported(
+                "has a oneOf whose alternatives overlap in a way that cannot be followed; make them disjoint"
+            )
+        return result
+
+    def _names_in(self, schema: Schema) -> list[str]:
+        parts = list(self.meaning.parts(schema))
+        found = [name for part in parts for name in (*mapping(part, "properties"), *required(part))]
+        inner = [each for part in parts for key in ("anyOf", "oneOf") for each in sequence(part, key)]
+        return [*found, *(name for each in inner for name in self._names_in(each))]
+
+    def _no(self, schema: dict[str, Any]) -> Schema:
+        """Rewrite ``not``."""
+        inner, found = schema["not"], []
+        exact = len(self._open) < _MOST_OPEN and id(inner) not in self._open
+        self._open.append(id(inner))
+        within = {"allOf": list(schema.get("$within", ()))}
+        if exact:
+            for each in opposites(self.meaning, inner, tuple(schema.get("$names", ()))):
+                if each is None or (within["allOf"] and self.meaning.disjoint(within, each)):
+                    exact = exact and each is not None
+                    continue
+                try:
+                    found.append(self.rewritten(each))
+                except (Unsupported, TooComplex):
+                    exact = False
+        self._open.pop()
+        result = self.ways(found)
+        if result is False and not exact and not within["allOf"]:
+            raise Unsupported("has a not that cannot be followed; say what is allowed instead")
+        return result
+
+    def _condition(self, schema: dict[str, Any]) -> Schema:
+        if "then" not in schema and "else" not in schema:
+            return True
+        condition = schema["if"]
+        yes: Schema = {"allOf": [condition, schema.get("then", True)]}
+        no: Schema = {"allOf": [{"not": condition}, schema.get("else", True)]}
+        return self.ways([self.rewritten(yes), self.rewritten(no)])
+
+    def _dependencies(self, key: str, schema: dict[str, Any]) -> Schema:
+        found = []
+        for name, wanted in mapping(schema, key).items():
+            need: Schema = {"allOf": [{"type": "object", "required": [name]}, as_schema(wanted)]}
+            free: Schema = {"properties": {name: False}}
+            found.append(self.ways([free, self.rewritten(need)]))
+        return {"allOf": found} if found else True
+
+
+_SINGLE: dict[str, Callable[[Rewriter, dict[str, Any]], Any]] = {
+    "$ref": Rewriter._reference,
+    "$recursiveRef": Rewriter._reference,
+    "$dynamicRef": Rewriter._reference,
+    "allOf": Rewriter._all_of,
+    "anyOf": Rewriter._any_of,
+    "oneOf": Rewriter._one_of,
+    "not": Rewriter._no,
+    "if": Rewriter._condition,
+    "dependencies": lambda self, schema: self._dependencies("dependencies", schema),
+    "dependentRequired": lambda self, schema: self._dependencies("dependentRequired", schema),
+    "dependentSchemas": lambda self, schema: self._dependencies("dependentSchemas", schema),
+}
+
+
+def _check_exact(value: Any) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > EXACT and int(float(value)) != value:
+        raise Unsupported(f"has the number {value} in enum or const, which has too many digits")
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_exact(each)
