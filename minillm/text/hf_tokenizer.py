@@ -7,7 +7,8 @@ one, data that the library panics of. Such ones run in a `minillm.text.sandbox`.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import tokenizers
 
 from minillm.errors import WeightsError
 from minillm.text.control_tokens import admissible
+from minillm.text.declared_tokens import add_declared, check_added, named_tokens, read_config
 from minillm.text.gguf_tokenizer import SPLITS
-from minillm.text.reading import is_there, read_bytes, read_json
+from minillm.text.reading import is_there, read_bytes
 from minillm.text.safe import clean_line
 from minillm.text.sandbox import Sandbox, quiet
 
-_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MAX_BYTES = 64 << 20  # of a tokenizer.json; the largest we know have 33 MB
 _MEMORY_BYTES, _MEMORY_PER_BYTE = 1 << 30, 16  # for a tokenizer in a sandbox, and for each byte of its file
 
@@ -33,7 +34,6 @@ _GROWTH |= {"TemplateProcessing": 1, "BertProcessing": 1, "RobertaProcessing": 1
 _MOST_GROWTH = 100.0
 _MOST_STEPS = 32
 _LONGEST = 64  # characters that a step puts before a text
-_MOST_ADDED = 1 << 28  # bytes that the beginnings of all added tokens take
 
 
 def read_directory(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, dict[str, Any] | None]:
@@ -45,34 +45,39 @@ def read_directory(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str
     path = directory / "tokenizer.json"
     if not is_there(path):
         raise WeightsError(f"{path} is missing: only fast tokenizers (tokenizer.json) are supported")
-    steps = None
-    try:
+    steps, config = None, read_config(directory)
+    with _damage_named(path):
         data = read_bytes(path, _MAX_BYTES)
         document = json.loads(data, object_pairs_hook=_unique)
         if not isinstance(document, dict):
             raise ValueError("not a JSON object")
-        _check_added(document)
+        added = document.get("added_tokens") or []
+        check_added(token["content"] for token in added if isinstance(token, dict) and "content" in token)
         if not is_known(document):
             encoder_of(document).ask({"text": "a", "special": True})  # a panic of the library happens there
             steps = {name: document.get(name) for name in STEPS}
             data = json.dumps({**document, **dict.fromkeys(STEPS)}).encode()
         with quiet():
             backend = tokenizers.Tokenizer.from_buffer(data)
+    backend.no_truncation()
+    backend.no_padding()
+    with _damage_named(directory / "tokenizer_config.json"), quiet():
+        add_declared(backend, directory, config)
+        special = {name: admissible(token.content) for name, token in named_tokens(config).items()}
+    return backend, special, _template(directory / "chat_template.jinja", config), steps
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Raise a WeightsError that names the file for whatever is raised."""
+    try:
+        yield
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}") from None
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises nothing narrower, and where it panics not even an Exception
         raise WeightsError(f"{path}: {clean_line(str(error))}") from None
-    backend.no_truncation()
-    backend.no_padding()
-    config: dict[str, Any] = {}
-    for file in (directory / "special_tokens_map.json", directory / "tokenizer_config.json"):
-        config |= read_json(file) if is_there(file) else {}
-    # A token is text, or an object that has it as content.
-    found = ((name, value.get("content") if isinstance(value, dict) else value) for name, value in config.items())
-    special = {name: admissible(text) for name, text in found if name in _NAMES and isinstance(text, str)}
-    return backend, special, _template(directory / "chat_template.jinja", config), steps
 
 
 def encoder_of(document: Mapping[str, Any]) -> Sandbox:
@@ -103,14 +108,6 @@ def is_known(document: Mapping[str, Any]) -> bool:
         return growth <= _MOST_GROWTH and len(steps) <= _MOST_STEPS and not any(affixes)
     except (KeyError, TypeError, AttributeError, OverflowError):  # no such layout
         return False
-
-
-def _check_added(document: Mapping[str, Any]) -> None:
-    """Raise WeightsError where the added tokens take more memory than those of any model."""
-    tokens = document.get("added_tokens") or []
-    lengths = [len(token["content"]) for token in tokens if isinstance(token, dict) and "content" in token]
-    if sum(length * (length + 64) for length in lengths) > _MOST_ADDED:
-        raise WeightsError(f"{len(lengths)} added tokens of up to {max(lengths)} characters, which no model has")
 
 
 def _growth(step: Mapping[str, Any]) -> float:

@@ -87,7 +87,9 @@ class Tokenizer:
             self._table[token_id] = b"" if token.special else token.content.encode()
         self.control_ids = frozenset(i for i, token in self._added.items() if is_control(token))
         self._user_spellings = Spellings(self._added[i].content for i in self.control_ids)
-        self._assistant_spellings = Spellings(t for t in self._user_spellings.texts if t not in _REASONING_TAGS)
+        allowed = [text for text in self._user_spellings.texts if text not in _REASONING_TAGS]
+        few = len(allowed) < len(self._user_spellings.texts)
+        self._assistant_spellings = Spellings(allowed) if few else self._user_spellings
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
         self._own_normalizer, self._own_pre_tokenizer = backend.normalizer, backend.pre_tokenizer
@@ -115,10 +117,9 @@ class Tokenizer:
 
     def _find_controls_first(self) -> None:
         """Have the backend look for control tokens in the text before it is normalized."""
-        for token_id in self.control_ids:
-            token = self._added[token_id]
-            as_it_comes = AddedToken(**{**token.__getstate__(), "normalized": False})
-            (self._backend.add_special_tokens if token.special else self._backend.add_tokens)([as_it_comes])
+        found = [self._added[token_id] for token_id in self.control_ids if self._added[token_id].normalized]
+        if found:  # together: each call takes time in proportion to all tokens
+            self._backend.add_tokens([AddedToken(**{**token.__getstate__(), "normalized": False}) for token in found])
 
     def _obey_marks(self) -> Sandbox | None:
         """Have the steps drop our break, and the prefix of a text that continues another; returns their sandbox."""
