@@ -55,6 +55,35 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
+    schema: dict[str, Any] | None = None  # with json_object, as llama.cpp and Together have it
+
+    def grammar(self) -> dict[str, Any] | None:
+        """Return the parameter ``grammar``; None for any text. Raises BadField."""
+        if self.type == "json_schema" and self.json_schema is None:
+            raise BadField("response_format: json_schema is missing", "response_format")
+        if self.schema is not None and self.type != "json_object":
+            raise BadField("response_format: schema only with the type json_object; use json_schema", "response_format")
+        schema = self.schema if self.json_schema is None else self.json_schema.schema
+        if self.type == "text":
+            return None
+        return {"json_object": True} if self.type == "json_object" and schema is None else {"json_schema": schema}
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer, as vLLM writes it."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool = False  # there is nothing to fall back to
+
+    def forms(self) -> dict[str, dict[str, Any]]:
+        """Return the parameter ``grammar`` for each form that is given."""
+        kinds = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+        values = {kind: getattr(self, name) for name, kind in kinds.items()} | {"json_object": self.json_object or None}
+        return {f"structured_outputs.{kind}": {kind: value} for kind, value in values.items() if value is not None}
 
 
 class ForkOf(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,6 +134,9 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None  # vLLM's; there is one here
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None  # SGLang's
     cache_salt: str | None = None
     prompt_cache_key: str | None = None  # OpenAI's; prefixes are found without it
     priority: int = 0  # lower is sooner, among requests of one key
@@ -133,20 +165,16 @@ class _Generation(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def has_schema(self) -> bool:
         """Whether answers must be JSON."""
-        is_json = self.response_format is not None and self.response_format.type != "text"
-        return is_json or self.guided_json is not None
+        form = self.grammar() or {}
+        return "json_schema" in form or "json_object" in form
 
     def grammar(self) -> dict[str, Any] | None:
         """The form that answers must have, for the parameter ``grammar``; raises BadField where there are two."""
-        found: dict[str, Any] = {}
-        if self.response_format is not None and self.response_format.type == "json_object":
-            found["response_format"] = {"json_object": True}
-        elif self.response_format is not None and self.response_format.type == "json_schema":
-            if self.response_format.json_schema is None:
-                raise BadField("response_format: json_schema is missing", "response_format")
-            found["response_format"] = {"json_schema": self.response_format.json_schema.schema}
-        guided = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice"}
-        for name, kind in {**guided, "guided_grammar": "lark"}.items():
+        found = {} if self.structured_outputs is None else self.structured_outputs.forms()
+        if self.response_format is not None and (format_ := self.response_format.grammar()) is not None:
+            found["response_format"] = format_
+        kinds = {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice"}
+        for name, kind in {**kinds, "guided_grammar": "lark", "regex": "regex"}.items():
             if (value := getattr(self, name)) is not None:
                 found[name] = {kind: value}
         if len(found) > 1:

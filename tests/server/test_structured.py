@@ -56,9 +56,46 @@ def test_choices_and_expressions(server: Server) -> None:
     assert re.fullmatch("[a-c]{3}-[0-9]{2}", answer["choices"][0]["message"]["content"])
 
 
+CLIENTS: dict[str, dict[str, Any]] = {
+    "vLLM": {"structured_outputs": {"regex": "[a-c]{3}", "disable_fallback": True}},
+    "SGLang": {"regex": "[a-c]{3}"},
+    "vLLM's choice": {"structured_outputs": {"choice": ["abc", "cab"]}},
+    "vLLM's grammar": {"structured_outputs": {"grammar": "start: /[a-c]{3}/"}},
+    "guidance": {"guided_decoding_backend": "guidance", "guided_regex": "[a-c]{3}"},
+}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_texts_in_the_forms_that_other_clients_write(server: Server, name: str) -> None:
+    [choice] = post(server, max_tokens=20, **CLIENTS[name])["choices"]
+    assert re.fullmatch("[a-c]{3}", choice["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        {"guided_json": SCHEMA},
+    ],
+)
+def test_json_in_the_forms_that_other_clients_write(server: Server, form: dict[str, Any]) -> None:
+    [choice] = post(server, max_tokens=100, seed=1, **form)["choices"]
+    jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+
+
+def test_any_object_in_the_form_of_vllm(server: Server) -> None:
+    [choice] = post(server, max_tokens=1, temperature=0, structured_outputs={"json_object": True})["choices"]
+    assert choice["message"]["content"].startswith("{")
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "one form"),
+        ({"structured_outputs": {"regex": "a"}, "regex": "a"}, "one form"),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "json_object"),
         ({"guided_regex": "("}, "regex"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "one form"),
         ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
